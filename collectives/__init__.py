@@ -1,0 +1,32 @@
+"""Sparse collectives: arrays in, arrays out.
+
+from collectives import open_transport, reduce, select
+
+transport = open_transport("mpi")
+picked, threshold = select(accumulated, k)
+update, returned = reduce(picked, k, transport)          # algorithm="gtopk"
+"""
+
+from .algorithms import ALGORITHMS, reduce
+from .errors import CollectiveError, MessageError, MismatchError, PeerError, PeerTimeoutError
+from .kernels import accumulate_and_select, merge, select
+from .transports import Transport, local_world, open_transport, run_ranks
+from .vector import SparseVector
+
+__all__ = [
+    "ALGORITHMS",
+    "CollectiveError",
+    "MessageError",
+    "MismatchError",
+    "PeerError",
+    "PeerTimeoutError",
+    "SparseVector",
+    "Transport",
+    "accumulate_and_select",
+    "local_world",
+    "merge",
+    "open_transport",
+    "reduce",
+    "run_ranks",
+    "select",
+]

@@ -1,0 +1,84 @@
+"""SparseVector: the one data type between select and apply."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+VALUE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def index_dtype(length: int) -> np.dtype[Any]:
+    """Return the narrowest index dtype for vectors of this length: int32 up to 2^31 - 1."""
+    return np.dtype(np.int32 if length <= np.iinfo(np.int32).max else np.int64)
+
+
+class SparseVector(NamedTuple):
+    """The nonzero entries of a vector of `length` elements.
+
+    indices: int32 (int64 from 2^31 elements on) [k], strictly increasing, in 0..length-1.
+    values:  float32 or float64 [k], in the order of the indices.
+
+    Functions take it and return it; none of them changes the arrays of its arguments.
+    """
+
+    indices: Array
+    values: Array
+    length: int
+
+    @classmethod
+    def empty(cls, length: int, dtype: np.dtype[Any] | type = np.float32) -> SparseVector:
+        """Return the vector of zeros."""
+        return cls(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
+
+    @classmethod
+    def from_dense(cls, dense: Array) -> SparseVector:
+        """Return every nonzero entry of a one-dimensional array."""
+        indices = np.flatnonzero(dense).astype(index_dtype(dense.size))
+        return cls(indices, dense[indices], dense.size)
+
+    def to_dense(self) -> Array:
+        """Return the vector as an array of `length` elements."""
+        dense = np.zeros(self.length, self.values.dtype)
+        dense[self.indices] = self.values
+        return dense
+
+    def where(self, mask: Array) -> SparseVector:
+        """Return the entries whose position in `indices` is true in `mask` (bool [k])."""
+        return SparseVector(self.indices[mask], self.values[mask], self.length)
+
+    @property
+    def entries(self) -> int:
+        """Return how many entries there are."""
+        return int(self.indices.size)
+
+
+def check(vector: SparseVector) -> SparseVector:
+    """Return the vector, or raise ValueError naming what makes it none.
+
+    For vectors that come from outside: a caller of `reduce`, or a peer's message.
+    """
+    indices, values, length = vector
+    if values.dtype not in VALUE_DTYPES:
+        raise ValueError(f"values must be float32 or float64, got {values.dtype}")
+    if indices.ndim != 1 or indices.shape != values.shape:
+        raise ValueError(
+            f"indices and values must be one-dimensional and equally long, "
+            f"got shapes {indices.shape} and {values.shape}"
+        )
+    if indices.dtype != index_dtype(length):
+        raise ValueError(
+            f"indices of a vector of {length} elements must be {index_dtype(length)}, "
+            f"got {indices.dtype}"
+        )
+    if indices.size and not (indices[0] >= 0 and indices[-1] < length):
+        raise ValueError(
+            f"indices must lie in 0..{length - 1}, got {int(indices.min())}..{int(indices.max())}"
+        )
+    if indices.size > 1 and not bool((indices[1:] > indices[:-1]).all()):
+        raise ValueError("indices must be strictly increasing")
+    return vector

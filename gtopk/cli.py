@@ -1,0 +1,53 @@
+"""The command `gtopk`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from . import __version__
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    from .demo.command import main
+
+    return main(arguments)
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from .doctor import main
+
+    return main(arguments)
+
+
+# Each imports what it needs only when it is called: `gtopk doctor` works where torch is broken.
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "demo": (_demo, "train on local ranks with dense, top-k and gTop-k, and compare them"),
+    "doctor": (_doctor, "what is installed and works here, with advice for what is missing"),
+}
+
+
+def usage() -> str:
+    """Return the help text."""
+    listed = "\n".join(f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items())
+    return f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n\n`gtopk COMMAND --help` tells more."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in _COMMANDS:
+        return _COMMANDS[words[0]][0](words[1:])
+    if words and words[0] == "--version":
+        print(f"gtopk {__version__}")
+        return 0
+    if words and words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    wrong = f"gtopk: no command {words[0]!r}\n\n" if words else ""
+    print(wrong + usage(), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""`gtopk demo` as people see it: starts the ranks, shows progress, prints and writes results."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..cores import usable_cores
+from ..launch import LaunchError, explain, rank_environment, run
+from .model import LATENCY_SECONDS, break_even
+from .plan import PROGRESS, Plan
+from .record import Record
+from .units import bandwidth_text, bytes_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NEEDED = {"mpi4py": "mpi4py", "sklearn": "scikit-learn", "rich": "rich"}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gtopk demo",
+        description="Train one network on real handwritten digits with dense allreduce, top-k "
+        "allgather and gTop-k, on MPI ranks of this machine, and compare them.",
+    )
+    plan = Plan()
+    parser.add_argument("--ranks", type=int, default=plan.ranks, help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=plan.seeds, help="default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=plan.epochs, help="default: %(default)s")
+    parser.add_argument(
+        "--density", type=float, default=plan.density, help="share sent; default: %(default)s"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), help="folder to write; default: %(default)s"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo and return the exit code."""
+    options = parse(arguments)
+    lacking = [name for module, name in NEEDED.items() if not importlib.util.find_spec(module)]
+    if lacking:
+        return fail(f"the demo needs {', '.join(lacking)}: pip install 'gtopk[demo]'")
+    for name in ("ranks", "seeds", "epochs"):
+        if getattr(options, name) < 1:
+            return fail(f"--{name} must be at least 1, got {getattr(options, name)}")
+    plan = Plan(options.ranks, options.seeds, options.epochs, density=options.density)
+    try:
+        plan.methods()
+    except ValueError as error:
+        return fail(f"--{error}")
+    from rich.console import Console
+
+    # Without a terminal there is no width to ask for; the table needs this much.
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    announce(console, plan)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.json")
+        program = [sys.executable, "-m", "gtopk.demo.rank", plan.to_json(), str(results)]
+        try:
+            with progress_shown(console) as on_line:
+                code = run(plan.ranks, program, on_line=on_line)
+        except LaunchError as error:
+            return fail(str(error))
+        if code != 0 or not results.exists():
+            return fail(f"the ranks ended with exit code {code}; what they said stands above")
+        records: list[Record] = json.loads(results.read_text(encoding="utf-8"))
+    show(console, records)
+    write_report(records, options.out)
+    console.print(
+        f"\n{time.monotonic() - begun:.0f} s in all. Report: {options.out / 'index.html'}  "
+        f"Figures: {options.out / 'results.json'}",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def fail(reason: str) -> int:
+    """Print why nothing was shown, and return the exit code."""
+    print(f"gtopk demo: {reason}", file=sys.stderr)
+    return 1
+
+
+def announce(console: Console, plan: Plan) -> None:
+    """Say what is about to run, and what is set for it."""
+    console.print(
+        f"{plan.ranks} MPI ranks on {usable_cores()} cores train an MLP on scikit-learn's "
+        f"handwritten digits: 4 methods x {plan.seeds} seeds x {plan.epochs} epochs."
+    )
+    for line in explain(rank_environment(plan.ranks)):
+        console.print(f"  set: {line}", markup=False, style="dim", soft_wrap=True)
+
+
+class progress_shown:
+    """A context whose value takes the ranks' lines; shows a bar, or lines without a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = console
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("starting the ranks", total=None)
+        self.shown = ""
+
+    def __enter__(self) -> Callable[[str], None]:
+        self.bar.start()
+        return self.take
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def take(self, line: str) -> None:
+        """Show one line that a rank printed."""
+        if not line.startswith(PROGRESS):
+            self.console.print(line, markup=False)
+            return
+        at: dict[str, Any] = json.loads(line[len(PROGRESS) :])
+        what = f"{at['method']}, seed {at['seed']}"
+        self.bar.update(
+            self.task, description=f"{what:28}", completed=at["done"], total=at["total"]
+        )
+        if not self.console.is_terminal and what != self.shown:
+            self.shown = what
+            percent = 100 * (at["done"] - 1) // at["total"]
+            self.console.print(f"{percent:3d} %  {what}")
+
+
+def show(console: Console, records: Sequence[Record]) -> None:
+    """Print the table, and what it does not say."""
+    from rich.table import Table
+
+    dense = records[0]
+    table = Table(title="Measured on this machine", title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for heading in (
+        "test accuracy",
+        "epochs",
+        "bytes sent per step and rank",
+        "against dense",
+        "compute",
+        "select",
+        "communicate",
+    ):
+        table.add_column(heading, justify="right")
+    for record in records:
+        parts = record["step_seconds"]
+        table.add_row(
+            record["label"],
+            accuracy_text(record),
+            str(record["epochs"]),
+            bytes_text(record["bytes_per_step"]) + ("" if record["bytes_counted"] else " *"),
+            against_dense(record, dense),
+            *(f"{1000 * parts[part]:.2f} ms" for part in ("compute", "select", "communicate")),
+        )
+    console.print(table)
+    if not dense["bytes_counted"]:
+        console.print(
+            "* by formula, the least that any allreduce sends; the others are counted.", style="dim"
+        )
+    cores = dense["machine"]["cores"]
+    console.print(
+        f"Times are medians per step. {dense['ranks']} ranks share {cores} cores and memory, so "
+        "dense communication is nearly free here and compression cannot win: what it saves is the "
+        "network.",
+        style="dim",
+    )
+    identical = all(record["final_replicas_identical"] for record in records)
+    console.print(f"Replicas bit-identical after every run: {'yes' if identical else 'NO'}")
+    console.print(f"Model, not measured: {model_line(dense, records[2])}", soft_wrap=True)
+
+
+def accuracy_text(record: Record) -> str:
+    """Return mean and standard deviation over seeds, in percent."""
+    seeds = record["accuracy_by_seed"]
+    spread = f" ± {100 * statistics.stdev(seeds):.2f}" if len(seeds) > 1 else ""
+    return f"{100 * record['accuracy']:.2f}{spread} %"
+
+
+def against_dense(record: Record, dense: Record) -> str:
+    """Return how many times fewer bytes than dense."""
+    if not record["bytes_per_step"]:
+        return "-"
+    return f"1/{dense['bytes_per_step'] / record['bytes_per_step']:.1f}"
+
+
+def model_line(dense: Record, gtopk: Record) -> str:
+    """Return where the alpha-beta model sees the break-even."""
+    latency = f"{1e6 * LATENCY_SECONDS:.0f} us latency"
+    bits_per_second = break_even(dense, gtopk)
+    if bits_per_second is None:
+        return f"on links of {latency}, this step of gTop-k pays at no bandwidth"
+    if bits_per_second == float("inf"):
+        return f"on links of {latency}, this step of gTop-k pays at every bandwidth"
+    return (
+        f"on links of {latency}, this step of gTop-k is faster than dense below "
+        f"{bandwidth_text(bits_per_second)}, slower above"
+    )
+
+
+def write_report(records: Sequence[Record], folder: Path) -> None:
+    """Write results.json and index.html."""
+    from .page import write_page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    write_page(records, folder / "index.html")

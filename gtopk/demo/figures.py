@@ -1,0 +1,116 @@
+"""The report's plots as HTML figures, each with how to read it and what it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from .markup import prose
+from .model import LATENCY_SECONDS
+from .plots import (
+    accuracy_floor,
+    accuracy_over_bytes,
+    accuracy_over_epochs,
+    modelled_time_over_bandwidth,
+    part_key,
+    step_time_by_part,
+)
+from .record import PARTS, Record
+from .svg import key
+from .units import seconds_text
+from .verdicts import model_verdict
+
+
+def figures(records: Sequence[Record]) -> str:
+    """Return the four figures."""
+    methods = legend((key(record["method"]), record["label"]) for record in records)
+    return "\n".join(
+        (
+            epochs_figure(records, methods),
+            bytes_figure(records, methods),
+            parts_figure(records),
+            model_figure(records, methods),
+        )
+    )
+
+
+def epochs_figure(records: Sequence[Record], methods: str) -> str:
+    """Show accuracy over epochs."""
+    reading = (
+        "A line is the mean over seeds, its band goes from the worst to the best seed. Methods "
+        "whose bands overlap are not told apart by this run."
+    )
+    if records[0]["seeds"] == 1:
+        reading = "A line is the one seed that was run; another seed would draw another line."
+    return figure(
+        "Test accuracy over epochs",
+        methods + accuracy_over_epochs(records),
+        f"{reading} {axis_start(records)}",
+        "A race: an epoch does not take every method the same time, nor the same bytes.",
+    )
+
+
+def bytes_figure(records: Sequence[Record], methods: str) -> str:
+    """Show accuracy over bytes; nothing where a single rank sent none."""
+    if min(record["bytes_per_step"] for record in records) <= 0:
+        return ""
+    formula = [record["label"] for record in records if not record["bytes_counted"]]
+    source = f" Bytes of {', '.join(formula)} follow a formula; the others are counted."
+    return figure(
+        "Test accuracy over bytes sent",
+        methods + accuracy_over_bytes(records),
+        "Further left at the same height: the same accuracy for fewer bytes. The axis of bytes is "
+        f"logarithmic. {axis_start(records)}" + (source if formula else ""),
+        "Time: on a fast link, or inside one machine as here, few bytes need not mean less time.",
+    )
+
+
+def axis_start(records: Sequence[Record]) -> str:
+    """Return what the accuracy axis hides."""
+    floor = accuracy_floor(records)
+    if floor == 0:
+        return ""
+    return f"The accuracy axis starts at {100 * floor:.0f} %; the climb below is cut off."
+
+
+def parts_figure(records: Sequence[Record]) -> str:
+    """Show step time by part."""
+    return figure(
+        "Step time by part, measured here",
+        legend((part_key(part), part) for part in PARTS) + step_time_by_part(records),
+        "A bar is one step: the median over steps of each part, averaged over ranks. Shorter is "
+        "better.",
+        f"A cluster: all {records[0]['ranks']} ranks share this machine's cores and exchange "
+        "through its memory, so dense communication is nearly free here, and waiting for a core "
+        "counts as part of whatever was waiting.",
+    )
+
+
+def model_figure(records: Sequence[Record], methods: str) -> str:
+    """Show the modelled step time over bandwidth."""
+    dense, _, gtopk, _ = records
+    found = model_verdict(dense, gtopk).words
+    return figure(
+        "Step time over bandwidth, from a model",
+        methods + modelled_time_over_bandwidth(records),
+        f"Lower is better. {found[0].upper()}{found[1:]}. Both axes are logarithmic.",
+        "A measurement of any network: communication is the alpha-beta model, latency times "
+        "messages plus bytes over bandwidth, with dense as a ring and an assumed latency of "
+        f"{seconds_text(LATENCY_SECONDS)}. Compute and select times are those measured on this "
+        "machine (one compute time for all methods: their median), and nothing overlaps.",
+    )
+
+
+def figure(title: str, drawing: str, reading: str, limits: str) -> str:
+    """Return a figure: title, legend and drawing, how to read it, what it is not."""
+    return (
+        f"<figure><h3>{escape(title)}</h3>{drawing}<figcaption>"
+        f"<p><b>How to read it.</b> {prose(reading)}</p>"
+        f"<p><b>What it is not.</b> {prose(limits)}</p></figcaption></figure>"
+    )
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return what each drawn key stands for."""
+    items = "".join(f"<li>{drawn}{escape(words)}</li>" for drawn, words in entries)
+    return f'<ul class="legend">{items}</ul>'

@@ -1,0 +1,51 @@
+"""What the alpha-beta model says of a step on links that this machine does not have."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from collectives.cost import (
+    Link,
+    break_even_bits_per_second,
+    dense_seconds,
+    gtopk_seconds,
+    topk_allgather_seconds,
+)
+
+from .record import Record
+
+LATENCY_SECONDS = 50e-6  # assumed: a message over Ethernet and a kernel's TCP
+
+COMMUNICATION: dict[str, Callable[[int, int, Link], float]] = {
+    "dense": dense_seconds,
+    "topk": topk_allgather_seconds,
+    "gtopk": gtopk_seconds,
+    "gtopk-equal-bytes": gtopk_seconds,
+}
+
+
+def shared_compute_seconds(records: Sequence[Record]) -> float:
+    """Return the measured compute time, one for all: network and batch are the same.
+
+    The median over the methods, so that the noise of one of them decides no comparison.
+    """
+    return statistics.median(record["step_seconds"]["compute"] for record in records)
+
+
+def modelled_step_seconds(record: Record, compute_seconds: float, link: Link) -> float:
+    """Return compute and select as measured plus communication as modelled, not overlapped."""
+    communicate = COMMUNICATION[record["method"]](record["selected"], record["ranks"], link)
+    return compute_seconds + record["step_seconds"]["select"] + communicate
+
+
+def break_even(dense: Record, sparse: Record) -> float | None:
+    """Return the bits per second below which `sparse` is modelled to be faster.
+
+    None: at no bandwidth; infinity: at all of them.
+    """
+    return break_even_bits_per_second(
+        lambda link: modelled_step_seconds(dense, 0.0, link),
+        lambda link: modelled_step_seconds(sparse, 0.0, link),
+        LATENCY_SECONDS,
+    )

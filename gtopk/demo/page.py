@@ -1,0 +1,225 @@
+"""Write the demo's report: one HTML file that needs no network, no script and no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from .figures import figures
+from .markup import prose
+from .record import Record, checked
+from .units import bytes_text, count_text, digits, points_text, seconds_text
+from .verdicts import (
+    accuracy_verdict,
+    bytes_verdict,
+    fraction,
+    method_verdict,
+    replicas_verdict,
+    spread,
+    time_outcome,
+)
+
+TITLE = "gTop-k beside dense: what the demo measured"
+DATASETS = {"digits": "scikit-learn's 8x8 handwritten digits"}
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # load nothing, run nothing
+
+
+def write_page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write the report of results.json's records to `path`; raise ValueError for other records."""
+    path.write_text(page(checked(records)), encoding="utf-8")
+
+
+def page(records: Sequence[Record]) -> str:
+    """Return the whole page."""
+    style = (files(__package__) / "page.css").read_text(encoding="utf-8")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{TITLE}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<h1>{TITLE}</h1>
+<p class="lead">{escape(what_was_run(records[0]))}</p>
+<h2>{prose(f"{records[2]['label']}, beside {records[0]['label']}")}</h2>
+<dl class="tiles">{tiles(records)}</dl>
+<h2>All four</h2>
+<table>{table(records)}</table>
+<p class="note">{prose(table_note(records))}</p>
+<h2>In words</h2>
+<ul class="findings">{findings(records)}</ul>
+<h2>Plots</h2>
+<div class="plots">
+{figures(records)}
+</div>
+<h2>What was run</h2>
+<dl class="facts">{facts(records)}</dl>
+</main>
+</body>
+</html>
+"""
+
+
+def what_was_run(dense: Record) -> str:
+    """Return the page's opening sentence."""
+    return (
+        f"{plural(dense['ranks'], 'MPI rank')} on one machine trained the same network on real "
+        f"data, {data_name(dense)}, with four ways of adding up their gradients: "
+        f"{plural(dense['epochs'], 'epoch')} each, from {plural(dense['seeds'], 'seed')}."
+    )
+
+
+def data_name(record: Record) -> str:
+    """Return the data set in words."""
+    return DATASETS.get(record["dataset"], record["dataset"])
+
+
+def plural(number: int, noun: str) -> str:
+    """Return "1 seed" or "5 seeds"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def tiles(records: Sequence[Record]) -> str:
+    """Return gTop-k's bytes, accuracy and time beside dense's, at a glance."""
+    dense, _, gtopk, _ = records
+    sent, accuracy, time = (
+        judge(gtopk, dense) for judge in (bytes_verdict, accuracy_verdict, time_outcome)
+    )
+    contents = [
+        (
+            "Bytes sent",
+            fraction(gtopk["bytes_per_step"], dense["bytes_per_step"]),
+            (
+                f"{bytes_text(gtopk['bytes_per_step'])} a step from each rank, "
+                f"dense {bytes_text(dense['bytes_per_step'])}"
+            ),
+            sent.loss,
+        ),
+        (
+            "Test accuracy",
+            points_text(gtopk["accuracy"] - dense["accuracy"]),
+            accuracy.words,
+            accuracy.loss,
+        ),
+        (
+            "Time of a run, measured here",
+            f"{digits(gtopk['seconds'] / dense['seconds'])} times",
+            (
+                f"{seconds_text(gtopk['seconds'])}, dense {seconds_text(dense['seconds'])}: "
+                f"{time.words}"
+            ),
+            time.loss,
+        ),
+    ]
+    return "".join(
+        f'<div class="{"tile loss" if loss else "tile"}">'
+        f"<dt>{name}</dt>"
+        f'<dd class="value">{value}</dd><dd class="detail">{prose(detail)}</dd></div>'
+        for name, value, detail, loss in contents
+    )
+
+
+COLUMNS = (
+    "Test accuracy",
+    "Density",
+    "Bytes per step and rank",
+    "Bytes against dense",
+    "Seconds per run",
+    "Replicas identical",
+)
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return one row per method."""
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("Method", *COLUMNS))
+    rows = "".join(row(record, records[0]) for record in records)
+    return f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+
+
+def row(record: Record, dense: Record) -> str:
+    """Return a method's row; a cell that loses to dense says so in its class."""
+    identical = record["final_replicas_identical"]
+    cells = (
+        (accuracy_cell(record), accuracy_verdict(record, dense).loss),
+        (f"{record['density']:g}", False),
+        (bytes_text(record["bytes_per_step"]) + ("" if record["bytes_counted"] else " †"), False),
+        (fraction(record["bytes_per_step"], dense["bytes_per_step"]), False),
+        (digits(record["seconds"]), time_outcome(record, dense).loss),
+        ("yes" if identical else "no", not identical),
+    )
+    values = "".join(
+        f'<td data-column="{name}"{" class=loss" if loss else ""}>{value}</td>'
+        for name, (value, loss) in zip(COLUMNS, cells, strict=True)
+    )
+    return f'<tr><th scope="row">{escape(record["label"])}</th>{values}</tr>'
+
+
+def accuracy_cell(record: Record) -> str:
+    """Return mean and spread; one seed has none."""
+    sd = "" if record["seeds"] < 2 else f" ± {100 * spread(record):.1f}"
+    return f"{100 * record['accuracy']:.1f}{sd} %"
+
+
+def table_note(records: Sequence[Record]) -> str:
+    """Return what the table needs said."""
+    _, topk, gtopk, equal_bytes = records
+    k, more = count_text(gtopk["selected"]), count_text(equal_bytes["selected"])
+    note = (
+        "Accuracy on test images that no rank trained on; ± is the sample standard deviation over "
+        f"seeds. Every rank selects {k} entries a step under {gtopk['label']}, as many as under "
+        f"{topk['label']}, and {more} under {equal_bytes['label']}, to send about as many bytes as "
+        f"{topk['label']}. Bytes are those a rank sends, not those it receives."
+    )
+    if all(record["bytes_counted"] for record in records):
+        return note
+    return (
+        f"{note} † is not counted but a formula, 2(P-1)/P of the gradient's bytes on P ranks: "
+        "no allreduce sends less, so it favours dense. All others are counted as they were sent."
+    )
+
+
+def findings(records: Sequence[Record]) -> str:
+    """Return what the records show in words, an entry per method and one on the replicas."""
+    dense, topk, *_ = records
+    found = {record["label"]: method_verdict(record, dense, topk) for record in records[1:]}
+    found["Replicas"] = replicas_verdict(records)
+    return "".join(
+        f"<li{' class=loss' if verdict.loss else ''}><h3>{escape(subject)}</h3>"
+        f"<p>{prose(verdict.words)}</p></li>"
+        for subject, verdict in found.items()
+    )
+
+
+def facts(records: Sequence[Record]) -> str:
+    """Return names and values of what was run, and on what."""
+    dense = records[0]
+    machine = dense["machine"]
+    batch = dense["batch_per_rank"]
+    selected = (f"{count_text(record['selected'])} ({record['label']})" for record in records[1:])
+    entries = {
+        "Data": data_name(dense),
+        "Network": f"{dense['model']}, {count_text(dense['parameters'])} parameters",
+        "Ranks": f"{plural(dense['ranks'], 'MPI rank')} on one machine",
+        "Batch": f"{batch} per rank, {batch * dense['ranks']} in all",
+        "A run": f"{plural(dense['epochs'], 'epoch')}, {count_text(dense['steps'])} steps",
+        "Runs": f"{plural(dense['seeds'], 'seed')} per method",
+        "Entries selected": ", ".join(selected),
+        "Processor": f"{machine['processor']}, {plural(machine['cores'], 'core')}",
+        "MPI": machine["mpi"],
+        "PyTorch": machine["torch"],
+        "Python": machine["python"],
+        "Started": machine["started"],
+    }
+    return "".join(
+        f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in entries.items()
+    )

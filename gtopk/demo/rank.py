@@ -1,0 +1,207 @@
+"""The demo on one rank: trains by every method and seed; rank 0 reports and writes the records.
+
+Run by mpirun, with the plan and the path of results.json as arguments. Rank 0 prints progress as
+lines of PROGRESS and JSON, for the command that started it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import gtopk.torch as hvd
+
+from .. import world
+from ..cores import usable_cores
+from ..telemetry import StepReport
+from .plan import PROGRESS, Method, Plan
+from .record import Machine, Record
+
+TEST_IMAGES = 360
+
+
+class Digits(NamedTuple):
+    """One seed's split of the digits: float32 [n, 64] in -0.5..0.5, int64 [n]."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+
+
+class Run(NamedTuple):
+    """One training run, as this rank saw it."""
+
+    accuracy_by_epoch: list[float]
+    seconds: float
+    steps: list[StepReport]
+    selected: int
+    identical: bool
+
+
+def digits(seed: int) -> Digits:
+    """Return scikit-learn's handwritten digits, split by the seed."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    x = (torch.from_numpy(pixels).float() / 16 - 0.5)[order]
+    y = torch.from_numpy(labels).long()[order]
+    return Digits(x[:-TEST_IMAGES], y[:-TEST_IMAGES], x[-TEST_IMAGES:], y[-TEST_IMAGES:])
+
+
+def network(plan: Plan, seed: int) -> torch.nn.Sequential:
+    """Return the MLP 64-hidden-hidden-10."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, plan.hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(plan.hidden, plan.hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(plan.hidden, 10),
+    )
+
+
+def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
+    """Train once; `done` of `total` epochs of the whole demo lie behind us."""
+    data, model = digits(seed), network(plan, seed)
+    inner = torch.optim.SGD(
+        model.parameters(), plan.lr, momentum=0.0 if method.sparse else plan.momentum
+    )
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), method.compression)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    together = plan.batch * hvd.size()
+    accuracies: list[float] = []
+    steps: list[StepReport] = []
+    hvd.barrier()
+    begun = time.perf_counter()
+    for epoch in range(plan.epochs):
+        shuffle = torch.Generator().manual_seed(1000 * seed + epoch)
+        order = torch.randperm(len(data.y), generator=shuffle)
+        for start in range(0, len(order) - together + 1, together):
+            mine = order[start + hvd.rank() * plan.batch :][: plan.batch]
+            optimizer.zero_grad()
+            F.cross_entropy(model(data.x[mine]), data.y[mine]).backward()
+            optimizer.step()
+            steps.append(optimizer.last_step)
+        if hvd.rank() == 0:
+            accuracies.append(accuracy(model, data))
+            progress(method, seed, epoch, accuracies[-1], done + epoch + 1, total)
+    hvd.barrier()
+    seconds = time.perf_counter() - begun
+    return Run(accuracies, seconds, steps, steps[-1].selected, replicas_identical(model))
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, data: Digits) -> float:
+    """Return the share of the test images that the model names right."""
+    return float((model(data.test_x).argmax(1) == data.test_y).float().mean())
+
+
+def replicas_identical(model: torch.nn.Module) -> bool:
+    """Tell whether all ranks hold the same bits."""
+    digest = hashlib.blake2b()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return len(set(hvd.allgather_object(digest.hexdigest()))) == 1
+
+
+def progress(method: Method, seed: int, epoch: int, accuracy: float, done: int, total: int) -> None:
+    """Print one line of progress for the command that started the ranks."""
+    fields = {
+        "method": method.label,
+        "seed": seed,
+        "epoch": epoch + 1,
+        "accuracy": accuracy,
+        "done": done,
+        "total": total,
+    }
+    print(PROGRESS + json.dumps(fields), flush=True)
+
+
+def part_seconds(runs: list[Run], part: str) -> float:
+    """Return a part's median over steps, mean over ranks; first steps of an epoch may be slow."""
+    median = statistics.median(
+        getattr(step, f"{part}_seconds") for run in runs for step in run.steps[1:]
+    )
+    return statistics.fmean(hvd.allgather_object(median))
+
+
+def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Record:
+    """Return what all ranks measured of one method; every rank must call it."""
+    model = network(plan, seed=0)
+    sent = statistics.fmean(step.sent_bytes for run in runs for step in run.steps)
+    widths = [64, plan.hidden, plan.hidden, 10]
+    accuracies = [run.accuracy_by_epoch[-1] for run in runs] if hvd.rank() == 0 else [0.0]
+    return Record(
+        method=method.name,
+        label=method.label,
+        accuracy=statistics.fmean(accuracies),
+        accuracy_by_seed=accuracies,
+        accuracy_by_epoch=[run.accuracy_by_epoch for run in runs],
+        bytes_per_step=statistics.fmean(hvd.allgather_object(sent)),
+        bytes_counted=method.sparse or world.current().transport.counts_allreduce,
+        density=method.density,
+        seconds=statistics.fmean(run.seconds for run in runs),
+        step_seconds={
+            "compute": part_seconds(runs, "compute"),
+            "select": part_seconds(runs, "select"),
+            "communicate": part_seconds(runs, "communicate"),
+        },
+        final_replicas_identical=all(run.identical for run in runs),
+        ranks=hvd.size(),
+        parameters=sum(p.numel() for p in model.parameters()),
+        selected=runs[0].selected,
+        epochs=plan.epochs,
+        steps=len(runs[0].steps),
+        seeds=plan.seeds,
+        batch_per_rank=plan.batch,
+        dataset="digits",
+        model="MLP " + "-".join(map(str, widths)),
+        machine=machine,
+    )
+
+
+def this_machine() -> Machine:
+    """Return where this runs."""
+    return {
+        "cores": usable_cores(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mpi": world.current().transport.library(),
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def main(plan_json: str, results: str) -> None:
+    """Run the whole plan on this rank."""
+    plan = Plan.from_json(plan_json)
+    hvd.init()
+    machine = this_machine()
+    methods = plan.methods()
+    total = plan.seeds * len(methods) * plan.epochs
+    runs: dict[str, list[Run]] = {method.name: [] for method in methods}
+    done = 0
+    # Methods in turn within a seed: the machine's mood meets all of them alike.
+    for seed in range(plan.seeds):
+        for method in methods:
+            runs[method.name].append(train(plan, method, seed, done, total))
+            done += plan.epochs
+    records = [record(plan, method, runs[method.name], machine) for method in methods]
+    if hvd.rank() == 0:
+        Path(results).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,73 @@
+"""What the demo measured of one method: one entry of report/results.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict, cast
+
+METHODS = ("dense", "topk", "gtopk", "gtopk-equal-bytes")  # the order of results.json
+
+Part = Literal["compute", "select", "communicate"]
+PARTS: tuple[Part, ...] = ("compute", "select", "communicate")  # of a step
+
+
+class StepSeconds(TypedDict):
+    """Seconds of a step by part: median over steps, mean over ranks."""
+
+    compute: float  # forward and backward
+    select: float  # accumulating into the residual, and choosing the k entries
+    communicate: float  # encoding, exchanging and merging, decoding; waiting for others included
+
+
+class Machine(TypedDict):
+    """Where the demo ran."""
+
+    cores: int  # that the ranks may use
+    processor: str
+    python: str  # versions
+    torch: str
+    mpi: str  # name and version
+    started: str  # ISO 8601
+
+
+class Record(TypedDict):
+    """One method's results."""
+
+    method: str  # one of METHODS
+    label: str  # the method in words: "gTop-k, equal k"
+    accuracy: float  # on the test images after the last epoch, in [0, 1], mean over seeds
+    accuracy_by_seed: list[float]  # [seeds]
+    accuracy_by_epoch: list[list[float]]  # [seeds][epochs], after epochs 1, 2, ...
+    bytes_per_step: float  # that a rank sends, mean over ranks and steps
+    bytes_counted: bool  # True: counted on the transport; False: a formula that favours dense
+    density: float  # share of the gradient's entries that a rank selects; 1.0 for dense
+    seconds: float  # wall clock of one training run, mean over seeds
+    step_seconds: StepSeconds
+    final_replicas_identical: bool  # every rank ended with the same bits, for every seed
+    ranks: int
+    parameters: int
+    selected: int  # k; `parameters` for dense
+    epochs: int
+    steps: int  # of one training run, all epochs together
+    seeds: int
+    batch_per_rank: int
+    dataset: str  # in words; "digits" for scikit-learn's
+    model: str  # in words: "MLP 64-256-256-10"
+    machine: Machine
+
+
+def checked(records: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """Return the records, or raise ValueError where a method or a field is missing."""
+    methods = tuple(record.get("method") for record in records)
+    if methods != METHODS:
+        raise ValueError(
+            f"a report needs one record per method, in the order {METHODS}, got {methods}; "
+            "run `gtopk demo` again to write results.json anew"
+        )
+    for record in records:
+        if missing := sorted(Record.__required_keys__ - record.keys()):
+            raise ValueError(
+                f"the record of method {record['method']!r} lacks {', '.join(missing)}; "
+                "run `gtopk demo` again to write results.json anew"
+            )
+    return [cast("Record", record) for record in records]

@@ -1,0 +1,159 @@
+"""The few marks the report's plots are made of, as SVG text: axes, lines, bands, markers.
+
+Colours, dashes and font sizes are the page's (page.css): an element only says what it is
+(`line`, `band`, `mark`) and which method's it is, so it follows light and dark by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 480, 330
+LEFT, RIGHT, TOP, BOTTOM = 58, 468, 34, 280  # the rectangle data is drawn in
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A straight or logarithmic way from data `low`..`high` to the drawing's `start`..`stop`."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    logarithmic: bool = False
+
+    def place(self, value: float) -> float:
+        """Return where `value` lies in the drawing."""
+        if self.logarithmic:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.stop - self.start)
+
+    def ticks(self) -> list[float]:
+        """Return round values inside the axis: 4 to 8, or the powers of ten of a long one."""
+        if self.logarithmic:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            decades = math.log10(self.high / self.low)
+            room = 3 if self.stop < self.start else 2  # labels stack closer than they queue
+            steps = (1,) if decades > room else (1, 2, 5)
+            values = [step * 10.0**power for power in powers for step in steps]
+        else:
+            step = round_step((self.high - self.low) / 4)
+            first = math.ceil(self.low / step - 1e-9)
+            values = [step * i for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        slack = 1 + 1e-9
+        return [v for v in values if self.low <= v * slack and v <= self.high * slack]
+
+
+def horizontal(low: float, high: float, *, logarithmic: bool = False) -> Axis:
+    """Return the x axis; a single value gets room around it."""
+    return Axis(*widened(low, high, logarithmic), LEFT, RIGHT, logarithmic)
+
+
+def vertical(low: float, high: float, *, logarithmic: bool = False) -> Axis:
+    """Return the y axis; a single value gets room around it."""
+    return Axis(*widened(low, high, logarithmic), BOTTOM, TOP, logarithmic)
+
+
+def widened(low: float, high: float, logarithmic: bool) -> Point:
+    """Return bounds that differ."""
+    if low < high:
+        return low, high
+    return (low / 2, high * 2) if logarithmic else (low - 0.5, high + 0.5)
+
+
+def round_step(atleast: float) -> float:
+    """Return the smallest of 1, 2, 5 times a power of ten that is no less than `atleast`."""
+    power = 10.0 ** math.floor(math.log10(atleast))
+    return next(power * step for step in (1, 2, 5, 10) if power * step >= atleast * (1 - 1e-9))
+
+
+def drawing(description: str, parts: Iterable[str], height: int = HEIGHT) -> str:
+    """Return the SVG element; `description` is what a screen reader says."""
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(description)}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def clipped(parts: Iterable[str]) -> str:
+    """Cut off what lies below the x axis; markers on the other three sides stay whole."""
+    x, y, width, height = LEFT - 8, TOP - 8, RIGHT - LEFT + 16, BOTTOM - TOP + 8
+    box = f'x="{x}" y="{y}" width="{width}" height="{height}"'
+    return f'<svg {box} viewBox="{x} {y} {width} {height}">' + "".join(parts) + "</svg>"
+
+
+def frame(
+    x: Axis, y: Axis, x_ticks: dict[float, str], y_ticks: dict[float, str], names: tuple[str, str]
+) -> str:
+    """Draw grid, ticks and the axes' names (x, y); the y name stands above its axis."""
+    x_name, y_name = names
+    parts = []
+    for value, label in y_ticks.items():
+        at = y.place(value)
+        parts.append(f'<path class="grid" d="M{LEFT} {at:.1f}H{RIGHT}"/>')
+        parts.append(text((LEFT - 8, at + 4), label, "tick end"))
+    for value, label in x_ticks.items():
+        at = x.place(value)
+        parts.append(f'<path class="axis" d="M{at:.1f} {BOTTOM}v5"/>')
+        parts.append(text((at, BOTTOM + 20), label, "tick middle"))
+    parts.append(f'<path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}"/>')
+    parts.append(text((4, 14), y_name, "name"))
+    parts.append(text((RIGHT, HEIGHT - 6), x_name, "name end"))
+    return "".join(parts)
+
+
+def text(at: Point, content: str, kind: str) -> str:
+    """Draw words; `kind` holds style classes, `middle` or `end` to anchor them there."""
+    return f'<text class="{kind}" x="{at[0]:.1f}" y="{at[1]:.1f}">{escape(content)}</text>'
+
+
+def line(points: Sequence[Point]) -> str:
+    """Draw a line through points."""
+    return f'<path class="line" d="M{path(points)}"/>'
+
+
+def band(lower: Sequence[Point], upper: Sequence[Point]) -> str:
+    """Draw the area between two lines."""
+    return f'<path class="band" d="M{path(lower)}L{path(upper[::-1])}Z"/>'
+
+
+def path(points: Sequence[Point]) -> str:
+    """Return points as path data."""
+    return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+MARKS = {  # 10 units wide around 0,0
+    "dense": "M-4-4H4V4H-4Z",
+    "topk": "M0-5.5L5 4H-5Z",
+    "gtopk": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0Z",
+    "gtopk-equal-bytes": "M0-5.5L5.5 0L0 5.5L-5.5 0Z",
+}
+
+
+def mark(method: str, at: Point) -> str:
+    """Draw a method's marker, a shape of its own."""
+    return (
+        f'<path class="mark" transform="translate({at[0]:.1f} {at[1]:.1f})" d="{MARKS[method]}"/>'
+    )
+
+
+def series(method: str, points: Sequence[Point], marked: Iterable[Point], below: str = "") -> str:
+    """Draw a method's line and markers, on top of `below` (its band)."""
+    marks = "".join(mark(method, point) for point in marked)
+    return f'<g class="{method}">{below}{line(points)}{marks}</g>'
+
+
+def key(method: str) -> str:
+    """Draw a method's line and marker as small as a word, for a legend."""
+    return (
+        f'<svg class="key {method}" viewBox="0 0 34 14" aria-hidden="true">'
+        f"{line([(1, 7), (33, 7)])}{mark(method, (17, 7))}</svg>"
+    )

@@ -1,0 +1,52 @@
+"""Numbers as people read them, three digits long; a unit never leaves its number's line."""
+
+from __future__ import annotations
+
+import math
+
+SPACE = "\N{NO-BREAK SPACE}"
+
+
+def count_text(value: float) -> str:
+    """Return 85002 as "85,002"."""
+    return f"{value:,.0f}"
+
+
+def bytes_text(value: float) -> str:
+    """Return 20400 as "20.4 kB" (decimal units)."""
+    return scaled(value, ("B", "kB", "MB", "GB", "TB"))
+
+
+def bandwidth_text(bits_per_second: float) -> str:
+    """Return 2.3e9 as "2.3 Gbit/s"."""
+    return scaled(bits_per_second, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def seconds_text(value: float) -> str:
+    """Return 0.0023 as "2.3 ms"."""
+    return (
+        scaled(value * 1e6, ("µs", "ms", "s")) if value < 1000 else f"{count_text(value)}{SPACE}s"
+    )
+
+
+def scaled(value: float, units: tuple[str, ...]) -> str:
+    """Return `value` with three digits, in the largest of `units` (1000 apart) that fits."""
+    power = int(math.log10(value) / 3 + 1e-9) if value >= 1 else 0
+    power = min(power, len(units) - 1)
+    return f"{digits(value / 1000**power)}{SPACE}{units[power]}"
+
+
+def digits(value: float) -> str:
+    """Return `value` with three significant digits and no exponent; 10 as "10"."""
+    whole = round(value, 6) == round(value)
+    return f"{value:,.{0 if whole or value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def percent_text(share: float) -> str:
+    """Return 0.9644 as "96.4 %"."""
+    return f"{100 * share:.1f}{SPACE}%"
+
+
+def points_text(share: float) -> str:
+    """Return a difference of -0.003 in percentage points, as "-0.3 points"."""
+    return f"{100 * share:+.1f} points".replace("-", "\N{MINUS SIGN}")

@@ -1,0 +1,138 @@
+"""`gtopk doctor`: what is installed and works here, and what to run for what does not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from ..launch import by_reason, find_mpirun, rank_environment
+from ..launched import Launched, launched_by
+from . import ranks
+from .finding import Finding, State
+from .isolation import PROBES, look
+from .mpi import look_at_launcher
+
+__all__ = ["Finding", "State", "main"]
+
+# Without these not even one rank can train.
+ESSENTIAL: Final = ("Python", "gtopk", "numpy", "torch", "kernels")
+
+_NAME_WIDTH: Final = max(map(len, PROBES))
+_STATE_WIDTH: Final = max(len(state.value) for state in State)
+_INDENT: Final = 2 + _NAME_WIDTH + 2 + _STATE_WIDTH + 2
+_COLOURS: Final = {
+    State.OK: "\033[32m",
+    State.WARN: "\033[33m",
+    State.MISSING: "\033[36m",
+    State.FAIL: "\033[1;31m",
+}
+_PLAIN: Final = "\033[0m"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; return 0 when one can train here, else 1.
+
+    Under a launcher rank 0 prints it, and the job's own ranks have to work together.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gtopk doctor",
+        description="Say what is installed and works here, and what to run for what does not.",
+        epilog="Under mpirun it looks at the running job. Exit code 0: one can train here.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--no-run", action="store_true", help="start no ranks to try MPI")
+    options = parser.parse_args(arguments)
+
+    job = launched_by()
+    if job is not None and job.rank != 0:
+        ranks.look_at_running_ranks(job)
+        return 0
+    findings: list[Finding] = []
+    if options.json:
+        findings.extend(_examine(job, not options.no_run))
+        ready = _is_ready(findings, job)
+        records = [finding._asdict() for finding in findings]
+        print(json.dumps({"ready": ready, "findings": records}, indent=2))
+        return 0 if ready else 1
+    # Ranks see a terminal even when mpirun's output goes to a file.
+    terminal = sys.stdout.isatty() and job is None
+    colour = terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    width = shutil.get_terminal_size().columns if terminal else None
+    for finding in _examine(job, not options.no_run):
+        _say(_render(finding, colour, width))
+        findings.append(finding)
+    _say("")
+    _say(_conclude(findings, job))
+    return 0 if _is_ready(findings, job) else 1
+
+
+def _examine(job: Launched | None, run: bool) -> Iterator[Finding]:
+    if job is not None:  # first, as the other ranks wait
+        yield look_at_launcher()
+        yield ranks.look_at_running_ranks(job)
+        yield from look(list(PROBES))
+        return
+    yield from look(list(PROBES))
+    yield look_at_launcher()
+    if run:
+        yield ranks.look_at_new_ranks()
+
+
+def _is_ready(findings: Sequence[Finding], job: Launched | None) -> bool:
+    return not _blocking(findings, job)
+
+
+def _blocking(findings: Sequence[Finding], job: Launched | None) -> list[str]:
+    """Return what is in the way of training."""
+    needed = ESSENTIAL if job is None else (*ESSENTIAL, ranks.NAME)
+    bad = (State.MISSING, State.FAIL)
+    return [f.name for f in findings if f.name in needed and f.state in bad]
+
+
+def _say(text: str) -> None:
+    """Print, with escapes for what the output cannot spell (a path or a foreign error)."""
+    encoding = sys.stdout.encoding or "ascii"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def _render(finding: Finding, colour: bool, width: int | None) -> str:
+    """Return a finding as a line, and another for its advice; width: where to wrap the first."""
+    state = f"{finding.state.value:<{_STATE_WIDTH}}"
+    if colour:
+        state = f"{_COLOURS[finding.state]}{state}{_PLAIN}"
+    detail = finding.detail
+    if width is not None:
+        wrapped = textwrap.wrap(detail, max(30, width - _INDENT), break_on_hyphens=False)
+        detail = ("\n" + " " * _INDENT).join(wrapped)
+    line = f"  {finding.name:<{_NAME_WIDTH}}  {state}  {detail}"
+    # Advice is never wrapped: it is to be copied.
+    return f"{line}\n{'':{_NAME_WIDTH + 4}}-> {finding.advice}" if finding.advice else line
+
+
+def _conclude(findings: Sequence[Finding], job: Launched | None) -> str:
+    blocking = _blocking(findings, job)
+    if blocking:
+        return f"Not ready to train. In the way: {', '.join(blocking)}."
+    if job is not None:
+        return f"Ready to train on these {job.size} ranks."
+    several = next((f.state for f in findings if f.name == ranks.NAME), None)
+    if several in (State.MISSING, State.FAIL):
+        return "Ready to train on one rank: python train.py\nSeveral ranks need more, see above."
+    if several is None:
+        return "Ready to train on one rank: python train.py\nSeveral ranks were not tried."
+    lines = ["Ready to train. On two ranks:"]
+    for reason, group in by_reason(rank_environment(2)).items():
+        assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in group.items())
+        lines += [f"  # {reason}", f"  export {assignments}"]
+    mpirun = find_mpirun()
+    on_path = shutil.which("mpirun")
+    same = mpirun is not None and on_path is not None and os.path.samefile(mpirun, on_path)
+    lines.append(f"  {'mpirun' if same else shlex.quote(str(mpirun))} -n 2 python train.py")
+    return "\n".join(lines)

@@ -1,0 +1,155 @@
+"""Whether several ranks work together here: they add up their numbers through mpi4py.
+
+Alone, the doctor starts two ranks for that. Under a launcher each of its processes starts a child
+that joins the running job in its place, so that an MPI that aborts cannot take the report along.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from typing import Any, Final
+
+from ..cores import allowed_cores, core_quota
+from ..launch import LaunchError, LaunchTimeoutError, find_mpirun, run
+from ..launched import Launched
+from .finding import Finding, State, gist, installed
+from .isolation import how_it_ended, like_this_process
+from .mpi import INSTALL_MPI
+
+NAME: Final = "ranks"
+JOB_SECONDS: Final = 60.0
+_RANKS_ALONE: Final = 2
+_MARK: Final = "gtopk doctor: "
+_MEGABYTE: Final = 1 << 20
+
+
+def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
+    """Start two ranks and have them add."""
+    if find_mpirun() is None or not installed("mpi4py"):
+        return Finding(NAME, State.MISSING, "several need mpirun and mpi4py", INSTALL_MPI)
+    lines: list[str] = []
+    begun = time.monotonic()
+    program = like_this_process(__name__, add_up.__name__)
+    with tempfile.TemporaryFile() as errors:
+        try:
+            code = run(
+                _RANKS_ALONE,
+                program,
+                on_line=lines.append,
+                timeout_seconds=seconds,
+                errors=errors,
+            )
+        except LaunchTimeoutError:
+            detail = f"{_RANKS_ALONE} ranks did not come together in {seconds:g} s"
+            return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE))
+        except LaunchError as error:
+            return Finding(NAME, State.FAIL, f"{error}", INSTALL_MPI)
+        errors.seek(0)
+        said = gist(errors.read().decode(errors="replace"))
+    took = time.monotonic() - begun
+    sums = _find_report(lines)
+    if code != 0 or sums is None:
+        return Finding(
+            NAME, State.FAIL, f"mpirun's exit code {code}: {said}", _see_all(_RANKS_ALONE)
+        )
+    finding = judge(sums, _RANKS_ALONE)
+    return finding._replace(detail=f"{finding.detail}; {took:.1f} s with their start")
+
+
+def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> Finding:
+    """Join the ranks of the running job; every one of its processes must call this."""
+    with tempfile.TemporaryFile() as errors:
+        # close_fds: MPICH's ranks inherit the descriptor over which they reach their launcher.
+        child = subprocess.Popen(
+            like_this_process(__name__, add_up.__name__),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            close_fds=False,
+        )
+        try:
+            output, _ = child.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.communicate()
+            detail = f"the {job.size} of them did not come together in {seconds:g} s"
+            return Finding(NAME, State.FAIL, detail, _see_all(job.size))
+        sums = _find_report(output.decode(errors="replace").splitlines())
+        if child.returncode != 0 or sums is None:
+            advice = _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
+            return Finding(NAME, State.FAIL, how_it_ended(child, errors), advice)
+    return judge(sums, job.size)
+
+
+def judge(sums: dict[str, Any], launched: int) -> Finding:
+    """Say whether what rank 0 reports is what `launched` ranks should report."""
+    size = sums["size"]
+    if size != launched:
+        detail = f"{launched} were started, but MPI sees {size}: each would train alone"
+        advice = f"start them with {_mpirun()} -n {launched} python ..."
+        return Finding(NAME, State.FAIL, detail, advice)
+    hosts = Counter(sums["hosts"])
+    detail = f"{size} ranks on {', '.join(hosts)}"
+    if not sums["right"]:
+        return Finding(NAME, State.FAIL, f"{detail} add up wrongly", _see_all(size))
+    detail += f": 1 MB summed in {1e3 * sums['seconds']:.1f} ms, threads {sums['threads']}"
+    for host, ranks in hosts.items():
+        cores = sums["cores"][host]
+        if ranks > cores:
+            detail += f"; {ranks} share {cores:g} core{'s' if cores > 1 else ''}"
+            advice = f"for timings, a rank per core: mpirun -n {max(1, int(cores))} python ..."
+            return Finding(NAME, State.WARN, detail, advice)
+    return Finding(NAME, State.OK, detail)
+
+
+def _mpirun() -> str:
+    return shlex.quote(str(find_mpirun() or "mpirun"))
+
+
+def _see_all(ranks: int) -> str:
+    return f"see all it says: {_mpirun()} -n {ranks} python -m mpi4py.bench helloworld"
+
+
+def add_up() -> None:
+    """Add up numbers with all ranks, and print on rank 0 what came of it; this is the program."""
+    import numpy as np
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    values = np.full(_MEGABYTE // 4, world.rank + 1, np.float32)
+    total = np.empty_like(values)
+    seconds = []
+    for _ in range(5):
+        world.Barrier()
+        begun = time.perf_counter()
+        world.Allreduce(values, total)
+        seconds.append(time.perf_counter() - begun)
+    places = world.allgather((socket.gethostname(), allowed_cores(), core_quota()))
+    allowed: dict[str, set[str]] = {}
+    for host, cores, _ in places:
+        allowed.setdefault(host, set()).update(cores)
+    levels = {MPI.THREAD_MULTIPLE: "multiple", MPI.THREAD_SERIALIZED: "serialized"}
+    sums = {
+        "size": world.size,
+        "right": bool((total == world.size * (world.size + 1) / 2).all()),
+        "seconds": world.allreduce(min(seconds), MPI.MAX),
+        "hosts": [host for host, _, _ in places],
+        "cores": {host: min(len(allowed[host]), quota) for host, _, quota in places},
+        "threads": levels.get(MPI.Query_thread(), "single"),
+    }
+    if world.rank == 0:
+        print(_MARK + json.dumps(sums), flush=True)
+
+
+def _find_report(lines: list[str]) -> dict[str, Any] | None:
+    for line in lines:
+        if line.startswith(_MARK):
+            found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+            return found
+    return None

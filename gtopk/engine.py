@@ -1,0 +1,184 @@
+"""The engine: one thread that owns the transport and runs operations in the order submitted.
+
+Before an operation moves data, every rank says in one small message what it is about to do. When
+they do not all say the same, the operation fails on all of them, with both sides named, and the
+next one goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from collectives.errors import CollectiveError, MismatchError, PeerError
+from collectives.transports import Transport
+
+from .exceptions import HorovodInternalError
+
+_RECORD: Final = struct.Struct("<16sq")  # what this rank is about to do, hashed; its vote
+_LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
+
+# What an operation does: it gets the transport and every rank's vote, in rank order.
+Work = Callable[[Transport, list[int]], Any]
+
+
+class Operation:
+    """Something all ranks do together, and its outcome.
+
+    agree_seconds: how long this rank took, and waited, to agree with the others.
+    """
+
+    def __init__(self, name: str, facts: Sequence[str], vote: int, work: Work) -> None:
+        self.name = name
+        self.facts = facts
+        self.vote = vote
+        self.work = work
+        self.agree_seconds = 0.0
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._finished = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Tell whether `wait` would return at once."""
+        return self._finished.is_set()
+
+    def wait(self) -> Any:
+        """Return the result, or raise HorovodInternalError (or what `work` raised)."""
+        self._finished.wait()
+        if isinstance(self.error, CollectiveError):
+            raise HorovodInternalError(str(self.error)) from None
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Set the outcome."""
+        self.result, self.error = result, error
+        self._finished.set()
+
+
+class Engine:
+    """Runs operations on one transport until it is closed, or a peer is gone."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.activity = "idle"
+        self.on_program_end: Callable[[], str] = lambda: "its program ended"
+        self._queue: queue.SimpleQueue[Operation | str] = queue.SimpleQueue()
+        self._pending: set[str] = set()
+        self._lock = threading.Lock()
+        self._over: PeerError | None = None
+        # A daemon: no thread of a library keeps a program alive that wants to end.
+        self._thread = threading.Thread(target=self._run, name="gtopk-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, name: str, facts: Sequence[str], work: Work, vote: int = 0) -> Operation:
+        """Queue an operation; every rank must submit the same names in the same order.
+
+        facts: what must be equal on all ranks besides the name, in words: an error quotes those
+               that differ.
+        vote:  what may differ; `work` gets every rank's, before it does anything.
+        Raises ValueError when an operation of this name is still in flight.
+        """
+        operation = Operation(name, facts, vote, work)
+        with self._lock:
+            if name in self._pending:
+                raise ValueError(
+                    f"'{name}' is still in flight: requested to reduce, gather or broadcast a "
+                    "tensor with the same name as another tensor that is currently being "
+                    "processed; synchronize it first, or pass another name"
+                )
+            self._pending.add(name)
+        self._queue.put(operation)
+        return operation
+
+    def close(self, reason: str) -> None:
+        """Run what was submitted, tell the peers that this rank leaves, and wait for theirs."""
+        self._queue.put(reason)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                item = self._queue.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                # The program may have ended while a thread of its own keeps the process alive.
+                if threading.main_thread().is_alive():
+                    continue
+                item = self.on_program_end()
+            if isinstance(item, str):
+                self._over = self._over or PeerError("gtopk has been shut down")
+                self.transport.leave(item)
+                return
+            self._execute(item)
+
+    def _execute(self, operation: Operation) -> None:
+        self.activity = operation.name
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            if self._over is not None:
+                raise self._over
+            with self.transport.operation(operation.name):
+                begun = time.perf_counter()
+                votes = agree(self.transport, [operation.name, *operation.facts], operation.vote)
+                operation.agree_seconds = time.perf_counter() - begun
+                result = operation.work(self.transport, votes)
+        except PeerError as gone:
+            self._over = error = gone
+        except BaseException as raised:
+            error = raised
+        self.activity = "idle"
+        with self._lock:
+            self._pending.discard(operation.name)
+        operation.finish(result, error)
+
+
+def agree(transport: Transport, intention: Sequence[str], vote: int) -> list[int]:
+    """Return every rank's vote, once all ranks are known to intend the same.
+
+    intention: the operation's name, then its facts.
+    Raises MismatchError, with the same text on every rank, that says who intends what.
+    """
+    text = "\n".join(intention).encode()
+    digest = hashlib.blake2b(text, digest_size=16).digest()
+    record = np.frombuffer(_RECORD.pack(digest, vote), np.uint8)
+    records = [_RECORD.unpack(r.tobytes()) for r in transport.allgather(record)]
+    if all(other == digest for other, _ in records):
+        return [vote for _, vote in records]
+    texts = transport.allgather(np.frombuffer(text, np.uint8))
+    raise MismatchError(
+        describe_mismatch([t.tobytes().decode(errors="replace").split("\n") for t in texts])
+    )
+
+
+def describe_mismatch(intentions: Sequence[Sequence[str]]) -> str:
+    """Return the text that says where the ranks' intentions, by rank, part."""
+    names = [intention[0] for intention in intentions]
+    if len(set(names)) > 1:
+        return f"the ranks disagree about their next operation: {_sides(names)}"
+    everywhere = set(intentions[0]).intersection(*intentions)
+    # The first fact of each rank that the others do not share says it; the rest often follow.
+    apart = [next((f for f in facts if f not in everywhere), "less") for facts in intentions]
+    return f"the ranks disagree about {names[0]}: {_sides(apart)}"
+
+
+def _sides(sayings: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, saying in enumerate(sayings):
+        ranks.setdefault(saying, []).append(rank)
+    return "; ".join(f"{name_ranks(those)}: {saying}" for saying, those in ranks.items())
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1, 2"."""
+    listed = ", ".join(str(rank) for rank in ranks)
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -1,0 +1,91 @@
+"""No rank hangs: whatever ends one rank ends the job, and says which rank and at which step.
+
+an exception (any thread)   printed with rank and step, then the job is aborted
+the program ends, or calls sys.exit, while its peers go on
+                            their next operation fails and names this rank (Engine, Transport)
+a signal kills it           the launcher ends the others; each says at which step it was stopped
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class Guard:
+    """Watches how this process ends; only a world of several processes needs it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.needed = world.transport.name != "local"
+        self.place = f"host {socket.gethostname()}, pid {os.getpid()}"
+        self._excepthook = sys.excepthook
+        self._threading_excepthook = threading.excepthook
+        self._handles_sigterm = False
+
+    def install(self) -> None:
+        """Take over the hooks for exceptions, and SIGTERM where nobody handles it."""
+        self.world.engine.on_program_end = lambda: self.farewell("its program ended")
+        if not self.needed:
+            return
+        sys.excepthook = self._on_exception
+        threading.excepthook = self._on_thread_exception
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self._handles_sigterm = True
+
+    def remove(self) -> None:
+        """Give the hooks back."""
+        if not self.needed:
+            return
+        sys.excepthook = self._excepthook
+        threading.excepthook = self._threading_excepthook
+        if self._handles_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def farewell(self, how: str) -> str:
+        """Return what the peers are told when this rank leaves."""
+        return f"{how} at step {self.world.step}; {self.place}"
+
+    def _say(self, what: str) -> None:
+        # One write: lines of several ranks share a pipe.
+        line = f"gtopk: rank {self.world.rank} of {self.world.size} ({self.place}) {what}\n"
+        sys.stderr.flush()
+        os.write(2, line.encode(errors="replace"))
+
+    def _end_job(self, kind: type[BaseException], error: BaseException | None) -> None:
+        told = kind.__name__ + (f": {error}" if error is not None and str(error) else "")
+        self._say(f"failed at step {self.world.step}: {told}; ending the job")
+        self.world.transport.abort(1)
+
+    def _on_exception(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._excepthook(kind, error, traceback)
+        self._end_job(kind, error)
+
+    def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
+        self._threading_excepthook(arguments)
+        if arguments.exc_type is not SystemExit:
+            self._end_job(arguments.exc_type, arguments.exc_value)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._say(f"was stopped by SIGTERM at step {self.world.step}, {self._doing()}")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _doing(self) -> str:
+        activity = self.world.engine.activity
+        return "computing" if activity == "idle" else f"in {activity}"

@@ -1,0 +1,54 @@
+"""Which launcher started this process, and which rank of how many it says this process is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Launched(NamedTuple):
+    """What one launcher says; `variables` are the two environment variables it says it in."""
+
+    launcher: str
+    rank: int
+    size: int
+    variables: tuple[str, str]
+
+
+# Name, variable of the rank, variable of the size. MPI's come first: gtopk's ranks are MPI's.
+_MPI = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("a PMI launcher", "PMI_RANK", "PMI_SIZE"),  # MPICH's mpirun, or srun
+)
+_OTHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
+)
+# A step's size, not the job's: a batch script has the latter without being a rank.
+_SRUN = ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
+def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
+    """Return what every launcher that left its mark says, MPI's first.
+
+    srun counts only alone: it starts the daemons of mpirun and the agents of torchrun, too.
+    """
+    found = [said for family in (*_MPI, *_OTHERS) if (said := _read(family, environ))]
+    if not found and (said := _read(_SRUN, environ)):
+        found.append(said)
+    return found
+
+
+def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
+    """Return the launcher whose rank this process is; None when it runs alone."""
+    mpi = {name for name, _, _ in _MPI}
+    return next((s for s in launchers(environ) if s.launcher in mpi or s.size > 1), None)
+
+
+def _read(family: tuple[str, str, str], environ: Mapping[str, str]) -> Launched | None:
+    launcher, rank, size = family
+    try:
+        return Launched(launcher, int(environ[rank]), int(environ[size]), (rank, size))
+    except (KeyError, ValueError):
+        return None

@@ -1,0 +1,328 @@
+"""DistributedOptimizer: the wrapped optimizer, stepping with what all ranks agreed on."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from collectives.errors import MismatchError
+from collectives.kernels import all_finite
+from collectives.transports import Transport
+
+from . import world
+from .buckets import Bucket
+from .compression import Compression, SparseCompression
+from .engine import name_ranks
+from .exchange import Exchanged, open_exchange
+from .reductions import NAMES, Average, Sum
+from .telemetry import StepReport
+
+_log = logging.getLogger("gtopk")
+_NOT_FINITE: Final = 1  # bit of the vote; the rest of it stands for the missing gradients
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """What is mixed into the class of the wrapped optimizer."""
+
+    def _distribute(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+        compression: Any,
+        backward_passes_per_step: int,
+        op: int,
+        missing_gradients: Literal["error", "zeros"],
+    ) -> None:
+        self._world = world.current()
+        self._parameter_names = _names(self, named_parameters)
+        self._compression = compression
+        self.op = op
+        self.missing_gradients = missing_gradients
+        trained = [p for p in self._parameter_names if p.requires_grad]
+        if not trained:
+            raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
+        self._bucket = Bucket(trained)
+        self._names = [self._parameter_names[p] for p in trained]
+        self._exchange = open_exchange(self._bucket, compression)
+        # One rank's optimizers are told apart by their order of construction.
+        self._world.optimizers += 1
+        self._operation = f"gradients.{self._world.optimizers}"
+        self._facts = [
+            f"op={NAMES[op]}",
+            self._exchange.facts,
+            *(
+                f"parameter '{name}' {list(p.shape)} {p.dtype}"
+                for name, p in zip(self._names, trained, strict=True)
+            ),
+        ]
+        self._passes = dict.fromkeys(trained, 0)
+        self.set_backward_passes_per_step(backward_passes_per_step)
+        if self._world.size > 1:
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(self._count_pass)
+        self._should_synchronize = True
+        self._synchronized = False
+        self._skip = False
+        self._exchange_ended: float | None = None
+        self.skipped_steps = 0
+        self.last_step: StepReport | None = None
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes add up before a step."""
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+        self.backward_passes_per_step = passes
+
+    def _count_pass(self, parameter: torch.nn.Parameter) -> None:
+        passes = self._passes[parameter] = self._passes[parameter] + 1
+        if passes > self.backward_passes_per_step:
+            raise AssertionError(
+                f"the gradient of '{self._parameter_names[parameter]}' was computed {passes} times "
+                "before a call to step(); increase backward_passes_per_step to accumulate "
+                "gradients locally"
+            )
+
+    def synchronize(self) -> None:
+        """Replace every gradient by the agreed update.
+
+        When a gradient was not finite on any rank, all ranks skip: the residuals stay as they were,
+        the gradients become NaN on every rank, and `step` applies nothing.
+        Raises HorovodInternalError, on every rank alike, when the ranks disagree.
+        """
+        begun = time.perf_counter()
+        compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
+        for name, parameter in zip(self._names, self._bucket.parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise ValueError(
+                    f"the gradient of '{name}' is sparse (COO), and gradients are exchanged dense; "
+                    "use sparse=False in its layer"
+                )
+        missing = [
+            name
+            for name, parameter in zip(self._names, self._bucket.parameters, strict=True)
+            if parameter.grad is None
+        ]
+        self._bucket.fill(1.0 / self._world.size if self.op == Average else 1.0)
+        finite = all_finite(self._bucket.flat)
+        self._world.transport.traffic.take()
+        operation = self._world.engine.submit(
+            self._operation,
+            self._facts,
+            lambda transport, votes: self._run(transport, votes, missing),
+            vote=(0 if finite else _NOT_FINITE) | zlib.crc32("\n".join(missing).encode()) << 1,
+        )
+        exchanged: Exchanged | None = operation.wait()
+        communicate_seconds = operation.agree_seconds
+        if exchanged is not None:
+            communicate_seconds += exchanged.communicate_seconds
+        self._skip = exchanged is None
+        if exchanged is None:
+            self.skipped_steps += 1
+            self._bucket.poison()
+        else:
+            self._bucket.empty()
+        self._synchronized = True
+        self._passes = dict.fromkeys(self._passes, 0)
+        self._exchange_ended = time.perf_counter()
+        traffic = self._world.transport.traffic.take()
+        self.last_step = StepReport(
+            step=self._world.step,
+            compute_seconds=compute_seconds,
+            select_seconds=self._exchange_ended - begun - communicate_seconds,
+            communicate_seconds=communicate_seconds,
+            sent_bytes=traffic.sent_bytes,
+            sent_messages=traffic.sent_messages,
+            selected=exchanged.selected if exchanged else 0,
+            updated=exchanged.updated if exchanged else 0,
+            skipped=exchanged is None,
+        )
+
+    def _run(self, transport: Transport, votes: list[int], missing: list[str]) -> Exchanged | None:
+        """Exchange, or return None when a rank's gradient is not finite."""
+        if self.missing_gradients == "error" and len({vote >> 1 for vote in votes}) > 1:
+            raise MismatchError(_describe_missing(_gather_words(transport, missing)))
+        not_finite = [rank for rank, vote in enumerate(votes) if vote & _NOT_FINITE]
+        if not_finite:
+            culprits = _gather_words(transport, self._not_finite())
+            where = "; ".join(
+                f"rank {rank}: {', '.join(map(repr, culprits[rank][:3]))}" for rank in not_finite
+            )
+            _log.warning(
+                "rank %d: step %d is skipped on every rank, residuals untouched: the gradient is "
+                "not finite on %s",
+                transport.rank,
+                self._world.step,
+                where,
+            )
+            return None
+        return self._exchange(self._bucket, transport)
+
+    def _not_finite(self) -> list[str]:
+        """Return the names of the parameters whose gradient holds NaN or infinity here."""
+        return [
+            name
+            for name, view in zip(self._names, self._bucket.views, strict=True)
+            if not bool(torch.isfinite(view).all())
+        ]
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` apply the gradients as they are: after `synchronize()` and, say, clipping."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronize, then step the wrapped optimizer with the agreed update.
+
+        closure: called once, before synchronizing, to compute the loss and the gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are exchanged twice. Use\n"
+                    "    optimizer.synchronize()\n"
+                    "    with optimizer.skip_synchronize():\n"
+                    "        optimizer.step()",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        if not self._skip:
+            super().step()
+        self._skip = False
+        self._world.step += 1
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state."""
+        self._synchronized = False
+        super().load_state_dict(state_dict)
+
+
+def _names(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+) -> dict[torch.nn.Parameter, str]:
+    """Return the name of every parameter the optimizer steps, in its order."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    if named_parameters is None:
+        return {p: f"noname.{i}.{j}" for i, group in enumerate(groups) for j, p in enumerate(group)}
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            "named_parameters must be pairs of a name and a parameter, as "
+            "model.named_parameters() gives them"
+        )
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"parameter names in named_parameters must be unique, but these come twice: "
+            f"{', '.join(map(repr, twice))}; with several models, prefix the names"
+        )
+    named = {parameter: name for name, parameter in pairs}
+    unnamed = [
+        f"number {j} of group {i}, {list(p.shape)}"
+        for i, group in enumerate(groups)
+        for j, p in enumerate(group)
+        if p not in named
+    ]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was given, but the optimizer has parameters that are not in it: "
+            f"{'; '.join(unnamed)}"
+        )
+    return {p: named[p] for group in groups for p in group}
+
+
+def _gather_words(transport: Transport, words: list[str]) -> list[list[str]]:
+    """Return every rank's list of names."""
+    message = np.frombuffer("\n".join(words).encode(), np.uint8)
+    texts = [m.tobytes().decode() for m in transport.allgather(message)]
+    return [text.split("\n") if text else [] for text in texts]
+
+
+def _describe_missing(missing: list[list[str]]) -> str:
+    """Return the text about gradients that some ranks lack and others have."""
+    everywhere = set(missing[0]).intersection(*missing)
+    sayings = []
+    for name in sorted(set().union(*missing) - everywhere):
+        without = [rank for rank, names in enumerate(missing) if name in names]
+        sayings.append(f"'{name}' has none on {name_ranks(without)}")
+    return (
+        f"the ranks disagree about which parameters have a gradient: {', '.join(sayings)}; use the "
+        "same parameters on every rank, or pass missing_gradients='zeros' to DistributedOptimizer"
+    )
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    missing_gradients: Literal["error", "zeros"] = "error",
+) -> Any:
+    """Return the optimizer, its `step` reduced over all ranks.
+
+    The result is of a class derived from the optimizer's own, and shares its parameter groups and
+    state. Every rank must make its distributed optimizers in the same order, and step them alike.
+
+    named_parameters: pairs of name and parameter, usually model.named_parameters().
+    compression: Compression.none, .fp16, .topk(density=...), .gtopk(density=...), or a Compressor
+        class. Top-k methods weight by 1/world size before they select (op=Average), keep what was
+        not sent in a residual, and step with the agreed sparse update.
+    backward_passes_per_step: how many backward passes add up before a step.
+    op: Average or Sum.
+    gradient_predivide_factor: accepted for Horovod's scripts. The weight is always applied before
+        the sum, so there is no overflow left to avoid with it.
+    missing_gradients: what it means when a parameter has a gradient on some ranks only: an error
+        on all of them, or zeros.
+    Raises ValueError for an argument out of its range, names that are missing or double, a
+    momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
+    """
+    if op not in (Average, Sum):
+        raise ValueError(f"op must be Average or Sum, got {NAMES.get(op, op)}")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor is for op=Average only")
+    if gradient_predivide_factor <= 0:
+        raise ValueError(
+            f"gradient_predivide_factor must be above 0, got {gradient_predivide_factor}"
+        )
+    if missing_gradients not in ("error", "zeros"):
+        raise ValueError(f"missing_gradients must be 'error' or 'zeros', got {missing_gradients!r}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates its closure many times a step; use another optimizer")
+    sparse = isinstance(compression, SparseCompression)
+    correction = compression.momentum_correction if sparse else 0.0
+    momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
+    if correction and momentum:
+        raise ValueError(
+            f"momentum_correction={correction} takes the momentum before selection: wrap an "
+            f"optimizer with momentum=0, not {momentum}"
+        )
+    kind = type(optimizer)
+    distributed: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {}))
+    distributed.__dict__.update(optimizer.__dict__)
+    # A scheduler that was made before hangs its own step on the instance; ours comes first.
+    distributed.__dict__.pop("step", None)
+    distributed._distribute(
+        named_parameters, compression, backward_passes_per_step, op, missing_gradients
+    )
+    return distributed

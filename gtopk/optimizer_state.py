@@ -1,0 +1,161 @@
+"""An optimizer as a tree whose tensors can be taken out on one rank and put in on another.
+
+    {"groups": [options], "parameters": {number: state}, "other": {key: state}}
+
+Parameters are numbered in the order of the groups; "other" is state that belongs to no parameter.
+A path is the tuple of keys that leads from the top to a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+Path: TypeAlias = tuple[Any, ...]
+Tree: TypeAlias = dict[str, Any]
+
+
+class Slot(NamedTuple):
+    """A tensor of one rank's tree, and where a rank that lacks it makes it."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    beside_parameter: bool  # on the device of its parameter, else on the CPU
+    value: torch.Tensor | None  # of a single number, too small for a message of its own
+
+
+def layout(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return in words what must be the same on every rank."""
+    return [
+        f"optimizer {type(optimizer).__name__}",
+        *(
+            f"parameter {number} of group {index}, {list(parameter.shape)}"
+            for index, group in enumerate(optimizer.param_groups)
+            for number, parameter in enumerate(group["params"])
+        ),
+    ]
+
+
+def difference(layout: list[str], other: list[str]) -> tuple[str, str] | None:
+    """Return where two layouts part, in the words of both, or None when they are the same."""
+    pairs = zip_longest(layout, other, fillvalue="nothing more")
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)
+
+
+def tree(optimizer: torch.optim.Optimizer) -> Tree:
+    """Return the optimizer's options and state; its tensors are not copied."""
+    state = optimizer.state
+    return {
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ],
+        "parameters": {
+            number: state[parameter]
+            for number, parameter in enumerate(_parameters(optimizer))
+            if parameter in state
+        },
+        "other": {key: part for key, part in state.items() if not isinstance(key, torch.Tensor)},
+    }
+
+
+def install(tree: Tree, optimizer: torch.optim.Optimizer) -> None:
+    """Make the options and the state those of the tree; the groups stay the same objects."""
+    for group, options in zip(optimizer.param_groups, tree["groups"], strict=True):
+        group.update(options)
+    state = optimizer.state
+    for key in [key for key in state if not isinstance(key, torch.Tensor)]:
+        del state[key]
+    state.update(tree["other"])
+    for number, parameter in enumerate(_parameters(optimizer)):
+        state.pop(parameter, None)
+        if number in tree["parameters"]:
+            state[parameter] = tree["parameters"][number]
+
+
+def take_tensors_out(tree: Tree, optimizer: torch.optim.Optimizer) -> tuple[Tree, list[Slot]]:
+    """Return a copy of the tree with None in place of its tensors, and what was there."""
+    slots: list[Slot] = []
+
+    def take_out(part: Any, path: Path) -> Any:
+        if not _is_tensor(part):
+            return part
+        device, parameters_device = part.device.type, _device(path, optimizer).type
+        # A step count on the CPU stays there, wherever its parameter is.
+        beside_parameter = device == parameters_device and (part.dim() > 0 or device != "cpu")
+        value = part if part.dim() == 0 else None
+        slots.append(Slot(path, part.dtype, part.shape, beside_parameter, value))
+        return None
+
+    return _rebuild(tree, take_out), slots
+
+
+def put_tensors_in(skeleton: Tree, tensors: dict[Path, torch.Tensor]) -> Tree:
+    """Return the tree that `take_tensors_out` made a skeleton of, with these tensors."""
+    tree: Tree = _rebuild(skeleton, lambda part, path: tensors.get(path, part))
+    return tree
+
+
+def at(part: Any, path: Path) -> Any:
+    """Return what is at a path, or None."""
+    for key in path:
+        if isinstance(part, dict):
+            part = part.get(key)
+        elif isinstance(part, list | tuple) and isinstance(key, int) and key < len(part):
+            part = part[key]
+        else:
+            return None
+    return part
+
+
+def make_tensors(
+    slots: list[Slot], tree: Tree, optimizer: torch.optim.Optimizer
+) -> dict[Path, torch.Tensor]:
+    """Return for every slot the tree's own tensor, or a new one where none fits.
+
+    Where the slot has a value, the tensor gets it; else its content is the caller's to fill in.
+    """
+    tensors: dict[Path, torch.Tensor] = {}
+    taken = set()
+    for slot in slots:
+        tensor = at(tree, slot.path)
+        fits = (
+            _is_tensor(tensor)
+            and (tensor.dtype, tensor.shape) == (slot.dtype, slot.shape)
+            and id(tensor) not in taken  # groups may share one lr here and have two elsewhere
+        )
+        if not fits:
+            device = _device(slot.path, optimizer) if slot.beside_parameter else "cpu"
+            tensor = torch.empty(slot.shape, dtype=slot.dtype, device=device)
+        if slot.value is not None:
+            tensor.copy_(slot.value)
+        taken.add(id(tensor))
+        tensors[slot.path] = tensor
+    return tensors
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _device(path: Path, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Return the device of the parameter that a path belongs to, else of the first."""
+    return _parameters(optimizer)[path[1] if path[0] == "parameters" else 0].device
+
+
+def _is_tensor(part: Any) -> bool:
+    return type(part) is torch.Tensor and part.layout is torch.strided and not part.requires_grad
+
+
+def _rebuild(part: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
+    """Return a copy of a tree with leaf(part, path) in place of every part that is no container."""
+    if type(part) in (dict, OrderedDict):
+        return type(part)((key, _rebuild(p, leaf, (*path, key))) for key, p in part.items())
+    if type(part) in (list, tuple):
+        return type(part)(_rebuild(p, leaf, (*path, index)) for index, p in enumerate(part))
+    return leaf(part, path)

@@ -1,0 +1,46 @@
+"""Residual: the part of the gradients that was not sent yet (error feedback)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.kernels import accumulate_and_select, add_at, contains
+from collectives.vector import SparseVector
+
+
+class Residual:
+    """What this rank has accumulated and not sent: float32 or float64 [n].
+
+    The law of every step, coordinate by coordinate and summed over ranks:
+    update + residual after = residual before + gradient (weighted, or with momentum correction the
+    velocity).
+    """
+
+    def __init__(self, length: int, dtype: np.dtype[Any], momentum: float = 0.0) -> None:
+        self.values: NDArray[Any] = np.zeros(length, dtype)
+        self.momentum = momentum
+        self.velocity: NDArray[Any] | None = np.zeros(length, dtype) if momentum else None
+        self.threshold = 0.0  # a guess that spares time, never needed
+
+    def accumulate_and_select(self, gradient: NDArray[Any], k: int) -> SparseVector:
+        """Add the weighted gradient, float [n], and return the k largest entries."""
+        if self.velocity is not None:
+            self.velocity *= self.momentum
+            self.velocity += gradient
+            gradient = self.velocity
+        picked, self.threshold = accumulate_and_select(self.values, gradient, k, self.threshold)
+        return picked
+
+    def settle(self, picked: SparseVector, returned: SparseVector) -> None:
+        """Take out what was picked, and put back what returned from the reduction.
+
+        With momentum correction, the velocity of what was applied is cleared too (factor masking).
+        """
+        self.values[picked.indices] = 0
+        add_at(self.values, returned)
+        if self.velocity is not None:
+            applied = ~contains(returned.indices, picked.indices)
+            self.velocity[picked.indices[applied]] = 0

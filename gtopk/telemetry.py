@@ -1,0 +1,30 @@
+"""What a step cost: times, bytes and entries, as this rank measured them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step of this rank.
+
+    compute_seconds:     since the last exchange ended: forward, backward, the optimizer's own step.
+    select_seconds:      gradients in and out of the bucket, accumulate, select, apply.
+    communicate_seconds: agree, encode, exchange, merge and decode; waiting for others included.
+    sent_bytes:          by this rank, with headers.
+    sent_messages:       by this rank.
+    selected:            entries this rank picked (dense: all).
+    updated:             coordinates that the agreed update holds.
+    skipped:             a rank's gradient was not finite: nothing was applied anywhere.
+    """
+
+    step: int
+    compute_seconds: float
+    select_seconds: float
+    communicate_seconds: float
+    sent_bytes: int
+    sent_messages: int
+    selected: int
+    updated: int
+    skipped: bool

@@ -1,0 +1,232 @@
+"""What scripts do once, at the start: all ranks get the root's parameters, state and objects.
+
+Every rank must call each of these, in the same order. No pickle is involved unless it is allowed
+(see gtopk.objects). Objects are encoded before anything is sent, so that one that cannot be sent
+is the same TypeError on every rank, and no rank waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from .. import optimizer_state
+from ..engine import name_ranks
+from ..exceptions import HorovodInternalError
+from ..objects import decode, encode, holds_pickle, pickle_allowed
+from .mpi_ops import allgather, broadcast_, broadcast_async_, rank, size, synchronize
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+Named: TypeAlias = tuple[str | None, torch.Tensor]
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | Named], root_rank: int
+) -> None:
+    """Overwrite the parameters by the root's, in place.
+
+    params: model.state_dict(), model.named_parameters(), model.parameters(), or a list of tensors
+        or (name, tensor) pairs. A dict goes in the order of its keys, the rest in its own.
+    Raises ValueError when it is none of these; HorovodInternalError, on every rank, when the ranks
+    disagree about a name, dtype or shape.
+    """
+    _broadcast_in_place(_named(params), root_rank)
+
+
+def _named(params: object) -> list[Named]:
+    """Return the names and tensors in whatever `broadcast_parameters` got."""
+    pairs: Iterable[Any]
+    if isinstance(params, Mapping):
+        pairs = sorted(((str(k), v) for k, v in params.items()), key=lambda pair: pair[0])
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
+        pairs = (item if isinstance(item, tuple) else (None, item) for item in params)
+    else:
+        raise ValueError(
+            f"invalid params of type: {type(params)}; pass model.state_dict(), "
+            "model.named_parameters() or a list of tensors"
+        )
+    named = []
+    for number, (name, tensor) in enumerate(pairs):
+        if not (name is None or isinstance(name, str)) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                "params must hold tensors or (name, tensor) pairs, but "
+                f"{f'number {number}' if name is None else repr(name)} is of type {type(tensor)}; "
+                "broadcast_object sends other objects"
+            )
+        named.append((name, tensor))
+    return named
+
+
+def _broadcast_in_place(named: Iterable[Named], root_rank: int) -> None:
+    """Overwrite tensors of any layout and dtype by the root's; raise the first error at the end."""
+    flights = []
+    for name, tensor in named:
+        target = tensor.detach()
+        dense = target.contiguous()
+        flights.append((target, dense, broadcast_async_(_transferable(dense), root_rank, name)))
+    errors = []
+    for target, dense, handle in flights:
+        try:
+            synchronize(handle)
+        except HorovodInternalError as error:
+            errors.append(error)
+        else:
+            if dense is not target:
+                target.copy_(dense)
+    if errors:
+        raise errors[0]
+
+
+def _transferable(dense: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, or a view of it in a dtype that collectives know."""
+    if dense.is_complex():
+        return torch.view_as_real(dense)
+    is_float8 = dense.dtype.is_floating_point and dense.dtype.itemsize == 1
+    return dense.view(torch.uint8) if is_float8 else dense
+
+
+class _Parcel(NamedTuple):
+    """An object encoded, or the words for what kept it from being encoded."""
+
+    content: bytes
+    has_pickle: bool = False
+    error: Exception | None = None
+
+
+class _Label(NamedTuple):
+    """What all ranks learn about a rank before any content travels."""
+
+    content_bytes: int
+    failed: bool
+    has_pickle: bool
+    takes_pickle: bool
+
+
+def _pack(obj: object) -> _Parcel:
+    try:
+        content = encode(obj)
+    except Exception as error:  # whatever it is, no rank may wait for an object that never comes
+        text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+        return _Parcel(text.encode(errors="replace"), error=error)
+    return _Parcel(content, holds_pickle(content))
+
+
+def _exchange_labels(parcel: _Parcel, name: str) -> list[_Label]:
+    """Return the labels in rank order; raise TypeError where a pickle would not be taken."""
+    mine = _Label(
+        len(parcel.content), parcel.error is not None, parcel.has_pickle, pickle_allowed()
+    )
+    rows = allgather(torch.tensor([mine], dtype=torch.int64, device="cpu"), f"{name}.label")
+    labels = [_Label(row[0], *map(bool, row[1:])) for row in rows.tolist()]
+    senders = [sender for sender, label in enumerate(labels) if label.has_pickle]
+    refusing = [receiver for receiver, label in enumerate(labels) if not label.takes_pickle]
+    if senders and refusing:
+        raise TypeError(
+            f"{name}: the object of {name_ranks(senders)} holds a pickle, and GTOPK_ALLOW_PICKLE "
+            f"is not 1 on {name_ranks(refusing)}; set it on every rank, or send plain data"
+        )
+    return labels
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.array(memoryview(content), np.uint8))
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Return the root's object; what the other ranks pass does not matter.
+
+    The root gets its own object back, the others a copy (gtopk.objects.encode lists the types).
+    Raises TypeError, on every rank, when the root's object cannot be sent.
+    """
+    if not 0 <= root_rank < size():
+        raise ValueError(f"root_rank must lie in 0..{size() - 1}, got {root_rank}")
+    name = name or "broadcast_object"
+    is_root = rank() == root_rank
+    parcel = _pack(obj) if is_root else _Parcel(b"")
+    label = _exchange_labels(parcel, name)[root_rank]
+    content = _as_tensor(parcel.content if is_root else bytes(label.content_bytes))
+    received = broadcast_(content, root_rank, f"{name}.content").numpy()
+    if label.failed:
+        text = received.tobytes().decode()
+        raise TypeError(f"{name}: rank {root_rank}: {text}") from parcel.error
+    return obj if is_root else decode(received)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Return copies of every rank's object, in rank order.
+
+    Raises TypeError, on every rank, when a rank's object cannot be sent; it names the rank.
+    """
+    name = name or "allgather_object"
+    parcel = _pack(obj)
+    labels = _exchange_labels(parcel, name)
+    gathered = allgather(_as_tensor(parcel.content), f"{name}.content").numpy()
+    ends = np.cumsum([label.content_bytes for label in labels])
+    contents = np.split(gathered, ends[:-1])
+    failures = [
+        f"rank {sender}: {content.tobytes().decode()}"
+        for sender, (label, content) in enumerate(zip(labels, contents, strict=True))
+        if label.failed
+    ]
+    if failures:
+        raise TypeError(f"{name}: {'; '.join(failures)}") from parcel.error
+    return [decode(content) for content in contents]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank's optimizer the root's options (lr, betas, ...) and state.
+
+    A tensor that a rank has already is overwritten in place, a missing one is made, and state that
+    the root lacks is dropped. The parameter groups stay the same objects, so schedulers keep
+    working. Unlike Horovod, no step with zero gradients is taken to make state: weight decay and
+    momentum would move the parameters, and the root tells what its state consists of.
+
+    optimizer: plain or distributed.
+    model: accepted for Horovod's scripts, not needed.
+    Raises ValueError for LBFGS and, on every rank, when a rank's optimizer is of another class or
+    has other parameters; TypeError, on every rank, when the root's state cannot be sent.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    name = "optimizer_state"
+    is_root = rank() == root_rank
+    layout, own = optimizer_state.layout(optimizer), optimizer_state.tree(optimizer)
+    message: Any = None
+    if is_root:
+        skeleton, slots = optimizer_state.take_tensors_out(own, optimizer)
+        message = {"layout": layout, "optimizer": skeleton, "tensors": [(*slot,) for slot in slots]}
+    message = broadcast_object(message, root_rank, name)
+    difference = optimizer_state.difference(layout, message["layout"])
+    complaints = allgather_object(difference, f"{name}.layout")
+    if any(complaints):
+        raise ValueError(
+            "broadcast_optimizer_state needs the same optimizer on every rank: "
+            + "; ".join(
+                f"rank {where} has {complaint[0]}, rank {root_rank} has {complaint[1]}"
+                for where, complaint in enumerate(complaints)
+                if complaint
+            )
+        )
+    slots = [optimizer_state.Slot(*slot) for slot in message["tensors"]]
+    if is_root:
+        tensors = {slot.path: optimizer_state.at(own, slot.path) for slot in slots}
+    else:
+        tensors = optimizer_state.make_tensors(slots, own, optimizer)
+    large = [slot.path for slot in slots if slot.value is None]
+    _broadcast_in_place(
+        [(f"{name}.{'.'.join(map(str, path))}", tensors[path]) for path in large], root_rank
+    )
+    if not is_root:
+        filled = optimizer_state.put_tensors_in(message["optimizer"], tensors)
+        optimizer_state.install(filled, optimizer)

@@ -1,0 +1,5 @@
+"""Horovod's import path for DistributedOptimizer."""
+
+from ..optimizer import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]

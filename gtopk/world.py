@@ -1,0 +1,155 @@
+"""The world: this process's one transport, its engine, and where the rank sits."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from collectives.transports import Transport, open_transport
+
+from .engine import Engine
+from .guard import Guard
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class World:
+    """A rank's view of all ranks.
+
+    step:       how many optimizer steps this rank has finished; errors name it.
+    optimizers: how many distributed optimizers it has made; their order names their operations.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.step = 0
+        self.optimizers = 0
+        node = transport.neighbours()
+        self.local_rank, self.local_size = node.index(self.rank), len(node)
+        places = [
+            tuple(message.view(np.int64).tolist())
+            for message in transport.allgather(np.array([node[0], self.local_rank]).view(np.uint8))
+        ]
+        # The nodes that have a process with this local rank, in order of their first rank.
+        nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
+        self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
+        self.engine = Engine(transport)
+
+    def close(self, reason: str) -> None:
+        """Leave the world; returns when every rank has left."""
+        self.engine.close(reason)
+
+
+_process: World | None = None
+_guard: Guard | None = None
+_of_thread = threading.local()
+
+
+def init(comm: MPI.Intracomm | None = None) -> None:
+    """Join the world that a launcher started, or be a world of one.
+
+    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD.
+    Under mpirun (or any launcher that speaks PMI or Open MPI's variables) this opens MPI. Calling
+    it again does nothing until `shutdown`. Raises ImportError when mpi4py or its MPI library is
+    missing, RuntimeError when the launcher is one gtopk cannot join.
+    """
+    global _process, _guard
+    if _process is not None:
+        return
+    _process = World(_open(comm))
+    _guard = Guard(_process)
+    _guard.install()
+    atexit.register(_at_exit)
+
+
+def _open(comm: MPI.Intracomm | None) -> Transport:
+    timeout_seconds = _timeout_seconds()
+    if comm is not None:
+        from collectives.transports.mpi import MpiTransport
+
+        return MpiTransport(comm, timeout_seconds)
+    from collectives.transports.mpi import launched_ranks
+
+    if launched_ranks() is not None:
+        return open_transport("mpi", timeout_seconds)
+    for variable, launcher in (("WORLD_SIZE", "torchrun"), ("HOROVOD_SIZE", "horovodrun")):
+        ranks = int(os.environ.get(variable, "1"))
+        if ranks > 1:
+            raise RuntimeError(
+                f"{variable}={ranks}: {launcher} started this process, and gtopk joins ranks over "
+                f"MPI only; start it with: mpirun -n {ranks} python ..."
+            )
+    return open_transport("local", timeout_seconds)
+
+
+def _timeout_seconds() -> float:
+    text = os.environ.get("GTOPK_TIMEOUT", str(DEFAULT_TIMEOUT_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"GTOPK_TIMEOUT must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+def shutdown() -> None:
+    """Leave the world; operations that other ranks begin afterwards fail on them.
+
+    Returns when every rank has called it, or has ended its program.
+    """
+    global _process, _guard
+    if _process is None:
+        return
+    assert _guard is not None
+    _process.close(_guard.farewell("called shutdown()"))
+    _guard.remove()
+    _process = _guard = None
+    atexit.unregister(_at_exit)
+
+
+def _at_exit() -> None:
+    if _process is not None and _guard is not None:
+        _process.close(_guard.farewell("its program ended"))
+
+
+def is_initialized() -> bool:
+    """Tell whether `init` has been called, and `shutdown` has not."""
+    return _find() is not None
+
+
+def current() -> World:
+    """Return the world; raise ValueError before `init` and after `shutdown`."""
+    world = _find()
+    if world is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return world
+
+
+def _find() -> World | None:
+    return getattr(_of_thread, "world", None) or _process
+
+
+@contextmanager
+def entered(transport: Transport) -> Iterator[World]:
+    """Make a transport this thread's world: several ranks in one process, each in a thread."""
+    _of_thread.world = World(transport)
+    try:
+        yield _of_thread.world
+    except BaseException as error:
+        _of_thread.world.engine.close(f"it raised {type(error).__name__}: {error}")
+        raise
+    else:
+        _of_thread.world.close("its program ended")
+    finally:
+        del _of_thread.world

@@ -1,0 +1,1 @@
+"""Reference models and data: torch only, nothing of gtopk."""

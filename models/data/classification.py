@@ -1,0 +1,71 @@
+"""Classification data by name or by path: inputs and labels, split into training and test."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+TEST_SHARE = 0.2
+
+
+class Classification(NamedTuple):
+    """A data set of float32 inputs [n, features] and int64 labels [n]."""
+
+    train: TensorDataset
+    test: TensorDataset
+    features: int
+    classes: int
+
+
+def load(dataset: str, seed: int = 0) -> Classification:
+    """Return the data set: "digits", or the path of an .npz file with arrays `x` and `y`.
+
+    digits: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, scaled to -0.5..0.5.
+    seed:   which fifth of the samples is held out for testing; must be equal on all ranks.
+    Raises FileNotFoundError or ValueError with the way out, ImportError without scikit-learn.
+    """
+    x, y = _digits() if dataset == "digits" else _npz(Path(dataset))
+    order = np.random.default_rng(seed).permutation(len(x))
+    tested = round(len(x) * TEST_SHARE)
+    inputs, labels = torch.from_numpy(x[order]), torch.from_numpy(y[order])
+    return Classification(
+        train=TensorDataset(inputs[tested:], labels[tested:]),
+        test=TensorDataset(inputs[:tested], labels[:tested]),
+        features=x.shape[1],
+        classes=int(y.max()) + 1,
+    )
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "dataset 'digits' needs scikit-learn: pip install scikit-learn"
+        ) from error
+    x, y = load_digits(return_X_y=True)
+    return (x / 16 - 0.5).astype(np.float32), y.astype(np.int64)
+
+
+def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no data set at '{path}': give 'digits', or the path of an .npz file with arrays "
+            "x [n, ...] and y [n]"
+        )
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            x, y = arrays["x"], arrays["y"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(f"'{path}' is no .npz file with arrays x and y: {error}") from error
+    if len(x) != len(y) or y.ndim != 1 or y.dtype.kind not in "iu" or not len(y) or y.min() < 0:
+        raise ValueError(
+            f"'{path}': y must hold one class number (0, 1, ...) for each row of x, got x of shape "
+            f"{x.shape} and y of shape {y.shape}, {y.dtype}"
+        )
+    return x.reshape(len(x), -1).astype(np.float32), y.astype(np.int64)

@@ -1,0 +1,90 @@
+"""Train a small network on all ranks: a Horovod script with one import changed.
+
+mpirun -n 4 python mpi_scripts/train.py --compression gtopk --density 0.01
+python mpi_scripts/train.py                  # one rank
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+# By path, `python mpi_scripts/train.py` would find neither `models` nor a gtopk not installed.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import gtopk.torch as hvd  # was: import horovod.torch as hvd
+from models.data import load
+from models.mlp import mlp
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dataset", default="digits", help="'digits', or the path of an .npz file")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and step")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--compression", choices=["none", "fp16", "topk", "gtopk"], default="gtopk")
+    parser.add_argument("--density", type=float, default=0.01, help="share of the entries sent")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    hvd.init()
+    torch.manual_seed(arguments.seed)
+    data = load(arguments.dataset, arguments.seed)
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(
+        data.train, num_replicas=hvd.size(), rank=hvd.rank(), seed=arguments.seed
+    )
+    loader = DataLoader(data.train, arguments.batch_size, sampler=sampler, drop_last=True)
+
+    model = mlp(data.features, classes=data.classes)
+    # With top-k, momentum is taken before the selection, not after it.
+    sparse = arguments.compression in ("topk", "gtopk")
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=arguments.lr, momentum=0.0 if sparse else arguments.momentum
+    )
+    compression = getattr(hvd.Compression, arguments.compression)
+    if sparse:
+        compression = compression(arguments.density, momentum_correction=arguments.momentum)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    sent_bytes = 0
+    for epoch in range(arguments.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            sent_bytes += optimizer.last_step.sent_bytes
+        loss = hvd.allreduce(loss.detach(), name="loss")
+        if hvd.rank() == 0:
+            accuracy = test(model, data.test)
+            print(
+                f"epoch {epoch + 1:3d}  loss {loss:.4f}  test accuracy {accuracy:.4f}  "
+                f"sent per rank {sent_bytes / 1e6:.2f} MB",
+                flush=True,
+            )
+
+
+@torch.no_grad()
+def test(model: torch.nn.Module, data: torch.utils.data.TensorDataset) -> float:
+    x, y = data.tensors
+    return float((model(x).argmax(1) == y).float().mean())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Plots put the records' numbers where they belong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from xml.etree import ElementTree
+
+import pytest
+
+from collectives.cost import Link
+from gtopk.demo.model import LATENCY_SECONDS, break_even, modelled_step_seconds
+from gtopk.demo.plots import (
+    accuracy_over_bytes,
+    accuracy_over_epochs,
+    modelled_time_over_bandwidth,
+    sent_and_accuracy,
+    step_time_by_part,
+)
+from gtopk.demo.record import Record
+from gtopk.demo.svg import LEFT, RIGHT, horizontal, vertical
+
+
+@pytest.mark.parametrize(
+    "plot",
+    [accuracy_over_epochs, accuracy_over_bytes, step_time_by_part, modelled_time_over_bandwidth],
+)
+def test_a_plot_is_well_formed_and_the_same_every_time(
+    plot: Callable[[Sequence[Record]], str], records: list[Record]
+) -> None:
+    drawn = plot(records)
+    assert ElementTree.fromstring(drawn).tag == "svg"
+    assert drawn == plot(records)
+    assert "nan" not in drawn
+
+
+def test_bars_are_as_long_as_their_seconds(records: list[Record]) -> None:
+    drawn = step_time_by_part(records)
+    for part in ("compute", "select", "communicate"):
+        widths = [
+            float(width) for width in re.findall(rf'<rect class="{part}".*? width="(.*?)"', drawn)
+        ]
+        seconds = [record["step_seconds"][part] for record in records]
+        assert widths == pytest.approx([s / 0.0035 * 480 for s in seconds], abs=0.1)
+
+
+def test_bytes_add_up_to_those_of_the_whole_run(records: list[Record]) -> None:
+    for record in records:
+        sent, accuracy = sent_and_accuracy(record)[-1]
+        assert sent == pytest.approx(record["bytes_per_step"] * record["steps"])
+        assert accuracy == pytest.approx(record["accuracy"])
+
+
+def test_methods_take_equal_time_at_the_break_even(records: list[Record]) -> None:
+    dense, _, gtopk, _ = records
+    bandwidth = break_even(dense, gtopk)
+    assert bandwidth is not None
+    link = Link.of(bandwidth, LATENCY_SECONDS)
+    assert modelled_step_seconds(dense, 0.002, link) == pytest.approx(
+        modelled_step_seconds(gtopk, 0.002, link)
+    )
+
+
+def test_a_break_even_outside_the_plot_is_not_drawn(records: list[Record]) -> None:
+    assert "break-even" in modelled_time_over_bandwidth(records)
+    records[2]["step_seconds"]["select"] = 1e9
+    assert "break-even" not in modelled_time_over_bandwidth(records)
+
+
+def test_axes_run_from_edge_to_edge() -> None:
+    axis = horizontal(1e7, 1e11, logarithmic=True)
+    assert [axis.place(value) for value in (1e7, 1e9, 1e11)] == pytest.approx(
+        [LEFT, (LEFT + RIGHT) / 2, RIGHT]
+    )
+    assert axis.ticks() == pytest.approx([1e7, 1e8, 1e9, 1e10, 1e11])
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert vertical(0.85, 1.0).ticks() == pytest.approx([0.85, 0.9, 0.95, 1.0])
+    assert horizontal(1, 30).ticks() == pytest.approx([10, 20, 30])
+    assert horizontal(3e5, 6e6, logarithmic=True).ticks() == pytest.approx([5e5, 1e6, 2e6, 5e6])
+    assert horizontal(1, 1).ticks() == pytest.approx([0.5, 1, 1.5])

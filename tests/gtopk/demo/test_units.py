@@ -1,0 +1,28 @@
+"""Numbers read as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gtopk.demo.units import bandwidth_text, bytes_text, points_text, seconds_text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (bytes_text(0), "0 B"),
+        (bytes_text(12_800), "12.8 kB"),
+        (bytes_text(1_000_000), "1 MB"),
+        (bytes_text(999_999), "1,000 kB"),
+        (bandwidth_text(9.93e9), "9.93 Gbit/s"),
+        (bandwidth_text(1e8), "100 Mbit/s"),
+        (seconds_text(0), "0 µs"),
+        (seconds_text(50e-6), "50 µs"),
+        (seconds_text(0.00235), "2.35 ms"),
+        (seconds_text(12.34), "12.3 s"),
+        (seconds_text(4000), "4,000 s"),
+        (points_text(-0.003), "\N{MINUS SIGN}0.3 points"),
+    ],
+)
+def test_three_digits_and_the_largest_unit_that_fits(text: str, expected: str) -> None:
+    assert text.replace("\N{NO-BREAK SPACE}", " ") == expected

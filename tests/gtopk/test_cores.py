@@ -1,0 +1,80 @@
+"""How many cores a process may really use."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from gtopk import cores
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_hardware_threads_of_a_core_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for thread, siblings in enumerate(["0,2\n", "1,3\n", "0,2\n", "1,3\n"]):
+        write(tmp_path / f"cpu{thread}/topology/thread_siblings_list", siblings)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert len(cores.allowed_cores(tmp_path)) == 2
+
+
+def test_every_thread_counts_where_the_topology_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert len(cores.allowed_cores(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota"),
+    [
+        pytest.param("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5, id="inside a container"),
+        pytest.param("0::/\n", {"cpu.max": "max 100000\n"}, math.inf, id="no limit"),
+        pytest.param(
+            "0::/a/b\n",
+            {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"},
+            2,
+            id="the parent's limit",
+        ),
+        pytest.param(
+            "5:cpu,cpuacct:/of/the/host\n4:memory:/x\n",
+            {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            0.5,
+            id="version 1",
+        ),
+        pytest.param(
+            "5:cpu,cpuacct:/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            math.inf,
+            id="version 1, no limit",
+        ),
+        pytest.param("1:memory:/\n", {}, math.inf, id="cpu is not controlled"),
+    ],
+)
+def test_the_containers_quota_is_found(
+    tmp_path: Path, membership: str, files: dict[str, str], quota: float
+) -> None:
+    write(tmp_path / "cgroup", membership)
+    for name, text in files.items():
+        write(tmp_path / "root" / name, text)
+    assert cores.core_quota(tmp_path / "cgroup", tmp_path / "root") == quota
+
+
+def test_no_control_groups_mean_no_limit(tmp_path: Path) -> None:
+    assert cores.core_quota(tmp_path / "cgroup", tmp_path) == math.inf
+
+
+@pytest.mark.parametrize(("quota", "usable"), [(math.inf, 4), (8.0, 4), (1.5, 2), (0.1, 1)])
+def test_the_tighter_of_affinity_and_quota_counts(
+    monkeypatch: pytest.MonkeyPatch, quota: float, usable: int
+) -> None:
+    monkeypatch.setattr(cores, "allowed_cores", lambda: frozenset("abcd"))
+    monkeypatch.setattr(cores, "core_quota", lambda: quota)
+    assert cores.usable_cores() == usable

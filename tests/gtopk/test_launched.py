@@ -1,0 +1,52 @@
+"""Which launcher started a process, told from its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from gtopk.launched import Launched, launched_by, launchers
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
+PMI = {"PMI_RANK": "2", "PMI_SIZE": "4"}
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4"}
+HOROVODRUN = {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4"}
+SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, PMI, TORCHRUN, HOROVODRUN, SRUN])
+def test_rank_and_size_come_from_the_launcher(environ: dict[str, str]) -> None:
+    found = launched_by(environ)
+    assert found is not None
+    assert (found.rank, found.size) == (2, 4)
+    assert set(found.variables) == set(environ)
+
+
+def test_a_process_started_by_hand_was_launched_by_nobody() -> None:
+    assert launched_by({"PATH": "/bin"}) is None
+
+
+def test_mpi_comes_before_other_launchers() -> None:
+    found = launched_by(TORCHRUN | OPEN_MPI)
+    assert found is not None
+    assert found.variables == ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+
+
+@pytest.mark.parametrize("inner", [OPEN_MPI, PMI, TORCHRUN])
+def test_srun_that_started_another_launcher_does_not_count(inner: dict[str, str]) -> None:
+    said = launchers(inner | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert [(launched.rank, launched.size) for launched in said] == [(2, 4)]
+
+
+def test_a_batch_script_is_no_rank() -> None:
+    assert launched_by({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+
+
+def test_a_world_of_one_is_a_launch_only_under_mpi() -> None:
+    assert launched_by({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    alone = launched_by({"PMI_RANK": "0", "PMI_SIZE": "1"})
+    assert isinstance(alone, Launched)
+
+
+def test_half_an_environment_or_no_numbers_are_no_launcher() -> None:
+    assert launchers({"WORLD_SIZE": "4"}) == []
+    assert launchers({"RANK": "first", "WORLD_SIZE": "4"}) == []

@@ -1,0 +1,63 @@
+"""A training loop in which one rank ends in a given way at step 5.
+
+Arguments: the way, and the rank. Exits 0 only if nothing went wrong.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+import gtopk.torch as hvd
+
+way, culprit = sys.argv[1], int(sys.argv[2])
+
+
+def end_here() -> None:
+    match way:
+        case "exception":
+            raise RuntimeError("boom")
+        case "exit 0":
+            sys.exit(0)
+        case "exit 3":
+            sys.exit(3)
+        case "exception with a live thread":
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+            raise RuntimeError("boom")
+        case "exit 0 with a live thread":
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+            sys.exit(0)
+        case "exception in a thread":
+            threading.Thread(target=lambda: 1 / 0).start()
+            time.sleep(1000)
+        case "os._exit":
+            os._exit(0)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "shutdown":
+            hvd.shutdown()
+            time.sleep(1000)
+
+
+hvd.init()
+model = torch.nn.Linear(10, 1)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.01),
+    model.named_parameters(),
+    hvd.Compression.gtopk(0.5),
+)
+print(f"pid {os.getpid()}", flush=True)
+for step in range(20):
+    if step == 5 and hvd.rank() == culprit:
+        if way == "early return":
+            break
+        end_here()
+    optimizer.zero_grad()
+    model(torch.randn(4, 10)).sum().backward()
+    optimizer.step()
+    time.sleep(0.02)
