@@ -79,6 +79,8 @@ def check(vector: SparseVector) -> SparseVector:
         raise ValueError(
             f"indices must lie in 0..{length - 1}, got {int(indices.min())}..{int(indices.max())}"
         )
-    if indices.size > 1 and not bool((indices[1:] > indices[:-1]).all()):
-        raise ValueError("indices must be strictly increasing")
+    falls = np.flatnonzero(indices[1:] <= indices[:-1])
+    if falls.size:
+        before, after = indices[falls[0] : falls[0] + 2]
+        raise ValueError(f"indices must be strictly increasing, got {before} before {after}")
     return vector

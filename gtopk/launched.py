@@ -21,6 +21,7 @@ _MPI = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("a PMI launcher", "PMI_RANK", "PMI_SIZE"),  # MPICH's mpirun, or srun
 )
+MPI_SIZE_VARIABLES = tuple(size for _, _, size in _MPI)
 _OTHERS = (
     ("torchrun", "RANK", "WORLD_SIZE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import threading
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from collectives.transports import Transport, open_transport
 
 from .engine import Engine
 from .guard import Guard
+from .launched import MPI_SIZE_VARIABLES, Launched, launched_by
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-DEFAULT_TIMEOUT_SECONDS = 600.0
+# The longest a rank waits for a peer in an operation, and at the start for all to arrive.
+TIMEOUT_SECONDS = {"GTOPK_TIMEOUT": 600.0, "GTOPK_START_TIMEOUT": 120.0}
 
 
 class World:
@@ -73,33 +76,44 @@ def init(comm: MPI.Intracomm | None = None) -> None:
 
 
 def _open(comm: MPI.Intracomm | None) -> Transport:
-    timeout_seconds = _timeout_seconds()
-    if comm is not None:
+    timeout_seconds = _seconds("GTOPK_TIMEOUT")
+    job = launched_by()
+    if comm is None and job is None:
+        return open_transport("local", timeout_seconds)
+    if comm is None and job is not None and not _speaks_mpi(job):
+        if job.size == 1:
+            return open_transport("local", timeout_seconds)
+        raise RuntimeError(
+            f"{job.launcher} started this process as rank {job.rank} of {job.size}, and gtopk "
+            f"joins ranks over MPI only; start them with: mpirun -n {job.size} python ..."
+        )
+    # A rank that ended before it came here would leave the others in MPI's start for ever, where
+    # no Python runs: faulthandler's own thread ends this process, and the launcher the job.
+    faulthandler.dump_traceback_later(_seconds("GTOPK_START_TIMEOUT"), exit=True)
+    try:
+        if comm is None:
+            return open_transport("mpi", timeout_seconds)
         from collectives.transports.mpi import MpiTransport
 
         return MpiTransport(comm, timeout_seconds)
-    from collectives.transports.mpi import launched_ranks
-
-    if launched_ranks() is not None:
-        return open_transport("mpi", timeout_seconds)
-    for variable, launcher in (("WORLD_SIZE", "torchrun"), ("HOROVOD_SIZE", "horovodrun")):
-        ranks = int(os.environ.get(variable, "1"))
-        if ranks > 1:
-            raise RuntimeError(
-                f"{variable}={ranks}: {launcher} started this process, and gtopk joins ranks over "
-                f"MPI only; start it with: mpirun -n {ranks} python ..."
-            )
-    return open_transport("local", timeout_seconds)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
-def _timeout_seconds() -> float:
-    text = os.environ.get("GTOPK_TIMEOUT", str(DEFAULT_TIMEOUT_SECONDS))
+def _speaks_mpi(job: Launched) -> bool:
+    """Tell whether MPI can find the job's other ranks; srun --mpi=pmix leaves only PMIX_RANK."""
+    return job.variables[1] in MPI_SIZE_VARIABLES or "PMIX_RANK" in os.environ
+
+
+def _seconds(variable: str) -> float:
+    """Return the seconds an environment variable asks for, or its default."""
+    text = os.environ.get(variable, str(TIMEOUT_SECONDS[variable]))
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise ValueError(f"GTOPK_TIMEOUT must be a number of seconds above 0, got {text!r}")
+        raise ValueError(f"{variable} must be a number of seconds above 0, got {text!r}")
     return seconds
 
 

@@ -2,50 +2,57 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.launch import find_mpirun, mpirun_command, rank_environment
+from gtopk.launch import run
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
 
-Mpirun = Callable[..., "subprocess.CompletedProcess[str]"]
+
+class Job(NamedTuple):
+    """What a program under mpirun left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 @pytest.fixture(scope="session")
-def mpirun() -> Mpirun:
+def mpirun() -> Callable[..., Job]:
     """Run `mpirun(ranks, program, *arguments)`: a file of tests/programs, or a path from the root.
 
     An uncaught exception on any rank ends the program with an exit code that is not 0.
     """
-    import os
 
-    launcher = find_mpirun()
-    assert launcher is not None, "the tests need an mpirun: pip install gtopk[dev]"
-
-    def run(
+    def start(
         ranks: int, program: str, *arguments: str, timeout: float = 120, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    ) -> Job:
         path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-        environment |= rank_environment(ranks, environment)
-        return subprocess.run(
-            mpirun_command(launcher, ranks, [sys.executable, str(path), *arguments]),
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        lines: list[str] = []
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as errors:
+            for name, value in {"PYTHONPATH": str(ROOT), **variables}.items():
+                patch.setenv(name, value)
+            code = run(
+                ranks,
+                [sys.executable, str(path), *arguments],
+                on_line=lines.append,
+                timeout_seconds=timeout,
+                errors=errors,
+            )
+            errors.seek(0)
+            stderr = errors.read().decode(errors="replace")
+        return Job(code, "\n".join(lines), stderr)
 
-    return run
+    return start
 
 
 @pytest.fixture

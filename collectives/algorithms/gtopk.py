@@ -18,7 +18,7 @@ from .. import wire
 from ..kernels import contains, merge
 from ..transports.transport import Transport
 from ..vector import SparseVector
-from .gtopk_tree import pack_alive, unpack_alive
+from .gtopk_tree import alive_bytes, pack_alive, unpack_alive
 
 
 def reduce(
@@ -32,7 +32,7 @@ def reduce(
         host = rank - paired
         transport.send(wire.encode(selected), host)()
         message = transport.receive(host)
-        update, bits = wire.decode(message, like=selected, sender=host)
+        update, bits = wire.decode(message, selected, host, alive_bytes(selected.entries))
         return update, selected.where(~unpack_alive(bits, selected.entries))
 
     merged = selected

@@ -44,7 +44,7 @@ def reduce(
         parent = rank - distance
         transport.send(wire.encode(merged), parent)()
         message = transport.receive(parent)
-        update, bits = wire.decode(message, like=selected, sender=parent)
+        update, bits = wire.decode(message, selected, parent, alive_bytes(merged.entries))
         alive = unpack_alive(bits, merged.entries)
 
     # Down the way it came: the last list merged is the first to learn its fate.
@@ -56,8 +56,13 @@ def reduce(
     return update, selected.where(~alive)
 
 
+def alive_bytes(count: int) -> int:
+    """Return how many bytes the bits of `count` entries take."""
+    return -(-count // 8)
+
+
 def pack_alive(alive: Array) -> Array:
-    """Return bool [m] as bits, uint8 [ceil(m / 8)]."""
+    """Return bool [m] as bits, uint8 [alive_bytes(m)]."""
     return np.packbits(alive)
 
 

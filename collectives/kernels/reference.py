@@ -44,6 +44,11 @@ def accumulate_and_select(
 
     Both float32 or float64 [n], of one dtype. The selected entries stay in the residual.
     """
+    if (gradient.dtype, gradient.shape) != (residual.dtype, residual.shape):
+        raise ValueError(
+            "the gradient must be of the residual's dtype and size, "
+            f"{residual.dtype} {list(residual.shape)}, got {gradient.dtype} {list(gradient.shape)}"
+        )
     return _select(residual, gradient, k, threshold)
 
 
@@ -106,7 +111,8 @@ class _Search:
     def _at_least(self, threshold: float) -> Any:
         """Return the threshold in the vector's dtype, above zero: zeros are no candidates."""
         smallest = np.nextafter(self.dense.dtype.type(0), self.dense.dtype.type(1))
-        return max(self.dense.dtype.type(threshold), smallest)
+        with np.errstate(over="ignore"):  # a threshold of another dtype may become infinity
+            return max(self.dense.dtype.type(threshold), smallest)
 
     def _prune(self) -> None:
         """Keep the k largest so far; from here on only a larger |value| can displace one."""
@@ -115,7 +121,8 @@ class _Search:
         kept = largest(magnitudes, self.k)
         self.pieces = [(indices[kept], values[kept])]
         self.count = self.k
-        self.threshold = np.nextafter(magnitudes[kept].min(), self.dense.dtype.type(np.inf))
+        with np.errstate(over="ignore"):  # nothing is larger than the largest number
+            self.threshold = np.nextafter(magnitudes[kept].min(), self.dense.dtype.type(np.inf))
 
     def _gathered(self) -> tuple[Array, Array]:
         if not self.pieces:
@@ -179,9 +186,11 @@ def sum_by_index(vectors: list[SparseVector]) -> SparseVector:
     order = np.argsort(indices, kind="stable")
     indices = indices[order]
     values = np.concatenate([vector.values for vector in vectors])[order]
-    starts = np.flatnonzero(np.concatenate(([True], indices[1:] != indices[:-1])))
-    total = SparseVector(indices[starts], np.add.reduceat(values, starts), first.length)
-    return total.where(total.values != 0)
+    starts = np.concatenate(([True], indices[1:] != indices[:-1]))
+    sums = np.zeros(np.count_nonzero(starts), values.dtype)
+    # Not add.reduceat: from eight addends on that adds pairwise, in an order of its own.
+    np.add.at(sums, np.cumsum(starts) - 1, values)
+    return SparseVector(indices[starts], sums, first.length).where(sums != 0)
 
 
 def contains(indices: Array, wanted: Array) -> Array:

@@ -8,7 +8,6 @@ MPI, so larger ones travel in pieces.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -38,7 +37,7 @@ STALL_WARNING_SECONDS: Final = 60.0
 
 def launched_ranks() -> int | None:
     """Return how many ranks an MPI launcher says it started; None when none started us."""
-    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"):
+    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if variable in os.environ:
             return int(os.environ[variable])
     return None
@@ -199,5 +198,4 @@ class MpiTransport(Transport):
         return [int(rank) for rank in ranks]
 
     def library(self) -> str:
-        first_line = self._mpi.Get_library_version().splitlines()[0]
-        return f"{first_line.split(',')[0].strip()} on {socket.gethostname()}"
+        return self._mpi.Get_library_version().splitlines()[0].split(",")[0].strip()

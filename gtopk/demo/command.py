@@ -17,7 +17,7 @@ from ..cores import usable_cores
 from ..launch import LaunchError, explain, rank_environment, run
 from .model import LATENCY_SECONDS, break_even
 from .plan import PROGRESS, Plan
-from .record import Record
+from .record import PARTS, Record
 from .units import bandwidth_text, bytes_text
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(f"--{error}")
     from rich.console import Console
 
-    # Without a terminal there is no width to ask for; the table needs this much.
-    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    # Without a terminal there is no width to ask for; the table fits this one.
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
     announce(console, plan)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -149,18 +149,24 @@ def show(console: Console, records: Sequence[Record]) -> None:
     from rich.table import Table
 
     dense = records[0]
-    table = Table(title="Measured on this machine", title_justify="left")
-    table.add_column("method", no_wrap=True)
+    table = Table(
+        title="Measured on this machine\n",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("\nmethod", no_wrap=True)
     for heading in (
-        "test accuracy",
-        "epochs",
-        "bytes sent per step and rank",
-        "against dense",
-        "compute",
-        "select",
-        "communicate",
+        "test\naccuracy %",
+        "\nepochs",
+        "sent per\nstep",
+        "vs\ndense",
+        "ms/step\ncompute",
+        "\nselect",
+        "\ncommun.",
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for record in records:
         parts = record["step_seconds"]
         table.add_row(
@@ -169,7 +175,7 @@ def show(console: Console, records: Sequence[Record]) -> None:
             str(record["epochs"]),
             bytes_text(record["bytes_per_step"]) + ("" if record["bytes_counted"] else " *"),
             against_dense(record, dense),
-            *(f"{1000 * parts[part]:.2f} ms" for part in ("compute", "select", "communicate")),
+            *(f"{1000 * parts[part]:.2f}" for part in PARTS),
         )
     console.print(table)
     if not dense["bytes_counted"]:
@@ -178,9 +184,10 @@ def show(console: Console, records: Sequence[Record]) -> None:
         )
     cores = dense["machine"]["cores"]
     console.print(
-        f"Times are medians per step. {dense['ranks']} ranks share {cores} cores and memory, so "
-        "dense communication is nearly free here and compression cannot win: what it saves is the "
-        "network.",
+        "Sent: by each rank. Accuracy: mean ± standard deviation over "
+        f"{dense['seeds']} seeds. Times: medians over steps. {dense['ranks']} ranks share {cores} "
+        "cores and their memory: no network lies between them, so there is nothing here for "
+        "compression to save time on.",
         style="dim",
     )
     identical = all(record["final_replicas_identical"] for record in records)
@@ -192,7 +199,7 @@ def accuracy_text(record: Record) -> str:
     """Return mean and standard deviation over seeds, in percent."""
     seeds = record["accuracy_by_seed"]
     spread = f" ± {100 * statistics.stdev(seeds):.2f}" if len(seeds) > 1 else ""
-    return f"{100 * record['accuracy']:.2f}{spread} %"
+    return f"{100 * record['accuracy']:.2f}{spread}"
 
 
 def against_dense(record: Record, dense: Record) -> str:

@@ -172,11 +172,20 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Rec
     )
 
 
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name where the kernel tells it, else its architecture."""
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
 def this_machine() -> Machine:
     """Return where this runs."""
     return {
         "cores": usable_cores(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "mpi": world.current().transport.library(),

@@ -22,6 +22,8 @@ def look_at_python() -> Finding:
 
 def look_at_gtopk() -> Finding:
     """Which gtopk is imported, and from where."""
+    if not installed("msgpack"):
+        return Finding("gtopk", State.FAIL, "it needs msgpack", "pip install msgpack")
     package = import_module("gtopk")
     return Finding("gtopk", State.OK, f"{package.__version__}, {package.__path__[0]}")
 

@@ -113,7 +113,7 @@ def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
         code = process.wait(5)
     except subprocess.TimeoutExpired:
         return "stopped answering"
-    ended = f"died of {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    ended = f"died: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
     errors.seek(0)
     said = gist(errors.read().decode(errors="replace"))
     return f"{ended}: {said}" if said else ended

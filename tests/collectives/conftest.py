@@ -1,0 +1,78 @@
+"""A world whose messages are witnessed: who sent what to whom, and in which round of a network."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from collectives.transports import LocalTransport, local_world
+
+
+class Event(NamedTuple):
+    """One rank sent a message to its peer, or received one from it."""
+
+    kind: str  # "to" or "from"
+    peer: int
+    message: np.ndarray
+
+
+class Witness:
+    """A local world, and the events of each rank in the order in which they happened there."""
+
+    def __init__(self, size: int) -> None:
+        self.world = local_world(size, timeout_seconds=30)
+        self.events: list[list[Event]] = [[] for _ in range(size)]
+        for transport in self.world:
+            self._watch(transport)
+
+    def _watch(self, transport: LocalTransport) -> None:
+        events, send, receive = self.events[transport.rank], transport.send, transport.receive
+
+        def watched_send(message: np.ndarray, to: int) -> Callable[[], None]:
+            events.append(Event("to", to, message.copy()))
+            return send(message, to)
+
+        def watched_receive(source: int) -> np.ndarray:
+            message = receive(source)
+            events.append(Event("from", source, message.copy()))
+            return message
+
+        transport.send, transport.receive = watched_send, watched_receive
+
+    def schedule(self, rank: int) -> list[tuple[str, int]]:
+        """Return what a rank did, in order: ("to", peer) and ("from", peer)."""
+        return [(event.kind, event.peer) for event in self.events[rank]]
+
+    def rounds(self) -> list[list[np.ndarray]]:
+        """Return the messages of each round.
+
+        In a round a rank sends at most one message and receives at most one; it sends on what it
+        received only in a later round.
+        """
+        size = len(self.world)
+        ready, sent, received = [0] * size, [-1] * size, [-1] * size
+        todo = [deque(events) for events in self.events]
+        flying: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        by_round: dict[int, list[np.ndarray]] = defaultdict(list)
+        while any(todo):
+            for rank, events in enumerate(todo):
+                while events and (events[0].kind == "to" or flying[events[0].peer, rank]):
+                    kind, peer, message = events.popleft()
+                    if kind == "to":
+                        sent[rank] = max(ready[rank], sent[rank] + 1)
+                        flying[rank, peer].append(sent[rank])
+                    else:
+                        received[rank] = max(flying[peer, rank].popleft(), received[rank] + 1)
+                        ready[rank] = received[rank] + 1
+                        by_round[received[rank]].append(message)
+        return [by_round[number] for number in range(len(by_round))]
+
+
+@pytest.fixture
+def witness() -> Callable[[int], Witness]:
+    """Return a function that makes a witnessed world of so many ranks."""
+    return Witness

@@ -1,0 +1,106 @@
+"""SparseVector: what is one, and what is refused as none."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from collectives import SparseVector
+from collectives.vector import check, index_dtype
+
+
+def entries(indices: list[int], values: list[float], length: int) -> SparseVector:
+    return SparseVector(np.array(indices, np.int32), np.array(values, np.float32), length)
+
+
+def test_the_dense_form_holds_every_entry_and_zeros_elsewhere() -> None:
+    dense = entries([1, 3], [2.5, -1.0], 5).to_dense()
+    assert dense.tolist() == [0, 2.5, 0, -1, 0]
+    assert dense.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_there_and_back_is_the_same(dtype: type) -> None:
+    dense = np.array([0, -0.0, 1, -1, 5e-324, 0, 1e38], dtype)
+    vector = check(SparseVector.from_dense(dense))
+    assert vector.indices.tolist() == np.flatnonzero(dense).tolist()
+    assert vector.to_dense().tolist() == dense.tolist()
+    assert vector.values.dtype == dtype
+    assert vector.indices.dtype == np.int32
+
+
+def test_the_vector_of_zeros_has_no_entries() -> None:
+    vector = check(SparseVector.empty(4, np.float64))
+    assert vector.entries == 0
+    assert vector.to_dense().tolist() == [0, 0, 0, 0]
+    assert vector.to_dense().dtype == np.float64
+    assert check(SparseVector.from_dense(np.zeros(4, np.float32))).entries == 0
+
+
+def test_a_mask_keeps_the_entries_where_it_is_true() -> None:
+    vector = entries([1, 3, 4], [1, 2, 3], 5)
+    kept = vector.where(np.array([True, False, True]))
+    assert kept.indices.tolist() == [1, 4]
+    assert kept.values.tolist() == [1, 3]
+    assert kept.length == 5
+    assert vector.entries == 3
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [(1, np.int32), (2**31 - 1, np.int32), (2**31, np.int64), (2**40, np.int64)],
+)
+def test_indices_are_as_narrow_as_the_length_allows(length: int, dtype: type) -> None:
+    assert index_dtype(length) == dtype
+    assert SparseVector.empty(length).indices.dtype == dtype
+    last = np.array([length - 1], dtype)
+    assert check(SparseVector(last, np.ones(1, np.float32), length)).indices[0] == length - 1
+
+
+@pytest.mark.parametrize(
+    ("vector", "text"),
+    [
+        (
+            SparseVector(np.array([1], np.int32), np.array([1], np.float16), 5),
+            "values must be float32 or float64, got float16",
+        ),
+        (
+            SparseVector(np.array([1], np.int32), np.array([1]), 5),
+            "values must be float32 or float64, got int64",
+        ),
+        (
+            SparseVector(np.array([1], np.int32), np.array([1], ">f4"), 5),
+            "values must be float32 or float64, got >f4",
+        ),
+        (
+            entries([1, 2], [1], 5),
+            "equally long, got shapes (2,) and (1,)",
+        ),
+        (
+            SparseVector(np.ones((1, 1), np.int32), np.ones((1, 1), np.float32), 5),
+            "one-dimensional and equally long, got shapes (1, 1) and (1, 1)",
+        ),
+        (
+            SparseVector(np.array([1]), np.ones(1, np.float32), 5),
+            "indices of a vector of 5 elements must be int32, got int64",
+        ),
+        (
+            SparseVector(np.array([1], np.int32), np.ones(1, np.float32), 2**31),
+            "indices of a vector of 2147483648 elements must be int64, got int32",
+        ),
+        (entries([-1, 2], [1, 1], 5), "indices must lie in 0..4, got -1..2"),
+        (entries([2, 5], [1, 1], 5), "indices must lie in 0..4, got 2..5"),
+        (
+            entries([0, 3, 1, 4], [1, 1, 1, 1], 5),
+            "indices must be strictly increasing, got 3 before 1",
+        ),
+        (entries([0, 3, 3], [1, 1, 1], 5), "indices must be strictly increasing, got 3 before 3"),
+        # Out of range in the middle only: out of order, too.
+        (entries([0, 9, 4], [1, 1, 1], 5), "indices must be strictly increasing, got 9 before 4"),
+    ],
+)
+def test_what_is_no_vector_is_refused_with_the_reason(vector: SparseVector, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        check(vector)

@@ -1,0 +1,353 @@
+"""The laws of DistributedOptimizer, on ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import world
+from gtopk.compression import Compression
+from gtopk.exchange import SparseExchange
+from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Average, Sum
+
+SIZES = [1, 2, 3, 5, 6, 7, 8]
+SPARSE = [Compression.topk, Compression.gtopk]
+
+
+def network(seed: int = 0) -> torch.nn.Module:
+    # A generator of its own: the global one is shared by the threads that are ranks here.
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+    for parameter in model.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def batch(rank: int, step: int, samples: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+
+
+def loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((model(x) - y) ** 2).mean()
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def train(transport: LocalTransport, compression: Any, steps: int = 15, **options: Any) -> Any:
+    """Train on this rank and return the parameters."""
+    model = network()
+    with world.entered(transport):
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),
+            model.named_parameters(),
+            compression,
+            **options,
+        )
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(model, *batch(transport.rank, step)).backward()
+            optimizer.step()
+    return flat(model)
+
+
+def train_alone(ranks: int, steps: int = 15) -> torch.Tensor:
+    """Train on the ranks' batches, concatenated."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    for step in range(steps):
+        x, y = zip(*(batch(rank, step) for rank in range(ranks)), strict=True)
+        optimizer.zero_grad()
+        loss(model, torch.cat(x), torch.cat(y)).backward()
+        optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "compression", [Compression.none, *(kind(density=1.0) for kind in SPARSE)], ids=repr
+)
+def test_keeping_everything_is_sgd_on_the_concatenated_batch(threads, size, compression):
+    alone = train_alone(size)
+    for parameters in threads(size, lambda transport: train(transport, compression)):
+        torch.testing.assert_close(parameters, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "compression",
+    [
+        Compression.none,
+        Compression.fp16,
+        *(kind(density=0.05) for kind in SPARSE),
+    ],
+    ids=repr,
+)
+def test_replicas_are_bit_identical(threads, size, compression):
+    digests = {
+        hashlib.sha256(parameters.numpy().tobytes()).hexdigest()
+        for parameters in threads(size, lambda transport: train(transport, compression))
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_a_low_density_changes_the_training(threads, kind):
+    (sparse, *_) = threads(4, lambda transport: train(transport, kind(density=0.05)))
+    assert not torch.allclose(sparse, train_alone(4), rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_gradient_mass_is_conserved_at_every_step(kind, momentum, data):
+    size = data.draw(st.integers(1, 9), label="size")
+    density = data.draw(st.floats(0.005, 1.0), label="density")
+    seed = data.draw(st.integers(0, 1000), label="seed")
+
+    def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
+        model = network(seed)
+        steps = []
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                model.named_parameters(),
+                kind(density, momentum_correction=momentum),
+            )
+            residual = optimizer._exchange.residual
+            for step in range(6):
+                optimizer.zero_grad()
+                loss(model, *batch(transport.rank, seed + step)).backward()
+                gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+                before = residual.values.copy()
+                added = gradient / size
+                if momentum:
+                    added = momentum * residual.velocity + added
+                optimizer.synchronize()
+                update = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+                steps.append((before, added, update, residual.values.copy()))
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        return steps
+
+    for ranks in zip(*run_ranks(local_world(size, 30), program), strict=True):
+        before, added, updates, after = (np.stack(column) for column in zip(*ranks, strict=True))
+        assert (updates == updates[0]).all()
+        scale = np.abs(before).max() + np.abs(added).max()
+        np.testing.assert_allclose(
+            updates[0] + after.sum(0), before.sum(0) + added.sum(0), rtol=0, atol=1e-12 * scale
+        )
+
+
+def test_the_update_of_gtopk_holds_k_coordinates_and_of_topk_up_to_k_per_rank(threads):
+    def last_step(transport: LocalTransport, compression: Any) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression
+            )
+            loss(model, *batch(transport.rank, 0)).backward()
+            optimizer.step()
+            return optimizer.last_step
+
+    size, k = 4, round(103 * 0.05)
+    for report in threads(size, lambda t: last_step(t, Compression.gtopk(0.05))):
+        assert (report.selected, report.updated) == (k, k)
+    for report in threads(size, lambda t: last_step(t, Compression.topk(0.05))):
+        assert report.selected == k
+        assert k < report.updated <= k * size
+
+
+def test_weights_come_before_the_residual(threads):
+    """Averages are sums of gradients over P, from the first step to the last."""
+
+    def one_step(transport: LocalTransport, op: int) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                model.named_parameters(),
+                Compression.gtopk(0.1),
+                op=op,
+            )
+            loss(model, *batch(transport.rank, 0)).backward()
+            optimizer.synchronize()
+            return optimizer._exchange.residual.values.copy()
+
+    size = 4  # a power of two: dividing by it rounds nothing
+    averaged = threads(size, lambda transport: one_step(transport, Average))
+    summed = threads(size, lambda transport: one_step(transport, Sum))
+    for mean, total in zip(averaged, summed, strict=True):
+        np.testing.assert_array_equal(size * mean, total)
+
+
+def test_gradients_of_several_backward_passes_add_up(threads):
+    def program(transport: LocalTransport, passes: int) -> torch.Tensor:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                model.named_parameters(),
+                backward_passes_per_step=passes,
+            )
+            for _ in range(passes):
+                (loss(model, *batch(transport.rank, 0)) / passes).backward()
+            optimizer.step()
+        return flat(model)
+
+    once, thrice = (threads(2, lambda t, n=n: program(t, n))[0] for n in (1, 3))
+    torch.testing.assert_close(once, thrice, rtol=1e-12, atol=1e-12)
+
+
+def test_clipping_between_synchronize_and_step_sees_the_agreed_gradient(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+            )
+            before = flat(model)
+            loss(model, *batch(transport.rank, 0)).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return flat(model) - before
+
+    moves = threads(3, program)
+    assert all(torch.equal(move, moves[0]) for move in moves)
+    assert float(moves[0].norm()) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_stepping_after_synchronize_without_skipping_warns(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            loss(model, *batch(transport.rank, 0)).backward()
+            optimizer.synchronize()
+            with pytest.warns(UserWarning, match="skip_synchronize"):
+                optimizer.step()
+
+    threads(1, program)
+
+
+def test_a_closure_computes_the_gradients_that_are_exchanged(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+            )
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                value = loss(model, *batch(transport.rank, 0))
+                value.backward()
+                return value
+
+            assert optimizer.step(closure).item() > 0
+        return flat(model)
+
+    first, second = threads(2, program)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, flat(network()))
+
+
+def test_the_wrapped_optimizer_stays_what_it_was():
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with world.entered(local_world(1)[0]):
+        optimizer = DistributedOptimizer(inner, model.named_parameters())
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert type(optimizer).__name__ == "SGD"
+        assert optimizer.param_groups is inner.param_groups
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loss(model, *batch(0, 0)).backward()
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+        assert optimizer.state_dict()["state"]
+
+
+def test_a_scheduler_made_before_wrapping_does_not_bypass_the_exchange(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.StepLR(inner, 1)
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(inner, model.named_parameters())
+            loss(model, *batch(transport.rank, 0)).backward()
+            optimizer.step()
+        return flat(model)
+
+    first, second = threads(2, program)
+    assert torch.equal(first, second)
+
+
+def test_adam_steps_with_the_agreed_update(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.AdamW(model.parameters()), compression=Compression.gtopk(0.1)
+            )
+            for step in range(5):
+                optimizer.zero_grad()
+                loss(model, *batch(transport.rank, step)).backward()
+                optimizer.step()
+        return flat(model)
+
+    replicas = threads(3, program)
+    assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_gradients_keep_a_float32_residual(threads, dtype):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = network().to(dtype)
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), compression=Compression.gtopk(0.2)
+            )
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, transport.rank + 1)
+            optimizer.step()
+            exchange = optimizer._exchange
+            assert isinstance(exchange, SparseExchange)
+            assert exchange.residual.values.dtype == np.float32
+        return flat(model)
+
+    first, second = threads(2, program)
+    assert torch.equal(first, second)
+
+
+def test_momentum_correction_remembers_what_was_not_sent():
+    """One entry a step is sent; the other's velocity goes on growing in the residual."""
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    with world.entered(local_world(1)[0]):
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0),
+            compression=Compression.gtopk(0.5, momentum_correction=0.5),
+        )
+        for _ in range(2):
+            parameter.grad = torch.tensor([4.0, 1.0], dtype=torch.float64)
+            optimizer.step()
+    residual = optimizer._exchange.residual
+    # Entry 0 was sent and its velocity cleared each time: 4, then 4 again.
+    # Entry 1: velocities 1 and 0.5 * 1 + 1 add up in the residual.
+    assert parameter.tolist() == [-8.0, 0.0]
+    assert residual.values.tolist() == [0.0, 2.5]
+    assert residual.velocity.tolist() == [0.0, 1.5]
