@@ -76,6 +76,7 @@ class Engine:
         self._pending: set[str] = set()
         self._lock = threading.Lock()
         self._over: PeerError | None = None
+        self._closed = False
         # A daemon: no thread of a library keeps a program alive that wants to end.
         self._thread = threading.Thread(target=self._run, name="gtopk-engine", daemon=True)
         self._thread.start()
@@ -86,10 +87,13 @@ class Engine:
         facts: what must be equal on all ranks besides the name, in words: an error quotes those
                that differ.
         vote:  what may differ; `work` gets every rank's, before it does anything.
-        Raises ValueError when an operation of this name is still in flight.
+        Raises ValueError when an operation of this name is still in flight, HorovodInternalError
+        after `close`.
         """
         operation = Operation(name, facts, vote, work)
         with self._lock:
+            if self._closed:
+                raise HorovodInternalError(f"gtopk has been shut down: '{name}' cannot begin")
             if name in self._pending:
                 raise ValueError(
                     f"'{name}' is still in flight: requested to reduce, gather or broadcast a "
@@ -97,12 +101,14 @@ class Engine:
                     "processed; synchronize it first, or pass another name"
                 )
             self._pending.add(name)
-        self._queue.put(operation)
+            self._queue.put(operation)
         return operation
 
     def close(self, reason: str) -> None:
         """Run what was submitted, tell the peers that this rank leaves, and wait for theirs."""
-        self._queue.put(reason)
+        with self._lock:
+            self._closed = True
+            self._queue.put(reason)
         self._thread.join()
 
     def _run(self) -> None:
@@ -115,10 +121,19 @@ class Engine:
                     continue
                 item = self.on_program_end()
             if isinstance(item, str):
-                self._over = self._over or PeerError("gtopk has been shut down")
+                self._refuse_the_rest()
                 self.transport.leave(item)
                 return
             self._execute(item)
+
+    def _refuse_the_rest(self) -> None:
+        """Fail what another thread submitted while the program ended."""
+        with self._lock:
+            self._closed = True
+        while not self._queue.empty():
+            item = self._queue.get()
+            if isinstance(item, Operation):
+                item.finish(error=PeerError("gtopk has been shut down"))
 
     def _execute(self, operation: Operation) -> None:
         self.activity = operation.name
@@ -128,10 +143,10 @@ class Engine:
             if self._over is not None:
                 raise self._over
             with self.transport.operation(operation.name):
-                begun = time.perf_counter()
-                votes = agree(self.transport, [operation.name, *operation.facts], operation.vote)
-                operation.agree_seconds = time.perf_counter() - begun
-                result = operation.work(self.transport, votes)
+                try:
+                    result = self._agree_and_work(operation)
+                except MismatchError as disagreement:
+                    error = disagreement  # on every rank, which thus completes the operation
         except PeerError as gone:
             self._over = error = gone
         except BaseException as raised:
@@ -140,6 +155,12 @@ class Engine:
         with self._lock:
             self._pending.discard(operation.name)
         operation.finish(result, error)
+
+    def _agree_and_work(self, operation: Operation) -> Any:
+        begun = time.perf_counter()
+        votes = agree(self.transport, [operation.name, *operation.facts], operation.vote)
+        operation.agree_seconds = time.perf_counter() - begun
+        return operation.work(self.transport, votes)
 
 
 def agree(transport: Transport, intention: Sequence[str], vote: int) -> list[int]:
@@ -168,6 +189,9 @@ def describe_mismatch(intentions: Sequence[Sequence[str]]) -> str:
     everywhere = set(intentions[0]).intersection(*intentions)
     # The first fact of each rank that the others do not share says it; the rest often follow.
     apart = [next((f for f in facts if f not in everywhere), "less") for facts in intentions]
+    if len(set(apart)) == 1:  # all share all of them, in another order
+        places = zip(*intentions, strict=True)
+        apart = next(list(place) for place in places if len(set(place)) > 1)
     return f"the ranks disagree about {names[0]}: {_sides(apart)}"
 
 

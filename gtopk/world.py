@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ class World:
 
     step:       how many optimizer steps this rank has finished; errors name it.
     optimizers: how many distributed optimizers it has made; their order names their operations.
+    unnamed:    counts the operations without a name. A new world counts anew: where ranks left the
+                last one at different operations, they agree again.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -37,6 +40,7 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
         self.optimizers = 0
+        self.unnamed = itertools.count(1)
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
         places = [
@@ -64,7 +68,7 @@ def init(comm: MPI.Intracomm | None = None) -> None:
     comm: an mpi4py communicator to use in place of MPI.COMM_WORLD.
     Under mpirun (or any launcher that speaks PMI or Open MPI's variables) this opens MPI. Calling
     it again does nothing until `shutdown`. Raises ImportError when mpi4py or its MPI library is
-    missing, RuntimeError when the launcher is one gtopk cannot join.
+    missing, RuntimeError when the launcher is one gtopk cannot join, ValueError for another comm.
     """
     global _process, _guard
     if _process is not None:
@@ -95,6 +99,8 @@ def _open(comm: MPI.Intracomm | None) -> Transport:
             return open_transport("mpi", timeout_seconds)
         from collectives.transports.mpi import MpiTransport
 
+        if not hasattr(comm, "Split_type"):
+            raise ValueError(f"comm must be an mpi4py communicator or None, got {comm!r}")
         return MpiTransport(comm, timeout_seconds)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import MessageError
 from ..vector import Array
 
 REDUCTIONS: dict[str, Callable[..., Array]] = {
@@ -134,7 +135,8 @@ class Transport(ABC):
         while distance < self.size:
             wanted = min(distance, self.size - distance)
             sent = self.send(_pack(held[:wanted]), (self.rank - distance) % self.size)
-            held += _unpack(self.receive((self.rank + distance) % self.size))
+            source = (self.rank + distance) % self.size
+            held += _unpack(self.receive(source), wanted, source)
             sent()
             distance *= 2
         return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
@@ -174,7 +176,14 @@ class Transport(ABC):
                 following,
             )
             mine = chunks[(self.rank - step - 1) % self.size]
-            theirs = self.receive(previous).view(array.dtype)
+            received = self.receive(previous)
+            if received.size != mine.nbytes:
+                raise MessageError(
+                    f"the message from rank {previous} is malformed: a part of an allreduce has "
+                    f"{received.size} bytes where rank {self.rank}'s has {mine.nbytes}; every rank "
+                    "must pass an array of one size and dtype"
+                )
+            theirs = received.view(array.dtype)
             if step < self.size - 1:
                 wide = np.float32 if array.dtype == np.float16 else array.dtype
                 mine[...] = combine(mine.astype(wide, copy=False), theirs.astype(wide, copy=False))
@@ -193,8 +202,15 @@ def _pack(messages: list[Array]) -> Array:
     return np.concatenate([np.frombuffer(head, np.uint8), *messages])
 
 
-def _unpack(packed: Array) -> list[Array]:
-    (count,) = struct.unpack_from("<q", packed.data)
-    sizes = struct.unpack_from(f"<{count}q", packed.data, 8)
-    ends = np.cumsum([8 + 8 * count, *sizes])
-    return [packed[a:b] for a, b in itertools.pairwise(ends)]
+def _unpack(packed: Array, count: int, sender: int) -> list[Array]:
+    """Return the `count` messages in what a rank packed; raise MessageError if it is not that."""
+    head = struct.Struct(f"<{1 + count}q")
+    if packed.size >= head.size:
+        packed_count, *sizes = head.unpack_from(packed.data)
+        if packed_count == count and min(sizes) >= 0 and head.size + sum(sizes) == packed.size:
+            ends = itertools.accumulate(sizes, initial=head.size)
+            return [packed[a:b] for a, b in itertools.pairwise(ends)]
+    raise MessageError(
+        f"the message from rank {sender} is malformed: its {packed.size} bytes are not "
+        f"{count} messages of an allgather"
+    )

@@ -61,7 +61,6 @@ _REDUCTIONS: Final = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Produc
 
 _handles: dict[int, tuple[Operation, Callable[[Any], torch.Tensor]]] = {}
 _next_handle = itertools.count(1)
-_next_noname = itertools.count(1)
 
 
 def size() -> int:
@@ -114,10 +113,12 @@ def _submit(
     facts: str,
     work: Callable[[Transport, list[int]], Any],
     finish: Callable[[Any], torch.Tensor],
+    vote: int = 0,
 ) -> int:
     """Queue an operation and return its handle."""
-    full_name = f"{kind}.{name or f'noname.{next(_next_noname)}'}"
-    operation = world.current().engine.submit(full_name, [facts], work)
+    here = world.current()
+    full_name = f"{kind}.{name or f'noname.{next(here.unnamed)}'}"
+    operation = here.engine.submit(full_name, [facts], work, vote)
     handle = next(_next_handle)
     _handles[handle] = operation, finish
     return handle
@@ -140,7 +141,8 @@ def poll(handle: int) -> bool:
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.dtype.is_complex:
+    is_float8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    if tensor.layout != torch.strided or tensor.dtype.is_complex or is_float8:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     return tensor
 
@@ -215,7 +217,7 @@ def _allreduce(
 
     facts = (
         f"{tensor.dtype} {list(tensor.shape)} op={NAMES[op]} "
-        f"prescale_factor={prescale_factor:g} postscale_factor={postscale_factor:g}"
+        f"prescale_factor={float(prescale_factor)} postscale_factor={float(postscale_factor)}"
     )
     return _submit("allreduce", name, facts, work, _writer(output))
 
@@ -277,7 +279,8 @@ def allreduce_(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Reduce the tensor over all ranks in place, and return it."""
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor)
+    reduction = _reduction(op, average)
+    handle = allreduce_async_(tensor, None, name, reduction, prescale_factor, postscale_factor)
     output: torch.Tensor = synchronize(handle)
     return output
 
@@ -287,19 +290,19 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None) -> int:
     if _checked(tensor).dim() == 0:
         raise ValueError("allgather needs a tensor with at least one dimension, got a scalar")
     array = to_array(tensor)
-    rest = tuple(tensor.shape[1:])
+    rows, *rest = tensor.shape
     like = tensor.detach()
 
     def work(transport: Transport, votes: list[int]) -> NDArray[Any]:
         messages = transport.allgather(array.view(np.uint8))
-        return np.concatenate([message.view(array.dtype) for message in messages])
+        gathered = np.concatenate([message.view(array.dtype) for message in messages])
+        return gathered.reshape(sum(votes), *rest)
 
     def finish(array: NDArray[Any]) -> torch.Tensor:
-        gathered = torch.from_numpy(array).to(device=like.device, dtype=like.dtype)
-        per_row = int(np.prod(rest, dtype=np.int64))
-        return gathered.reshape(gathered.numel() // per_row if per_row else 0, *rest)
+        return torch.from_numpy(array).to(device=like.device, dtype=like.dtype)
 
-    return _submit("allgather", name, f"{tensor.dtype} [*, {list(rest)}]", work, finish)
+    shape = ", ".join(["*", *map(str, rest)])
+    return _submit("allgather", name, f"{tensor.dtype} [{shape}]", work, finish, vote=rows)
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
@@ -345,9 +348,10 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 
 def barrier() -> None:
     """Return when every rank has called it."""
-    name = f"barrier.noname.{next(_next_noname)}"
+    here = world.current()
+    name = f"barrier.noname.{next(here.unnamed)}"
     # Agreeing on the operation is the barrier.
-    world.current().engine.submit(name, [], lambda transport, votes: None).wait()
+    here.engine.submit(name, [], lambda transport, votes: None).wait()
 
 
 class _Allreduce(torch.autograd.Function):

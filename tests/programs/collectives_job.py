@@ -1,0 +1,20 @@
+"""How the programs of these tests end: all ranks together, with the trace of the one that failed."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from collectives import Transport
+
+
+@contextmanager
+def job(transport: Transport) -> Iterator[None]:
+    """Leave together at the end; end every rank when this one fails."""
+    try:
+        yield
+        transport.leave("the program is over")
+    except BaseException:
+        traceback.print_exc()
+        transport.abort(1)

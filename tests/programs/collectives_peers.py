@@ -1,0 +1,129 @@
+"""Run on two or more ranks: what becomes of the others when a rank leaves, is silent or babbles."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import numpy as np
+import pytest
+from collectives_job import job
+
+from collectives import (
+    CollectiveError,
+    MessageError,
+    PeerError,
+    PeerTimeoutError,
+    SparseVector,
+    Transport,
+    reduce,
+)
+from collectives.transports import mpi
+from collectives.transports.mpi import MpiTransport
+
+CONTROL = MpiTransport(timeout_seconds=60)
+RANK, SIZE = CONTROL.rank, CONTROL.size
+LAST = SIZE - 1
+MESSAGE = np.arange(10, dtype=np.uint8)
+
+
+def miss_the_last(call: Callable[[Transport], object]) -> None:
+    """Check that the last rank's leaving ends what the others do together, on each of them."""
+    transport = MpiTransport(timeout_seconds=60)
+    with transport.operation("step 0"):
+        transport.barrier()
+    if RANK == LAST:
+        transport.leave("its data ran out")
+        return
+    with pytest.raises(PeerError) as caught, transport.operation("bucket 3 of step 1"):
+        call(transport)
+    assert type(caught.value) is PeerError
+    assert str(caught.value) == (
+        f"rank {LAST} left (its data ran out) while rank {RANK} waited for it in bucket 3 of step 1"
+    )
+    transport.leave("a peer is gone")
+
+
+def test_a_rank_that_left_is_missed_by_all() -> None:
+    miss_the_last(lambda transport: transport.barrier())
+    miss_the_last(lambda transport: transport.allreduce(np.zeros(10, np.float16)))
+    miss_the_last(lambda transport: reduce(SparseVector.empty(10), 3, transport))
+
+
+def test_a_rank_that_left_is_missed_in_mpis_own_allreduce() -> None:
+    miss_the_last(lambda transport: transport.allreduce(np.zeros(10)))
+    with mock.patch.object(mpi, "_BLOCKING_BYTES", 64):
+        miss_the_last(lambda transport: transport.allreduce(np.zeros(10)))
+
+
+def test_a_rank_is_missed_even_by_those_that_wait_for_another() -> None:
+    if SIZE < 3:
+        return
+    transport = MpiTransport(timeout_seconds=60)
+    if RANK == 0:
+        text = rf"rank {LAST} left \(enough\) while rank 0 waited for it in a chain"
+        with pytest.raises(PeerError, match=text), transport.operation("a chain"):
+            transport.receive(1)
+    elif RANK != LAST:
+        with pytest.raises(PeerError, match=r"rank 0 left \(enough\)"):
+            transport.receive(0)
+    transport.leave("enough")
+
+
+def test_what_was_sent_before_leaving_still_arrives() -> None:
+    transport = MpiTransport(timeout_seconds=60)
+    if RANK == LAST:
+        for peer in range(LAST):
+            transport.send(MESSAGE, peer)()
+    else:
+        time.sleep(0.05)
+        assert transport.receive(LAST).tobytes() == MESSAGE.tobytes()
+        with pytest.raises(PeerError, match=rf"rank {LAST} left \(done\) .* in an exchange"):
+            transport.receive(LAST)
+    transport.leave("done")
+
+
+def test_who_completed_the_operation_may_leave() -> None:
+    transport = MpiTransport(timeout_seconds=60)
+    with transport.operation("the only step"):
+        gathered = transport.allgather(MESSAGE[:RANK])
+    assert [m.size for m in gathered] == list(range(SIZE))
+    transport.leave("done")
+
+
+def test_a_silent_rank_is_named_after_the_timeout() -> None:
+    transport = MpiTransport(timeout_seconds=0.2)
+    if RANK == 0:
+        text = rf"rank 0 has waited \d+ s for rank {LAST} in a long wait; GTOPK_TIMEOUT"
+        with (
+            mock.patch.object(mpi, "STALL_WARNING_SECONDS", 0.05),
+            pytest.raises(PeerTimeoutError, match=text),
+            transport.operation("a long wait"),
+        ):
+            transport.receive(LAST)
+    CONTROL.barrier()
+    transport.leave("done")
+
+
+def test_a_malformed_message_ends_the_reduction_on_every_rank() -> None:
+    transport = MpiTransport(timeout_seconds=60)
+    paired = 1 << (SIZE.bit_length() - 1)
+    partner = LAST ^ 1 if LAST < paired else LAST - paired
+    if RANK == LAST:
+        transport.send(MESSAGE, partner)()
+    else:
+        with pytest.raises(CollectiveError) as caught, transport.operation("step 0"):
+            reduce(SparseVector.empty(10), 3, transport)
+        assert isinstance(caught.value, MessageError if RANK == partner else PeerError)
+        named = f"message from rank {LAST} is malformed: 10 bytes" if RANK == partner else "rank"
+        assert named in str(caught.value)
+    transport.leave("a message was malformed")
+
+
+if __name__ == "__main__":
+    with job(CONTROL):
+        for name, test in list(globals().items()):
+            if name.startswith("test_"):
+                test()
+    print(f"rank {RANK} of {SIZE}: everyone was missed", flush=True)

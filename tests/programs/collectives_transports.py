@@ -1,0 +1,227 @@
+"""The laws of every transport.
+
+Run on any number of ranks they are those of MPI's; test_transports.py runs them in threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from collectives import Transport
+
+SIZES = (0, 1, 15, 16, 17, 31, 32, 33, 1000)
+DTYPES = (np.int32, np.int64, np.float16, np.float32, np.float64)
+REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "sum": lambda rows: rows.sum(axis=0),
+    "product": lambda rows: rows.prod(axis=0),
+    "min": lambda rows: rows.min(axis=0),
+    "max": lambda rows: rows.max(axis=0),
+}
+
+
+def message(size: int, *seed: int) -> np.ndarray:
+    """Return bytes that everyone who knows the seed can tell."""
+    return np.random.default_rng([size, *seed]).integers(0, 256, size, np.uint8)
+
+
+def others(transport: Transport) -> list[int]:
+    return [rank for rank in range(transport.size) if rank != transport.rank]
+
+
+def lengths(transport: Transport) -> list[int]:
+    """Return array lengths around the number of ranks, and larger ones."""
+    size = transport.size
+    return sorted({0, 1, size - 1, size, size + 1, 7, 333})
+
+
+def test_messages_of_a_rank_arrive_unchanged_and_in_order(transport: Transport) -> None:
+    waits = [
+        transport.send(message(size, transport.rank, peer), peer)
+        for peer in others(transport)
+        for size in SIZES
+    ]
+    for peer in reversed(others(transport)):
+        for size in SIZES:
+            received = transport.receive(peer)
+            assert received.dtype == np.uint8
+            assert received.tobytes() == message(size, peer, transport.rank).tobytes()
+    for wait in waits:
+        wait()
+
+
+def test_a_message_once_gone_and_the_one_received_share_no_memory(transport: Transport) -> None:
+    peer = transport.rank ^ 1
+    if peer < transport.size:
+        sent = message(100, 1)
+        wait = transport.send(sent, peer)
+        received = transport.receive(peer)
+        wait()
+        sent[:] = 0
+        assert received.tobytes() == message(100, 1).tobytes()
+        received[:] = 1
+        assert not sent.any()
+
+
+def test_partners_swap_messages_of_different_sizes(transport: Transport) -> None:
+    peer = transport.rank ^ 1
+    if peer < transport.size:
+        for size in SIZES:
+            received = transport.exchange(message(size * (transport.rank + 1), 2), peer)
+            assert received.tobytes() == message(size * (peer + 1), 2).tobytes()
+
+
+def test_everyone_gathers_everyones_message_in_rank_order(transport: Transport) -> None:
+    for size in (0, 1, 16, 100):  # rank 0's is empty; for 0 everyone's is
+        gathered = transport.allgather(message(size * transport.rank, transport.rank))
+        assert [m.tobytes() for m in gathered] == [
+            message(size * rank, rank).tobytes() for rank in range(transport.size)
+        ]
+
+
+def test_everyone_gets_the_roots_message(transport: Transport) -> None:
+    for root, size in itertools.product(range(transport.size), (0, 1, 16, 100)):
+        own = message(size, root) if transport.rank == root else None
+        assert transport.broadcast(own, root).tobytes() == message(size, root).tobytes()
+
+
+def test_a_reduction_is_that_of_all_ranks_arrays(transport: Transport) -> None:
+    # Small integers: every dtype holds every sum and product of them exactly, in any order.
+    for dtype, length in itertools.product(DTYPES, lengths(transport)):
+        rows = np.random.default_rng(length).choice([-2, -1, 1, 2], (transport.size, length))
+        for reduction, expected in REDUCTIONS.items():
+            framed = np.full(length + 2, 77, dtype)
+            array = framed[1:-1]
+            array[:] = rows[transport.rank]
+            transport.allreduce(array, reduction)
+            assert array.tolist() == expected(rows).tolist(), (dtype, reduction, length)
+            assert framed[0] == framed[-1] == 77
+
+
+def test_every_rank_gets_the_same_bits(transport: Transport) -> None:
+    for dtype, length in itertools.product((np.float16, np.float32, np.float64), (5, 1000)):
+        rows = np.random.default_rng(length).standard_normal((transport.size, length)).astype(dtype)
+        for reduction, expected in REDUCTIONS.items():
+            array = rows[transport.rank].copy()
+            transport.allreduce(array, reduction)
+            digest = hashlib.sha256(array.tobytes()).digest()
+            digests = transport.allgather(np.frombuffer(digest, np.uint8))
+            assert {d.tobytes() for d in digests} == {digest}
+            tolerance = 4 * transport.size * float(np.finfo(dtype).eps)
+            scale = np.abs(rows.astype(float)).sum(axis=0) + REDUCTIONS["product"](
+                np.abs(rows.astype(float))
+            )
+            error = np.abs(array.astype(float) - expected(rows.astype(float)))
+            assert (error <= tolerance * scale + 1e-7).all()
+
+
+def test_what_is_sent_is_counted_to_the_byte(transport: Transport) -> None:
+    transport.traffic.take()
+    waits = [transport.send(message(size), peer) for peer in others(transport) for size in SIZES]
+    for peer in others(transport):
+        for _ in SIZES:
+            transport.receive(peer)
+    for wait in waits:
+        wait()
+    counted = transport.traffic.take()
+    assert counted.sent_bytes == sum(SIZES) * (transport.size - 1)
+    assert counted.sent_messages == len(SIZES) * (transport.size - 1)
+    assert transport.traffic.take().sent_messages == 0
+    assert transport.traffic.sent_bytes == 0
+
+
+def test_a_broadcast_costs_one_message_for_each_other_rank(transport: Transport) -> None:
+    for root in range(transport.size):
+        transport.traffic.take()
+        transport.broadcast(message(100), root)
+        counted = transport.traffic.take()
+        together = np.array([counted.sent_bytes, counted.sent_messages])
+        transport.allreduce(together)
+        assert together.tolist() == [100 * (transport.size - 1), transport.size - 1]
+
+
+def test_a_barrier_costs_log_2_messages(transport: Transport) -> None:
+    transport.traffic.take()
+    transport.barrier()
+    counted = transport.traffic.take()
+    rounds = (transport.size - 1).bit_length()
+    assert counted.sent_messages == rounds
+    assert counted.sent_bytes == 8 * rounds + 8 * (transport.size - 1)
+
+
+def test_an_allreduce_is_counted_as_a_bandwidth_optimal_one(transport: Transport) -> None:
+    for dtype, length in itertools.product(DTYPES, lengths(transport)):
+        transport.traffic.take()
+        transport.allreduce(np.zeros(length, dtype))
+        counted = transport.traffic.take()
+        assert counted.sent_messages == 2 * (transport.size - 1)
+        together = np.array([counted.sent_bytes])
+        transport.allreduce(together)
+        exact = 2 * (transport.size - 1) * length * np.dtype(dtype).itemsize
+        # By formula, every rank rounds its share to whole bytes.
+        leeway = 0 if transport.counts_allreduce else transport.size / 2
+        assert abs(int(together[0]) - exact) <= leeway
+
+
+def test_no_rank_passes_a_barrier_before_all_have_come(transport: Transport) -> None:
+    for late in range(transport.size):
+        if transport.rank == late:
+            time.sleep(0.005)
+        came = time.monotonic()
+        transport.barrier()
+        went = time.monotonic()
+        times = [np.frombuffer(m.tobytes()) for m in transport.allgather(_bytes(came, went))]
+        assert max(came for came, _ in times) <= min(went for _, went in times)
+
+
+def _bytes(*numbers: float) -> np.ndarray:
+    return np.array(numbers).view(np.uint8)
+
+
+def test_ranks_of_one_host_are_neighbours(transport: Transport) -> None:
+    assert transport.neighbours() == list(range(transport.size))
+
+
+LAWS = [law for name, law in list(globals().items()) if name.startswith("test_")]
+
+
+def check_mpi() -> None:
+    """Run the laws on MPI, with its limits as they are and so low that every path is taken."""
+    import os
+    from unittest import mock
+
+    import pytest
+    from collectives_job import job
+
+    from collectives import open_transport
+    from collectives.transports import mpi
+
+    transport = open_transport("mpi", timeout_seconds=60)
+    with job(transport):
+        limits = itertools.product((mpi.PIECE_BYTES, 16), (mpi._BLOCKING_BYTES, 64))
+        for piece_bytes, blocking_bytes in limits:
+            with mock.patch.multiple(mpi, PIECE_BYTES=piece_bytes, _BLOCKING_BYTES=blocking_bytes):
+                for law in LAWS:
+                    law(transport)
+
+        large = np.full(mpi._BLOCKING_BYTES // 4 + 1, transport.rank + 1, np.float32)
+        transport.allreduce(large)
+        assert set(large.tolist()) == {sum(range(1, transport.size + 1))}
+
+        assert transport.name == "mpi"
+        assert "MPI" in transport.library()
+        launched = f"{transport.size + 3}"
+        with (
+            mock.patch.dict(os.environ, {"OMPI_COMM_WORLD_SIZE": launched}),
+            pytest.raises(RuntimeError, match=f"started {launched} ranks but MPI sees"),
+        ):
+            open_transport("mpi")
+    print(f"rank {transport.rank} of {transport.size}: {len(LAWS)} laws hold", flush=True)
+
+
+if __name__ == "__main__":
+    check_mpi()
