@@ -25,7 +25,7 @@ class Guard:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.needed = world.transport.name != "local"
+        self.needed = world.transport.name != "local" and world.size > 1
         self.place = f"host {socket.gethostname()}, pid {os.getpid()}"
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook

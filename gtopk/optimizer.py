@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -65,8 +66,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._passes = dict.fromkeys(trained, 0)
         self.set_backward_passes_per_step(backward_passes_per_step)
         if self._world.size > 1:
+            # Weakly: a parameter outlives its optimizers, and their hooks must not count on.
+            count_pass = weakref.WeakMethod(self._count_pass)
+
+            def hook(parameter: torch.nn.Parameter) -> None:
+                if (count := count_pass()) is not None:
+                    count(parameter)
+
             for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(self._count_pass)
+                parameter.register_post_accumulate_grad_hook(hook)
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False

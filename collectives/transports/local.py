@@ -67,13 +67,13 @@ class LocalTransport(Transport):
 
     def leave(self, reason: str) -> None:
         self.lose(reason)
-        if len(self._meeting.left) == self.size:
-            self._meeting.everyone_left.set()
         self._meeting.everyone_left.wait(self._timeout_seconds)
 
     def lose(self, reason: str) -> None:
         """Leave without waiting for the peers."""
         self._left[self.rank] = self._completed, reason
+        if len(self._left) == self.size:
+            self._meeting.everyone_left.set()
 
     def abort(self, exit_code: int) -> None:
         os._exit(exit_code)

@@ -109,7 +109,7 @@ class Transport(ABC):
 
     def _missing(self, peer: int | None) -> str | None:
         """Return the text about a rank that left and is needed: the peer, or any rank."""
-        for rank, (completed, reason) in self._left.items():
+        for rank, (completed, reason) in list(self._left.items()):  # threads add to it meanwhile
             if rank == peer or completed < self._begun:
                 return (
                     f"rank {rank} left ({reason}) while rank {self.rank} waited for it "

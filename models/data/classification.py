@@ -69,12 +69,12 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
             x, y = arrays["x"], arrays["y"]
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"'{path}' is no .npz file with arrays x and y: {error}") from error
-    if x.ndim < 1 or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
+    if not x.ndim or not x.size or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
         raise ValueError(
             f"'{path}': x must hold a row of finite numbers for each sample, got x of shape "
             f"{x.shape}, {x.dtype}"
         )
-    if y.shape != x.shape[:1] or y.dtype.kind not in "iu" or not len(y) or y.min() < 0:
+    if y.shape != x.shape[:1] or y.dtype.kind not in "iu" or y.min() < 0:
         raise ValueError(
             f"'{path}': y must hold one class number (0, 1, ...) for each row of x, got x of shape "
             f"{x.shape} and y of shape {y.shape}, {y.dtype}"

@@ -1,4 +1,4 @@
-"""How the programs of these tests end: all ranks together, with the trace of the one that failed."""
+"""How the programs of these tests end: all ranks together, showing why one failed."""
 
 from __future__ import annotations
 

@@ -109,14 +109,14 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
 def test_a_malformed_message_ends_the_reduction_on_every_rank() -> None:
     transport = MpiTransport(timeout_seconds=60)
     paired = 1 << (SIZE.bit_length() - 1)
-    partner = LAST ^ 1 if LAST < paired else LAST - paired
+    partner = LAST ^ 1 if paired > LAST else LAST - paired
     if RANK == LAST:
         transport.send(MESSAGE, partner)()
     else:
         with pytest.raises(CollectiveError) as caught, transport.operation("step 0"):
             reduce(SparseVector.empty(10), 3, transport)
-        assert isinstance(caught.value, MessageError if RANK == partner else PeerError)
-        named = f"message from rank {LAST} is malformed: 10 bytes" if RANK == partner else "rank"
+        assert isinstance(caught.value, MessageError if partner == RANK else PeerError)
+        named = f"message from rank {LAST} is malformed: 10 bytes" if partner == RANK else "rank"
         assert named in str(caught.value)
     transport.leave("a message was malformed")
 

@@ -1,0 +1,124 @@
+"""The demo itself, small: real ranks, real data, the files it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gtopk.demo.plan import Plan, equal_bytes_density
+from gtopk.demo.record import METHODS
+
+ROOT = Path(__file__).parents[3]
+
+
+def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gtopk.cli", "demo", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("a folder with spaces")
+    ended = demo(folder, "--ranks", "3", "--seeds", "2", "--epochs", "3", "--density", "0.05")
+    assert ended.returncode == 0, ended.stderr
+    return ended, folder
+
+
+def test_it_writes_one_record_for_each_method(shown):
+    _, folder = shown
+    records = json.loads((folder / "report" / "results.json").read_text())
+    assert [record["method"] for record in records] == list(METHODS)
+    for record in records:
+        assert {"accuracy", "bytes_per_step", "density", "seconds"} <= record.keys()
+        assert 0.1 < record["accuracy"] <= 1
+        assert record["seconds"] > 0
+        assert record["ranks"] == 3
+        assert record["final_replicas_identical"]
+        assert len(record["accuracy_by_epoch"]) == 2
+        assert len(record["accuracy_by_epoch"][0]) == 3
+
+
+def test_the_bytes_are_those_of_the_algorithms(shown):
+    _, folder = shown
+    dense, topk, gtopk, equal = json.loads((folder / "report" / "results.json").read_text())
+    n, k = dense["parameters"], topk["selected"]
+    assert k == gtopk["selected"] == round(0.05 * n)
+    assert dense["bytes_per_step"] == pytest.approx(2 * 2 / 3 * n * 4, rel=1e-3)
+    assert topk["bytes_per_step"] == pytest.approx(2 * k * 8, rel=0.01)
+    # Of 3 ranks, rank 2 hands its picks to rank 0 and gets the result: 4 lists in all.
+    assert gtopk["bytes_per_step"] == pytest.approx(4 / 3 * k * 8, rel=0.02)
+    assert equal["bytes_per_step"] == pytest.approx(topk["bytes_per_step"], rel=0.02)
+
+
+def test_it_shows_a_table_and_progress_without_a_terminal(shown):
+    ended, _ = shown
+    for label in ("dense allreduce", "top-k allgather", "gTop-k, equal k", "gTop-k, equal bytes"):
+        assert ended.stdout.count(label) >= 3  # two seeds of progress, one row
+    assert "Model, not measured" in ended.stdout
+    assert "Replicas bit-identical after every run: yes" in ended.stdout
+    assert "@progress" not in ended.stdout
+    assert max(map(len, ended.stdout.split("Measured on")[1].splitlines()[:9])) <= 80
+
+
+def test_it_writes_a_page(shown):
+    _, folder = shown
+    page = (folder / "report" / "index.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert page.count("<svg") >= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--density", "0"], "density must lie in (0, 1]"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(tmp_path, arguments, said):
+    ended = demo(tmp_path, *arguments)
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8])
+def test_equal_bytes_are_what_both_algorithms_send(threads, ranks):
+    """Counted: the bytes of one reduction by each, summed over ranks, headers apart."""
+    import numpy as np
+
+    from collectives import reduce, select
+    from collectives.wire import HEADER_BYTES
+
+    length, density = 100_000, 0.01
+
+    def sent(algorithm: str, k: int) -> int:
+        def program(transport) -> int:
+            values = np.random.default_rng(transport.rank).standard_normal(length)
+            picked, _ = select(values.astype(np.float32), k)
+            reduce(picked, k, transport, algorithm)
+            return transport.traffic.sent_bytes - transport.traffic.sent_messages * HEADER_BYTES
+
+        return sum(threads(ranks, program))
+
+    k = round(density * length)
+    equal = round(equal_bytes_density(density, ranks) * length)
+    assert sent("gtopk", equal) == pytest.approx(sent("topk-allgather", k), rel=0.02)
+
+
+def test_a_plan_survives_the_command_line():
+    plan = Plan(ranks=3, seeds=1, epochs=2, density=0.25)
+    assert Plan.from_json(plan.to_json()) == plan

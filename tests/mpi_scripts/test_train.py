@@ -1,0 +1,218 @@
+"""mpi_scripts/train.py, as people start it, and what it says when they err."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+TRAIN = Path(__file__).parent.parent.parent / "mpi_scripts" / "train.py"
+COMPRESSIONS = ("none", "fp16", "topk", "gtopk")
+
+
+class Run(NamedTuple):
+    """How one run of the script ended on one rank."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def train(mpirun):
+    """Run the script with each list of arguments, under one mpirun: runs, then ranks."""
+
+    def run(ranks: int, *runs: list[str]) -> list[list[Run]]:
+        done = mpirun(ranks, "train_runs.py", json.dumps(runs))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [[Run(*rank) for rank in ranks] for ranks in json.loads(done.stdout)]
+
+    return run
+
+
+def accuracies(text: str) -> list[float]:
+    """Return the test accuracy of every epoch, which must be all that is printed."""
+    pattern = r"epoch +(\d+)  loss \d+\.\d{4}  test accuracy (\d\.\d{4})  sent per rank [\d.]+ MB"
+    lines = [re.fullmatch(pattern, line) for line in text.splitlines()]
+    assert all(lines), text
+    assert [int(line[1]) for line in lines] == list(range(1, len(lines) + 1))
+    return [float(line[2]) for line in lines]
+
+
+def bytes_sent(text: str) -> float:
+    return float(text.split()[-2])
+
+
+def digits(path: Path, **changes: np.ndarray) -> Path:
+    """Write a small data set: the class is where the row is large."""
+    y = np.arange(120) % 3
+    x = np.random.default_rng(0).normal(0, 0.3, (120, 2, 3)) + (
+        np.arange(6).reshape(2, 3) == y[:, None, None]
+    )
+    np.savez(path, **({"x": x, "y": y} | changes))
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_compression_trains_and_one_rank_tells_alike_every_time(train, ranks: int) -> None:
+    runs = train(
+        ranks,
+        *[
+            ["--compression", compression, "--epochs", "2", "--batch-size", "16", "--lr", "0.1"]
+            for compression in COMPRESSIONS
+            for _ in range(2)
+        ],
+    )
+    sent = {}
+    for compression, once, again in zip(COMPRESSIONS, runs[::2], runs[1::2], strict=True):
+        assert [run.code for run in once] == [0] * ranks
+        assert all(run.out == "" for run in once[1:])
+        assert all(run.err == "" for run in once)
+        assert len(accuracies(once[0].out)) == 2
+        assert accuracies(once[0].out)[-1] > 0.5, (compression, once[0].out)  # chance: 0.1
+        assert again == once, "the same seed gives the same run"
+        sent[compression] = bytes_sent(once[0].out)
+    if ranks > 1:
+        assert sent["none"] == pytest.approx(2 * sent["fp16"], rel=0.02)
+        assert sent["topk"] < sent["none"] / 10
+        assert sent["gtopk"] < sent["none"] / 10
+    else:
+        assert set(sent.values()) == {0}
+
+
+def test_the_seed_decides(train) -> None:
+    first, other = train(2, *[["--epochs", "1", "--seed", seed] for seed in "01"])
+    assert first[0].out != other[0].out
+
+
+def test_by_its_path_it_runs_from_anywhere(mpirun, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = mpirun(4, str(TRAIN), "--epochs", "6", PYTHONPATH="")
+    assert done.returncode == 0, done.stderr
+    reached = accuracies(done.stdout)
+    assert len(reached) == 6
+    assert reached[-1] > 0.7  # chance: 0.1
+
+
+def test_without_mpirun_it_is_one_rank_and_takes_a_file(tmp_path) -> None:
+    digits(tmp_path / "own data.npz")
+    outside = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, TRAIN, "--dataset", "own data.npz", "--epochs", "4", "--batch-size", "8"],
+        cwd=tmp_path,
+        env=outside,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert accuracies(done.stdout)[-1] > 0.7  # chance: 0.33
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--density", "1.5"], "density must lie in (0, 1], got 1.5"),
+        (["--dataset", "/no/such/file"], "no data set at '/no/such/file'"),
+    ],
+)
+def test_bad_input_ends_the_job_with_one_error(mpirun, arguments, words) -> None:
+    done = mpirun(3, str(TRAIN), *arguments, timeout=30)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("error:") == 1, done.stderr
+    assert words in done.stderr
+    assert "[rank 0, 1, 2]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_input_is_one_error_that_names_the_thing(train, tmp_path) -> None:
+    good = digits(tmp_path / "good.npz")
+    single = tmp_path / "single.npy"
+    np.save(single, np.ones(3))
+    empty, text = tmp_path / "empty.npz", tmp_path / "text.npz"
+    empty.touch()
+    text.write_text("x,y\n1,2\n")
+    others = {
+        "no_y": {"y": None},
+        "no_x": {"x": None},
+        "short": {"y": np.zeros(7, int)},
+        "floats": {"y": np.zeros(120)},
+        "negative": {"y": np.full(120, -1)},
+        "scalar": {"x": np.array(1.0)},
+        "words": {"x": np.full((120, 2), "a")},
+        "nan": {"x": np.full((120, 2), np.nan)},
+        "objects": {"x": np.full((120, 2), None)},
+        "two": {"x": np.ones((2, 1)), "y": np.array([0, 1])},
+    }
+    for name, changes in others.items():
+        arrays = {"x": np.ones((120, 4)), "y": np.arange(120) % 2} | changes
+        np.savez(tmp_path / name, **{k: v for k, v in arrays.items() if v is not None})
+
+    def file(name: str) -> list[str]:
+        return ["--dataset", str(tmp_path / f"{name}.npz")]
+
+    cases: list[tuple[list[str], tuple[str, ...]]] = [
+        (["--density", "0"], ("density must lie in (0, 1], got 0.0",)),
+        (["--density", "nan"], ("density must lie in (0, 1], got nan",)),
+        (["--density", "much"], ("--density", "'much'")),
+        (["--compression", "nonsense"], ("--compression", "'nonsense'", "gtopk")),
+        (["--epochs", "0"], ("--epochs: must be at least 1, got 0",)),
+        (["--epochs", "1.5"], ("--epochs", "invalid integer value: '1.5'")),
+        (["--batch-size", "0"], ("--batch-size: must be at least 1, got 0",)),
+        (["--batch-size", "-4"], ("--batch-size: must be at least 1, got -4",)),
+        (
+            ["--batch-size", "480"],
+            ("--batch-size 480 must not exceed the 479", "1437", "3 ranks"),
+        ),
+        (["--seed", "-1"], ("--seed: must be at least 0, got -1",)),
+        (["--lr", "-1"], ("learning rate", "-1")),
+        (["--momentum", "1"], ("momentum_correction must lie in [0, 1), got 1.0",)),
+        (["--speed", "9"], ("unrecognized arguments: --speed 9",)),
+        (["--dataset", "cifar"], ("no data set at 'cifar'", "'digits'", ".npz")),
+        (["--dataset", str(tmp_path)], (f"'{tmp_path}' is no .npz file", "directory")),
+        (["--dataset", str(single)], ("single.npy' is no .npz file", "a single array")),
+        (file("empty"), ("empty.npz' is no .npz file with arrays x and y",)),
+        (file("text"), ("text.npz' is no .npz file with arrays x and y",)),
+        (file("no_x"), ("no_x.npz' is no .npz file with arrays x and y", "x is not a file")),
+        (file("no_y"), ("no_y.npz' is no .npz file with arrays x and y", "y is not a file")),
+        (file("objects"), ("objects.npz' is no .npz file", "allow_pickle=False")),
+        (file("short"), ("short.npz': y must hold one class number", "(120, 4)", "(7,)")),
+        (file("floats"), ("floats.npz': y must hold one class number", "float64")),
+        (file("negative"), ("negative.npz': y must hold one class number (0, 1, ...)",)),
+        (file("scalar"), ("scalar.npz': x must hold a row of finite numbers", "()")),
+        (file("words"), ("words.npz': x must hold a row of finite numbers", "<U1")),
+        (file("nan"), ("nan.npz': x must hold a row of finite numbers",)),
+        (file("two"), ("two.npz' must hold at least 3 samples",)),
+    ]
+    runs = train(3, *[arguments for arguments, _ in cases])
+    for (arguments, words), ranks in zip(cases, runs, strict=True):
+        assert [run.code for run in ranks] == [2, 2, 2], arguments
+        assert [run.out for run in ranks] == ["", "", ""]
+        assert [run.err for run in ranks[1:]] == ["", ""]
+        (line,) = ranks[0].err.splitlines()
+        assert line.startswith("train.py: error: "), line
+        assert line.endswith(" [rank 0, 1, 2]"), line
+        assert [word for word in words if word not in line] == [], line
+
+    # What fails on one rank only ends all of them, and says where.
+    (tmp_path / "0.npz").write_bytes(good.read_bytes())
+    (tmp_path / "2.npz").write_bytes(good.read_bytes())
+    (ranks,) = train(3, ["--dataset", str(tmp_path / "{rank}.npz")])
+    assert [run.code for run in ranks] == [2, 2, 2]
+    assert ranks[0].err.startswith(f"train.py: error: no data set at '{tmp_path}/1.npz'")
+    assert ranks[0].err.endswith(" [rank 1]\n")
+
+
+def test_the_batch_may_be_as_large_as_the_data(train) -> None:
+    ((only, *_),) = train(3, ["--batch-size", "479", "--epochs", "1"])
+    assert only.code == 0
+    assert len(accuracies(only.out)) == 1
