@@ -14,18 +14,28 @@ import socket
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from .world import World
+from collectives.transports import Transport
+
+from .engine import Engine
+
+
+class Member(Protocol):
+    """What the guard needs to know of the rank it guards."""
+
+    transport: Transport
+    engine: Engine
+    step: int
 
 
 class Guard:
     """Watches how this process ends; only a world of several processes needs it."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.needed = world.transport.name != "local" and world.size > 1
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.needed = member.transport.name != "local" and member.transport.size > 1
+        self.name = f"rank {member.transport.rank} of {member.transport.size}"
         self.place = f"host {socket.gethostname()}, pid {os.getpid()}"
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
@@ -33,7 +43,7 @@ class Guard:
 
     def install(self) -> None:
         """Take over the hooks for exceptions, and SIGTERM where nobody handles it."""
-        self.world.engine.on_program_end = lambda: self.farewell("its program ended")
+        self.member.engine.on_program_end = lambda: self.farewell("its program ended")
         if not self.needed:
             return
         sys.excepthook = self._on_exception
@@ -54,18 +64,18 @@ class Guard:
 
     def farewell(self, how: str) -> str:
         """Return what the peers are told when this rank leaves."""
-        return f"{how} at step {self.world.step}; {self.place}"
+        return f"{how} at step {self.member.step}; {self.place}"
 
     def _say(self, what: str) -> None:
         # One write: lines of several ranks share a pipe.
-        line = f"gtopk: rank {self.world.rank} of {self.world.size} ({self.place}) {what}\n"
+        line = f"gtopk: {self.name} ({self.place}) {what}\n"
         sys.stderr.flush()
         os.write(2, line.encode(errors="replace"))
 
     def _end_job(self, kind: type[BaseException], error: BaseException | None) -> None:
         told = kind.__name__ + (f": {error}" if error is not None and str(error) else "")
-        self._say(f"failed at step {self.world.step}: {told}; ending the job")
-        self.world.transport.abort(1)
+        self._say(f"failed at step {self.member.step}: {told}; ending the job")
+        self.member.transport.abort(1)
 
     def _on_exception(
         self,
@@ -82,10 +92,10 @@ class Guard:
             self._end_job(arguments.exc_type, arguments.exc_value)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._say(f"was stopped by SIGTERM at step {self.world.step}, {self._doing()}")
+        self._say(f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _doing(self) -> str:
-        activity = self.world.engine.activity
+        activity = self.member.engine.activity
         return "computing" if activity == "idle" else f"in {activity}"

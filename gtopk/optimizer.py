@@ -23,6 +23,7 @@ from .buckets import Bucket
 from .compression import Compression, SparseCompression
 from .engine import name_ranks
 from .exchange import Exchanged, open_exchange
+from .parameters import name_parameters
 from .reductions import NAMES, Average, Sum
 from .telemetry import StepReport
 
@@ -42,7 +43,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         missing_gradients: Literal["error", "zeros"],
     ) -> None:
         self._world = world.current()
-        self._parameter_names = _names(self, named_parameters)
+        self._parameter_names = name_parameters(self, named_parameters)
         self._compression = compression
         self.op = op
         self.missing_gradients = missing_gradients
@@ -220,42 +221,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Load the wrapped optimizer's state."""
         self._synchronized = False
         super().load_state_dict(state_dict)
-
-
-def _names(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
-) -> dict[torch.nn.Parameter, str]:
-    """Return the name of every parameter the optimizer steps, in its order."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    if named_parameters is None:
-        return {p: f"noname.{i}.{j}" for i, group in enumerate(groups) for j, p in enumerate(group)}
-    pairs = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(
-            "named_parameters must be pairs of a name and a parameter, as "
-            "model.named_parameters() gives them"
-        )
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"parameter names in named_parameters must be unique, but these come twice: "
-            f"{', '.join(map(repr, twice))}; with several models, prefix the names"
-        )
-    named = {parameter: name for name, parameter in pairs}
-    unnamed = [
-        f"number {j} of group {i}, {list(p.shape)}"
-        for i, group in enumerate(groups)
-        for j, p in enumerate(group)
-        if p not in named
-    ]
-    if unnamed:
-        raise ValueError(
-            "named_parameters was given, but the optimizer has parameters that are not in it: "
-            f"{'; '.join(unnamed)}"
-        )
-    return {p: named[p] for group in groups for p in group}
 
 
 def _gather_words(transport: Transport, words: list[str]) -> list[list[str]]:

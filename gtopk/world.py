@@ -15,6 +15,7 @@ import numpy as np
 
 from collectives.transports import Transport, open_transport
 
+from . import __version__
 from .engine import Engine
 from .guard import Guard
 from .launched import MPI_SIZE_VARIABLES, Launched, launched_by
@@ -51,6 +52,8 @@ class World:
         nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
         self.engine = Engine(transport)
+        # Ranks of different versions may differ in anything: refuse them before they do.
+        self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
 
     def close(self, reason: str) -> None:
         """Leave the world; returns when every rank has left."""

@@ -39,10 +39,11 @@ def miss_the_last(call: Callable[[Transport], object]) -> None:
     with pytest.raises(PeerError) as caught, transport.operation("bucket 3 of step 1"):
         call(transport)
     assert type(caught.value) is PeerError
-    assert str(caught.value) == (
-        f"rank {LAST} left (its data ran out) while rank {RANK} waited for it in bucket 3 of step 1"
-    )
-    transport.leave("a peer is gone")
+    text = str(caught.value)
+    # Perhaps by way of another rank, which found that out first and left with it as its reason.
+    assert f"rank {LAST} left (its data ran out)" in text
+    assert text.endswith(f"while rank {RANK} waited for it in bucket 3 of step 1")
+    transport.leave(text)
 
 
 def test_a_rank_that_left_is_missed_by_all() -> None:

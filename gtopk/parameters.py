@@ -1,0 +1,46 @@
+"""The names of an optimizer's parameters, as the ranks must agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def name_parameters(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+) -> dict[torch.nn.Parameter, str]:
+    """Return the name of every parameter the optimizer steps, in its order.
+
+    Raises ValueError when names are double, missing, or no pairs at all.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    if named_parameters is None:
+        return {p: f"noname.{i}.{j}" for i, group in enumerate(groups) for j, p in enumerate(group)}
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            "named_parameters must be pairs of a name and a parameter, as "
+            "model.named_parameters() gives them"
+        )
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"parameter names in named_parameters must be unique, but these come twice: "
+            f"{', '.join(map(repr, twice))}; with several models, prefix the names"
+        )
+    named = {parameter: name for name, parameter in pairs}
+    unnamed = [
+        f"number {j} of group {i}, {list(p.shape)}"
+        for i, group in enumerate(groups)
+        for j, p in enumerate(group)
+        if p not in named
+    ]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was given, but the optimizer has parameters that are not in it: "
+            f"{'; '.join(unnamed)}"
+        )
+    return {p: named[p] for group in groups for p in group}
