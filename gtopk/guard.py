@@ -36,7 +36,8 @@ class Guard:
         self.member = member
         self.needed = member.transport.name != "local" and member.transport.size > 1
         self.name = f"rank {member.transport.rank} of {member.transport.size}"
-        self.place = f"host {socket.gethostname()}, pid {os.getpid()}"
+        self.pid = os.getpid()
+        self.place = f"host {socket.gethostname()}, pid {self.pid}"
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
@@ -62,6 +63,11 @@ class Guard:
         if self._handles_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    @property
+    def is_at_home(self) -> bool:
+        """Tell whether this is the rank itself, not a process forked from it (a DataLoader's)."""
+        return os.getpid() == self.pid
+
     def farewell(self, how: str) -> str:
         """Return what the peers are told when this rank leaves."""
         return f"{how} at step {self.member.step}; {self.place}"
@@ -84,15 +90,17 @@ class Guard:
         traceback: TracebackType | None,
     ) -> None:
         self._excepthook(kind, error, traceback)
-        self._end_job(kind, error)
+        if self.is_at_home:
+            self._end_job(kind, error)
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         self._threading_excepthook(arguments)
-        if arguments.exc_type is not SystemExit:
+        if arguments.exc_type is not SystemExit and self.is_at_home:
             self._end_job(arguments.exc_type, arguments.exc_value)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._say(f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}")
+        if self.is_at_home:
+            self._say(f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 

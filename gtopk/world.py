@@ -18,7 +18,7 @@ from collectives.transports import Transport, open_transport
 from . import __version__
 from .engine import Engine
 from .guard import Guard
-from .launched import MPI_SIZE_VARIABLES, Launched, launched_by
+from .launch import MPI_SIZE_VARIABLES, Launched, launched_by
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -142,7 +142,7 @@ def shutdown() -> None:
 
 
 def _at_exit() -> None:
-    if _process is not None and _guard is not None:
+    if _process is not None and _guard is not None and _guard.is_at_home:
         _process.close(_guard.farewell("its program ended"))
 
 

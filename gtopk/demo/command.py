@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cores import usable_cores
-from ..launch import LaunchError, explain, rank_environment, run
+from ..launch import LaunchError, explain, rank_environment, run, usable_cores
 from .model import LATENCY_SECONDS, break_even
 from .plan import PROGRESS, Plan
 from .record import PARTS, Record

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import gtopk.torch as hvd
 
 from .. import world
-from ..cores import usable_cores
+from ..launch import usable_cores
 from ..telemetry import StepReport
 from .plan import PROGRESS, Method, Plan
 from .record import Machine, Record

@@ -12,8 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..launch import by_reason, find_mpirun, rank_environment
-from ..launched import Launched, launched_by
+from ..launch import Launched, by_reason, find_mpirun, launched_by, rank_environment
 from . import ranks
 from .finding import Finding, State
 from .isolation import PROBES, look

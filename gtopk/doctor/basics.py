@@ -10,7 +10,7 @@ import math
 import platform
 from importlib import import_module, metadata
 
-from ..cores import core_quota, usable_cores
+from ..launch import core_quota, usable_cores
 from .finding import Finding, State, installed
 
 

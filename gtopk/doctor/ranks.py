@@ -15,9 +15,15 @@ import time
 from collections import Counter
 from typing import Any, Final
 
-from ..cores import allowed_cores, core_quota
-from ..launch import LaunchError, LaunchTimeoutError, find_mpirun, run
-from ..launched import Launched
+from ..launch import (
+    Launched,
+    LaunchError,
+    LaunchTimeoutError,
+    allowed_cores,
+    core_quota,
+    find_mpirun,
+    run,
+)
 from .finding import Finding, State, gist, installed
 from .isolation import how_it_ended, like_this_process
 from .mpi import INSTALL_MPI

@@ -313,7 +313,7 @@ def test_a_rank_that_never_joins_does_not_hang_the_report() -> None:
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import time\n"
         "from gtopk.doctor.ranks import look_at_running_ranks\n"
-        "from gtopk.launched import launched_by\n"
+        "from gtopk.launch import launched_by\n"
         "job = launched_by()\n"
         "if job.rank == 0:\n"
         "    print(look_at_running_ranks(job, seconds=5).detail, flush=True)\n"

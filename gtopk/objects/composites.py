@@ -1,0 +1,144 @@
+"""Composites: the types made of objects, how each is taken apart and put together."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from .format import Code, malformed
+from .leaves import TORCH_DTYPES, UnsupportedError, dimension, dtype_name
+
+
+class Step(NamedTuple):
+    """One part of a composite; text.format(repr(key)) tells its place there."""
+
+    text: str
+    key: object
+    part: object
+
+
+class Composite(NamedTuple):
+    """How a type made of objects is taken apart and put together."""
+
+    code: Code
+    take_apart: Callable[[Any], Iterable[Step]]
+    put_together: Callable[[list[Any]], Any]
+
+
+def _items(sequence: Iterable[object]) -> Iterator[Step]:
+    return (Step("[{}]", index, item) for index, item in enumerate(sequence))
+
+
+def _members(members: Iterable[object]) -> Iterator[Step]:
+    return (Step(" (member {})", member, member) for member in members)
+
+
+def _pairs(mapping: dict[Any, Any]) -> Iterator[Step]:
+    for key, value in mapping.items():
+        yield Step(" (key {})", key, key)
+        yield Step("[{}]", key, value)
+
+
+def _attributes(*names: str) -> Callable[[object], Iterator[Step]]:
+    return lambda obj: (Step(f".{name}", None, getattr(obj, name)) for name in names)
+
+
+def _ordered_dict_parts(mapping: OrderedDict[Any, Any]) -> Iterator[Step]:
+    """Yield `_metadata` as well, where a module's state_dict keeps its version numbers."""
+    attributes = vars(mapping)
+    if attributes.keys() - {"_metadata"}:
+        raise UnsupportedError(f"with attributes {sorted(attributes)}")
+    yield Step("._metadata", None, attributes.get("_metadata"))
+    yield from _pairs(mapping)
+
+
+def _default_dict_parts(mapping: defaultdict[Any, Any]) -> Iterator[Step]:
+    if mapping.default_factory not in _FACTORY_NAMES:
+        raise UnsupportedError(f"of {mapping.default_factory}")
+    yield Step(".default_factory", None, _FACTORY_NAMES[mapping.default_factory])
+    yield from _pairs(mapping)
+
+
+def _set(parts: list[Any]) -> set[Any]:
+    members = set(parts)
+    if len(members) != len(parts):
+        raise malformed("a set has a member twice")
+    return members
+
+
+def _dict(parts: list[Any]) -> dict[Any, Any]:
+    mapping = dict(zip(parts[::2], parts[1::2], strict=True))
+    if 2 * len(mapping) != len(parts):
+        raise malformed("a dict has a key twice")
+    return mapping
+
+
+def _ordered_dict(parts: list[Any]) -> OrderedDict[Any, Any]:
+    mapping = OrderedDict(_dict(parts[1:]))
+    if parts[0] is not None:
+        vars(mapping)["_metadata"] = parts[0]
+    return mapping
+
+
+def _default_dict(parts: list[Any]) -> defaultdict[Any, Any]:
+    return defaultdict(_FACTORIES[parts[0]], _dict(parts[1:]))
+
+
+def _complex(parts: list[Any]) -> complex:
+    real, imaginary = parts
+    return complex(real, imaginary)
+
+
+def _numpy_str(parts: list[Any]) -> np.str_:
+    (text,) = parts
+    value: np.str_ = np.str_(text)
+    return value
+
+
+def _torch_size(parts: list[Any]) -> torch.Size:
+    return torch.Size(dimension(part) for part in parts)
+
+
+def _torch_dtype(parts: list[Any]) -> torch.dtype:
+    (name,) = parts
+    return TORCH_DTYPES[name]
+
+
+def _torch_device(parts: list[Any]) -> torch.device:
+    (name,) = parts
+    return torch.device(name)
+
+
+_FACTORIES: Final[dict[str | None, Callable[[], Any] | None]] = {
+    None: None,
+    "list": list,
+    "dict": dict,
+    "set": set,
+    "int": int,
+    "float": float,
+}
+_FACTORY_NAMES: Final = {factory: name for name, factory in _FACTORIES.items()}
+
+COMPOSITE_OF: Final[dict[type, Composite]] = {
+    list: Composite(Code.LIST, _items, list),
+    tuple: Composite(Code.TUPLE, _items, tuple),
+    set: Composite(Code.SET, _members, _set),
+    frozenset: Composite(Code.FROZENSET, _members, lambda parts: frozenset(_set(parts))),
+    dict: Composite(Code.DICT, _pairs, _dict),
+    OrderedDict: Composite(Code.ORDERED_DICT, _ordered_dict_parts, _ordered_dict),
+    defaultdict: Composite(Code.DEFAULT_DICT, _default_dict_parts, _default_dict),
+    slice: Composite(Code.SLICE, _attributes("start", "stop", "step"), lambda parts: slice(*parts)),
+    range: Composite(Code.RANGE, _attributes("start", "stop", "step"), lambda parts: range(*parts)),
+    complex: Composite(Code.COMPLEX, _attributes("real", "imag"), _complex),
+    np.str_: Composite(Code.NUMPY_STR, lambda text: _items([str.__str__(text)]), _numpy_str),
+    torch.Size: Composite(Code.TORCH_SIZE, _items, _torch_size),
+    torch.dtype: Composite(
+        Code.TORCH_DTYPE, lambda dtype: _items([dtype_name(dtype)]), _torch_dtype
+    ),
+    torch.device: Composite(Code.TORCH_DEVICE, lambda device: _items([str(device)]), _torch_device),
+}
+COMPOSITES: Final = {int(row.code): row for row in COMPOSITE_OF.values()}
