@@ -1,4 +1,4 @@
-"""A world whose messages are witnessed: who sent what to whom, and in which round of a network."""
+"""A world whose messages are witnessed: who sent what to whom, and in which round."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from collectives.transports import LocalTransport, local_world
+
+# A busy machine is no failure.
+settings.register_profile(
+    "collectives", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("collectives")
 
 
 class Event(NamedTuple):

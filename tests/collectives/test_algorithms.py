@@ -113,7 +113,7 @@ def assert_nothing_is_lost(picks: Sequence[SparseVector], outcomes: Sequence[Out
 
 
 @every_algorithm
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(worlds(np.float64))
 def test_nothing_is_lost(algorithm: str, world: tuple[int, list[SparseVector]]) -> None:
     k, picks = world
@@ -121,7 +121,7 @@ def test_nothing_is_lost(algorithm: str, world: tuple[int, list[SparseVector]]) 
 
 
 @every_algorithm
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(worlds(np.float32))
 def test_nothing_is_lost_in_float32_but_the_rounding_of_its_additions(
     algorithm: str, world: tuple[int, list[SparseVector]]
@@ -131,7 +131,7 @@ def test_nothing_is_lost_in_float32_but_the_rounding_of_its_additions(
 
 
 @every_algorithm
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(worlds(np.float32))
 def test_ranks_agree_to_the_bit(algorithm: str, world: tuple[int, list[SparseVector]]) -> None:
     k, picks = world
@@ -145,7 +145,7 @@ def test_ranks_agree_to_the_bit(algorithm: str, world: tuple[int, list[SparseVec
 
 
 @truncating_algorithm
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(worlds(np.float32))
 def test_the_update_has_at_most_k_entries_and_what_returns_was_picked(
     algorithm: str, world: tuple[int, list[SparseVector]]
@@ -234,7 +234,7 @@ def test_topk_allgather_adds_in_rank_order(size: int, random: np.random.Generato
 
 
 @truncating_algorithm
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(worlds(np.float32))
 def test_two_ranks_get_the_largest_of_the_sum(
     algorithm: str, world: tuple[int, list[SparseVector]]

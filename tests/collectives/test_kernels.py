@@ -104,7 +104,7 @@ thresholds = st.floats(0, 3) | st.sampled_from([np.inf, np.nan, -1.0, 1e-320, 1e
 
 
 @small_chunks
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(vectors(sizes), st.integers(1, 200), thresholds)
 def test_what_is_selected_is_what_a_sort_puts_first(
     dense: np.ndarray, k: int, threshold: float
@@ -116,7 +116,7 @@ def test_what_is_selected_is_what_a_sort_puts_first(
 
 
 @small_chunks
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(vectors(sizes), st.integers(1, 200), thresholds)
 def test_the_next_threshold_never_asks_for_more_than_there_is(
     dense: np.ndarray, k: int, threshold: float
@@ -129,7 +129,7 @@ def test_the_next_threshold_never_asks_for_more_than_there_is(
 
 
 @small_chunks
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(vectors(sizes), st.data())
 def test_a_guess_at_a_value_that_is_there_includes_it(
     dense: np.ndarray, data: st.DataObject
@@ -233,7 +233,7 @@ def test_k_outside_the_vector_is_refused(k: int) -> None:
 
 
 @small_chunks
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(vectors(sizes), st.integers(1, 200), thresholds, st.randoms(use_true_random=False))
 def test_accumulating_adds_exactly_once_whatever_the_threshold(
     residual: np.ndarray, k: int, threshold: float, shuffler
@@ -267,7 +267,7 @@ def test_a_gradient_of_another_dtype_is_refused_untouched() -> None:
 # ---- merge
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sparse_pairs(), st.integers(1, 50))
 def test_a_merge_keeps_the_k_largest_of_the_sum_and_drops_the_rest(
     pair: tuple[SparseVector, SparseVector], k: int
@@ -282,7 +282,7 @@ def test_a_merge_keeps_the_k_largest_of_the_sum_and_drops_the_rest(
     assert np.array_equal(kept.to_dense() + dropped.to_dense(), total)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sparse_pairs(), st.integers(1, 50))
 def test_both_partners_merge_to_the_same_bits(
     pair: tuple[SparseVector, SparseVector], k: int
@@ -306,7 +306,7 @@ def test_merging_is_not_associative() -> None:
 # ---- the small ones
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.sampled_from("il"))
 def test_containment_is_that_of_sets(held: set[int], wanted: set[int], code: str) -> None:
     a, b = (np.array(sorted(part), code) for part in (held, wanted))
@@ -316,7 +316,7 @@ def test_containment_is_that_of_sets(held: set[int], wanted: set[int], code: str
     assert found.tolist() == [index in held for index in sorted(wanted)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sparse_pairs())
 def test_adding_entries_is_adding_the_dense_form(pair: tuple[SparseVector, SparseVector]) -> None:
     dense, addend = pair[0].to_dense(), pair[1]
@@ -327,7 +327,7 @@ def test_adding_entries_is_adding_the_dense_form(pair: tuple[SparseVector, Spars
 
 
 @small_chunks
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 70), st.data(), dtypes, st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_one_bad_number_anywhere_is_found(
     size: int, data: st.DataObject, dtype: type, bad: float
@@ -355,7 +355,7 @@ def in_turn(dense: list[np.ndarray]) -> np.ndarray:
     return total
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), dtypes, st.integers(1, 20), st.integers(1, 20))
 def test_each_index_is_summed_in_the_order_of_the_list(
     data: st.DataObject, dtype: type, length: int, count: int

@@ -230,7 +230,7 @@ def test_no_lost_or_added_byte_goes_unnoticed(extra: np.ndarray | None) -> None:
         assert refused_or_same(longer, LIKE, extra)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary(max_size=100), st.booleans())
 def test_random_bytes_are_refused(content: bytes, plausible: bool) -> None:
     head = encode(LIKE)[: HEADER_BYTES - 8].tobytes() if plausible else b""
@@ -241,7 +241,7 @@ def test_random_bytes_are_refused(content: bytes, plausible: bool) -> None:
 small = st.integers(-2, 12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(small, max_size=5),
     st.integers(-3, 3),

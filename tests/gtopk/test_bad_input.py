@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import pytest
+
+from collectives.transports import Transport
+from gtopk.engine import Engine
+from gtopk.exceptions import HorovodInternalError
 
 
 @pytest.mark.parametrize("ranks", [3])
@@ -10,3 +17,22 @@ def test_every_rank_is_told_what_is_wrong_and_where(mpirun, ranks: int) -> None:
     done = mpirun(ranks, "mismatch.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("every mistake was told") == ranks, done.stdout + done.stderr
+
+
+def test_after_a_disagreement_a_rank_that_is_done_may_leave_before_the_others(threads) -> None:
+    def work(transport: Transport, votes: list[int]) -> list[int] | None:
+        if transport.rank == 2:
+            time.sleep(0.3)  # rank 0, with nothing to do, has left by now
+            transport.send(np.array([7], np.uint8), 1)()
+        return transport.receive(2).tolist() if transport.rank == 1 else None
+
+    def program(transport: Transport) -> list[int] | None:
+        engine = Engine(transport)
+        disputed = engine.submit("disputed", [f"as rank {transport.rank} says"], lambda t, v: None)
+        with pytest.raises(HorovodInternalError, match="disputed"):
+            disputed.wait()
+        result = engine.submit("late", [], work).wait()
+        engine.close("it is done")
+        return result
+
+    assert threads(3, program) == [None, [7], None]

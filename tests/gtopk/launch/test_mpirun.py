@@ -141,7 +141,7 @@ def test_only_root_gets_leave_to_be_root(
     monkeypatch: pytest.MonkeyPatch, user: int, expected: str | None
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    additions = rank_environment(2)
+    additions = rank_environment(2, {})
     assert additions.get("OMPI_ALLOW_RUN_AS_ROOT") == expected
     assert additions.get("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") == expected
 
