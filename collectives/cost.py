@@ -28,9 +28,13 @@ class Link(NamedTuple):
 
 
 def dense_seconds(length: int, ranks: int, link: Link) -> float:
-    """Return 2(P-1) alpha + 2(P-1)/P n beta: a ring over `length` float32 values."""
+    """Return 2 log2(P) alpha + 2(P-1)/P n beta, for `length` float32 values.
+
+    Rabenseifner 2004: the fewest bytes there can be, in the fewest messages at that; a ring takes
+    2(P-1) alpha. The model takes the better one for the baseline.
+    """
     alpha, beta = link
-    return 2 * (ranks - 1) * alpha + 2 * (ranks - 1) / ranks * length * VALUE_BYTES * beta
+    return 2 * rounds(ranks) * alpha + dense_bytes(length, ranks) * beta
 
 
 def topk_allgather_seconds(k: int, ranks: int, link: Link) -> float:

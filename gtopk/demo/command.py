@@ -94,8 +94,8 @@ def fail(reason: str) -> int:
 def announce(console: Console, plan: Plan) -> None:
     """Say what is about to run, and what is set for it."""
     console.print(
-        f"{plan.ranks} MPI ranks on {usable_cores()} cores train an MLP on scikit-learn's "
-        f"handwritten digits: 4 methods x {plan.seeds} seeds x {plan.epochs} epochs."
+        f"MPI ranks: {plan.ranks}, cores: {usable_cores()}. They train an MLP on scikit-learn's "
+        f"handwritten digits: 4 methods, {plan.epochs} epochs each, seeds: {plan.seeds}."
     )
     for line in explain(rank_environment(plan.ranks)):
         console.print(f"  set: {line}", markup=False, style="dim", soft_wrap=True)
@@ -184,9 +184,9 @@ def show(console: Console, records: Sequence[Record]) -> None:
     cores = dense["machine"]["cores"]
     console.print(
         "Sent: by each rank. Accuracy: mean ± standard deviation over "
-        f"{dense['seeds']} seeds. Times: medians over steps. {dense['ranks']} ranks share {cores} "
-        "cores and their memory: no network lies between them, so there is nothing here for "
-        "compression to save time on.",
+        f"seeds ({dense['seeds']}). Times: medians over steps. Ranks ({dense['ranks']}) share this "
+        f"machine's cores ({cores}) and memory: no network lies between them, so there is nothing "
+        "here for compression to save time on.",
         style="dim",
     )
     identical = all(record["final_replicas_identical"] for record in records)
