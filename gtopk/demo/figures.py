@@ -96,8 +96,8 @@ def model_figure(records: Sequence[Record], methods: str) -> str:
         f"Lower is better. {found[0].upper()}{found[1:]}. Both axes are logarithmic.",
         "A measurement of any network: communication is the alpha-beta model, latency times "
         "messages plus bytes over bandwidth, with dense as the best known allreduce and an assumed "
-        f"latency of {seconds_text(LATENCY_SECONDS)}. Compute and select times are those measured on this "
-        "machine (one compute time for all methods: their median), and nothing overlaps.",
+        f"latency of {seconds_text(LATENCY_SECONDS)}. Compute and select times are those measured "
+        "on this machine (one compute time for all methods: their median), and nothing overlaps.",
     )
 
 

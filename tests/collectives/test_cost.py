@@ -84,8 +84,8 @@ def test_latency_and_bandwidth_add_up(
 
 
 def test_the_formulas_at_32_ranks_are_those_of_the_paper() -> None:
-    # Shi et al. 2019, table I, an entry counted as two words of four bytes; log2(32) = 5. Their dense
-    # is a ring, 62 alpha; ours has the latency of Rabenseifner's.
+    # Shi et al. 2019, table I, an entry counted as two words of four bytes; log2(32) = 5.
+    # Their dense is a ring, 62 alpha; ours has the latency of Rabenseifner's.
     alpha, beta, words, k = 0.436e-3, 3.6e-8, 25_557_032, 25_557
     link = Link(alpha, beta / 4)
     assert dense_seconds(words, 32, link) == pytest.approx(10 * alpha + 62 / 32 * words * beta)

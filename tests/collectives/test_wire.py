@@ -43,6 +43,7 @@ def by_hand(
     value: str = "f",
     count: int | None = None,
     extra: bytes | None = None,
+    flag: int | None = None,
     checksum: int | None = None,
 ) -> np.ndarray:
     """Build the message of the picture in wire.py, or one that lies in the fields given."""
@@ -54,7 +55,7 @@ def by_hand(
         version,
         struct.calcsize(f"<{index}"),
         struct.calcsize(f"<{value}"),
-        extra is not None,
+        (extra is not None) if flag is None else flag,
         length,
         len(indices) if count is None else count,
     )
@@ -157,6 +158,7 @@ LIKE = entries([1, 4, 9], [1, -2, 3], 10)
         (by_hand([1], [1], 10, value="d"), "values have 8 bytes where this rank's float32"),
         (by_hand([1], [1], 10, value="e"), "values have 2 bytes where this rank's float32"),
         (by_hand([1], [1], 10, index="q"), "indices have 8 bytes, expected 4"),
+        (by_hand([1], [1], 10, flag=2), "its extra flag is 2"),
         (by_hand([1], [1], 10, count=-1), "announces -1 entries of a vector of 10"),
         (by_hand([1], [1], 10, count=11), "announces 11 entries of a vector of 10"),
         (by_hand([1], [1], 10, count=2), "2 entries take 48 bytes, it has 40"),
