@@ -7,22 +7,18 @@ next one goes on.
 
 from __future__ import annotations
 
-import hashlib
 import queue
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from collectives.errors import CollectiveError, MismatchError, PeerError
 from collectives.transports import Transport
 
+from .agreement import agree
 from .exceptions import HorovodInternalError
 
-_RECORD: Final = struct.Struct("<16sq")  # what this rank is about to do, hashed; its vote
 _LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
 
 # What an operation does: it gets the transport and every rank's vote, in rank order.
@@ -161,48 +157,3 @@ class Engine:
         votes = agree(self.transport, [operation.name, *operation.facts], operation.vote)
         operation.agree_seconds = time.perf_counter() - begun
         return operation.work(self.transport, votes)
-
-
-def agree(transport: Transport, intention: Sequence[str], vote: int) -> list[int]:
-    """Return every rank's vote, once all ranks are known to intend the same.
-
-    intention: the operation's name, then its facts.
-    Raises MismatchError, with the same text on every rank, that says who intends what.
-    """
-    text = "\n".join(intention).encode()
-    digest = hashlib.blake2b(text, digest_size=16).digest()
-    record = np.frombuffer(_RECORD.pack(digest, vote), np.uint8)
-    records = [_RECORD.unpack(r.tobytes()) for r in transport.allgather(record)]
-    if all(other == digest for other, _ in records):
-        return [vote for _, vote in records]
-    texts = transport.allgather(np.frombuffer(text, np.uint8))
-    raise MismatchError(
-        describe_mismatch([t.tobytes().decode(errors="replace").split("\n") for t in texts])
-    )
-
-
-def describe_mismatch(intentions: Sequence[Sequence[str]]) -> str:
-    """Return the text that says where the ranks' intentions, by rank, part."""
-    names = [intention[0] for intention in intentions]
-    if len(set(names)) > 1:
-        return f"the ranks disagree about their next operation: {_sides(names)}"
-    everywhere = set(intentions[0]).intersection(*intentions)
-    # The first fact of each rank that the others do not share says it; the rest often follow.
-    apart = [next((f for f in facts if f not in everywhere), "less") for facts in intentions]
-    if len(set(apart)) == 1:  # all share all of them, in another order
-        places = zip(*intentions, strict=True)
-        apart = next(list(place) for place in places if len(set(place)) > 1)
-    return f"the ranks disagree about {names[0]}: {_sides(apart)}"
-
-
-def _sides(sayings: Sequence[str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, saying in enumerate(sayings):
-        ranks.setdefault(saying, []).append(rank)
-    return "; ".join(f"{name_ranks(those)}: {saying}" for saying, those in ranks.items())
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """Return "rank 3" or "ranks 0, 1, 2"."""
-    listed = ", ".join(str(rank) for rank in ranks)
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

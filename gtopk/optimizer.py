@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
-import numpy as np
 import torch
 
 from collectives.errors import MismatchError
@@ -19,9 +18,9 @@ from collectives.kernels import all_finite
 from collectives.transports import Transport
 
 from . import world
+from .agreement import describe_missing, gather_words
 from .buckets import Bucket
 from .compression import Compression, SparseCompression
-from .engine import name_ranks
 from .exchange import Exchanged, open_exchange
 from .parameters import name_parameters
 from .reductions import NAMES, Average, Sum
@@ -156,10 +155,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _run(self, transport: Transport, votes: list[int], missing: list[str]) -> Exchanged | None:
         """Exchange, or return None when a rank's gradient is not finite."""
         if self.missing_gradients == "error" and len({vote >> 1 for vote in votes}) > 1:
-            raise MismatchError(_describe_missing(_gather_words(transport, missing)))
+            raise MismatchError(describe_missing(gather_words(transport, missing)))
         not_finite = [rank for rank, vote in enumerate(votes) if vote & _NOT_FINITE]
         if not_finite:
-            culprits = _gather_words(transport, self._not_finite())
+            culprits = gather_words(transport, self._not_finite())
             where = "; ".join(
                 f"rank {rank}: {', '.join(map(repr, culprits[rank][:3]))}" for rank in not_finite
             )
@@ -221,26 +220,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Load the wrapped optimizer's state."""
         self._synchronized = False
         super().load_state_dict(state_dict)
-
-
-def _gather_words(transport: Transport, words: list[str]) -> list[list[str]]:
-    """Return every rank's list of names."""
-    message = np.frombuffer("\n".join(words).encode(), np.uint8)
-    texts = [m.tobytes().decode() for m in transport.allgather(message)]
-    return [text.split("\n") if text else [] for text in texts]
-
-
-def _describe_missing(missing: list[list[str]]) -> str:
-    """Return the text about gradients that some ranks lack and others have."""
-    everywhere = set(missing[0]).intersection(*missing)
-    sayings = []
-    for name in sorted(set().union(*missing) - everywhere):
-        without = [rank for rank, names in enumerate(missing) if name in names]
-        sayings.append(f"'{name}' has none on {name_ranks(without)}")
-    return (
-        f"the ranks disagree about which parameters have a gradient: {', '.join(sayings)}; use the "
-        "same parameters on every rank, or pass missing_gradients='zeros' to DistributedOptimizer"
-    )
 
 
 def DistributedOptimizer(

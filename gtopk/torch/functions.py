@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .. import optimizer_state
-from ..engine import name_ranks
+from ..agreement import name_ranks
 from ..exceptions import HorovodInternalError
 from ..objects import decode, encode, holds_pickle, pickle_allowed
 from .mpi_ops import allgather, broadcast_, broadcast_async_, rank, size, synchronize

@@ -8,7 +8,8 @@ import pytest
 
 from collectives.errors import MismatchError
 from collectives.transports import LocalTransport
-from gtopk.engine import Engine, agree, describe_mismatch, name_ranks
+from gtopk.agreement import agree, describe_mismatch, name_ranks
+from gtopk.engine import Engine
 from gtopk.exceptions import HorovodInternalError
 
 
