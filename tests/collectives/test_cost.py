@@ -57,9 +57,7 @@ def test_a_formula_is_what_the_messages_add_up_to(witness, algorithm: str, size:
     run_ranks(world.world, lambda t: reduce(pick, K, t, algorithm))
     by_round = world.rounds()
     formula = FORMULAS[algorithm]
-    if (
-        algorithm == "dense"
-    ):  # sent here by a ring; the model grants the fewer messages there can be
+    if algorithm == "dense":  # a ring here; the model grants the fewest messages there can be
         assert formula(size, ONE_SECOND_A_MESSAGE) <= len(by_round)
     else:
         assert formula(size, ONE_SECOND_A_MESSAGE) == len(by_round)

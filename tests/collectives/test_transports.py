@@ -147,6 +147,23 @@ def test_who_completed_the_operation_is_not_missed_in_it() -> None:
         assert [m.tobytes() for m in gathered] == [MESSAGE.tobytes()] * 5
 
 
+def test_a_rank_that_failed_in_the_operation_has_not_completed_it() -> None:
+    def program(transport: LocalTransport) -> None:
+        if transport.rank == 0:
+            with pytest.raises(ZeroDivisionError), transport.operation("step 0"):
+                raise ZeroDivisionError
+        elif transport.rank == 1:
+            text = r"rank 0 left \(it failed\) while rank 1 waited for it in step 0"
+            with pytest.raises(PeerError, match=text), transport.operation("step 0"):
+                transport.receive(2)
+        else:
+            with pytest.raises(PeerError, match="rank 1 left"):
+                transport.receive(1)
+        transport.leave("it failed")
+
+    run_ranks(local_world(3, timeout_seconds=30), program)
+
+
 def test_what_was_sent_before_leaving_still_arrives() -> None:
     sender, receiver = local_world(2, timeout_seconds=30)
     sender.send(MESSAGE, 1)()

@@ -206,20 +206,9 @@ def test_bad_input_is_one_error_that_names_the_thing(train, digits, tmp_path) ->
     one_rank_lacks_it = ["--dataset", str(tmp_path / "{rank}.npz")]
     (tmp_path / "2.npz").write_bytes(good.read_bytes())
     largest = ["--batch-size", "480", "--epochs", "1"]
-    *runs, odd, fine = [
-        ranks
-        for ranks in train(
-            3,
-            *[
-                ["--dataset", digits, *arguments]  # what comes later counts
-                for arguments in [
-                    *(arguments for arguments, _ in cases),
-                    one_rank_lacks_it,
-                    largest,
-                ]
-            ],
-        )
-    ]
+    given = [*(arguments for arguments, _ in cases), one_rank_lacks_it, largest]
+    # Where --dataset comes twice, the latter counts.
+    *runs, odd, fine = train(3, *[["--dataset", digits, *arguments] for arguments in given])
     for (arguments, words), ranks in zip(cases, runs, strict=True):
         assert [run.code for run in ranks] == [2, 2, 2], arguments
         assert [run.out for run in ranks] == ["", "", ""]

@@ -85,6 +85,17 @@ def test_what_was_sent_before_leaving_still_arrives() -> None:
     transport.leave("done")
 
 
+def test_what_arrives_together_with_the_farewell_is_not_lost() -> None:
+    transport = MpiTransport(timeout_seconds=60)
+    if RANK != LAST:
+
+        def arrived() -> str | None:
+            return "in time" if LAST in transport._left else None
+
+        assert transport._wait(arrived, LAST) == "in time"
+    transport.leave("done")
+
+
 def test_who_completed_the_operation_may_leave() -> None:
     transport = MpiTransport(timeout_seconds=60)
     with transport.operation("the only step"):
