@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -67,7 +68,7 @@ class SparseCompression:
     def __post_init__(self) -> None:
         for name in ("density", "momentum_correction"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
         if not 0.0 < self.density <= 1.0:
             raise ValueError(f"density must lie in (0, 1], got {self.density}")

@@ -50,8 +50,8 @@ class SparseExchange:
             bucket.flat.size, bucket.flat.dtype, compression.momentum_correction
         )
         self.facts = (
-            f"{compression.algorithm} k={self.k} "
-            f"momentum_correction={compression.momentum_correction:g}"
+            f"{compression.algorithm} density={compression.density} "
+            f"momentum_correction={compression.momentum_correction}"
         )
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:

@@ -58,6 +58,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._facts = [
             f"op={NAMES[op]}",
             self._exchange.facts,
+            f"missing_gradients={missing_gradients!r}",
             *(
                 f"parameter '{name}' {list(p.shape)} {p.dtype}"
                 for name, p in zip(self._names, trained, strict=True)
@@ -106,6 +107,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """
         begun = time.perf_counter()
         compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
+        self._passes = dict.fromkeys(self._passes, 0)  # also where this fails: the next step counts
         for name, parameter in zip(self._names, self._bucket.parameters, strict=True):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ValueError(
@@ -137,7 +139,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._bucket.empty()
         self._synchronized = True
-        self._passes = dict.fromkeys(self._passes, 0)
         self._exchange_ended = time.perf_counter()
         traffic = self._world.transport.traffic.take()
         self.last_step = StepReport(
@@ -217,8 +218,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state."""
-        self._synchronized = False
+        """Load the wrapped optimizer's state, and forget what was done towards the next step."""
+        self._synchronized = self._skip = False
+        self._passes = dict.fromkeys(self._passes, 0)
         super().load_state_dict(state_dict)
 
 

@@ -109,7 +109,7 @@ def test_ranks_that_disagree_about_a_step_all_hear_who_and_what() -> None:
     cases: list[tuple[Pair, dict[str, Any], tuple[str, str]]] = [
         (
             Pair(of(3, 2)),
-            {},
+            {"compression": gtopk(density=0.5)},
             sides("parameter 'first.weight' [3, 4] ", "parameter 'first.weight' [2, 4] "),
         ),
         (
@@ -123,22 +123,25 @@ def test_ranks_that_disagree_about_a_step_all_hear_who_and_what() -> None:
         (
             Pair(),
             {"compression": of(gtopk(density=0.5), gtopk(density=0.2))},
-            sides("gtopk k=15 ", "gtopk k=6 "),
+            sides("gtopk density=0.5 ", "gtopk density=0.2 "),
         ),
         (
             Pair(),
             {"compression": of(gtopk(density=0.5), topk(density=0.5))},
-            sides("gtopk k=15 ", "topk-allgather k=15 "),
+            sides("gtopk density=0.5 ", "topk-allgather density=0.5 "),
         ),
         (
             Pair(),
             {"compression": of(gtopk(0.5, momentum_correction=0.9), gtopk(0.5))},
-            sides("gtopk k=15 momentum_correction=0.9", "gtopk k=15 momentum_correction=0"),
+            sides(
+                "gtopk density=0.5 momentum_correction=0.9",
+                "gtopk density=0.5 momentum_correction=0.0",
+            ),
         ),
         (
             Pair(),
             {"compression": of(gtopk(density=0.5), hvd.Compression.none)},
-            sides("gtopk k=15 ", "dense"),
+            sides("gtopk density=0.5 ", "dense"),
         ),
         (
             Pair(),
@@ -146,6 +149,11 @@ def test_ranks_that_disagree_about_a_step_all_hear_who_and_what() -> None:
             sides("dense", "dense FP16Compressor"),
         ),
         (Pair(), {"op": of(hvd.Average, hvd.Sum)}, sides("op=Average", "op=Sum")),
+        (
+            Pair(),
+            {"missing_gradients": of("error", "zeros")},
+            sides("missing_gradients='error'", "missing_gradients='zeros'"),
+        ),
     ]
     model = Pair()
     named = of(list(model.named_parameters()), renamed(model, "second.bias", "second.offset"))
@@ -219,6 +227,8 @@ def test_a_gradient_that_one_rank_lacks_is_told() -> None:
         assert "first" not in text
         assert bits(model, optimizer) == before
         check_that_training_goes_on()
+        take_steps(model, optimizer, [0])  # so does this one
+        assert bits(model, optimizer) != before
         assert same_everywhere(text)
 
 
@@ -359,6 +369,9 @@ def test_a_backward_pass_too_many_names_the_parameter() -> None:
         assert any(f"gradient of '{name}'" in text for name, _ in model.named_parameters())
         optimizer.step()
         backward(model)  # counted from the last step
+        optimizer.load_state_dict(optimizer.state_dict())
+        for batch in range(passes):
+            backward(model, batch)  # and from the state loaded last
     check_that_training_goes_on()
 
 
