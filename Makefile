@@ -3,9 +3,11 @@
 # make check  linter, formatter, types, import directions
 # make clean  remove the virtual environment and what was built
 
-PYTHON ?= python3
-VENV ?= .venv
-ARGS ?=
+# Set them as `make test ARGS=-x`. What the environment holds under these common names is somebody
+# else's: `clean` would remove that VENV.
+PYTHON := python3
+VENV := .venv
+ARGS :=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .PHONY: demo test check format clean

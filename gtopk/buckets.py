@@ -13,15 +13,19 @@ from numpy.typing import NDArray
 class Bucket:
     """A flat host vector with a place for every parameter's gradient.
 
-    flat: float64 [n] when every parameter is float64, float32 [n] otherwise.
+    flat: float64 [n] when a parameter is float64, float32 [n] otherwise.
+    Raises ValueError for complex parameters, and when there is no element at all.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        every_double = all(p.dtype == torch.float64 for p in self.parameters)
-        self.flat: NDArray[Any] = np.zeros(
-            sum(p.numel() for p in self.parameters), np.float64 if every_double else np.float32
-        )
+        if any(p.is_complex() for p in self.parameters):
+            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
+        length = sum(p.numel() for p in self.parameters)
+        if length == 0:
+            raise ValueError("there is nothing to train: no parameter requires a gradient")
+        any_double = any(p.dtype == torch.float64 for p in self.parameters)
+        self.flat: NDArray[Any] = np.zeros(length, np.float64 if any_double else np.float32)
         self.views: list[torch.Tensor] = []
         start = 0
         for parameter in self.parameters:
@@ -39,10 +43,16 @@ class Bucket:
         if weight != 1.0:
             self.flat *= weight
 
-    def empty(self) -> None:
-        """Copy the vector out into the gradients."""
+    def empty(self, may_stay_none: bool) -> None:
+        """Copy the vector out into the gradients.
+
+        may_stay_none: a missing gradient is missing on every rank, and stays so where the update
+            is zero: the optimizer passes over it, as it does without gtopk.
+        """
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
+                if may_stay_none and not bool(view.any()):
+                    continue
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(view)
 

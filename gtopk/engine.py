@@ -13,12 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from collectives.errors import CollectiveError, MismatchError, PeerError
-from collectives.transports import Transport
+import numpy as np
 
-from .agreement import agree
+from collectives.errors import CollectiveError, MismatchError, PeerError, PeerTimeoutError
+from collectives.transports import Traffic, Transport
+from collectives.transports.transport import say
+
+from .agreement import agree, name_ranks
 from .exceptions import HorovodInternalError
 
+_PATIENCE_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
 
 # What an operation does: it gets the transport and every rank's vote, in rank order.
@@ -28,7 +32,9 @@ Work = Callable[[Transport, list[int]], Any]
 class Operation:
     """Something all ranks do together, and its outcome.
 
+    queue_seconds: how long it waited for the operations before it.
     agree_seconds: how long this rank took, and waited, to agree with the others.
+    traffic:       what this rank sent for it, agreement included.
     """
 
     def __init__(self, name: str, facts: Sequence[str], vote: int, work: Work) -> None:
@@ -36,7 +42,10 @@ class Operation:
         self.facts = facts
         self.vote = vote
         self.work = work
+        self.submitted = time.perf_counter()
+        self.queue_seconds = 0.0
         self.agree_seconds = 0.0
+        self.traffic = Traffic()
         self.result: Any = None
         self.error: BaseException | None = None
         self._finished = threading.Event()
@@ -49,6 +58,10 @@ class Operation:
     def wait(self) -> Any:
         """Return the result, or raise HorovodInternalError (or what `work` raised)."""
         self._finished.wait()
+        if isinstance(self.error, PeerTimeoutError):
+            raise HorovodInternalError(
+                f"{self.error}; a larger GTOPK_TIMEOUT (seconds) waits longer"
+            ) from None
         if isinstance(self.error, CollectiveError):
             raise HorovodInternalError(str(self.error)) from None
         if self.error is not None:
@@ -73,6 +86,8 @@ class Engine:
         self._lock = threading.Lock()
         self._over: PeerError | None = None
         self._closed = False
+        self._failed = False
+        self._owner = threading.current_thread()
         # A daemon: no thread of a library keeps a program alive that wants to end.
         self._thread = threading.Thread(target=self._run, name="gtopk-engine", daemon=True)
         self._thread.start()
@@ -89,7 +104,10 @@ class Engine:
         operation = Operation(name, facts, vote, work)
         with self._lock:
             if self._closed:
-                raise HorovodInternalError(f"gtopk has been shut down: '{name}' cannot begin")
+                raise HorovodInternalError(
+                    f"gtopk has been shut down: '{name}' cannot begin; after another init(), make "
+                    "the optimizer anew"
+                )
             if name in self._pending:
                 raise ValueError(
                     f"'{name}' is still in flight: requested to reduce, gather or broadcast a "
@@ -100,10 +118,15 @@ class Engine:
             self._queue.put(operation)
         return operation
 
-    def close(self, reason: str) -> None:
-        """Run what was submitted, tell the peers that this rank leaves, and wait for theirs."""
+    def close(self, reason: str, failed: bool = False) -> None:
+        """Run what was submitted, tell the peers that this rank leaves, and wait for theirs.
+
+        failed: this rank, or the job, cannot go on: who does not leave soon is not waited for, and
+        the job is ended.
+        """
         with self._lock:
             self._closed = True
+            self._failed = failed
             self._queue.put(reason)
         self._thread.join()
 
@@ -113,14 +136,23 @@ class Engine:
                 item = self._queue.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
                 # The program may have ended while a thread of its own keeps the process alive.
-                if threading.main_thread().is_alive():
+                if threading.main_thread().is_alive() or self._owner.is_alive():
                     continue
                 item = self.on_program_end()
             if isinstance(item, str):
                 self._refuse_the_rest()
-                self.transport.leave(item)
+                self._leave(item)
                 return
             self._execute(item)
+
+    def _leave(self, reason: str) -> None:
+        if self._over is None and not self._failed:
+            self.transport.leave(reason)
+            return
+        staying = self.transport.leave(reason, _PATIENCE_SECONDS)
+        if staying and self.transport.name != "local":
+            say(f"rank {self.transport.rank} ends the job; {name_ranks(staying)} went on")
+            self.transport.abort(1)
 
     def _refuse_the_rest(self) -> None:
         """Fail what another thread submitted while the program ended."""
@@ -132,7 +164,9 @@ class Engine:
                 item.finish(error=PeerError("gtopk has been shut down"))
 
     def _execute(self, operation: Operation) -> None:
+        operation.queue_seconds = time.perf_counter() - operation.submitted
         self.activity = operation.name
+        self.transport.traffic.take()
         result: Any = None
         error: BaseException | None = None
         try:
@@ -143,10 +177,10 @@ class Engine:
                     result = self._agree_and_work(operation)
                 except MismatchError as disagreement:
                     error = disagreement  # on every rank, which thus completes the operation
-        except PeerError as gone:
-            self._over = error = gone
         except BaseException as raised:
             error = raised
+            self._give_up(operation, raised)
+        operation.traffic = self.transport.traffic.take()
         self.activity = "idle"
         with self._lock:
             self._pending.discard(operation.name)
@@ -156,4 +190,17 @@ class Engine:
         begun = time.perf_counter()
         votes = agree(self.transport, [operation.name, *operation.facts], operation.vote)
         operation.agree_seconds = time.perf_counter() - begun
-        return operation.work(self.transport, votes)
+        # A sum that overflows is found by its result; NumPy's warning would name this line.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return operation.work(self.transport, votes)
+
+    def _give_up(self, operation: Operation, error: BaseException) -> None:
+        """Take part no more: the peers are inside an operation that this rank did not complete.
+
+        Going on with the next one would pair its messages with theirs of this one.
+        """
+        if self._over is None:
+            cause = error if isinstance(error, PeerError) else None
+            text = f"failed in {operation.name}: {type(error).__name__}: {error}"
+            self._over = cause or PeerError(f"this rank {text}")
+            self.transport.resign(str(error) if cause else text)

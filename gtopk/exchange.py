@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from collectives.algorithms import ALGORITHMS
+from collectives.kernels import all_finite
 from collectives.transports import Transport
 
 from .arrays import from_array, to_array
@@ -24,11 +25,18 @@ from .residual import Residual
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What an exchange did, besides leaving the update in the bucket."""
+    """What an exchange did, besides leaving the update in the bucket.
+
+    finite: whether the update is; the same on every rank, as the update is. A sum can overflow
+            where no gradient did.
+    """
 
     selected: int
     updated: int
     communicate_seconds: float
+    merge_seconds: float
+    finite: bool
+    bytes_counted: bool
 
 
 class Exchange(Protocol):
@@ -56,13 +64,18 @@ class SparseExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         picked = self.residual.accumulate_and_select(bucket.flat, self.k)
-        begun = time.perf_counter()
+        begun, waited = time.perf_counter(), transport.traffic.wait_seconds
         update, returned = self.reduce(picked, self.k, transport)
         communicate_seconds = time.perf_counter() - begun
-        self.residual.settle(picked, returned)
-        bucket.flat.fill(0)
-        bucket.flat[update.indices] = update.values
-        return Exchanged(picked.entries, update.entries, communicate_seconds)
+        merge_seconds = communicate_seconds - (transport.traffic.wait_seconds - waited)
+        finite = all_finite(update.values)
+        if finite:  # else the picks stay in the residuals, every rank's
+            self.residual.settle(picked, returned)
+            bucket.flat.fill(0)
+            bucket.flat[update.indices] = update.values
+        return Exchanged(
+            picked.entries, update.entries, communicate_seconds, merge_seconds, finite, True
+        )
 
 
 class DenseExchange:
@@ -73,8 +86,7 @@ class DenseExchange:
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         begun = time.perf_counter()
         transport.allreduce(bucket.flat)
-        seconds = time.perf_counter() - begun
-        return Exchanged(bucket.flat.size, bucket.flat.size, seconds)
+        return _dense(bucket, transport, time.perf_counter() - begun)
 
 
 class CompressorExchange:
@@ -101,7 +113,12 @@ class CompressorExchange:
                 reduced = from_array(part, tensor)
                 context = compressed[index][1]
                 bucket.views[index].copy_(self.compressor.decompress(reduced, context))
-        return Exchanged(bucket.flat.size, bucket.flat.size, seconds)
+        return _dense(bucket, transport, seconds)
+
+
+def _dense(bucket: Bucket, transport: Transport, seconds: float) -> Exchanged:
+    n = bucket.flat.size
+    return Exchanged(n, n, seconds, 0.0, all_finite(bucket.flat), transport.counts_allreduce)
 
 
 def open_exchange(bucket: Bucket, compression: object) -> Exchange:
@@ -111,7 +128,7 @@ def open_exchange(bucket: Bucket, compression: object) -> Exchange:
     """
     if isinstance(compression, SparseCompression):
         return SparseExchange(bucket, compression)
-    if isinstance(compression, type) and issubclass(compression, NoneCompressor):
+    if compression is NoneCompressor:
         return DenseExchange()
     if isinstance(compression, type) and hasattr(compression, "compress"):
         return CompressorExchange(compression)

@@ -36,8 +36,7 @@ class Guard:
         self.member = member
         self.needed = member.transport.name != "local" and member.transport.size > 1
         self.name = f"rank {member.transport.rank} of {member.transport.size}"
-        self.pid = os.getpid()
-        self.place = f"host {socket.gethostname()}, pid {self.pid}"
+        self.place = f"host {socket.gethostname()}, pid {os.getpid()}"
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
@@ -55,18 +54,15 @@ class Guard:
             self._handles_sigterm = True
 
     def remove(self) -> None:
-        """Give the hooks back."""
+        """Give back the hooks that are still ours."""
         if not self.needed:
             return
-        sys.excepthook = self._excepthook
-        threading.excepthook = self._threading_excepthook
-        if self._handles_sigterm:
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._excepthook
+        if threading.excepthook == self._on_thread_exception:
+            threading.excepthook = self._threading_excepthook
+        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    @property
-    def is_at_home(self) -> bool:
-        """Tell whether this is the rank itself, not a process forked from it (a DataLoader's)."""
-        return os.getpid() == self.pid
 
     def farewell(self, how: str) -> str:
         """Return what the peers are told when this rank leaves."""
@@ -78,10 +74,10 @@ class Guard:
         sys.stderr.flush()
         os.write(2, line.encode(errors="replace"))
 
-    def _end_job(self, kind: type[BaseException], error: BaseException | None) -> None:
-        told = kind.__name__ + (f": {error}" if error is not None and str(error) else "")
-        self._say(f"failed at step {self.member.step}: {told}; ending the job")
-        self.member.transport.abort(1)
+    def tell(self, error: BaseException) -> None:
+        """Say that this rank failed, and with what."""
+        if self.needed:
+            self._say(f"failed at step {self.member.step}: {describe(error)}; ending the job")
 
     def _on_exception(
         self,
@@ -90,20 +86,26 @@ class Guard:
         traceback: TracebackType | None,
     ) -> None:
         self._excepthook(kind, error, traceback)
-        if self.is_at_home:
-            self._end_job(kind, error)
+        self.tell(error)
+        self.member.transport.abort(1)
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         self._threading_excepthook(arguments)
-        if arguments.exc_type is not SystemExit and self.is_at_home:
-            self._end_job(arguments.exc_type, arguments.exc_value)
+        if arguments.exc_type is not SystemExit:
+            self.tell(arguments.exc_value or arguments.exc_type())
+            self.member.transport.abort(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if self.is_at_home:
-            self._say(f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}")
+        self._say(f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _doing(self) -> str:
         activity = self.member.engine.activity
         return "computing" if activity == "idle" else f"in {activity}"
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's type and text on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

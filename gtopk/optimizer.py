@@ -33,6 +33,8 @@ _NOT_FINITE: Final = 1  # bit of the vote; the rest of it stands for the missing
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What is mixed into the class of the wrapped optimizer."""
 
+    _wrapped: torch.optim.Optimizer
+
     def _distribute(
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
@@ -108,12 +110,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         begun = time.perf_counter()
         compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
         self._passes = dict.fromkeys(self._passes, 0)  # also where this fails: the next step counts
-        for name, parameter in zip(self._names, self._bucket.parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise ValueError(
-                    f"the gradient of '{name}' is sparse (COO), and gradients are exchanged dense; "
-                    "use sparse=False in its layer"
-                )
+        self._check_gradients()
         missing = [
             name
             for name, parameter in zip(self._names, self._bucket.parameters, strict=True)
@@ -121,57 +118,90 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         ]
         self._bucket.fill(1.0 / self._world.size if self.op == Average else 1.0)
         finite = all_finite(self._bucket.flat)
-        self._world.transport.traffic.take()
+        missing_everywhere = True
+
+        def work(transport: Transport, votes: list[int]) -> Exchanged | None:
+            nonlocal missing_everywhere
+            missing_everywhere = len({vote >> 1 for vote in votes}) == 1
+            if self.missing_gradients == "error" and not missing_everywhere:
+                raise MismatchError(describe_missing(gather_words(transport, missing)))
+            not_finite = [rank for rank, vote in enumerate(votes) if vote & _NOT_FINITE]
+            if not_finite:
+                self._report_skip(transport, not_finite)
+                return None
+            return self._exchange(self._bucket, transport)
+
         operation = self._world.engine.submit(
             self._operation,
             self._facts,
-            lambda transport, votes: self._run(transport, votes, missing),
+            work,
             vote=(0 if finite else _NOT_FINITE) | zlib.crc32("\n".join(missing).encode()) << 1,
         )
         exchanged: Exchanged | None = operation.wait()
+        self._skip = exchanged is None or not exchanged.finite
+        if self._skip:
+            self.skipped_steps += 1
+            self._bucket.poison()
+            if exchanged is not None:
+                _log.warning(
+                    "rank %d: step %d is skipped on every rank: the sum of finite gradients is "
+                    "not finite",
+                    self._world.rank,
+                    self._world.step,
+                )
+        else:
+            self._bucket.empty(missing_everywhere)
+        self._synchronized = True
+        self._exchange_ended = time.perf_counter()
         communicate_seconds = operation.agree_seconds
         if exchanged is not None:
             communicate_seconds += exchanged.communicate_seconds
-        self._skip = exchanged is None
-        if exchanged is None:
-            self.skipped_steps += 1
-            self._bucket.poison()
-        else:
-            self._bucket.empty()
-        self._synchronized = True
-        self._exchange_ended = time.perf_counter()
-        traffic = self._world.transport.traffic.take()
+        elsewhere = communicate_seconds + operation.queue_seconds
         self.last_step = StepReport(
             step=self._world.step,
             compute_seconds=compute_seconds,
-            select_seconds=self._exchange_ended - begun - communicate_seconds,
+            select_seconds=self._exchange_ended - begun - elsewhere,
             communicate_seconds=communicate_seconds,
-            sent_bytes=traffic.sent_bytes,
-            sent_messages=traffic.sent_messages,
+            merge_seconds=exchanged.merge_seconds if exchanged else 0.0,
+            sent_bytes=operation.traffic.sent_bytes,
+            sent_messages=operation.traffic.sent_messages,
+            bytes_counted=exchanged.bytes_counted if exchanged else True,
             selected=exchanged.selected if exchanged else 0,
             updated=exchanged.updated if exchanged else 0,
-            skipped=exchanged is None,
+            skipped=self._skip,
         )
 
-    def _run(self, transport: Transport, votes: list[int], missing: list[str]) -> Exchanged | None:
-        """Exchange, or return None when a rank's gradient is not finite."""
-        if self.missing_gradients == "error" and len({vote >> 1 for vote in votes}) > 1:
-            raise MismatchError(describe_missing(gather_words(transport, missing)))
-        not_finite = [rank for rank, vote in enumerate(votes) if vote & _NOT_FINITE]
-        if not_finite:
-            culprits = gather_words(transport, self._not_finite())
-            where = "; ".join(
-                f"rank {rank}: {', '.join(map(repr, culprits[rank][:3]))}" for rank in not_finite
-            )
-            _log.warning(
-                "rank %d: step %d is skipped on every rank, residuals untouched: the gradient is "
-                "not finite on %s",
-                transport.rank,
-                self._world.step,
-                where,
-            )
-            return None
-        return self._exchange(self._bucket, transport)
+    def _check_gradients(self) -> None:
+        """Raise ValueError for gradients that would not be exchanged, or not as they are."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                name = self._parameter_names.get(parameter, "without a name")
+                if parameter not in self._passes:
+                    raise ValueError(
+                        f"parameter '{name}' {list(parameter.shape)} has a gradient, but was "
+                        "frozen or not there when DistributedOptimizer was made; make it anew"
+                    )
+                if parameter.grad.is_sparse:
+                    raise ValueError(
+                        f"the gradient of '{name}' is sparse (COO), and gradients are exchanged "
+                        "dense; use sparse=False in its layer"
+                    )
+
+    def _report_skip(self, transport: Transport, not_finite: list[int]) -> None:
+        """Warn, on every rank, of the ranks and parameters whose gradients are not finite."""
+        culprits = gather_words(transport, self._not_finite())
+        where = "; ".join(
+            f"rank {rank}: {', '.join(map(repr, culprits[rank][:3]))}" for rank in not_finite
+        )
+        _log.warning(
+            "rank %d: step %d is skipped on every rank, residuals untouched: the gradient is "
+            "not finite on %s",
+            transport.rank,
+            self._world.step,
+            where,
+        )
 
     def _not_finite(self) -> list[str]:
         """Return the names of the parameters whose gradient holds NaN or infinity here."""
@@ -213,15 +243,29 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         if not self._skip:
             super().step()
+            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
         self._skip = False
         self._world.step += 1
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; what was computed towards the next step is forgotten."""
+        self._passes = dict.fromkeys(self._passes, 0)
+        super().zero_grad(set_to_none)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, and forget what was done towards the next step."""
+        """Load the wrapped optimizer's state, and forget what was done towards the next step.
+
+        The parameter groups stay the same objects: schedulers made before wrapping hold them.
+        """
         self._synchronized = self._skip = False
         self._passes = dict.fromkeys(self._passes, 0)
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
 
 
 def DistributedOptimizer(
@@ -231,6 +275,7 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
+    *,
     missing_gradients: Literal["error", "zeros"] = "error",
 ) -> Any:
     """Return the optimizer, its `step` reduced over all ranks.
@@ -247,7 +292,7 @@ def DistributedOptimizer(
     gradient_predivide_factor: accepted for Horovod's scripts. The weight is always applied before
         the sum, so there is no overflow left to avoid with it.
     missing_gradients: what it means when a parameter has a gradient on some ranks only: an error
-        on all of them, or zeros.
+        on all of them, or zeros. One that has none on any rank is passed over, as without gtopk.
     Raises ValueError for an argument out of its range, names that are missing or double, a
     momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
     """
@@ -263,6 +308,8 @@ def DistributedOptimizer(
         raise ValueError(f"missing_gradients must be 'error' or 'zeros', got {missing_gradients!r}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure many times a step; use another optimizer")
+    if isinstance(optimizer, _DistributedOptimizer):
+        raise ValueError("the optimizer is distributed already; wrap the plain one")
     sparse = isinstance(compression, SparseCompression)
     correction = compression.momentum_correction if sparse else 0.0
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
@@ -271,9 +318,15 @@ def DistributedOptimizer(
             f"momentum_correction={correction} takes the momentum before selection: wrap an "
             f"optimizer with momentum=0, not {momentum}"
         )
+    if correction and any("betas" in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"momentum_correction={correction} is for SGD; {type(optimizer).__name__} has a "
+            "momentum of its own: leave momentum_correction at 0"
+        )
     kind = type(optimizer)
     distributed: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {}))
     distributed.__dict__.update(optimizer.__dict__)
+    distributed._wrapped = optimizer
     # A scheduler that was made before hangs its own step on the instance; ours comes first.
     distributed.__dict__.pop("step", None)
     distributed._distribute(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -24,8 +25,8 @@ def name_parameters(
             "named_parameters must be pairs of a name and a parameter, as "
             "model.named_parameters() gives them"
         )
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    counts = Counter(name for name, _ in pairs)
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ValueError(
             f"parameter names in named_parameters must be unique, but these come twice: "

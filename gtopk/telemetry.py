@@ -12,8 +12,11 @@ class StepReport:
     compute_seconds:     since the last exchange ended: forward, backward, the optimizer's own step.
     select_seconds:      gradients in and out of the bucket, accumulate, select, apply.
     communicate_seconds: agree, encode, exchange, merge and decode; waiting for others included.
+    merge_seconds:       of communicate_seconds: encode, merge and decode here; neither waiting nor
+                         the wire. 0 for dense, whose adding is inside its allreduce.
     sent_bytes:          by this rank, with headers.
     sent_messages:       by this rank.
+    bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
     selected:            entries this rank picked (dense: all).
     updated:             coordinates that the agreed update holds.
     skipped:             a rank's gradient was not finite: nothing was applied anywhere.
@@ -23,8 +26,10 @@ class StepReport:
     compute_seconds: float
     select_seconds: float
     communicate_seconds: float
+    merge_seconds: float
     sent_bytes: int
     sent_messages: int
+    bytes_counted: bool
     selected: int
     updated: int
     skipped: bool

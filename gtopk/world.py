@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from collectives.transports import Transport, open_transport
 
 from . import __version__
 from .engine import Engine
-from .guard import Guard
+from .guard import Guard, describe
 from .launch import MPI_SIZE_VARIABLES, Launched, launched_by
 
 if TYPE_CHECKING:
@@ -55,13 +56,14 @@ class World:
         # Ranks of different versions may differ in anything: refuse them before they do.
         self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
 
-    def close(self, reason: str) -> None:
-        """Leave the world; returns when every rank has left."""
-        self.engine.close(reason)
+    def close(self, reason: str, failed: bool = False) -> None:
+        """Leave the world; returns when every rank has left, or the job is at its end anyway."""
+        self.engine.close(reason, failed)
 
 
 _process: World | None = None
 _guard: Guard | None = None
+_forked_from: int | None = None
 _of_thread = threading.local()
 
 
@@ -96,7 +98,7 @@ def _open(comm: MPI.Intracomm | None) -> Transport:
         )
     # A rank that ended before it came here would leave the others in MPI's start for ever, where
     # no Python runs: faulthandler's own thread ends this process, and the launcher the job.
-    faulthandler.dump_traceback_later(_seconds("GTOPK_START_TIMEOUT"), exit=True)
+    faulthandler.dump_traceback_later(_seconds("GTOPK_START_TIMEOUT"), exit=True, file=2)
     try:
         if comm is None:
             return open_transport("mpi", timeout_seconds)
@@ -135,14 +137,19 @@ def shutdown() -> None:
     if _process is None:
         return
     assert _guard is not None
-    _process.close(_guard.farewell("called shutdown()"))
+    error = sys.exc_info()[1]
+    if error is None:
+        _process.close(_guard.farewell("called shutdown()"))
+    else:  # in a `finally`: the peers must not wait for the traceback to come out
+        _guard.tell(error)
+        _process.close(_guard.farewell(f"raised {describe(error)}"), failed=True)
     _guard.remove()
     _process = _guard = None
     atexit.unregister(_at_exit)
 
 
 def _at_exit() -> None:
-    if _process is not None and _guard is not None and _guard.is_at_home:
+    if _process is not None and _guard is not None:
         _process.close(_guard.farewell("its program ended"))
 
 
@@ -154,9 +161,28 @@ def is_initialized() -> bool:
 def current() -> World:
     """Return the world; raise ValueError before `init` and after `shutdown`."""
     world = _find()
+    if world is None and _forked_from is not None:
+        raise ValueError(
+            f"this process was forked from rank {_forked_from}: only the rank itself communicates"
+        )
     if world is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return world
+
+
+def _after_fork() -> None:
+    """Make a forked child (a DataLoader's worker) no rank: its parent's engine is not in it."""
+    global _process, _guard, _forked_from
+    if _process is None:
+        return
+    assert _guard is not None
+    _guard.remove()
+    atexit.unregister(_at_exit)
+    _forked_from = _process.rank
+    _process = _guard = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _find() -> World | None:

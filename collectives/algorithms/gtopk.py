@@ -18,7 +18,7 @@ from .. import wire
 from ..kernels import contains, merge
 from ..transports.transport import Transport
 from ..vector import SparseVector
-from .gtopk_tree import alive_bytes, pack_alive, unpack_alive
+from .alive import alive_bytes, pack_alive, unpack_alive
 
 
 def reduce(

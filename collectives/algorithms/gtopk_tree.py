@@ -19,7 +19,8 @@ import numpy as np
 from .. import wire
 from ..kernels import contains, merge
 from ..transports.transport import Transport
-from ..vector import Array, SparseVector
+from ..vector import SparseVector
+from .alive import alive_bytes, pack_alive, unpack_alive
 
 
 def reduce(
@@ -54,18 +55,3 @@ def reduce(
         transport.send(wire.encode(update, pack_alive(child_alive)), child)()
         merged, alive = before, contains(survivors, before.indices)
     return update, selected.where(~alive)
-
-
-def alive_bytes(count: int) -> int:
-    """Return how many bytes the bits of `count` entries take."""
-    return -(-count // 8)
-
-
-def pack_alive(alive: Array) -> Array:
-    """Return bool [m] as bits, uint8 [alive_bytes(m)]."""
-    return np.packbits(alive)
-
-
-def unpack_alive(bits: Array, count: int) -> Array:
-    """Return the first `count` bits as bool [count]."""
-    return np.unpackbits(bits, count=count).view(np.bool_)

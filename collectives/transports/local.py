@@ -27,7 +27,6 @@ class _Meeting:
             (source, to): queue.SimpleQueue() for source in range(size) for to in range(size)
         }
         self.left: dict[int, tuple[int, str]] = {}
-        self.everyone_left = threading.Event()
 
 
 class LocalTransport(Transport):
@@ -48,7 +47,13 @@ class LocalTransport(Transport):
         return lambda: None
 
     def receive(self, source: int) -> Array:
-        deadline = time.monotonic() + self._timeout_seconds
+        begun = time.monotonic()
+        try:
+            return self._receive(source, begun + self._timeout_seconds)
+        finally:
+            self.traffic.wait_seconds += time.monotonic() - begun
+
+    def _receive(self, source: int, deadline: float) -> Array:
         box = self._meeting.boxes[source, self.rank]
         while True:
             # Read before the look into the box: whoever leaves has sent all it will ever send.
@@ -65,15 +70,11 @@ class LocalTransport(Transport):
                     f"in {self._activity}"
                 )
 
-    def leave(self, reason: str) -> None:
-        self.lose(reason)
-        self._meeting.everyone_left.wait(self._timeout_seconds)
+    def resign(self, reason: str) -> None:
+        self._left.setdefault(self.rank, (self._completed, reason))
 
-    def lose(self, reason: str) -> None:
-        """Leave without waiting for the peers."""
-        self._left[self.rank] = self._completed, reason
-        if len(self._left) == self.size:
-            self._meeting.everyone_left.set()
+    def collect_resignations(self) -> None:
+        """Do nothing: `_left` is shared by all ranks."""
 
     def abort(self, exit_code: int) -> None:
         os._exit(exit_code)
@@ -108,7 +109,7 @@ def run_ranks(
             results[transport.rank] = program(transport)
         except BaseException as error:
             errors.append(error)
-            transport.lose(f"it raised {type(error).__name__}: {error}")
+            transport.resign(f"it raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=rank, args=(t,), daemon=True) for t in transports]
     for thread in threads:

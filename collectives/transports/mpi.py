@@ -8,7 +8,6 @@ MPI, so larger ones travel in pieces.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -18,7 +17,7 @@ import numpy as np
 from .. import cost
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
-from .transport import Transport
+from .transport import STALL_WARNING_SECONDS, Transport, say
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,7 +31,6 @@ _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 500e-6
 # From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 2 ranks and 100 MB.
 _BLOCKING_BYTES: Final = 1 << 20
 _LOOK_SECONDS: Final = 0.01  # how often a waiting rank looks whether a peer has left
-STALL_WARNING_SECONDS: Final = 60.0
 
 
 def launched_ranks() -> int | None:
@@ -67,7 +65,15 @@ class MpiTransport(Transport):
                 f"library mpi4py uses ({self.library()}) are of different MPIs; use the mpirun "
                 "of that library"
             )
+        if self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED:
+            raise RuntimeError(
+                "MPI was started for one thread only, and gtopk calls it from a thread of its own; "
+                "leave mpi4py.rc.thread_level at 'multiple'"
+            )
         self._timeout_seconds = timeout_seconds
+        self._resigned = False
+        # What MPI may still read: a request is forgotten when it is done, also if nobody waits.
+        self._in_flight: list[tuple[MPI.Request, Array]] = []
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         self.traffic.sent_bytes += message.size
@@ -76,13 +82,19 @@ class MpiTransport(Transport):
         # A piece that is not full is the last one.
         for start in range(0, message.size + 1, PIECE_BYTES):
             piece = message[start : start + PIECE_BYTES]
-            requests.append(self._communicator.Isend([piece, self._mpi.BYTE], to, _DATA))
+            requests.append(self._isend(piece, to, _DATA))
 
         def finish() -> None:
             for request in requests:
                 self._finish(request, to)
 
         return finish
+
+    def _isend(self, message: Array, to: int, tag: int) -> MPI.Request:
+        request = self._communicator.Isend([message, self._mpi.BYTE], to, tag)
+        self._in_flight = [pair for pair in self._in_flight if not pair[0].Test()]
+        self._in_flight.append((request, message))
+        return request
 
     def receive(self, source: int) -> Array:
         pieces: list[Array] = []
@@ -121,7 +133,9 @@ class MpiTransport(Transport):
         for start in range(0, array.size, step):
             piece = array[start : start + step]
             if array.nbytes >= _BLOCKING_BYTES:
+                begun = time.monotonic()
                 self._communicator.Allreduce(self._mpi.IN_PLACE, piece, mpi_op)
+                self.traffic.wait_seconds += time.monotonic() - begun
             else:
                 request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, mpi_op)
                 self._finish(request, None)
@@ -137,6 +151,12 @@ class MpiTransport(Transport):
         peer: the rank waited for; None when it is all of them.
         """
         begun = time.monotonic()
+        try:
+            return self._poll(test, peer, begun)
+        finally:
+            self.traffic.wait_seconds += time.monotonic() - begun
+
+    def _poll(self, test: Callable[[], T | None], peer: int | None, begun: float) -> T:
         next_look = begun + _LOOK_SECONDS
         next_warning = begun + STALL_WARNING_SECONDS
         sleep_seconds = _SHORTEST_SLEEP_SECONDS
@@ -152,7 +172,7 @@ class MpiTransport(Transport):
             if now < next_look:
                 continue
             next_look = now + _LOOK_SECONDS
-            self._collect_farewells()
+            self.collect_resignations()
             missing = self._missing(peer)
             if missing:
                 if (result := test()) is not None:  # sent before its sender left
@@ -162,30 +182,31 @@ class MpiTransport(Transport):
             who = "its peers" if peer is None else f"rank {peer}"
             waiting = f"rank {self.rank} has waited {waited:.0f} s for {who} in {self._activity}"
             if waited > self._timeout_seconds:
-                raise PeerTimeoutError(f"{waiting}; GTOPK_TIMEOUT (seconds) allows for more")
+                raise PeerTimeoutError(waiting)
             if now > next_warning:
                 next_warning = now + STALL_WARNING_SECONDS
-                print(f"gtopk: {waiting}", file=sys.stderr, flush=True)
+                say(waiting)
         return result
 
-    def _collect_farewells(self) -> None:
-        """Note who has left since the last look."""
+    def collect_resignations(self) -> None:
         status = self._mpi.Status()
+        if self._mpi.Is_finalized():
+            self._left |= dict.fromkeys(range(self.size), (0, "MPI is finalized"))
+            return
         while self._communicator.Iprobe(self._mpi.ANY_SOURCE, _LEAVE, status):
             text = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
             self._communicator.Recv([text, self._mpi.BYTE], status.source, _LEAVE)
             completed, reason = text.tobytes().decode(errors="replace").split(" ", 1)
             self._left[status.source] = int(completed), reason
 
-    def leave(self, reason: str) -> None:
+    def resign(self, reason: str) -> None:
+        if self._resigned or self._mpi.Is_finalized():
+            return
+        self._resigned = True
         text = np.frombuffer(f"{self._completed} {reason}".encode(), np.uint8)
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        requests = [self._communicator.Isend([text, self._mpi.BYTE], p, _LEAVE) for p in peers]
-        while len(self._left) < len(peers):
-            time.sleep(_LONGEST_SLEEP_SECONDS)
-            self._collect_farewells()
-        for request in requests:
-            request.Wait()
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._isend(text, rank, _LEAVE)
 
     def abort(self, exit_code: int) -> None:
         self._mpi.COMM_WORLD.Abort(exit_code)

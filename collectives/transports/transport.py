@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import itertools
 import struct
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from ..errors import MessageError
 from ..vector import Array
+
+STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, in one write: lines of several ranks share it."""
+    print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
+
 
 REDUCTIONS: dict[str, Callable[..., Array]] = {
     "sum": np.add,
@@ -29,15 +40,20 @@ REDUCTIONS: dict[str, Callable[..., Array]] = {
 
 @dataclass
 class Traffic:
-    """What this rank sent since the counters were read last."""
+    """What this rank sent, and how long it waited, since the counters were read last.
+
+    wait_seconds: for messages to come or go, and inside an allreduce of the library's own.
+    """
 
     sent_bytes: int = 0
     sent_messages: int = 0
+    wait_seconds: float = field(default=0.0, compare=False)
 
     def take(self) -> Traffic:
         """Return the counters and set them to zero."""
-        taken = Traffic(self.sent_bytes, self.sent_messages)
+        taken = Traffic(self.sent_bytes, self.sent_messages, self.wait_seconds)
         self.sent_bytes = self.sent_messages = 0
+        self.wait_seconds = 0.0
         return taken
 
 
@@ -77,11 +93,15 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def leave(self, reason: str) -> None:
+    def resign(self, reason: str) -> None:
         """Tell every peer that this rank takes part no more; whoever waits for it gets an error.
 
-        Returns when every peer has left too.
+        Returns at once; only the first reason counts.
         """
+
+    @abstractmethod
+    def collect_resignations(self) -> None:
+        """Note in `_left` who has resigned since the last look."""
 
     @abstractmethod
     def abort(self, exit_code: int) -> None:
@@ -116,6 +136,25 @@ class Transport(ABC):
                     f"in {self._activity}"
                 )
         return None
+
+    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+        """Resign, and return when every peer has resigned too, or with the ranks that have not.
+
+        patience_seconds: how long to wait for them; None: for ever, with a word now and then.
+        """
+        self.resign(reason)
+        begun = time.monotonic()
+        next_warning = begun + STALL_WARNING_SECONDS
+        while True:
+            self.collect_resignations()
+            others = [r for r in range(self.size) if r != self.rank and r not in self._left]
+            now = time.monotonic()
+            if not others or (patience_seconds is not None and now > begun + patience_seconds):
+                return others
+            if now > next_warning:
+                next_warning = now + STALL_WARNING_SECONDS
+                say(f"rank {self.rank} is done ({reason}) and waits for {others} to end, too")
+            time.sleep(0.001)
 
     def exchange(self, message: Array, peer: int) -> Array:
         """Swap messages with a rank that does the same."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..launch import LaunchError, explain, rank_environment, run, usable_cores
 from .model import LATENCY_SECONDS, break_even
-from .plan import PROGRESS, Plan
+from .plan import PROGRESS, TRAIN_IMAGES, Plan
 from .record import PARTS, Record
-from .units import bandwidth_text, bytes_text
+from .units import about_bandwidth_text, bytes_text, count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,10 +54,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, name) < 1:
             return fail(f"--{name} must be at least 1, got {getattr(options, name)}")
     plan = Plan(options.ranks, options.seeds, options.epochs, density=options.density)
+    if plan.ranks > plan.most_ranks():
+        return fail(
+            f"--ranks must be at most {plan.most_ranks()}, got {plan.ranks}: a step takes "
+            f"{plan.batch} images per rank, and there are {count_text(TRAIN_IMAGES)} to train on"
+        )
+    if plan.epochs * plan.steps_per_epoch() < 2:
+        return fail(
+            f"--epochs must be at least 2 with {plan.ranks} ranks, got {plan.epochs}: a run needs "
+            "two steps to time one"
+        )
     try:
         plan.methods()
     except ValueError as error:
         return fail(f"--{error}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.out):
+            pass  # before the ranks start, not after minutes of training
+    except OSError as error:
+        return fail(
+            f"--out must be a folder that can be written to, got '{options.out}': {error.strerror}"
+        )
     from rich.console import Console
 
     # Without a terminal there is no width to ask for; the table fits this one.
@@ -162,7 +180,7 @@ def show(console: Console, records: Sequence[Record]) -> None:
         "sent per\nstep",
         "vs\ndense",
         "ms/step\ncompute",
-        "\nselect",
+        "select\n+ copy",
         "\ncommun.",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -218,14 +236,13 @@ def model_line(dense: Record, gtopk: Record) -> str:
         return f"on links of {latency}, this step of gTop-k pays at every bandwidth"
     return (
         f"on links of {latency}, this step of gTop-k is faster than dense below "
-        f"{bandwidth_text(bits_per_second)}, slower above"
+        f"{about_bandwidth_text(bits_per_second)}, slower above (select and merge as measured here)"
     )
 
 
 def write_report(records: Sequence[Record], folder: Path) -> None:
-    """Write results.json and index.html."""
+    """Write results.json and index.html into a folder that is there."""
     from .page import write_page
 
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     write_page(records, folder / "index.html")

@@ -15,7 +15,7 @@ from .plots import (
     part_key,
     step_time_by_part,
 )
-from .record import PARTS, Record
+from .record import PART_NAMES, PARTS, Record
 from .svg import key
 from .units import seconds_text
 from .verdicts import model_verdict
@@ -37,8 +37,9 @@ def figures(records: Sequence[Record]) -> str:
 def epochs_figure(records: Sequence[Record], methods: str) -> str:
     """Show accuracy over epochs."""
     reading = (
-        "A line is the mean over seeds, its band goes from the worst to the best seed. Methods "
-        "whose bands overlap are not told apart by this run."
+        "A line is the mean over seeds, its band goes from the worst to the best seed. What makes "
+        "a seed easy or hard is the same for all methods: bands that overlap can still be told "
+        "apart seed by seed, as the words above do."
     )
     if records[0]["seeds"] == 1:
         reading = "A line is the one seed that was run; another seed would draw another line."
@@ -77,9 +78,12 @@ def parts_figure(records: Sequence[Record]) -> str:
     """Show step time by part."""
     return figure(
         "Step time by part, measured here",
-        legend((part_key(part), part) for part in PARTS) + step_time_by_part(records),
+        legend((part_key(part), PART_NAMES[part]) for part in PARTS) + step_time_by_part(records),
         "A bar is one step: the median over steps of each part, averaged over ranks. Shorter is "
-        "better.",
+        "better. Compute is forward, backward and the optimizer's own step. Select + copy is "
+        "gradients in and out of the bucket, the check that they are finite, accumulate, select, "
+        "apply; dense copies and checks, too. Communicate is agree, encode, exchange, merge, "
+        "decode, and waiting for others.",
         f"A cluster: all {records[0]['ranks']} ranks share this machine's cores and exchange "
         "through its memory, so dense communication is nearly free here, and waiting for a core "
         "counts as part of whatever was waiting.",
@@ -96,8 +100,10 @@ def model_figure(records: Sequence[Record], methods: str) -> str:
         f"Lower is better. {found[0].upper()}{found[1:]}. Both axes are logarithmic.",
         "A measurement of any network: communication is the alpha-beta model, latency times "
         "messages plus bytes over bandwidth, with dense as the best known allreduce and an assumed "
-        f"latency of {seconds_text(LATENCY_SECONDS)}. Compute and select times are those measured "
-        "on this machine (one compute time for all methods: their median), and nothing overlaps.",
+        f"latency of {seconds_text(LATENCY_SECONDS)}. Compute, select and merge (with encode and "
+        "decode) are the measured ones of this machine, whose cores the ranks share; one compute "
+        "time for all methods, their median. The adding inside dense's allreduce is left out, "
+        "which favours dense. Nothing overlaps.",
     )
 
 

@@ -34,9 +34,9 @@ def shared_compute_seconds(records: Sequence[Record]) -> float:
 
 
 def modelled_step_seconds(record: Record, compute_seconds: float, link: Link) -> float:
-    """Return compute and select as measured plus communication as modelled, not overlapped."""
-    communicate = COMMUNICATION[record["method"]](record["selected"], record["ranks"], link)
-    return compute_seconds + record["step_seconds"]["select"] + communicate
+    """Return compute, select and merge as measured plus the wire as modelled, not overlapped."""
+    wire = COMMUNICATION[record["method"]](record["selected"], record["ranks"], link)
+    return compute_seconds + record["step_seconds"]["select"] + record["merge_seconds"] + wire
 
 
 def break_even(dense: Record, sparse: Record) -> float | None:

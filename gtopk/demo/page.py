@@ -176,7 +176,9 @@ def table_note(records: Sequence[Record]) -> str:
     k, more = count_text(gtopk["selected"]), count_text(equal_bytes["selected"])
     note = (
         "Accuracy on test images that no rank trained on; ± is the sample standard deviation over "
-        f"seeds. Every rank selects {k} entries a step under {gtopk['label']}, as many as under "
+        "seeds. Behind a difference, ± is its standard error: methods are compared seed by seed, "
+        "with the same split and the same initial weights. Every rank selects "
+        f"{k} entries a step under {gtopk['label']}, as many as under "
         f"{topk['label']}, and {more} under {equal_bytes['label']}, to send about as many bytes as "
         f"{topk['label']}. Bytes are those a rank sends, not those it receives."
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..compression import Compression, SparseCompression
 
+TRAIN_IMAGES, TEST_IMAGES = 1437, 360  # of scikit-learn's digits
 PROGRESS = "@progress "  # begins the lines of JSON by which rank 0 tells how far it is
 
 
@@ -32,6 +33,14 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote."""
         return cls(**json.loads(text))
+
+    def steps_per_epoch(self) -> int:
+        """Return how often the ranks together find a full batch in the training images."""
+        return TRAIN_IMAGES // (self.batch * self.ranks)
+
+    def most_ranks(self) -> int:
+        """Return the largest number of ranks that the training images are enough for."""
+        return TRAIN_IMAGES // self.batch
 
     def methods(self) -> list[Method]:
         """Return what is compared, in the order of the report."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from collectives.cost import Link
 
 from .model import LATENCY_SECONDS, break_even, modelled_step_seconds, shared_compute_seconds
-from .record import PARTS, Part, Record
+from .record import PART_NAMES, PARTS, Part, Record
 from .svg import (
     BOTTOM,
     LEFT,
@@ -26,7 +26,7 @@ from .svg import (
     text,
     vertical,
 )
-from .units import bandwidth_text, bytes_text, seconds_text
+from .units import about_bandwidth_text, bandwidth_text, bytes_text, seconds_text
 
 SLOWEST_LINK, FASTEST_LINK = 1e7, 1e11  # bits per second, the modelled range
 BAR_ROW, BAR_HEIGHT = 74, 18  # units of the drawing
@@ -122,7 +122,7 @@ def step_time_by_part(records: Sequence[Record]) -> str:
             )
             left += width
             if seconds:
-                words.append(f"{part} {seconds_text(seconds)}")
+                words.append(f"{PART_NAMES[part]} {seconds_text(seconds)}")
         rows.append(text((0, top + 56), " · ".join(words), "tick"))
     title = "Measured time of a step, one bar per method, split by part"
     return drawing(title, [HATCHES, *rows], height=len(records) * BAR_ROW)
@@ -186,5 +186,5 @@ def break_even_marker(x: Axis, bandwidth: float | None) -> str:
     return (
         f'<path class="break-even" d="M{at:.1f} {TOP}V{BOTTOM}"/>'
         + text((at + side, TOP + 14), "break-even in the model", f"label {anchor}")
-        + text((at + side, TOP + 31), bandwidth_text(bandwidth), f"label {anchor}")
+        + text((at + side, TOP + 31), about_bandwidth_text(bandwidth), f"label {anchor}")
     )

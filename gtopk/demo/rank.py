@@ -24,10 +24,8 @@ import gtopk.torch as hvd
 from .. import world
 from ..launch import usable_cores
 from ..telemetry import StepReport
-from .plan import PROGRESS, Method, Plan
+from .plan import PROGRESS, TEST_IMAGES, Method, Plan
 from .record import Machine, Record
-
-TEST_IMAGES = 360
 
 
 class Digits(NamedTuple):
@@ -88,7 +86,7 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
     for epoch in range(plan.epochs):
         shuffle = torch.Generator().manual_seed(1000 * seed + epoch)
         order = torch.randperm(len(data.y), generator=shuffle)
-        for start in range(0, len(order) - together + 1, together):
+        for start in range(0, plan.steps_per_epoch() * together, together):
             mine = order[start + hvd.rank() * plan.batch :][: plan.batch]
             optimizer.zero_grad()
             F.cross_entropy(model(data.x[mine]), data.y[mine]).backward()
@@ -150,7 +148,7 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Rec
         accuracy_by_seed=accuracies,
         accuracy_by_epoch=[run.accuracy_by_epoch for run in runs],
         bytes_per_step=statistics.fmean(hvd.allgather_object(sent)),
-        bytes_counted=method.sparse or world.current().transport.counts_allreduce,
+        bytes_counted=all(step.bytes_counted for run in runs for step in run.steps),
         density=method.density,
         seconds=statistics.fmean(run.seconds for run in runs),
         step_seconds={
@@ -158,6 +156,7 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Rec
             "select": part_seconds(runs, "select"),
             "communicate": part_seconds(runs, "communicate"),
         },
+        merge_seconds=part_seconds(runs, "merge"),
         final_replicas_identical=all(run.identical for run in runs),
         ranks=hvd.size(),
         parameters=sum(p.numel() for p in model.parameters()),

@@ -9,14 +9,25 @@ METHODS = ("dense", "topk", "gtopk", "gtopk-equal-bytes")  # the order of result
 
 Part = Literal["compute", "select", "communicate"]
 PARTS: tuple[Part, ...] = ("compute", "select", "communicate")  # of a step
+PART_NAMES: dict[Part, str] = {  # as the report's reader sees them
+    "compute": "compute",
+    "select": "select + copy",
+    "communicate": "communicate",
+}
 
 
 class StepSeconds(TypedDict):
-    """Seconds of a step by part: median over steps, mean over ranks."""
+    """Seconds of a step by part (median over steps, mean over ranks), as in StepReport.
 
-    compute: float  # forward and backward
-    select: float  # accumulating into the residual, and choosing the k entries
-    communicate: float  # encoding, exchanging and merging, decoding; waiting for others included
+    compute:     since the last exchange ended: forward, backward, the optimizer's own step.
+    select:      gradients in and out of the bucket, the check that they are finite, accumulate,
+                 select, apply; dense copies and checks, too.
+    communicate: agree, encode, exchange, merge and decode; waiting for others included.
+    """
+
+    compute: float
+    select: float
+    communicate: float
 
 
 class Machine(TypedDict):
@@ -43,6 +54,7 @@ class Record(TypedDict):
     density: float  # share of the gradient's entries that a rank selects; 1.0 for dense
     seconds: float  # wall clock of one training run, mean over seeds
     step_seconds: StepSeconds
+    merge_seconds: float  # of communicate, a median of its own: encode, merge, decode; 0 for dense
     final_replicas_identical: bool  # every rank ended with the same bits, for every seed
     ranks: int
     parameters: int

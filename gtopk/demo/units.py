@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 SPACE = "\N{NO-BREAK SPACE}"
+BANDWIDTHS = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
 
 
 def count_text(value: float) -> str:
@@ -18,8 +20,13 @@ def bytes_text(value: float) -> str:
 
 
 def bandwidth_text(bits_per_second: float) -> str:
-    """Return 2.3e9 as "2.3 Gbit/s"."""
-    return scaled(bits_per_second, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+    """Return 2.3e9 as "2.30 Gbit/s"."""
+    return scaled(bits_per_second, BANDWIDTHS)
+
+
+def about_bandwidth_text(bits_per_second: float) -> str:
+    """Return 2.345e9 as "about 2.3 Gbit/s": measured times that it hangs on say no more."""
+    return f"about{SPACE}{scaled(float(f'{bits_per_second:.1e}'), BANDWIDTHS, '{:g}'.format)}"
 
 
 def seconds_text(value: float) -> str:
@@ -29,17 +36,17 @@ def seconds_text(value: float) -> str:
     )
 
 
-def scaled(value: float, units: tuple[str, ...]) -> str:
-    """Return `value` with three digits, in the largest of `units` (1000 apart) that fits."""
-    power = int(math.log10(value) / 3 + 1e-9) if value >= 1 else 0
-    power = min(power, len(units) - 1)
-    return f"{digits(value / 1000**power)}{SPACE}{units[power]}"
-
-
 def digits(value: float) -> str:
     """Return `value` with three significant digits and no exponent; 10 as "10"."""
     whole = round(value, 6) == round(value)
     return f"{value:,.{0 if whole or value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def scaled(value: float, units: tuple[str, ...], written: Callable[[float], str] = digits) -> str:
+    """Return `value` as `written` writes it, in the largest of `units` (1000 apart) that fits."""
+    power = int(math.log10(value) / 3 + 1e-9) if value >= 1 else 0
+    power = min(power, len(units) - 1)
+    return f"{written(value / 1000**power)}{SPACE}{units[power]}"
 
 
 def percent_text(share: float) -> str:

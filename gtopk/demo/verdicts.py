@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from .model import LATENCY_SECONDS, break_even
 from .record import Record
-from .units import bandwidth_text, bytes_text, digits, percent_text, seconds_text
+from .units import about_bandwidth_text, bytes_text, digits, percent_text, seconds_text
 
 SAME_TIME = 0.03  # runs whose times differ by less are called equally long
+STANDARD_ERRORS = 2  # a difference in accuracy of no more than these may be chance
 
 
 class Verdict(NamedTuple):
@@ -76,19 +77,43 @@ def fraction(part: float, whole: float) -> str:
 
 
 def accuracy_verdict(record: Record, other: Record) -> Verdict:
-    """Judge the accuracy by the larger of the two spreads over seeds."""
-    points = 100 * (record["accuracy"] - other["accuracy"])
-    noise = 100 * max(spread(record), spread(other))
+    """Judge the accuracy by its differences seed by seed: more than two standard errors count.
+
+    Both methods start a seed with the same split and the same weights, so the difference within a
+    seed is free of what makes one seed easier than another. One seed alone: any shortfall counts.
+    """
+    mean, error = paired_difference(record, other)
     name = "dense" if other["method"] == "dense" else other["label"]
-    if abs(points) < 0.05:
+    if round(abs(mean), 9) == 0:
         return Verdict(f"equals that of {name} ({percent_text(record['accuracy'])})", False)
-    distance = f"lies {abs(points):.1f} points {'below' if points < 0 else 'above'} {name}"
-    if record["seeds"] < 2:
-        return Verdict(f"{distance} (one seed: no spread to judge that by)", points < 0)
-    if abs(points) <= noise:
-        return Verdict(f"{distance}, within the spread over seeds ({noise:.1f} points)", False)
-    outcome = f"{distance}, more than the spread over seeds ({noise:.1f} points)"
-    return Verdict(f"{outcome}: a loss" if points < 0 else outcome, points < 0)
+    distance = f"lies {points(mean)} points {'below' if mean < 0 else 'above'} {name}"
+    if error is None:
+        outcome = f"{distance} (one seed: no spread to judge that by)"
+        return Verdict(f"{outcome}: a loss" if mean < 0 else outcome, mean < 0)
+    outcome = f"{distance} (± {points(error)}, paired over {record['seeds']} seeds)"
+    if abs(mean) <= STANDARD_ERRORS * error:
+        return Verdict(f"{outcome}, within two standard errors", False)
+    return Verdict(
+        f"{outcome}: a loss" if mean < 0 else f"{outcome}, more than two standard errors", mean < 0
+    )
+
+
+def points(share: float) -> str:
+    """Return a size in percentage points as "0.6", or as "0.04" where one decimal shows nothing."""
+    size = 100 * abs(share)
+    return f"{size:.{1 if size >= 0.05 or size == 0 else 2}f}"
+
+
+def paired_difference(record: Record, other: Record) -> tuple[float, float | None]:
+    """Return mean and standard error of the accuracy's differences by seed; None for one seed."""
+    differences = [
+        mine - theirs
+        for mine, theirs in zip(record["accuracy_by_seed"], other["accuracy_by_seed"], strict=True)
+    ]
+    mean = statistics.fmean(differences)
+    if len(differences) < 2:
+        return mean, None
+    return mean, statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 def time_verdict(record: Record, dense: Record) -> Verdict:
@@ -127,7 +152,7 @@ def model_verdict(dense: Record, sparse: Record) -> Verdict:
             f"in the model {name} is faster than dense at every bandwidth, {latency}", False
         )
     return Verdict(
-        f"in the model {name} is faster than dense below {bandwidth_text(bandwidth)} "
+        f"in the model {name} is faster than dense below {about_bandwidth_text(bandwidth)} "
         f"and slower above, {latency}",
         False,
     )

@@ -207,11 +207,13 @@ def _allreduce(
     array = to_array(_checked(tensor))
 
     def work(transport: Transport, votes: list[int]) -> NDArray[Any]:
-        reduced = _scaled(array, prescale_factor)
+        # A sum of float16 overflows early: an average is scaled before it, not after.
+        early = op == Average and array.dtype == np.float16
+        reduced = _scaled(array, prescale_factor / transport.size if early else prescale_factor)
         transport.allreduce(reduced, _REDUCTIONS[op])
         if op == Average and reduced.dtype.kind != "f":
             reduced = np.sign(reduced) * (np.abs(reduced) // transport.size)
-        elif op == Average:
+        elif op == Average and not early:
             reduced = _scaled(reduced, 1.0 / transport.size)
         return _scaled(reduced, postscale_factor)
 
@@ -264,6 +266,11 @@ def allreduce(
 
     Integers are averaged truncating toward zero; float16 is added in float32.
     """
+    if not hasattr(compression, "compress"):
+        raise TypeError(
+            f"allreduce takes Compression.none, Compression.fp16 or a Compressor class, got "
+            f"{compression!r}: top-k needs the residual that DistributedOptimizer keeps"
+        )
     reduction = _reduction(op, average)
     compressed, context = compression.compress(tensor)
     reduced = _Allreduce.apply(compressed, name, reduction, prescale_factor, postscale_factor)  # type: ignore[no-untyped-call]

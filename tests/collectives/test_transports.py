@@ -167,7 +167,7 @@ def test_a_rank_that_failed_in_the_operation_has_not_completed_it() -> None:
 def test_what_was_sent_before_leaving_still_arrives() -> None:
     sender, receiver = local_world(2, timeout_seconds=30)
     sender.send(MESSAGE, 1)()
-    sender.lose("done")
+    sender.resign("done")
     assert receiver.receive(0).tobytes() == MESSAGE.tobytes()
     with pytest.raises(PeerError, match=r"rank 0 left \(done\) .* in an exchange"):
         receiver.receive(0)
@@ -188,7 +188,7 @@ def test_many_ranks_may_leave_while_others_look_who_has_left() -> None:
     try:
         for _ in range(10):
             world = local_world(size, timeout_seconds=30)
-            leaver = threading.Thread(target=lambda w=world: [t.lose("done") for t in w[1:]])
+            leaver = threading.Thread(target=lambda w=world: [t.resign("done") for t in w[1:]])
             leaver.start()
             while leaver.is_alive():
                 world[0]._missing(0)
@@ -263,6 +263,14 @@ def test_a_malformed_part_of_an_allgather_names_the_sender(content: bytes) -> No
     receiver, babbler = local_world(2, timeout_seconds=5)
     babbler.send(np.frombuffer(content, np.uint8), 0)
     with pytest.raises(MessageError, match=f"from rank 1 is malformed: its {len(content)} bytes"):
+        receiver.allgather(MESSAGE)
+
+
+def test_sizes_that_only_add_up_are_refused() -> None:
+    receiver, neighbour, babbler, _ = local_world(4, timeout_seconds=5)
+    neighbour.send(np.array([1, 0], np.int64).view(np.uint8), 0)
+    babbler.send(np.array([2, -1, 1], np.int64).view(np.uint8), 0)
+    with pytest.raises(MessageError, match=r"from rank 2 is malformed: .* not 2 messages"):
         receiver.allgather(MESSAGE)
 
 

@@ -62,3 +62,39 @@ def test_a_rank_that_ends_before_all_have_met_ends_the_start(mpirun):
     job = mpirun(2, "never_arrives.py", timeout=60, GTOPK_START_TIMEOUT="5")
     assert job.returncode != 0
     assert "Timeout (0:00:05)" in job.stderr
+
+
+def test_an_operation_that_fails_on_one_rank_ends_on_all(mpirun):
+    """Going on would pair messages of different steps: silently wrong sums."""
+    job = mpirun(3, "fails.py", "an operation fails and the script goes on", timeout=60)
+    for rank in (0, 2):
+        assert re.search(
+            rf"rank {rank}: rank 1 left \(failed in gradients.1: RuntimeError: out of memory\)",
+            job.stdout,
+        ), job.stdout
+    assert "rank 1: out of memory" in job.stdout
+    assert "AssertionError" not in job.stderr
+
+
+def test_an_exception_that_passes_a_finally_with_shutdown_ends_the_job_at_once(mpirun):
+    begun = time.time()
+    job = mpirun(2, "fails.py", "an exception passes a finally", timeout=50)
+    assert job.returncode != 0
+    assert "rank 1 of 2" in job.stderr
+    assert "failed at step 0: ValueError: boom" in job.stderr
+    assert time.time() - begun < 40, "rank 0 would have slept for 60 s"
+
+
+def test_a_frozen_peer_is_named_and_does_not_hold_the_others(mpirun):
+    job = mpirun(3, "fails.py", "a peer is frozen", timeout=60, GTOPK_TIMEOUT="3")
+    assert job.returncode != 0
+    assert re.search(r"has waited 3 s for rank 1 in barrier", job.stderr), job.stderr
+    assert "GTOPK_TIMEOUT" in job.stderr
+    (frozen,) = re.findall(r"frozen (\d+)", job.stdout)
+    assert not runs(frozen)
+
+
+def test_workers_forked_from_a_rank_are_no_ranks(mpirun):
+    job = mpirun(2, "forks.py", timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert "gtopk" not in job.stderr

@@ -351,3 +351,182 @@ def test_momentum_correction_remembers_what_was_not_sent():
     assert parameter.tolist() == [-8.0, 0.0]
     assert residual.values.tolist() == [0.0, 2.5]
     assert residual.velocity.tolist() == [0.0, 1.5]
+
+
+def test_a_parameter_without_a_gradient_anywhere_is_passed_over(threads):
+    """As without gtopk: no weight decay, no momentum, no step."""
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        used, unused = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in "ab")
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([used, unused], lr=0.1, momentum=0.9, weight_decay=0.5)
+            )
+            for _ in range(3):
+                optimizer.zero_grad()
+                used.sum().backward()
+                optimizer.step()
+        assert unused.grad is None
+        return unused.detach()
+
+    for unused in threads(2, program):
+        assert torch.equal(unused, torch.ones(2, dtype=torch.float64))
+
+
+def test_what_a_residual_holds_of_a_parameter_is_applied_where_its_gradient_is_missing():
+    first, second = (torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in "ab")
+    with world.entered(local_world(1)[0]):
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([first, second], lr=1.0), compression=Compression.gtopk(0.5)
+        )
+        first.grad, second.grad = torch.full_like(first, 5.0), torch.full_like(second, 3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        first.grad = torch.full_like(first, 1.0)
+        optimizer.step()
+    assert (first.item(), second.item()) == (-5.0, -3.0)
+
+
+@pytest.mark.parametrize(
+    "compression", [Compression.none, Compression.fp16, Compression.gtopk(1.0)], ids=repr
+)
+def test_a_sum_that_overflows_skips_the_step_and_keeps_what_was_picked(threads, compression):
+    largest = 6e4 if compression is Compression.fp16 else 3e38
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), compression=compression, op=Sum
+            )
+            parameter.grad = torch.full_like(parameter, largest)
+            optimizer.step()
+            assert optimizer.last_step.skipped
+            assert optimizer.skipped_steps == 1
+            assert parameter.grad.isnan().all()
+            if isinstance(optimizer._exchange, SparseExchange):
+                np.testing.assert_array_equal(
+                    optimizer._exchange.residual.values, np.float32(largest)
+                )
+        return parameter.detach()
+
+    for parameter in threads(2, program):
+        assert torch.equal(parameter, torch.zeros(3))
+
+
+def test_a_batch_may_be_dropped_between_backward_and_step(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(3):
+                loss(model, *batch(transport.rank, 0)).backward()
+                optimizer.zero_grad()
+            loss(model, *batch(transport.rank, 0)).backward()
+            optimizer.step()
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_a_parameter_that_came_later_is_an_error_not_a_local_step(threads, how):
+    def program(transport: LocalTransport) -> None:
+        model, late = network(), torch.nn.Parameter(torch.zeros(2), requires_grad=how == "added")
+        groups = [*model.parameters()] + ([late] if how == "unfrozen" else [])
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+            if how == "added":
+                optimizer.add_param_group({"params": [late]})
+            late.requires_grad_(True)
+            (loss(model, *batch(transport.rank, 0)) + late.sum()).backward()
+            with pytest.raises(ValueError, match=r"\[2\] has a gradient, but was frozen or not"):
+                optimizer.step()
+
+    threads(2, program)
+
+
+def test_a_scheduler_made_before_wrapping_survives_a_checkpoint():
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    with world.entered(local_world(1)[0]):
+        optimizer = DistributedOptimizer(inner)
+        optimizer.load_state_dict(optimizer.state_dict())
+        loss(model, *batch(0, 0)).backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_an_optimizer_is_forgotten_by_the_parameters_it_had(threads):
+    """Wrapping the same model again does not count its backward passes twice."""
+
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            for _ in range(3):
+                optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+                loss(model, *batch(transport.rank, 0)).backward()
+                optimizer.step()
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "complex"),
+        ([torch.nn.Parameter(torch.zeros(0))], "nothing to train"),
+    ],
+)
+def test_what_cannot_be_exchanged_is_refused_at_once(parameters, said):
+    with (
+        world.entered(local_world(1)[0]),
+        pytest.raises(ValueError, match=said),
+    ):
+        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+
+
+def test_one_float64_parameter_makes_the_bucket_float64(threads):
+    def program(transport: LocalTransport) -> float:
+        wide = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        narrow = torch.nn.Parameter(torch.zeros(1))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(torch.optim.SGD([narrow, wide], lr=1.0))
+            wide.grad, narrow.grad = torch.full_like(wide, 1 + 1e-10), torch.ones_like(narrow)
+            optimizer.step()
+        return wide.item()
+
+    assert threads(2, program) == [-(1 + 1e-10)] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: torch.optim.Adam(p), "momentum of its own"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), "momentum=0, not 0.5"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS"),
+        (lambda p: DistributedOptimizer(torch.optim.SGD(p, lr=0.1)), "distributed already"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_refused_at_once(make, said):
+    with world.entered(local_world(1)[0]):
+        optimizer = make(network().parameters())
+        with pytest.raises(ValueError, match=said):
+            DistributedOptimizer(
+                optimizer, compression=Compression.gtopk(0.1, momentum_correction=0.9)
+            )
+
+
+def test_what_waits_in_the_queue_is_neither_selection_nor_sent_for_the_step(threads):
+    def program(transport: LocalTransport) -> Any:
+        model = network()
+        with world.entered(transport) as here:
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            loss(model, *batch(transport.rank, 0)).backward()
+            here.engine.submit("large", [], lambda t, votes: t.allreduce(np.zeros(2_000_000)))
+            optimizer.step()
+            return optimizer.last_step
+
+    for report in threads(2, program):
+        assert report.sent_bytes < 10_000

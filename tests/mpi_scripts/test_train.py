@@ -50,7 +50,10 @@ def digits(tmp_path_factory) -> str:
 
 def accuracies(text: str) -> list[float]:
     """Return the test accuracy of every epoch, which must be all that is printed."""
-    pattern = r"epoch +(\d+)  loss \d+\.\d{4}  test accuracy (\d\.\d{4})  sent per rank [\d.]+ MB"
+    pattern = (
+        r"epoch +(\d+)  loss \d+\.\d{4}  test accuracy (\d\.\d{4})  "
+        r"sent per rank(?:, reckoned,)? [\d.]+ MB"
+    )
     lines = [re.fullmatch(pattern, line) for line in text.splitlines()]
     assert all(lines), text
     assert [int(line[1]) for line in lines] == list(range(1, len(lines) + 1))
@@ -93,6 +96,8 @@ def test_every_compression_trains_and_one_rank_tells_alike_every_time(
         assert accuracies(once[0].out)[-1] > 0.5, (compression, once[0].out)  # chance: 0.1
         assert again == once, "the same seed gives the same run"
         sent[compression] = bytes_sent(once[0].out)
+        reckoned = compression in ("none", "fp16")
+        assert ("reckoned" in once[0].out) == reckoned, "MPI's own allreduce is not counted"
     assert other_seed[0].out != again[0].out
     if ranks > 1:
         assert sent["none"] == pytest.approx(2 * sent["fp16"], rel=0.02)

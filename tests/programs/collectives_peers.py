@@ -107,7 +107,7 @@ def test_who_completed_the_operation_may_leave() -> None:
 def test_a_silent_rank_is_named_after_the_timeout() -> None:
     transport = MpiTransport(timeout_seconds=0.2)
     if RANK == 0:
-        text = rf"rank 0 has waited \d+ s for rank {LAST} in a long wait; GTOPK_TIMEOUT"
+        text = rf"rank 0 has waited \d+ s for rank {LAST} in a long wait$"
         with (
             mock.patch.object(mpi, "STALL_WARNING_SECONDS", 0.05),
             pytest.raises(PeerTimeoutError, match=text),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.demo.plan import Plan, equal_bytes_density
+from gtopk.demo.plan import TEST_IMAGES, TRAIN_IMAGES, Plan, equal_bytes_density
 from gtopk.demo.record import METHODS
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +48,12 @@ def test_it_writes_one_record_for_each_method(shown):
         assert record["final_replicas_identical"]
         assert len(record["accuracy_by_epoch"]) == 2
         assert len(record["accuracy_by_epoch"][0]) == 3
+        assert record["steps"] == 3 * (1437 // (3 * 32))
+        assert min(record["step_seconds"].values()) > 0  # dense copies into its bucket, too
+        dense = record["method"] == "dense"
+        assert record["bytes_counted"] == (not dense)
+        assert (record["merge_seconds"] == 0) == dense
+        assert record["merge_seconds"] < record["step_seconds"]["communicate"]
 
 
 def test_the_bytes_are_those_of_the_algorithms(shown):
@@ -67,6 +73,7 @@ def test_it_shows_a_table_and_progress_without_a_terminal(shown):
     for label in ("dense allreduce", "top-k allgather", "gTop-k, equal k", "gTop-k, equal bytes"):
         assert ended.stdout.count(label) >= 3  # two seeds of progress, one row
     assert "Model, not measured" in ended.stdout
+    assert "+ copy" in ended.stdout
     assert "Replicas bit-identical after every run: yes" in ended.stdout
     assert "@progress" not in ended.stdout
     assert max(map(len, ended.stdout.split("Measured on")[1].splitlines()[:9])) <= 80
@@ -85,14 +92,39 @@ def test_it_writes_a_page(shown):
         (["--density", "0"], "density must lie in (0, 1]"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--ranks", "45"], "--ranks must be at most 44, got 45: a step takes 32 images per rank"),
+        (["--ranks", "44", "--epochs", "1"], "--epochs must be at least 2 with 44 ranks, got 1"),
+        (["--out", "/dev/null/x"], "--out must be a folder that can be written to, got '/dev"),
     ],
 )
 def test_bad_arguments_end_in_one_line(tmp_path, arguments, said):
     ended = demo(tmp_path, *arguments)
     assert ended.returncode == 1
     assert said in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert ended.stdout == ""
     assert not (tmp_path / "report").exists()
+
+
+def test_an_out_below_a_file_ends_in_one_line_before_the_ranks_start(tmp_path):
+    (tmp_path / "afile").write_text("mine")
+    for out in ("afile", "afile/x"):
+        ended = demo(tmp_path, "--out", out)
+        assert ended.returncode == 1
+        (line,) = ended.stderr.splitlines()
+        assert line.startswith("gtopk demo: --out must be a folder that can be written to, got")
+        assert f"'{out}'" in line
+        assert ended.stdout == ""
+    assert (tmp_path / "afile").read_text() == "mine"
+
+
+def test_a_plan_knows_how_many_images_there_are():
+    from sklearn.datasets import load_digits
+
+    assert len(load_digits().target) == TRAIN_IMAGES + TEST_IMAGES
+    most = Plan().most_ranks()
+    assert Plan(ranks=most).steps_per_epoch() == 1
+    assert Plan(ranks=most + 1).steps_per_epoch() == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8])

@@ -108,9 +108,10 @@ def test_a_slower_method_is_called_a_loss(records: list[Record]) -> None:
 
 def test_a_less_accurate_method_is_called_a_loss(records: list[Record]) -> None:
     records[2]["accuracy"] -= 0.05
-    assert "lies 5.0 points below dense, more than the spread over seeds (1.0 points): a loss" in (
-        Reader(page(records)).words
-    )
+    records[2]["accuracy_by_seed"] = [0.90, 0.91, 0.89]
+    words = Reader(page(records)).words
+    assert "lies 5.0 points below dense (± 1.0, paired over 3 seeds): a loss" in words
+    assert "Behind a difference, ± is its standard error" in words
 
 
 def test_parted_replicas_are_named(records: list[Record]) -> None:
@@ -132,6 +133,22 @@ def test_what_is_modelled_is_called_a_model(records: list[Record]) -> None:
     assert "break-even in the model" in modelled[0]
     assert "step time in the model" in modelled[0]
     assert "latency of 50\xa0µs" in modelled[0]
+    assert "faster than dense below about\xa0" in modelled[0]
+    assert (
+        "select and merge (with encode and decode) are the measured ones of this machine"
+        in (modelled[0])
+    )
+
+
+def test_the_parts_of_a_step_are_named_by_what_is_measured(records: list[Record]) -> None:
+    words = Reader(page(records)).words
+    for part in (
+        "Compute is forward, backward and the optimizer's own step.",
+        "Select + copy is gradients in and out of the bucket",
+        "Communicate is agree, encode, exchange, merge, decode, and waiting for others.",
+    ):
+        assert part in words
+    assert words.count("select + copy") == 5  # the legend, and a bar of each method
 
 
 def test_every_plot_says_how_to_read_it_and_what_it_is_not(records: list[Record]) -> None:

@@ -61,6 +61,27 @@ def test_methods_take_equal_time_at_the_break_even(records: list[Record]) -> Non
     )
 
 
+def test_merging_moves_the_break_even_down(records: list[Record]) -> None:
+    dense, _, gtopk, _ = records
+    without = break_even(dense, {**gtopk, "merge_seconds": 0.0})
+    faster = break_even(dense, gtopk)
+    slower = break_even(dense, {**gtopk, "merge_seconds": 0.003})
+    assert without is not None
+    assert faster is not None
+    assert slower is not None
+    assert slower < faster < without
+    link = Link.of(1e9, LATENCY_SECONDS)
+    merging = modelled_step_seconds(gtopk, 0.002, link)
+    gtopk["merge_seconds"] += 0.25
+    assert modelled_step_seconds(gtopk, 0.002, link) == pytest.approx(merging + 0.25)
+
+
+def test_the_break_even_is_marked_as_about(records: list[Record]) -> None:
+    assert re.search(
+        r">about\s[1-9](\.[1-9]|0?0?)\s[MG]bit/s<", modelled_time_over_bandwidth(records)
+    )
+
+
 def test_a_break_even_outside_the_plot_is_not_drawn(records: list[Record]) -> None:
     assert "break-even" in modelled_time_over_bandwidth(records)
     records[2]["step_seconds"]["select"] = 1e9

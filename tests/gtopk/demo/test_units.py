@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.demo.units import bandwidth_text, bytes_text, points_text, seconds_text
+from gtopk.demo.units import (
+    about_bandwidth_text,
+    bandwidth_text,
+    bytes_text,
+    points_text,
+    seconds_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,3 +32,17 @@ from gtopk.demo.units import bandwidth_text, bytes_text, points_text, seconds_te
 )
 def test_three_digits_and_the_largest_unit_that_fits(text: str, expected: str) -> None:
     assert text.replace("\N{NO-BREAK SPACE}", " ") == expected
+
+
+@pytest.mark.parametrize(
+    ("bits_per_second", "expected"),
+    [
+        (9.9349e9, "about 9.9 Gbit/s"),
+        (2.04e9, "about 2 Gbit/s"),
+        (234e6, "about 230 Mbit/s"),
+        (999e6, "about 1 Gbit/s"),
+        (37_499, "about 37 kbit/s"),
+    ],
+)
+def test_what_is_known_roughly_has_two_digits(bits_per_second: float, expected: str) -> None:
+    assert about_bandwidth_text(bits_per_second).replace("\N{NO-BREAK SPACE}", " ") == expected

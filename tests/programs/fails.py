@@ -1,0 +1,59 @@
+"""One rank fails in a way that its peers do not see by themselves; the argument names it."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+import gtopk.torch as hvd
+
+way = sys.argv[1]
+hvd.init()
+culprit = hvd.rank() == 1
+
+
+class RunsOutOfMemoryOnce(hvd.Compression.none):
+    failed = False
+
+    @classmethod
+    def compress(cls, tensor):
+        if culprit and not cls.failed:
+            cls.failed = True
+            raise RuntimeError("out of memory")
+        return tensor, None
+
+
+match way:
+    case "an operation fails and the script goes on":
+        model = torch.nn.Linear(5, 1, bias=False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), compression=RunsOutOfMemoryOnce
+        )
+        errors = 0
+        for _ in range(4):
+            model.weight.grad = torch.ones_like(model.weight)
+            before = model.weight.detach().clone()
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                errors += 1
+                print(f"rank {hvd.rank()}: {error}", flush=True)
+                assert torch.equal(model.weight, before)
+        assert errors == 4  # nobody goes on with messages of another step
+    case "an exception passes a finally":
+        try:
+            if culprit:
+                raise ValueError("boom")
+            time.sleep(60)
+        finally:
+            hvd.shutdown()
+    case "a peer is frozen":
+        if culprit:
+            print(f"frozen {os.getpid()}", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            hvd.barrier()
+        finally:
+            hvd.shutdown()

@@ -1,0 +1,42 @@
+"""`make` obeys its command line, and nobody's environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FROM_OUTER_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def recipe(*words: str, **variables: str) -> str:
+    """Return the commands that make would run."""
+    outside = {name: text for name, text in os.environ.items() if name not in FROM_OUTER_MAKE}
+    made = subprocess.run(
+        ["make", "--dry-run", "--always-make", *words],
+        cwd=ROOT,
+        env=outside | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return made.stdout
+
+
+@pytest.mark.parametrize("name", ["VENV", "ARGS", "PYTHON"])
+@pytest.mark.parametrize("target", ["test", "demo", "clean"])
+def test_a_variable_of_the_environment_changes_nothing(target: str, name: str) -> None:
+    assert recipe(target, **{name: "somebody-elses"}) == recipe(target)
+
+
+def test_the_command_line_has_its_way() -> None:
+    asked = recipe("test", "VENV=/my/own", "ARGS=--maxfail=1", "PYTHON=python9", ARGS="--co")
+    assert "python9 -m venv /my/own\n" in asked
+    assert "/my/own/bin/python -m pytest --maxfail=1\n" in asked
+    assert "rm -rf /my/own " in recipe("clean", "VENV=/my/own")
