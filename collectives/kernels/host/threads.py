@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
-# Ranks on this machine, as launchers say it: Open MPI, MPICH and Intel MPI, torchrun, Horovod.
+# Ranks on this machine: Open MPI, MPICH and Intel MPI, MVAPICH, torchrun, Horovod.
 _LOCAL_RANKS: Final = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
     "LOCAL_WORLD_SIZE",
     "HOROVOD_LOCAL_SIZE",
 )

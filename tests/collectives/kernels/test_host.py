@@ -255,6 +255,31 @@ def test_entries_that_begin_off_their_alignment_are_used_like_others() -> None:
     assert off.tolist() == [0, 0, 1, 0, 0, 0, 0, 2, 0]
 
 
+@pytest.mark.parametrize("indices", [[-1, 2], [2, 9]])
+def test_indices_outside_the_vector_touch_nothing(indices: list[int]) -> None:
+    dense = np.zeros(9)
+    outside = SparseVector(np.array(indices, np.int32), np.ones(2), 9)
+    for call in (
+        lambda: host.add_at(dense, outside),
+        lambda: host.clear_at(dense, outside.indices),
+    ):
+        with pytest.raises(IndexError, match=r"indices must lie in 0\.\.8, got"):
+            call()
+    assert not dense.any()
+
+
+def test_vectors_of_other_dtypes_are_converted_or_refused_and_never_misread() -> None:
+    narrow = SparseVector(np.array([1, 3], np.int32), np.array([1, 2], np.float32), 9)
+    wide = SparseVector(np.array([1, 4], np.int64), np.array([1.0, 2.0]), 9)
+    dense = np.zeros(9)
+    host.add_at(dense, narrow)
+    assert dense.tolist() == [0, 1, 0, 2, 0, 0, 0, 0, 0]
+    assert host.contains(narrow.indices, wide.indices).tolist() == [True, False]
+    for call in (lambda: host.merge(narrow, wide, 2), lambda: host.sum_by_index([narrow, wide])):
+        with pytest.raises(ValueError, match="float32 at int32 and float64 at int64"):
+            call()
+
+
 def test_running_out_of_memory_is_an_error_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "_merge", {"f32_i32": lambda *_: -1})
     vector = SparseVector.empty(4)
