@@ -4,6 +4,8 @@ network, rates = calibrate(transport)          measured once, the same on every 
 best, *others = rank_candidates(...)           predicted, the cheapest first
 """
 
+from .calibrated import calibrate
+from .calibration import Calibration
 from .formats import EXACT, Format
 from .network import Network
 from .prediction import Candidate, Prediction, Traffic, predict
@@ -12,6 +14,7 @@ from .rates import DEFAULT_RATES, CodingRate, Rates
 __all__ = [
     "DEFAULT_RATES",
     "EXACT",
+    "Calibration",
     "Candidate",
     "CodingRate",
     "Format",
@@ -19,5 +22,6 @@ __all__ = [
     "Prediction",
     "Rates",
     "Traffic",
+    "calibrate",
     "predict",
 ]
