@@ -78,7 +78,8 @@ def measure(
     numbers = [mine.select_seconds, mine.merge_seconds]
     for format in formats:
         numbers += mine.coding[format]
-    select_seconds, merge_seconds, *coding = agree_on_slowest(transport, numbers)
+    numbers.append(clock() - begun)
+    select_seconds, merge_seconds, *coding, took = agree_on_slowest(transport, numbers)
     pairs = zip(coding[::2], coding[1::2], strict=True)
     rates = Rates(
         select_seconds,
@@ -88,7 +89,7 @@ def measure(
     where = (
         f"on {transport.size} rank{'s' * (transport.size > 1)} of {nodes} host{'s' * (nodes > 1)}"
     )
-    return Calibration(network, rates, f"measured {where} in {clock() - begun:.1f} s")
+    return Calibration(network, rates, f"measured {where} in {took:.1f} s")
 
 
 def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> tuple[Network, int]:
@@ -152,7 +153,7 @@ def measure_rates(formats: Sequence[Format] = (EXACT,), clock: Clock = time.perf
 
     def selection(size: int) -> Callable[[], object]:
         residual = random.random(size, np.float32) - np.float32(0.5)
-        gradient = residual[::-1] / np.float32(100)  # a residual's next step
+        gradient = np.roll(residual, 1) / np.float32(100)  # a residual's next step
         update = np.zeros(size, np.float32)
         k = max(1, round(size * _DENSITY))
         threshold = accumulate_and_select(residual, gradient, k)[1]
