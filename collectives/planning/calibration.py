@@ -184,12 +184,12 @@ def measure_rates(formats: Sequence[Format] = (EXACT,), clock: Clock = time.perf
 
     def encoding(entries: int) -> Callable[[], object]:
         vector = picks(entries)
-        return lambda: wire.encode(vector)
+        return lambda: wire.encode(vector, vector.entries)
 
     def decoding(entries: int) -> Callable[[], object]:
         vector = picks(entries)
-        message = wire.encode(vector)
-        return lambda: wire.decode(message, vector, 0)
+        message, _ = wire.encode(vector, vector.entries)
+        return lambda: wire.decode(message, vector, vector.entries, sender=0)
 
     def rate(prepare: Prepare, largest: int, budget_seconds: float) -> float:
         return seconds_per_unit(prepare, _SMALLEST, largest, budget_seconds, clock)
