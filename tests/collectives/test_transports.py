@@ -27,7 +27,7 @@ from collectives import (
     reduce,
     run_ranks,
 )
-from collectives.transports import LocalTransport, Traffic, local_world, torch_distributed
+from collectives.transports import LocalTransport, Traffic, horovod, local_world, torch_distributed
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MESSAGE = np.arange(10, dtype=np.uint8)
@@ -43,10 +43,10 @@ def load_laws() -> ModuleType:
 
 
 _PROGRAM = load_laws()
-LAWS, COUNTING = _PROGRAM.LAWS, _PROGRAM.COUNTING
+LAWS, COUNTING, LARGE = _PROGRAM.LAWS, _PROGRAM.COUNTING, _PROGRAM.LARGE
 
 
-every_kind = pytest.mark.parametrize("kind", ["local", "torch.distributed"])
+every_kind = pytest.mark.parametrize("kind", ["local", "torch.distributed", "horovod"])
 
 # ---- the laws of every transport
 
@@ -61,6 +61,9 @@ def test_in_threads(
     if size % 2 and law not in COUNTING:
         monkeypatch.setattr(torch_distributed, "NATIVE_BYTES", 64)
     monkeypatch.setattr(torch_distributed, "FIRST_BYTES", 16 if size == 4 else 1 << 20)
+    monkeypatch.setattr(
+        horovod, "TICK_BYTES", 4 * 20 if size == 4 and law not in LARGE else 1 << 30
+    )
     in_world(kind, size, law)
 
 
