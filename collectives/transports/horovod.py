@@ -14,6 +14,7 @@ in which all ranks are done: each has resigned, and knows that all others have.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import struct
@@ -34,6 +35,7 @@ _HEADER: Final = struct.Struct("<qq")
 _FAREWELL: Final = -1  # a tag of no stream
 _FLAG_BYTES: Final = 2
 TICK_BYTES: Final = 1 << 30  # of all peers together: Horovod counts in int32
+_opened = itertools.count()  # equal on all ranks, as all open their transports in one order
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.05
 
 
@@ -51,6 +53,7 @@ class HorovodTransport(Carrier):
         self._torch = torch
         self._horovod = horovod
         self._version = version
+        self._tick_name = f"gtopk-{next(_opened)}.tick"
         super().__init__(self._horovod.rank(), self._horovod.size())
         self._mailbox = Mailbox(timeout_seconds)
         self._outgoing: list[list[Array]] = [[] for _ in range(self.size)]
@@ -116,7 +119,7 @@ class HorovodTransport(Carrier):
         received, splits = self._horovod.alltoall(
             self._torch.from_numpy(np.concatenate(blocks)),
             splits=self._torch.tensor([block.size for block in blocks], dtype=self._torch.int32),
-            name="gtopk.tick",
+            name=self._tick_name,
         )
         ends = np.cumsum(splits.numpy())[:-1]
         theirs = np.split(received.numpy(), ends)
