@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -111,6 +112,7 @@ class FakeHorovod:
     def alltoall(
         self, tensor: torch.Tensor, splits: torch.Tensor, name: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.001)  # Horovod's cycle
         self._board[self._rank] = list(torch.split(tensor.clone(), splits.tolist()))
         self._meet.wait()
         received = [blocks[self._rank] for blocks in self._board]
