@@ -18,10 +18,16 @@ __all__ = [
 ]
 
 
-def open_transport(name: str, timeout_seconds: float = 600.0) -> Transport:
-    """Return this process's transport: "mpi", or "local" (a world of this process alone).
+def open_transport(
+    name: str, timeout_seconds: float = 600.0, *, bootstrap: Transport | None = None
+) -> Transport:
+    """Return this process's transport.
 
-    Raises ValueError for another name, ImportError when "mpi" lacks mpi4py or an MPI library.
+    "mpi"; "local": a world of this process alone; "nccl": messages of GPUs over NCCL, "staged":
+    through pinned host memory, and all others over `bootstrap`, a transport of the same ranks.
+
+    Raises ValueError for another name, ImportError when a package is missing, RuntimeError when
+    "nccl" finds no GPU for each rank.
     """
     if name == "mpi":
         from .mpi import MpiTransport
@@ -29,4 +35,14 @@ def open_transport(name: str, timeout_seconds: float = 600.0) -> Transport:
         return MpiTransport(timeout_seconds=timeout_seconds)
     if name == "local":
         return local_world(1, timeout_seconds)[0]
-    raise ValueError(f"transport must be 'mpi' or 'local', got {name!r}")
+    if name in ("nccl", "staged"):
+        if bootstrap is None:
+            raise ValueError(f"open_transport({name!r}) needs bootstrap=, such as an MPI transport")
+        if name == "staged":
+            from .staged import StagedTransport
+
+            return StagedTransport(bootstrap)
+        from .nccl import NcclTransport
+
+        return NcclTransport(bootstrap, timeout_seconds=timeout_seconds)
+    raise ValueError(f"transport must be 'mpi', 'local', 'nccl' or 'staged', got {name!r}")

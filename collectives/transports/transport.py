@@ -109,6 +109,12 @@ class Transport(ABC):
             raise ValueError(f"channel must lie in 0..{CHANNELS - 1}, got {number}")
         return self.view(number, self.ranks)
 
+    def connect(self) -> None:  # noqa: B027
+        """Prepare for messages in GPU memory, where that takes anything; all ranks do so together.
+
+        A view that nobody connected may pass them through the hosts.
+        """
+
     @abstractmethod
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         """Return the view one step on from this transport; the same step, the same object.
@@ -129,6 +135,10 @@ class Transport(ABC):
 
         patience_seconds: how long to wait for them; None: for ever, with a word now and then.
         """
+
+    @abstractmethod
+    def collect_farewells(self) -> None:
+        """Look who has resigned since the last look, for `farewells`."""
 
     @abstractmethod
     def abort(self, exit_code: int) -> None:
@@ -178,10 +188,14 @@ class Transport(ABC):
                 )
         return None
 
-    def exchange(self, message: Array, peer: int) -> Array:
-        """Swap messages with a rank that does the same."""
+    def exchange(self, message: Array, peer: int, source: int | None = None) -> Array:
+        """Swap messages with a rank that does the same.
+
+        source: the rank to receive from, where it is another than the one to send to; every rank
+        on the way round does the same.
+        """
         sent = self.send(message, peer)
-        received = self.receive(peer)
+        received = self.receive(peer if source is None else source)
         sent()
         return received
 

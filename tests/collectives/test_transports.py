@@ -87,8 +87,10 @@ def test_the_local_transport_of_a_process_is_a_world_of_one() -> None:
 
 
 def test_another_transport_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="transport must be 'mpi' or 'local', got 'nccl'"):
-        open_transport("nccl")
+    with pytest.raises(
+        ValueError, match="transport must be 'mpi', 'local', 'nccl' or 'staged', got 'tcp'"
+    ):
+        open_transport("tcp")
 
 
 def test_mpi_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
