@@ -5,14 +5,14 @@ announced by a host message with its size, and none is begun before its receiver
 
     send()          announce         ->  receive(): learn the size
                     ncclSend         ->  ncclRecv
-    exchange()      announce both ways, then one group of ncclSend and ncclRecv
+    exchange_all()  announce all of them, then one group of ncclSend and ncclRecv
 
 The announcement travels while the GPU still computes the message; a size over NCCL would cost a
 kernel and a copy to the host, each waited for. And a rank that waits for a peer waits on the host,
 where it learns that the peer has left; a kernel would wait for ever.
 
 A send whose end is not waited for at once must not keep this rank from receiving, as NCCL's kernels
-run one after the other: it is staged through the host. `exchange` never is.
+run one after the other: it is staged through the host. `exchange` and `exchange_all` never are.
 
 Proven so far against a model of NCCL and CUDA in the tests; see tests/collectives/fake_cuda.py.
 """
@@ -20,7 +20,7 @@ Proven so far against a model of NCCL and CUDA in the tests; see tests/collectiv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -104,7 +104,7 @@ class NcclTransport(StagedTransport):
             if self._undecided is send:
                 self._undecided = None
                 self._announce(message, to)()
-                self._transfer(message, to, None, to)
+                self._transfer([(message, to)], [])
             elif send.staged is not None:
                 send.staged()
 
@@ -127,49 +127,58 @@ class NcclTransport(StagedTransport):
         if announcement.way is not Way.NCCL or self._communicator is None:
             return super()._follow(announcement, source)
         received = self._empty(announcement.message_bytes)
-        self._transfer(None, source, received, source)
+        self._transfer([], [(received, source)])
         return received
 
-    def exchange(self, message: Array, peer: int, source: int | None = None) -> Array:
+    def exchange_all(
+        self, messages: Iterable[tuple[Array, int]], sources: Sequence[int]
+    ) -> Iterator[Array]:
         self._stage_undecided()
-        if self._communicator is None or not is_on_device(message):
-            return super().exchange(message, peer, source)
-        source = peer if source is None else source
-        sent = self._announce(self._checked(message), peer)
-        answer = self.host.receive(source)
-        sent()
-        announcement = Announcement.read(answer)
-        if announcement is not None and announcement.way is Way.NCCL:
-            answer = self._empty(announcement.message_bytes)
-            self._transfer(message, peer, answer, source)
-            return answer
-        if announcement is not None:
-            answer = self._follow(announcement, source)
-        self._transfer(message, peer, None, source)
-        return answer
+        if self._communicator is None:
+            return super().exchange_all(messages, sources)
+        sends, outgoing = [], []
+        for message, to in messages:
+            if is_on_device(message):
+                outgoing.append((self._checked(message), to))
+                sends.append(self._announce(message, to))
+            else:
+                sends.append(super().send(message, to))
+        received, incoming = [], []
+        for source in sources:
+            message = self.host.receive(source)
+            announcement = Announcement.read(message)
+            if announcement is not None and announcement.way is Way.NCCL:
+                message = self._empty(announcement.message_bytes)
+                incoming.append((message, source))
+            elif announcement is not None:
+                message = self._follow(announcement, source)
+            received.append(message)
+        for sent in sends:
+            sent()
+        self._transfer(outgoing, incoming)
+        return iter(received)
 
     def _transfer(
-        self, message: Array | None, to: int, received: Array | None, source: int
+        self, outgoing: list[tuple[Array, int]], incoming: list[tuple[Array, int]]
     ) -> None:
         """Send and receive in one group; an empty message needs no NCCL."""
-        out = message if message is not None and message.size else None
-        into = received if received is not None and received.size else None
-        if out is not None:
-            self.traffic.count(out.size)
-        if out is None and into is None:
+        outgoing = [pair for pair in outgoing if pair[0].size]
+        incoming = [pair for pair in incoming if pair[0].size]
+        if not outgoing and not incoming:
             return
+        for message, _ in outgoing:
+            self.traffic.count(message.size)
         uint8 = self._gpu.nccl.NCCL_UINT8
 
         def enqueue(nccl: Any, stream: int) -> None:
-            if out is not None:
-                nccl.send(_address(out), out.size, uint8, to, stream)
-            if into is not None:
-                nccl.recv(_address(into), into.size, uint8, source, stream)
+            for message, to in outgoing:
+                nccl.send(_address(message), message.size, uint8, to, stream)
+            for message, source in incoming:
+                nccl.recv(_address(message), message.size, uint8, source, stream)
 
-        ways = {("to", to): out, ("from", source): into}
-        used = {way: array for way, array in ways.items() if array is not None}
-        peers = sorted({peer for _, peer in used})
-        self._run(enqueue, list(used.values()), peers, frozenset(used))
+        meets = {*(("to", to) for _, to in outgoing), *(("from", source) for _, source in incoming)}
+        touched = [message for message, _ in (*outgoing, *incoming)]
+        self._run(enqueue, touched, sorted({peer for _, peer in meets}), frozenset(meets))
 
     def _run(
         self,

@@ -14,7 +14,7 @@ import itertools
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -188,16 +188,35 @@ class Transport(ABC):
                 )
         return None
 
-    def exchange(self, message: Array, peer: int, source: int | None = None) -> Array:
-        """Swap messages with a rank that does the same.
+    def exchange(self, message: Array, peer: int) -> Array:
+        """Swap messages with a rank that does the same."""
+        return next(self.exchange_all([(message, peer)], [peer]))
 
-        source: the rank to receive from, where it is another than the one to send to; every rank
-        on the way round does the same.
+    def exchange_all(
+        self, messages: Iterable[tuple[Array, int]], sources: Sequence[int]
+    ) -> Iterator[Array]:
+        """Send messages, each to its rank, and yield the next one of each source, in that order.
+
+        Whoever is sent to expects it in an `exchange_all` of its own, and who is received from
+        sends it in one: together they are one step, in which nobody waits for a turn. The messages
+        may be made while the first of them travel.
         """
-        sent = self.send(message, peer)
-        received = self.receive(peer if source is None else source)
-        sent()
-        return received
+        sends = [self.send(message, to) for message, to in messages]
+        if sources:
+            return self._receive_all(sources, sends)
+        for sent in sends:
+            sent()
+        return iter(())
+
+    def _receive_all(
+        self, sources: Sequence[int], sends: list[Callable[[], None]]
+    ) -> Iterator[Array]:
+        for source in sources[:-1]:
+            yield self.receive(source)
+        last = self.receive(sources[-1])
+        for sent in sends:
+            sent()
+        yield last
 
     def allgather(self, message: Array) -> list[Array]:
         """Return every rank's message (uint8, of any size), in rank order.

@@ -155,7 +155,7 @@ def test_all_ranks_pass_messages_round_over_nccl(cuda: Any, size: int) -> None:
         for shift in range(1, size + 1):
             source = (rank - shift) % size
             sent = up(message(10 * rank, rank))
-            received = transport.exchange(sent, (rank + shift) % size, source)
+            (received,) = transport.exchange_all([(sent, (rank + shift) % size)], [source])
             assert received.get().tobytes() == message(10 * source, source).tobytes()
 
     on_ranks(size, program)
@@ -261,6 +261,23 @@ def test_connected_channels_are_used_at_once_each_by_a_thread(cuda: Any) -> None
 
     on_ranks(2, program)
     assert cuda.moved_bytes == 2 * sum(30 * t + tag for t in range(5) for tag in (1, 2, 3))
+
+
+def test_what_is_received_lies_on_the_transports_gpu(cuda: Any) -> None:
+    # Whichever is current.
+    def program(transport: NcclTransport) -> None:
+        sent = up(message(8, transport.rank))
+        with device(7):
+            swapped = transport.exchange(sent, 1 - transport.rank)
+            staged = transport.channel(1).exchange(sent, 1 - transport.rank)
+            total = transport.allgather(sent)[0]
+        for received in (swapped, staged, total):
+            assert received.device == sent.device == device(transport.rank)
+        assert swapped.get().tobytes() == message(8, 1 - transport.rank).tobytes()
+        assert staged.get().tobytes() == message(8, 1 - transport.rank).tobytes()
+
+    on_ranks(2, program)
+    assert cuda.moved_bytes == 16
 
 
 def test_a_message_is_sent_as_the_callers_stream_makes_it(cuda: Any) -> None:
@@ -530,7 +547,7 @@ def test_memory_that_a_kernel_may_still_write_is_not_given_away(
         if transport.rank == 1:
             announce_only(transport, 0)
             assert given_up.wait(10)
-            transport._transfer(up(message(100)), 0, None, 0)
+            transport._transfer([(up(message(100)), 0)], [])
             return
         cuda.abort_hangs = True
         with pytest.raises(PeerTimeoutError) as caught:
@@ -575,7 +592,12 @@ def test_a_rank_that_never_connects_is_missed(cuda: Any) -> None:
     on_ranks(2, program, timeout_seconds=0.3)
 
 
-def test_whoever_still_waits_when_its_rank_leaves_gets_an_error(cuda: Any) -> None:
+def test_whoever_still_waits_when_its_rank_leaves_gets_an_error(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It does not look: it finds that the kernel has ended, for it was aborted.
+    monkeypatch.setattr("collectives.transports.patience._LOOK_SECONDS", 3600)
+
     def program(transport: NcclTransport) -> None:
         meet(transport)
         if transport.rank == 1:

@@ -48,9 +48,14 @@ class OfGpus:
         with self._device():
             return self._transport.receive(source).get()
 
-    def exchange(self, message: np.ndarray, peer: int, source: int | None = None) -> np.ndarray:
+    def exchange(self, message: np.ndarray, peer: int) -> np.ndarray:
         with self._device():
-            return self._transport.exchange(up(message), peer, source).get()
+            return self._transport.exchange(up(message), peer).get()
+
+    def exchange_all(self, messages: Any, sources: Sequence[int]) -> list[np.ndarray]:
+        with self._device():
+            ours = ((up(message), to) for message, to in messages)
+            return [each.get() for each in self._transport.exchange_all(ours, sources)]
 
     def allgather(self, message: np.ndarray) -> list[np.ndarray]:
         with self._device():
