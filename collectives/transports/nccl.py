@@ -20,6 +20,7 @@ Proven so far against a model of NCCL and CUDA in the tests; see tests/collectiv
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -41,13 +42,10 @@ _DTYPES: Final = (
 _REDUCTIONS: Final = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}
 
 
-class _Send:
-    """A message: over NCCL if waited for at once, else through the host; not decided yet."""
+class _Undecided(threading.local):
+    """The send of this thread, over any view, that may still go over NCCL: one, or none."""
 
-    def __init__(self, message: Array, to: int) -> None:
-        self.message = message
-        self.to = to
-        self.staged: Callable[[], None] | None = None
+    stage: Callable[[], None] | None = None
 
 
 class NcclTransport(StagedTransport):
@@ -80,7 +78,7 @@ class NcclTransport(StagedTransport):
         self._timeout_seconds = timeout_seconds
         self._communicators: list[Communicator] = []
         self._communicator: Communicator | None = None
-        self._undecided: _Send | None = None
+        self._undecided: _Undecided = parent._undecided if parent else _Undecided()
         if parent is None:
             self.connect()
         else:
@@ -96,25 +94,33 @@ class NcclTransport(StagedTransport):
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         self._stage_undecided()
-        if self._communicator is None or not is_on_device(message):
+        if not is_on_device(message):
             return super().send(message, to)
-        send = self._undecided = _Send(self._checked(message), to)
+        self._checked(message)
+        if self._communicator is None or to == self.rank:
+            return super().send(message, to)
+        finish: Callable[[], None] | None = None
 
-        def finish() -> None:
-            if self._undecided is send:
-                self._undecided = None
-                self._announce(message, to)()
+        def stage() -> None:
+            nonlocal finish
+            finish = super(NcclTransport, self).send(message, to)
+
+        def sent() -> None:
+            nonlocal finish
+            if finish is None:
+                self._undecided.stage = None
+                finish = self._announce(message, to)
                 self._transfer([(message, to)], [])
-            elif send.staged is not None:
-                send.staged()
+            finish()
 
-        return finish
+        self._undecided.stage = stage
+        return sent
 
     def _stage_undecided(self) -> None:
-        """Send on its way what would otherwise wait for an operation that comes first."""
-        send, self._undecided = self._undecided, None
-        if send is not None:
-            send.staged = super().send(send.message, send.to)
+        """Send what would otherwise wait for an operation that comes first."""
+        stage, self._undecided.stage = self._undecided.stage, None
+        if stage is not None:
+            stage()
 
     def _announce(self, message: Array, to: int) -> Callable[[], None]:
         return self.host.send(Announcement(Way.NCCL, message.size).encode(), to)
@@ -326,6 +332,10 @@ class NcclTransport(StagedTransport):
         with self._gpu.device:
             array: Array = self._cupy.empty(length, np.uint8)
         return array
+
+    def barrier(self) -> None:
+        self._stage_undecided()
+        super().barrier()
 
     def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         self._stage_undecided()

@@ -186,6 +186,40 @@ def test_a_send_that_must_not_block_goes_through_the_host(cuda: Any) -> None:
     assert cuda.moved_bytes == 0
 
 
+@pytest.mark.parametrize("operation", ["barrier", "broadcast", "channel", "send", "allreduce"])
+def test_a_send_is_on_its_way_whatever_comes_before_its_wait(cuda: Any, operation: str) -> None:
+    def program(transport: NcclTransport) -> None:
+        peer = 1 - transport.rank
+        waits = [transport.send(up(message(9, 1)), peer)] if transport.rank == 0 else []
+        if transport.rank == 1:
+            assert transport.receive(0).get().tobytes() == message(9, 1).tobytes()
+        if operation == "channel":
+            transport.channel(1).exchange(up(message(5)), peer)
+        elif operation == "send":
+            waits.append(transport.send(message(3), peer))
+            transport.receive(peer)
+        elif operation == "allreduce":
+            transport.allreduce(np.zeros(3))
+        elif operation == "broadcast":
+            transport.broadcast(message(4), 1)
+        else:
+            transport.barrier()
+        for wait in waits:
+            wait()
+            wait()  # once more changes nothing
+
+    on_ranks(2, program)
+    assert cuda.moved_bytes == 0
+
+
+def test_a_rank_may_send_to_itself(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        transport.send(up(message(9)), 0)()
+        assert transport.receive(0).get().tobytes() == message(9).tobytes()
+
+    on_ranks(1, program)
+
+
 def test_messages_of_hosts_and_gpus_keep_their_order(cuda: Any) -> None:
     like_an_announcement = Announcement(Way.NCCL, 7).encode()
     sent = [message(5, 1), up, message(0, 2), up, like_an_announcement, message(24, 3), up]
