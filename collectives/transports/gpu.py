@@ -93,16 +93,21 @@ def choose_gpu(bootstrap: Transport, device: int | None) -> Gpu:
 
 def _own_gpu(bootstrap: Transport, device: int | None) -> Gpu:
     nccl, cupy = load_nccl(), load_cupy("nccl")
-    count = cupy.cuda.runtime.getDeviceCount()  # CuPy's error, a RuntimeError, without a driver
+    rank = bootstrap.ranks[bootstrap.rank]
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:  # CuPy's, without a driver
+        raise RuntimeError(
+            f"transport 'nccl' needs a GPU; rank {rank} has none ({error})"
+        ) from error
     here = bootstrap.neighbours()
     place = here.index(bootstrap.rank)
     if device is None:
         device = 0 if count == 1 else place
         if device >= count:
             raise RuntimeError(
-                f"transport 'nccl' needs a GPU for each rank, but rank "
-                f"{bootstrap.ranks[bootstrap.rank]} is number {place + 1} of {len(here)} on its "
-                f"host, which has {count}; {_STAGED}"
+                f"transport 'nccl' needs a GPU for each rank, but rank {rank} is number "
+                f"{place + 1} of {len(here)} on its host, which has {count}; {_STAGED}"
             )
     elif not 0 <= device < count:
         raise RuntimeError(f"device must lie in 0..{count - 1} (the GPUs in sight), got {device}")

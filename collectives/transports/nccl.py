@@ -200,7 +200,6 @@ class NcclTransport(StagedTransport):
         self._stage_undecided()
         if not is_on_device(message):
             return super().allgather(message)
-        self.connect()
         own = Announcement(Way.NCCL, self._checked(message).size).encode()
         announcements = [Announcement.read(m) for m in self.host.allgather(own)]
         bounds = [0]
@@ -211,9 +210,10 @@ class NcclTransport(StagedTransport):
                     f"{self.ranks[self.rank]} gathers messages of GPUs"
                 )
             bounds.append(bounds[-1] + announcement.message_bytes)
+        self.connect()
         everyones = self._empty(bounds[-1])
-        mine = everyones[bounds[self.rank] : bounds[self.rank + 1]]
-        mine[...] = message
+        with self._gpu.device:
+            everyones[bounds[self.rank] : bounds[self.rank + 1]] = message
         self._allgather_into(everyones, bounds)
         return [everyones[a:b] for a, b in itertools.pairwise(bounds)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import inspect
 import itertools
 import sys
 import threading
@@ -304,14 +305,16 @@ def test_what_is_received_lies_on_the_transports_gpu(cuda: Any) -> None:
         with device(7):
             swapped = transport.exchange(sent, 1 - transport.rank)
             staged = transport.channel(1).exchange(sent, 1 - transport.rank)
-            total = transport.allgather(sent)[0]
-        for received in (swapped, staged, total):
+            gathered = transport.allgather(sent)
+        for received in (swapped, staged, *gathered):
             assert received.device == sent.device == device(transport.rank)
+        for rank in range(2):
+            assert gathered[rank].get().tobytes() == message(8, rank).tobytes()
         assert swapped.get().tobytes() == message(8, 1 - transport.rank).tobytes()
         assert staged.get().tobytes() == message(8, 1 - transport.rank).tobytes()
 
     on_ranks(2, program)
-    assert cuda.moved_bytes == 16
+    assert cuda.moved_bytes == 16  # an allgather is a collective, not counted here
 
 
 def test_a_message_is_sent_as_the_callers_stream_makes_it(cuda: Any) -> None:
@@ -709,6 +712,16 @@ def test_a_gpu_that_is_not_there_is_refused(cuda: Any) -> None:
         NcclTransport(local_world(1)[0], device=8)
 
 
+def test_a_rank_without_a_gpu_says_so(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    monkeypatch.setattr(sys.modules["cupy.cuda"].runtime, "getDeviceCount", count)
+    text = r"transport 'nccl' needs a GPU; rank 0 has none \(cudaErrorInsufficientDriver\)"
+    with pytest.raises(RuntimeError, match=text):
+        NcclTransport(local_world(1)[0])
+
+
 def test_what_nccl_refuses_at_the_start_is_an_error(cuda: Any) -> None:
     # Two containers of one host may hide from us that they share a GPU; not from NCCL.
     def program(host: Transport) -> None:
@@ -782,6 +795,31 @@ def test_a_rank_without_cupy_is_named_by_the_others(
 
 
 # ---- the model itself
+
+
+def test_the_model_has_cupys_names_and_arguments() -> None:
+    cupy = pytest.importorskip("cupy")
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    if not nccl.available:
+        pytest.skip("CuPy finds no NCCL")
+    for name, module in fake_cuda.Cuda(gpus=0).modules().items():
+        real = importlib.import_module(name)
+        for attribute in (a for a in vars(module) if not a.startswith("__")):
+            assert hasattr(real, attribute), f"{name}.{attribute}"
+            if attribute.startswith("NCCL_"):
+                assert getattr(real, attribute) == getattr(module, attribute)
+    for name in ("send", "recv", "allReduce", "reduce", "broadcast", "check_async_error", "abort"):
+        real = getattr(nccl.NcclCommunicator, name).__doc__.splitlines()[0]  # (self, ...)
+        model = inspect.signature(getattr(fake_cuda.Communicator, name))
+        assert real.count(",") == len(model.parameters) - 1
+    for model, real in [
+        (fake_cuda.Stream, cupy.cuda.Stream),
+        (fake_cuda.Event, cupy.cuda.Event),
+        (fake_cuda.Device, cupy.cuda.Device),
+        (fake_cuda.ndarray, cupy.ndarray),
+    ]:
+        own = {name for name in vars(model) if not name.startswith("_")} - {"numbers"}
+        assert own <= set(dir(real))
 
 
 def pair_of_communicators(cuda: Any) -> list[Any]:
