@@ -505,6 +505,20 @@ def test_a_rank_that_leaves_in_the_midst_is_named(cuda: Any, met: bool) -> None:
     on_ranks(2, program)
 
 
+def test_what_was_on_its_way_when_its_sender_left_still_arrives(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        meet(transport)
+        if transport.rank == 1:
+            announce_only(transport, 0)
+            transport.resign("done")
+            time.sleep(0.1)
+            transport._transfer([(up(message(100, 1)), 0)], [])
+        else:
+            assert transport.receive(1).get().tobytes() == message(100, 1).tobytes()
+
+    on_ranks(2, program)
+
+
 @pytest.mark.parametrize("met", [True, False], ids=["in-a-kernel", "in-a-call"])
 def test_a_silent_rank_is_named_after_the_timeout(cuda: Any, met: bool) -> None:
     silent = threading.Event()
