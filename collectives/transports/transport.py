@@ -203,12 +203,12 @@ class Transport(ABC):
         """
         sends = [self.send(message, to) for message, to in messages]
         if sources:
-            return self._receive_all(sources, sends)
+            return self._receive_each(sources, sends)
         for sent in sends:
             sent()
         return iter(())
 
-    def _receive_all(
+    def _receive_each(
         self, sources: Sequence[int], sends: list[Callable[[], None]]
     ) -> Iterator[Array]:
         for source in sources[:-1]:
