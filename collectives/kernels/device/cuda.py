@@ -16,8 +16,8 @@ from ...vector import Array
 from .machine import Scratch, require_packed
 from .source import FILES, OPTIONS, THREADS, text
 
-# Two full waves of the widest kernel: it has room for three blocks on a multiprocessor.
-BLOCKS_PER_MULTIPROCESSOR: Final = 6
+# Two full waves of the busiest kernel: four blocks of `mark` have room on a multiprocessor.
+BLOCKS_PER_MULTIPROCESSOR: Final = 8
 
 _mine: Final = threading.local()
 
