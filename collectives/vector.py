@@ -62,6 +62,17 @@ class SparseVector(NamedTuple):
         """Return the entries whose position in `indices` is true in `mask` (bool [k])."""
         return SparseVector(self.indices[mask], self.values[mask], self.length)
 
+    def on_host(self) -> SparseVector:
+        """Return the vector with NumPy arrays: itself, or from a GPU a copy that was waited for."""
+        if isinstance(self.values, np.ndarray):
+            return self
+        return SparseVector(self.indices.get(), self.values.get(), self.length)
+
+    def beside(self, array: Array) -> SparseVector:
+        """Return a vector of NumPy arrays with arrays of the kind of `array`, copied if need be."""
+        kind = module_of(array)
+        return SparseVector(kind.asarray(self.indices), kind.asarray(self.values), self.length)
+
     @property
     def entries(self) -> int:
         """Return how many entries there are."""

@@ -12,6 +12,7 @@ sum_by_index, all_finite, squared_norm). The others only launch, and so does `St
     entries.py    single entries, and a vector in one number
     packing.py    16-bit offsets and values
     step.py       a selection for CUDA graphs
+    timing.py     what each of them takes
 """
 
 from __future__ import annotations

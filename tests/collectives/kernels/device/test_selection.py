@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from collectives.kernels import Momentum
+from collectives.kernels.device import selection
 from collectives.kernels.device.machine import Scratch
 from collectives.kernels.device.selection import accumulate_and_select, select
 from collectives.vector import SparseVector, check
@@ -281,6 +282,18 @@ def test_momentum_correction_is_in_the_same_pass(
         assert machine.fetch(held_velocity).tobytes() == velocity.tobytes()
         assert machine.fetch(held).tobytes() == residual.tobytes()
         assert_same(machine, picked, top(residual, 30))
+
+
+def test_long_vectors_have_wide_indices(
+    scratch: Scratch, monkeypatch: pytest.MonkeyPatch, random: np.random.Generator
+) -> None:
+    # None as long fits here: what counts 2^31 elements is told that these are as many.
+    monkeypatch.setattr(selection, "index_dtype", lambda length: np.dtype(np.int64))
+    dense = random.standard_normal(5000).astype(np.float32)
+    for guess in (0.0, 2.5, 9.0):
+        picked, _ = select(scratch, scratch.machine.put(dense), 40, guess)
+        assert picked.indices.dtype == np.int64
+        assert picked.indices.tolist() == top(dense, 40).indices.tolist()
 
 
 @pytest.mark.parametrize("k", [0, -1, 6])
