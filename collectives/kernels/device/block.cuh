@@ -57,8 +57,6 @@ static __device__ bool last_block(u32* ticket) {
     if (last) *ticket = 0;
   }
   __syncthreads();
-  const bool answer = last;
-  if (answer) __threadfence();
-  __syncthreads();
-  return answer;
+  if (last) __threadfence();
+  return last;
 }

@@ -34,13 +34,10 @@ __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) 
     if (threadIdx.x == 0) {
       search->dense = many;
       search->listed = at_k.total;
-      search->floor = guess - 1;
     }
-    __syncthreads();
-    const u64 floor = search->floor;
     narrow(search, histogram);
     if (threadIdx.x == 0) {
-      if (!many) search->floor = floor;  // of the list: all that is marked
+      if (!many) search->floor = guess - 1;  // of the list: all that is marked
       if (guessed && at_k.bin == BINS - 1) {  // the last bin is open upwards
         search->lo = guess + ((u64)(BINS - 1) << Shift<Real>::MARKING);
         search->shift = Shift<Real>::WIDEST;
@@ -200,7 +197,7 @@ __global__ __launch_bounds__(THREADS) void mark(
     if (threadIdx.x == 0) note(tallies, groups, tile, Tally{hits, 0, 0});
   }
 
-  __syncthreads();
+  // Every hit is in: the sum of each tile's was a barrier.
   for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS)
     if (bins[bin]) atomicAdd(&histogram[bin], bins[bin]);
   if (last_block(&search->ticket)) judge<Real>(search, histogram, groups, tiles);

@@ -4,8 +4,8 @@
 //                            each runs until it meets a barrier, a vote or a shuffle (or, when
 //                            shuffled, an atomic); the rest get their turn; all there: go on
 //
-// With a seed, the order of the fibres, of the blocks, and the turns at atomics are shuffled, so
-// that a missing barrier gives another result. Errors end a launch with a sentence: a barrier that
+// With a seed, the order of the fibres, of the blocks, and the turns at atomics are shuffled, and
+// warps run ahead of others, so that a missing barrier gives another result. Errors end a launch with a sentence: a barrier that
 // some threads miss, a vote that not all lanes take part in, a deadlock, arguments of other sizes.
 // Votes and shuffles of whole warps only. Included before the kernels; see kernels_on_host.cpp.
 #pragma once
@@ -196,17 +196,24 @@ inline void run_block(unsigned threads) {
     fibres[thread].state = Fibre::READY;
     prepare(fibres[thread].context, fibres[thread].stack.get(), STACK_BYTES, entry);
   }
+  uint64_t asleep = 0;  // fair turns would hide most races: some warps run far ahead of others
   while (alive && error.empty()) {
-    bool moved = false;
-    if (shuffled) std::shuffle(order.begin(), order.end(), chance);
+    bool ready = false, moved = false;
+    if (shuffled) {
+      std::shuffle(order.begin(), order.end(), chance);
+      if (chance() % 8 == 0) asleep = chance() & chance();
+    }
     for (unsigned thread : order) {
       if (fibres[thread].state != Fibre::READY) continue;
+      ready = true;
+      if (asleep >> thread / 32 & 1) continue;
       moved = true;
       threadIdx.x = thread;
       swap(scheduler, fibres[thread].context);
       if (!error.empty()) return;
     }
-    if (!moved) error = "deadlock: every thread of a block waits, or has ended";
+    if (!moved) asleep = 0;
+    if (!ready) error = "deadlock: every thread of a block waits, or has ended";
   }
 }
 

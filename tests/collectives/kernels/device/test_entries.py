@@ -17,7 +17,7 @@ from collectives.vector import SparseVector
 by_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.sets(st.integers(0, 300)), st.sets(st.integers(0, 300)), st.sampled_from("il"))
 def test_containment_is_that_of_sets(
     scratch: Scratch, held: set[int], wanted: set[int], code: str

@@ -63,7 +63,7 @@ def vectors(draw: st.DrawFn) -> np.ndarray:
     return draw(arrays(dtype, draw(st.integers(1, 300)), elements=values))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(vectors(), st.integers(1, 300), thresholds)
 def test_what_is_selected_is_what_a_sort_puts_first(
     scratch: Scratch, dense: np.ndarray, k: int, threshold: float
@@ -76,7 +76,7 @@ def test_what_is_selected_is_what_a_sort_puts_first(
     assert 0 <= keys(np.array([following], dense.dtype))[0] <= lowest
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(vectors(), st.data())
 def test_a_guess_at_a_value_that_is_there_includes_it(
     scratch: Scratch, dense: np.ndarray, data: st.DataObject

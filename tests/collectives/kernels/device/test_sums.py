@@ -44,7 +44,7 @@ def lists(draw: st.DrawFn, counts: st.SearchStrategy[int]) -> list[SparseVector]
     ]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(lists(st.just(2)), st.integers(1, 250))
 def test_a_merge_is_the_reference_s_to_the_bit(
     scratch: Scratch, pair: list[SparseVector], k: int
@@ -92,7 +92,7 @@ def test_nan_and_infinity_are_kept_before_numbers(scratch: Scratch) -> None:
     assert dropped.indices.tolist() == [6]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(lists(st.integers(1, 20)))
 def test_each_index_is_summed_in_the_order_of_the_list(
     scratch: Scratch, vectors: list[SparseVector]
