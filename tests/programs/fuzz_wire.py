@@ -1,11 +1,10 @@
 """Feed mutated messages to `decode`: each is refused by name, or says the same to both kernels.
 
     python tests/programs/fuzz_wire.py --messages 1000000
-    python tests/programs/fuzz_wire.py --messages 100000 --sanitize
+    python tests/programs/sanitized.py FOLDER tests/programs/fuzz_wire.py --messages 100000
 
 Most mutants get a new checksum, so that what lies behind it is reached. A message ends where an
-unreadable page begins: whoever reads beyond it, crashes. With --sanitize the C++ core is built with
-the address and undefined-behaviour sanitizers, in a copy of the package, and used from there.
+unreadable page begins: whoever reads beyond it, crashes.
 """
 
 from __future__ import annotations
@@ -13,30 +12,24 @@ from __future__ import annotations
 import argparse
 import ctypes
 import mmap
-import os
 import random
 import re
-import shutil
 import struct
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from collectives import MessageError, SparseVector, kernels
 from collectives.kernels import host, reference
-from collectives.kernels.host.library import absence
+from collectives.kernels.host.library import absence, use_instructions
 from collectives.vector import check, index_dtype
 from collectives.wire import HEADER_BYTES, INDEX_CODES, NOBODY, VALUE_CODES, Format, decode, encode
 from collectives.wire import header as headers
 
-ROOT = Path(__file__).parents[2]
 SENDER = 4
 FORMATS = [Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES]
 # Where the fields of the header lie, and how wide they are: wire/header.py.
@@ -242,54 +235,15 @@ def fuzz(messages: int, seed: int, seconds: float) -> Counter[str]:
     return ends
 
 
-def sanitized(arguments: list[str]) -> int:
-    """Run this program anew on a core built with sanitizers; return its exit code."""
-    from collectives.kernels.host import sources
-
-    with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder) / "collectives"
-        shutil.copytree(ROOT / "collectives", package, ignore=shutil.ignore_patterns("*.so"))
-        library = package / sources.LIBRARY.relative_to(ROOT / "collectives")
-        subprocess.run(
-            [
-                *("g++", "-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer"),
-                *("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
-                *[word for word in sources.COMPILE_ARGUMENTS if not word.startswith(("-O", "-g"))],
-                *(f'-DGTOPK_SOURCES="{sources.fingerprint()}"', "-o", str(library)),
-                *(str(library.parent / path.name) for path in sources.sources()),
-            ],
-            check=True,
-        )
-        runtime = [
-            subprocess.run(
-                ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for name in ("libasan.so", "libubsan.so")
-        ]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": folder,
-            "LD_PRELOAD": " ".join(runtime),
-            "ASAN_OPTIONS": "detect_leaks=0",
-            "PYTHONMALLOC": "malloc",
-        }
-        return subprocess.run([sys.executable, __file__, *arguments], env=environment).returncode
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sanitize", action="store_true", help="needs g++")
     parser.add_argument("--instructions", default="", help="portable, AVX2 or AVX-512")
     arguments = parser.parse_args()
-    if arguments.sanitize:
-        return sanitized([word for word in sys.argv[1:] if word != "--sanitize"])
     print(f"C++ core: {absence() or host.__file__}")
-    if arguments.instructions and not host.library.library().use_instructions(
-        arguments.instructions.encode()
-    ):
+    if arguments.instructions and not use_instructions(arguments.instructions):
         raise SystemExit(f"this processor has no {arguments.instructions}")
     warnings.simplefilter("error")
     ends = fuzz(arguments.messages, arguments.seed, arguments.seconds)

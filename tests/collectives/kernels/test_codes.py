@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collectives import kernels
 from collectives.kernels import codes, host, reference, reference_codes
-from collectives.kernels.host.library import absence, library
+from collectives.kernels.host.library import absence, use_instructions
 from collectives.kernels.reference_codes import rice, scale
 from collectives.kernels.reference_codes.checksum import STEP, mix
 from collectives.vector import index_dtype
@@ -36,14 +36,14 @@ by_value_code = pytest.mark.parametrize("code", VALUE_CODES)
 def _twin(request: pytest.FixtureRequest) -> Iterator[None]:
     """Have every twin keep the contract, and C++ with either set of instructions."""
     twin, instructions = request.param
-    widest = host.instructions().encode() if twin is host else b""
-    if twin is host and not library().use_instructions(instructions.encode()):
+    widest = host.instructions() if twin is host else ""
+    if twin is host and not use_instructions(instructions):
         pytest.skip(f"this processor has no {instructions}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_for_numpy", twin)
         yield
     if twin is host:
-        library().use_instructions(widest)
+        use_instructions(widest)
 
 
 # Drawn by NumPy from a seed: element by element would take hypothesis ten times as long.
