@@ -104,7 +104,7 @@ def table(records: Sequence[Record]) -> str:
     lines = [
         f"{first.positions}: {first.entries:,} of {first.length:,}, density {first.density:.2g}, "
         f"log2(e/density) = {first.bound_bits:.2f} bits",
-        f"  {'format':16} {'bytes':>7} {'index bits':>10} {'encode':>17} {'decode':>17} "
+        f"  {'format':16} {'bytes':>7} {'index bits':>10} {'encode':>19} {'decode':>19} "
         f"{'pays below':>13}",
     ]
     for record in records:
@@ -118,6 +118,6 @@ def table(records: Sequence[Record]) -> str:
         )
         lines.append(
             f"  {record.indices + ' ' + record.values:16} {record.bytes_per_entry:7.3f} "
-            f"{record.index_bits:10.2f} {encode_ns:>17} {decode_ns:>17} {pays:>13}"
+            f"{record.index_bits:10.2f} {encode_ns:>19} {decode_ns:>19} {pays:>13}"
         )
     return "\n".join(lines) + "\n"
