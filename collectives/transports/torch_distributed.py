@@ -36,7 +36,7 @@ from .mailbox import Mailbox
 from .transport import Transport, say
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store, Work
+    from torch._C._distributed_c10d import Store, TCPStore, Work
 
 FIRST_BYTES: Final = 1 << 20  # of a message: what travels with its header
 # From here on gloo's own allreduce is the faster one, up to 3 times at 100 MB; at 4 ranks it takes
@@ -297,22 +297,35 @@ def open_torch_distributed(
         # Torchrun's store outlives its ranks: when it restarts them, they begin afresh.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = distributed.PrefixStore(f"attempt-{attempt}", store)
-    store = distributed.PrefixStore(f"gtopk-{next(_opened)}", store)
-    return TorchDistributedTransport(store, rank, size, timeout_seconds, start_timeout_seconds)
+    return join_at(store, rank, size, timeout_seconds, start_timeout_seconds)
+
+
+def join_at(
+    store: Store, rank: int, size: int, timeout_seconds: float, start_timeout_seconds: float
+) -> TorchDistributedTransport:
+    """Join the ranks that meet at a store, which may serve others, too."""
+    prefix = f"gtopk-{next(_opened)}"
+    return TorchDistributedTransport(
+        import_torch().distributed.PrefixStore(prefix, store),
+        rank,
+        size,
+        timeout_seconds,
+        start_timeout_seconds,
+    )
 
 
 def connect(
     host: str, port: int, rank: int, start_timeout_seconds: float, *, hosted: bool = False
-) -> Store:
+) -> TCPStore:
     """Return the store where the ranks meet.
 
-    hosted: by the launcher; otherwise rank 0 serves it, on this port.
+    hosted: by the launcher; otherwise rank 0 serves it, on this port (0: any that is free).
     Raises PeerTimeoutError when nobody serves it, RuntimeError when rank 0 cannot.
     """
     distributed = import_torch().distributed
     serves = rank == 0 and not hosted
     try:
-        store: Store = distributed.TCPStore(
+        store: TCPStore = distributed.TCPStore(
             host,
             port,
             is_master=serves,
@@ -334,27 +347,28 @@ def connect(
 
 def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:
     """Return every rank's host, once all have told it."""
-    deadline = time.monotonic() + start_timeout_seconds
+    begun = time.monotonic()
     keys = [f"host-{peer}" for peer in range(size)]
     store.set(keys[rank], socket.gethostname())
     for key in keys:
-        remaining = max(0.001, deadline - time.monotonic())
+        remaining = max(0.001, begun + start_timeout_seconds - time.monotonic())
         try:
             store.wait([key], timedelta(seconds=remaining))
         except RuntimeError as error:
-            absent = [peer for peer in range(size) if not _came(store, keys[peer])]
+            waited = time.monotonic() - begun
             raise PeerTimeoutError(
-                f"rank {rank} of {size} has waited {start_timeout_seconds:g} s at the start for "
-                f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}: {error}"
+                f"rank {rank} of {size} has waited {waited:.3g} s at the start for "
+                f"{_absent(store, keys)}: {str(error).splitlines()[0]}"
             ) from None
     return [store.get(key).decode() for key in keys]
 
 
-def _came(store: Store, key: str) -> bool:
+def _absent(store: Store, keys: list[str]) -> str:
     try:
-        return bool(store.check([key]))
-    except RuntimeError:  # the store is gone, too
-        return False
+        absent = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return "the others, and where the ranks meet nobody answers any more"
+    return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
 
 
 def _see_off(works: list[Work]) -> None:
