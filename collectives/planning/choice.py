@@ -35,10 +35,11 @@ class Budget(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """Measured over predicted seconds."""
+    """Measured over predicted seconds, by part."""
 
     select: float = 1.0
-    exchange: float = 1.0
+    merge: float = 1.0  # and encode and decode
+    communicate: float = 1.0
 
 
 NO_CORRECTION: Final = Correction()
