@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.kernels import accumulate_and_select, add_at
+from collectives.kernels import Gradient, Momentum, accumulate_and_select, add_at, clear_at
 from collectives.vector import SparseVector
 
 
@@ -26,27 +26,26 @@ class Residual:
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
 
-    def accumulate_and_select(self, gradient: NDArray[Any], k: int) -> SparseVector:
-        """Add the weighted gradient, float [n], and return the k largest entries."""
+    def accumulate_and_select(self, gradient: Gradient, k: int) -> SparseVector:
+        """Add the weighted gradient, in one array or in parts, and return the k largest entries."""
         self.holds_nothing = False
-        if self.velocity is not None:
-            self.velocity *= self.momentum
-            self.velocity += gradient
-            gradient = self.velocity
-        picked, self.threshold = accumulate_and_select(self.values, gradient, k, self.threshold)
+        momentum = None if self.velocity is None else Momentum(self.velocity, self.momentum)
+        picked, self.threshold = accumulate_and_select(
+            self.values, gradient, k, self.threshold, momentum
+        )
         return picked
 
     def settle(self, picked: SparseVector, returned: SparseVector) -> None:
         """Take out what was picked, and put back what returned from the reduction.
 
         With momentum correction, the velocity of what was applied is cleared too (factor masking):
-        of picks of which less than half returned. Of one that is alive its rounding error may.
+        of the picks of which less than half returned. Of one that is alive its rounding error may.
         """
-        self.values[picked.indices] = 0
+        clear_at(self.values, picked.indices)
         add_at(self.values, returned)
         if self.velocity is not None:
             applied = np.abs(self.values[picked.indices]) < np.abs(picked.values) / 2
-            self.velocity[picked.indices[applied]] = 0
+            clear_at(self.velocity, picked.indices[applied])
 
     def add_to(self, gradient: NDArray[Any]) -> None:
         """Add all that is left to the weighted gradient, in place: everything is to be sent.

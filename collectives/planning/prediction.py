@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .formats import EXACT, Format, message_bytes
+from ..wire import EXACT, Format
+from .formats import message_bytes
 from .network import Network
 from .rates import Rates
 from .schedules import SCHEDULES, Order
@@ -96,7 +97,7 @@ def predict(
     """Return what a candidate takes for a gradient of `length` values of `value_bytes`."""
     is_dense = candidate.algorithm == "dense"
     k = length if is_dense else candidate.selected(length)
-    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, network.ring)
+    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes)
     communicate = latency = code = merge = messages = sent = most = 0.0
     for step in SCHEDULES[candidate.algorithm](order):
         each = step.plain_bytes
