@@ -70,7 +70,7 @@ class SparseVector(NamedTuple):
         return SparseVector(self.indices[positions], self.values[positions], self.length)
 
     def embedded(self, start: int, length: int) -> SparseVector:
-        """Return the entries of this vector where it is a part, from `start` on, of a longer one."""
+        """Return the same entries in a longer vector that has this one from `start` on."""
         indices = self.indices.astype(index_dtype(length)) + start
         return SparseVector(indices, self.values, length)
 

@@ -1,11 +1,11 @@
 """Account: what a rank will have to put back, kept up to date merge by merge.
 
-    "owners"   a pick whose index a merge dropped is dead: it returns whole to the rank that picked
-               it, also when another branch brings the index back. What its value lost to rounding
-               on the way is part of the pick: it is struck off.
-    "spread"   what a merge of lists dropped is divided evenly among the ranks that hold the merged
-               list (a power of two: the division is exact). Only the merge with a folded rank's
-               list, which one rank alone holds, goes by owners.
+"owners"   a pick whose index a merge dropped is dead: it returns whole to the rank that picked
+           it, also when another branch brings the index back. What its value lost to rounding
+           on the way is part of the pick: it is struck off.
+"spread"   what a merge of lists dropped is divided evenly among the ranks that hold the merged
+           list (a power of two: the division is exact). Only the merge with a folded rank's
+           list, which one rank alone holds, goes by owners.
 """
 
 from __future__ import annotations

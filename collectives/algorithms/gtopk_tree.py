@@ -57,7 +57,12 @@ def reduce(
         transport.send(encoded.message, parent)()
         error = rounding_error(merged, encoded.vector, format)
         update, bits, refused_by = wire.decode(
-            transport.receive(parent), selected, k, ranks[parent], exact, alive_bytes(merged.entries)
+            transport.receive(parent),
+            selected,
+            k,
+            ranks[parent],
+            exact,
+            alive_bytes(merged.entries),
         )
         survivors = merged.where(unpack_alive(bits, merged.entries))
         error = among(error, survivors)

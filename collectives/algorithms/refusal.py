@@ -16,9 +16,7 @@ def lowest(*ranks: int) -> int:
     return min((rank for rank in ranks if rank != NOBODY), default=NOBODY)
 
 
-def examine(
-    vector: SparseVector, rank: int, refused_by: int = NOBODY
-) -> tuple[SparseVector, int]:
+def examine(vector: SparseVector, rank: int, refused_by: int = NOBODY) -> tuple[SparseVector, int]:
     """Return the vector and who refused; when anybody has, nothing in place of the vector.
 
     rank: who refuses when the vector is not finite. refused_by: who has already.

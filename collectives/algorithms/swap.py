@@ -26,7 +26,6 @@ from .refusal import lowest
 from .rounding import rounding_error
 from .terms import Terms
 
-
 # Pieces begin at multiples of it, as do the blocks of values that share a scale.
 _BLOCK: Final = 256
 
@@ -110,8 +109,6 @@ def _receive(
 ) -> wire.Decoded:
     sender = transport.ranks[peer]
     stamp_bytes = terms.stamp().size
-    decoded = wire.decode(
-        transport.receive(peer), like, keep, sender, terms.format, stamp_bytes
-    )
+    decoded = wire.decode(transport.receive(peer), like, keep, sender, terms.format, stamp_bytes)
     terms.check_stamp(decoded.extra, piece, sender)
     return decoded

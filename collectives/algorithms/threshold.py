@@ -135,8 +135,8 @@ class _Search:
         if self._regions[sample] == region:
             return int(self._counts[sample])
         ties_come_before = region < self._regions[sample]
-        side = "right" if ties_come_before else "left"
-        return int(keys.searchsorted(self._values[sample], side))
+        value = self._values[sample]
+        return int(keys.searchsorted(value, "right" if ties_come_before else "left"))
 
 
 def _tell(mine: _Told, owners: Sequence[int], transport: Transport) -> list[_Told]:
@@ -153,7 +153,8 @@ def _parse(message: Array, mine: _Told, dtype: np.dtype[Any], sender: int) -> _T
     """Return what a message tells; raise MessageError where it is no message of this round."""
     head = 8 * _NUMBERS
     if message.size >= head and (message.size - head) % dtype.itemsize == 0:
-        told = _Told(*message[:head].view(np.int64).tolist(), message[head:].view(dtype))
+        wanted, low, high, load, refused_by = message[:head].view(np.int64).tolist()
+        told = _Told(wanted, low, high, load, refused_by, message[head:].view(dtype))
         if told.wanted != mine.wanted:
             raise MessageError(
                 f"rank {sender} keeps k_out = {told.wanted} entries where this rank keeps "
