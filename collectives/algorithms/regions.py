@@ -25,6 +25,7 @@ import numpy as np
 from ..errors import MessageError
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector, index_dtype
+from .lots import at_positions, lot_ends
 
 _LOTS_PER_RANK: Final = 4
 _TOO_FULL: Final = 1.5  # times what the fullest region held when the boundaries were new
@@ -101,17 +102,9 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
 
 def _quantiles(picks: SparseVector, lots: int) -> Array:
     """Return a message: how many picks there are (int64) and the last index of each lot."""
-    last = [int(picks.indices[end - 1]) for end in lot_ends(picks.entries, lots)]
-    points = np.array(last, index_dtype(picks.length))
-    return np.concatenate(
-        [np.array([picks.entries], np.int64).view(np.uint8), points.view(np.uint8)]
-    )
-
-
-def lot_ends(entries: int, lots: int) -> list[int]:
-    """Return where the lots of a list end: as equal as can be, none empty."""
-    lots = min(lots, entries)
-    return [entries * (lot + 1) // lots for lot in range(lots)]
+    lasts = at_positions(picks.indices, [end - 1 for end in lot_ends(picks.entries, lots)])
+    entries = np.array([picks.entries], np.int64)
+    return np.concatenate([entries.view(np.uint8), lasts.view(np.uint8)])
 
 
 def _lots(

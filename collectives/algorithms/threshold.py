@@ -26,8 +26,8 @@ from ..errors import MessageError
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from ..wire import NOBODY
+from .lots import at_positions, lot_ends
 from .refusal import lowest
-from .regions import lot_ends
 
 _LOTS: Final = 64
 _NUMBERS: Final = 5  # before the values of a message
@@ -75,8 +75,8 @@ def share_out(
     keys.sort()
     low, high = 0, min(wanted, total.entries)
     while True:
-        samples = [float(keys[low + end - 1]) for end in lot_ends(high - low, _LOTS)]
-        mine = _Told(wanted, low, high, load, refused_by, np.array(samples, keys.dtype))
+        lasts = [low + end - 1 for end in lot_ends(high - low, _LOTS)]
+        mine = _Told(wanted, low, high, load, refused_by, at_positions(keys, lasts))
         told = _tell(mine, owners, transport)
         shares = Shares(
             [region.high for region in told],

@@ -111,6 +111,45 @@ def integer_picks(
     return [pick._replace(values=np.round(4 * pick.values) + dtype(9)) for pick in picks]
 
 
+WHERE = [
+    "anywhere",
+    "one small stretch",
+    "own stretch",
+    "next rank's stretch",
+    "near zero",
+    "the same indices",
+    "all but one rank in one half",
+]
+
+
+def picks_where(
+    where: str, random: np.random.Generator, size: int, length: int, k: int
+) -> list[SparseVector]:
+    """Return every rank's k picks, normally distributed values at indices of a pattern."""
+    picks = []
+    for rank in range(size):
+        indices = {
+            "anywhere": lambda: random.choice(length, k, replace=False),
+            "one small stretch": lambda: length // 3 + random.choice(3 * k, k, replace=False),
+            "own stretch": lambda r=rank: _stretch(random, r, size, length, k),
+            "next rank's stretch": lambda r=rank: _stretch(random, (r + 1) % size, size, length, k),
+            "near zero": lambda: random.permutation(
+                np.unique((length * random.random(20 * k) ** 8).astype(int))
+            )[:k],
+            "the same indices": lambda: np.arange(k) * (length // k),
+            "all but one rank in one half": lambda r=rank: (
+                (r > 0) * (length // 2) + random.choice(length // 2, k, replace=False)
+            ),
+        }[where]()
+        values = random.standard_normal(k).astype(np.float32)
+        picks.append(SparseVector(np.sort(indices).astype(np.int32), values, length))
+    return picks
+
+
+def _stretch(random: np.random.Generator, part: int, parts: int, length: int, k: int) -> np.ndarray:
+    return part * (length // parts) + random.choice(length // parts, k, replace=False)
+
+
 @st.composite
 def worlds(draw: st.DrawFn, dtype: type, most_ranks: int = 17) -> tuple[int, list[SparseVector]]:
     """Return k and every rank's picks: any overlap, ties, zeros, cancellations, none at all."""
