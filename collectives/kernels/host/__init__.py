@@ -1,0 +1,31 @@
+"""The hot loops of NumPy arrays in C++, called through ctypes without holding the interpreter.
+
+Function for function the twins of `reference`, to the bit. One idea, one C++ file:
+
+    scan*.cpp      the loop over all elements, for each set of instructions
+    gradient.hpp   what is added: one array or many, 16 bits or more, through a velocity
+    candidates.hpp, ranking.hpp, select.cpp   from the few entries found to the k largest
+    merge.cpp, scatter.cpp, sums.cpp          sparse lists, their way into dense vectors, sums
+    code*.cpp, scale.hpp                      the wire's codes
+    keys.hpp, pool.hpp, abi.hpp               integers in the order of |x|; threads; C names
+"""
+
+from . import codes
+from .entries import add_at, clear_at, contains, merge, sum_by_index
+from .library import instructions
+from .selection import accumulate_and_select, select
+from .sums import all_finite, squared_norm
+
+__all__ = [
+    "accumulate_and_select",
+    "add_at",
+    "all_finite",
+    "clear_at",
+    "codes",
+    "contains",
+    "instructions",
+    "merge",
+    "select",
+    "squared_norm",
+    "sum_by_index",
+]
