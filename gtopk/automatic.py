@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from collectives.planning import EXACT, Candidate, Format
+from collectives.planning import Candidate, Format
 from collectives.planning.calibration import assumed
 from collectives.planning.probes import agree_on_slowest
 from collectives.transports import Transport
@@ -72,14 +72,7 @@ class AutomaticExchange:
         alone = transport.size == 1  # nothing is sent, whatever it would take
         calibration = assumed(1) if alone else calibration_of(transport)
         (fastest,) = agree_on_slowest(transport, [-self._backward_seconds()])
-        formats = [f for f in self.compression.formats() if f in calibration.rates.coding]
-        judge = Judge(
-            self.compression,
-            calibration,
-            bucket.flat.size,
-            formats or [EXACT],
-            bucket.flat.itemsize,
-        )
+        judge = Judge(self.compression, calibration, bucket.flat.size, bucket.flat.itemsize)
         self._change_over(judge, judge.begin(-fastest), bucket, transport)
         if transport.rank == 0:
             _log.info(

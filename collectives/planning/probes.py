@@ -107,10 +107,12 @@ def seconds_per_unit(
     largest: int,
     budget_seconds: float,
     clock: Clock,
+    stopwatch: Clock,
 ) -> float:
     """Return the median seconds per unit of work, at the largest size that the time allows.
 
-    Preparing counts against the time, as if it were done before every go.
+    Preparing counts against the time, as if it were done before every go. The budget is kept by the
+    clock; work is timed by the stopwatch, which may stand still while others have the processor.
     """
     timed: Samples = {}
     prepared: dict[int, tuple[Callable[[], object], float]] = {}
@@ -121,11 +123,10 @@ def seconds_per_unit(
             prepared.clear()
             prepared[size] = prepare(size), clock() - begun
         work, preparing_seconds = prepared[size]
-        begun = clock()
+        begun, at_work = clock(), stopwatch()
         work()
-        seconds = clock() - begun
-        timed.setdefault(size, []).append(seconds)
-        return seconds + preparing_seconds
+        timed.setdefault(size, []).append(stopwatch() - at_work)
+        return clock() - begun + preparing_seconds
 
     grow(go, smallest, largest, budget_seconds)
     size = max(timed)
