@@ -120,8 +120,9 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
         call = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
-        share = dense_bytes(1 << 20, size, 1) / (1 << 20)
-        allreduce = Link(call.latency_seconds / messages, call.seconds_per_byte / share)
+        share = 2 * (size - 1) / size
+        if call is not None:
+            allreduce = Link(call.latency_seconds / messages, call.seconds_per_byte / share)
     if in_order:
         return Network(size, link, ranks_per_node, within, allreduce), len(nodes)
     # Any message may leave its node, and share the link with those of the other ranks there.

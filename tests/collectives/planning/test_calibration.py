@@ -75,6 +75,12 @@ def test_the_allreduce_is_worth_its_link(virtual, size):
     assert latency_seconds == pytest.approx(ETHERNET.latency_seconds, rel=0.3)
 
 
+def test_an_allreduce_too_slow_to_be_long_is_not_taken_for_a_long_one(virtual):
+    network, *_ = found_on(virtual(3, Link.of(5e6, 1e-3)))
+    assert network.allreduce is None
+    assert network.between.bits_per_second == pytest.approx(5e6)
+
+
 # The fixture is a class: there is nothing to reset.
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
