@@ -12,22 +12,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .formats import EXACT, Format, message_bytes
+from ..wire import EXACT, Format
+from .formats import message_bytes
 from .network import Network
 from .rates import Rates
-from .schedules import SCHEDULES, Order
+from .schedules import SCHEDULES, Order, Round, surplus
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One way to reduce the gradients.
 
-    density: share of the elements that a rank selects; dense sends all, whatever it says.
+    density:  share of the elements that a rank selects; dense sends all, whatever it says.
+    widening: entries of the update over those selected: gtopk's growth, oktopk's k_out / k.
     """
 
     algorithm: str
     density: float = 1.0
     format: Format = EXACT
+    widening: float = 1.0
 
     def selected(self, length: int) -> int:
         """Return k for a vector of `length` elements: at least 1."""
@@ -37,7 +40,8 @@ class Candidate:
         """Return it in words."""
         if self.algorithm == "dense":
             return "dense"
-        return f"{self.algorithm} density={self.density:.3g} {'+'.join(self.format)}"
+        wider = f" widening={self.widening:g}" if self.widening != 1.0 else ""
+        return f"{self.algorithm} density={self.density:.3g}{wider} {'+'.join(self.format)}"
 
 
 class Traffic(NamedTuple):
@@ -54,7 +58,7 @@ class Prediction:
 
     select_seconds:      accumulate, select, apply.
     code_seconds:        encode and decode.
-    communicate_seconds: on the wire.
+    communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
     merge_seconds:       merge, and keep track of what is alive.
     updated:             coordinates that the update holds.
     """
@@ -64,6 +68,7 @@ class Prediction:
     code_seconds: float
     communicate_seconds: float
     merge_seconds: float
+    latency_seconds: float
     sent: Traffic
     updated: float
 
@@ -77,14 +82,15 @@ class Prediction:
         """Return what all of it takes."""
         return self.select_seconds + self.exchange_seconds
 
-    def scaled(self, select: float, exchange: float) -> Prediction:
+    def scaled(self, select: float, merge: float, communicate: float) -> Prediction:
         """Return the prediction with its parts that many times as long."""
         return replace(
             self,
             select_seconds=select * self.select_seconds,
-            code_seconds=exchange * self.code_seconds,
-            communicate_seconds=exchange * self.communicate_seconds,
-            merge_seconds=exchange * self.merge_seconds,
+            code_seconds=merge * self.code_seconds,
+            communicate_seconds=communicate * self.communicate_seconds,
+            merge_seconds=merge * self.merge_seconds,
+            latency_seconds=communicate * self.latency_seconds,
         )
 
 
@@ -94,28 +100,38 @@ def predict(
     """Return what a candidate takes for a gradient of `length` values of `value_bytes`."""
     is_dense = candidate.algorithm == "dense"
     k = length if is_dense else candidate.selected(length)
-    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, network.ring)
-    communicate = code = merge = messages = sent = most = 0.0
+    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, candidate.widening)
+    communicate = latency = code = merge = messages = sent = most = 0.0
+
+    def bytes_of(step: Round) -> float:
+        if not step.lists:
+            return step.plain_bytes
+        each = message_bytes(step.entries, length, candidate.format, value_bytes)
+        return step.plain_bytes + step.lists * each
+
     for step in SCHEDULES[candidate.algorithm](order):
-        each = step.plain_bytes
+        each, times = bytes_of(step), step.times
         if step.lists:
-            each += step.lists * message_bytes(step.entries, length, candidate.format, value_bytes)
             rate = rates.coding[candidate.format]
-            code += step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
+            coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
+            code += times * coded
         link = network.link(step.leaving)
         if is_dense and network.allreduce is not None:
             link = network.allreduce
-        communicate += link.latency_seconds + each * link.seconds_per_byte
-        merge += step.merged * rates.merge_seconds
-        messages += step.senders
-        sent += step.senders * each
-        most += each
+        communicate += times * (link.latency_seconds + each * link.seconds_per_byte)
+        latency += times * link.latency_seconds
+        merge += times * step.merged * rates.merge_seconds
+        messages += times * step.senders
+        sent += times * step.senders * each
+        most += times * each
+    most += bytes_of(surplus(candidate.algorithm, order))
     return Prediction(
         candidate,
         0.0 if is_dense else length * rates.select_seconds,
         code,
         communicate,
         merge,
+        latency,
         Traffic(messages / network.ranks, sent / network.ranks, most),
         updated(candidate, length, network.ranks),
     )
@@ -127,4 +143,4 @@ def updated(candidate: Candidate, length: int, ranks: int) -> float:
         return float(length)
     if candidate.algorithm == "topk-allgather":
         return float(length * (1.0 - (1.0 - candidate.selected(length) / length) ** ranks))
-    return float(candidate.selected(length))
+    return min(float(length), candidate.widening * candidate.selected(length))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from collectives import SparseVector, reduce, run_ranks
 from collectives.cost import Link
 from collectives.planning import (
-    DEFAULT_RATES,
     EXACT,
     Budget,
     Calibration,
@@ -27,9 +26,8 @@ from collectives.transports import local_world
 
 RESNET50 = 25_557_032
 BLOCKS = Format("blocks")
-RATES = DEFAULT_RATES._replace(
-    coding={EXACT: CodingRate(1e-9, 1e-9), BLOCKS: CodingRate(2e-9, 2e-9)}
-)
+CODING = {EXACT: CodingRate(1e-9, 1e-9), BLOCKS: CodingRate(2e-9, 2e-9)}
+RATES = Rates(1.2e-9, 3.5e-8, CODING)
 AT_A_THOUSANDTH = Budget(density=0.001)
 rank_counts = st.integers(2, 300)
 latencies = st.floats(1e-6, 1e-2)
@@ -73,9 +71,17 @@ def test_on_a_slow_network_compression_wins(ranks):
     assert any(other.candidate.algorithm == "dense" for other in others)
 
 
-def test_few_ranks_gather_and_many_merge():
+def test_few_ranks_gather_and_many_merge_or_split():
     assert chosen(on(2, 1e9))[0].candidate.algorithm == "topk-allgather"
-    assert chosen(on(128, 1e9))[0].candidate.algorithm == "gtopk"
+    assert chosen(on(128, 1e9, latency=1e-3))[0].candidate.algorithm == "gtopk"
+    assert chosen(on(128, 1e8, latency=1e-5))[0].candidate.algorithm == "oktopk"
+
+
+def test_where_ranks_share_a_nodes_link_they_add_up_inside_first():
+    network = Network(64, Link.of(1e9, 5e-5), 8, Link.of(1e11, 5e-6))
+    best = chosen(Calibration(network, RATES, "made up"))[0]
+    assert best.candidate.algorithm == "hierarchical"
+    assert "hierarchical" not in {each.candidate.algorithm for each in chosen(on(64, 1e9))}
 
 
 def test_one_rank_has_nothing_to_compress():
@@ -161,9 +167,9 @@ def test_the_largest_density_that_hides_is_taken(ranks, bits_per_second, seconds
         kept = [each for each in others if keeps(each, budget)]
         assert keeps(best, budget) or all(each.seconds >= best.seconds for each in kept)
     elif keeps(best, budget) and best.candidate.density < LARGEST_DENSITY:
-        # One entry more takes longer than it may.
+        # One entry more, on each rank, takes longer than it may.
         step = best.exchange_seconds / best.candidate.selected(RESNET50)
-        assert best.exchange_seconds + 2 * step > seconds
+        assert best.exchange_seconds + 2 * ranks * step > seconds
 
 
 def test_where_nothing_hides_the_shortest_is_taken():
@@ -176,10 +182,12 @@ def test_a_correction_moves_an_algorithm_alone():
     before = {e.candidate.algorithm: e for e in chosen(calibration)}
     after = {
         e.candidate.algorithm: e
-        for e in chosen(calibration, corrections={"gtopk": Correction(2.0, 3.0)})
+        for e in chosen(calibration, corrections={"gtopk": Correction(2.0, 3.0, 5.0)})
     }
-    assert after["gtopk"].select_seconds == pytest.approx(2 * before["gtopk"].select_seconds)
-    assert after["gtopk"].exchange_seconds == pytest.approx(3 * before["gtopk"].exchange_seconds)
+    parts = {"select": 2.0, "merge": 3.0, "code": 3.0, "communicate": 5.0}
+    for part, factor in parts.items():
+        once, times = (getattr(all["gtopk"], f"{part}_seconds") for all in (before, after))
+        assert times == pytest.approx(factor * once)
     assert after["dense"] == before["dense"]
 
 
