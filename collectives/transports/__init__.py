@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from .carrier import Carrier
 from .local import LocalTransport, local_world, run_ranks
-from .transport import Traffic, Transport
+from .traffic import Traffic
+from .transport import Transport
 
-__all__ = ["LocalTransport", "Traffic", "Transport", "local_world", "open_transport", "run_ranks"]
+__all__ = [
+    "Carrier",
+    "LocalTransport",
+    "Traffic",
+    "Transport",
+    "local_world",
+    "open_transport",
+    "run_ranks",
+]
 
 
 def open_transport(name: str, timeout_seconds: float = 600.0) -> Transport:

@@ -6,30 +6,55 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
 
 from ..errors import CollectiveError, PeerError, PeerTimeoutError
 from ..vector import Array
+from .carrier import Carrier
+from .farewell import Farewell
 from .transport import Transport
 
 T = TypeVar("T")
-_LOOK_SECONDS = 0.02  # how often a waiting rank looks whether its peer has left
+
+# What a rank sent another on a stream. None is no message: it wakes who waits, as somebody left.
+_Box = queue.SimpleQueue["Array | None"]
 
 
 class _Meeting:
     """What the ranks of one local world share."""
 
-    def __init__(self, size: int) -> None:
-        self.boxes: dict[tuple[int, int], queue.SimpleQueue[Array]] = {
-            (source, to): queue.SimpleQueue() for source in range(size) for to in range(size)
-        }
-        self.left: dict[int, tuple[int, str]] = {}
+    def __init__(self) -> None:
+        self.left: dict[int, Farewell] = {}
+        self._boxes: dict[tuple[int, int, int], _Box] = {}
+        self._waited_for: dict[_Box, None] = {}
+
+    def box(self, tag: int, source: int, to: int) -> _Box:
+        key = tag, source, to
+        try:
+            return self._boxes[key]
+        except KeyError:
+            return self._boxes.setdefault(key, queue.SimpleQueue())
+
+    @contextmanager
+    def waiting_for(self, box: _Box) -> Iterator[None]:
+        """Wake who waits for this box when a rank leaves."""
+        self._waited_for[box] = None
+        try:
+            yield
+        finally:
+            del self._waited_for[box]
+
+    def leave(self, rank: int, farewell: Farewell) -> None:
+        self.left.setdefault(rank, farewell)
+        for box in self._waited_for.copy():
+            box.put(None)
 
 
-class LocalTransport(Transport):
+class LocalTransport(Carrier):
     """One rank of a world of threads; messages are copied, as a network would."""
 
     name = "local"
@@ -40,40 +65,41 @@ class LocalTransport(Transport):
         self._left = meeting.left
         self._timeout_seconds = timeout_seconds
 
-    def send(self, message: Array, to: int) -> Callable[[], None]:
-        self.traffic.sent_bytes += message.size
-        self.traffic.sent_messages += 1
-        self._meeting.boxes[self.rank, to].put(np.array(message))
-        return lambda: None
+    def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        stream.traffic.count(message.size)
+        self._meeting.box(stream.tag, self.rank, to).put(np.array(message))
+        return _nothing
 
-    def receive(self, source: int) -> Array:
+    def receive_on(self, stream: Transport, source: int) -> Array:
         begun = time.monotonic()
+        box = self._meeting.box(stream.tag, source, self.rank)
         try:
-            return self._receive(source, begun + self._timeout_seconds)
+            with self._meeting.waiting_for(box):
+                return self._receive(box, stream, source, begun + self._timeout_seconds)
         finally:
-            self.traffic.wait_seconds += time.monotonic() - begun
+            stream.traffic.count_wait(time.monotonic() - begun)
 
-    def _receive(self, source: int, deadline: float) -> Array:
-        box = self._meeting.boxes[source, self.rank]
+    def _receive(self, box: _Box, stream: Transport, source: int, deadline: float) -> Array:
         while True:
             # Read before the look into the box: whoever leaves has sent all it will ever send.
-            missing = self._missing(source)
+            missing = stream.missing(source)
+            remaining = max(0.0, deadline - time.monotonic())
             try:
-                return box.get(timeout=0 if missing else _LOOK_SECONDS)
+                message = box.get(timeout=0 if missing else remaining)
             except queue.Empty:
-                pass
-            if missing:
-                raise PeerError(missing)
-            if time.monotonic() > deadline:
+                if missing:
+                    raise PeerError(missing) from None
                 raise PeerTimeoutError(
                     f"rank {self.rank} waited {self._timeout_seconds:g} s for rank {source} "
-                    f"in {self._activity}"
-                )
+                    f"in {stream.activity}"
+                ) from None
+            if message is not None:
+                return message
 
     def resign(self, reason: str) -> None:
-        self._left.setdefault(self.rank, (self._completed, reason))
+        self._meeting.leave(self.rank, self.farewell(reason))
 
-    def collect_resignations(self) -> None:
+    def collect_farewells(self) -> None:
         """Do nothing: `_left` is shared by all ranks."""
 
     def abort(self, exit_code: int) -> None:
@@ -86,11 +112,15 @@ class LocalTransport(Transport):
         return "threads of one process"
 
 
+def _nothing() -> None:
+    """Wait for nothing: what was sent has been copied."""
+
+
 def local_world(size: int, timeout_seconds: float = 60.0) -> list[LocalTransport]:
     """Return the transports of a world of `size` ranks in this process, one for each thread."""
     if size < 1:
         raise ValueError(f"a world needs at least one rank, got size {size}")
-    meeting = _Meeting(size)
+    meeting = _Meeting()
     return [LocalTransport(rank, size, meeting, timeout_seconds) for rank in range(size)]
 
 

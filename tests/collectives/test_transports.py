@@ -191,7 +191,7 @@ def test_many_ranks_may_leave_while_others_look_who_has_left() -> None:
             leaver = threading.Thread(target=lambda w=world: [t.resign("done") for t in w[1:]])
             leaver.start()
             while leaver.is_alive():
-                world[0]._missing(0)
+                world[0].missing(0)
             leaver.join()
     finally:
         sys.setswitchinterval(interval)
@@ -228,6 +228,124 @@ def test_who_leaves_does_not_wait_for_a_rank_that_failed() -> None:
 
 def test_results_come_by_rank() -> None:
     assert run_ranks(local_world(5), lambda transport: transport.rank**2) == [0, 1, 4, 9, 16]
+
+
+# ---- views
+
+
+def test_64_ranks_at_once_are_a_world_like_any_other() -> None:
+    def program(transport: LocalTransport) -> float:
+        array = np.full(10_000, transport.rank, np.float32)
+        transport.allreduce(array)
+        transport.subset(range(transport.size)[::-1]).barrier()
+        return float(array[0])
+
+    assert run_ranks(local_world(64), program) == [64 * 63 / 2] * 64
+
+
+@pytest.mark.parametrize("ranks", [[0, 0, 1], [0, 3], [-1, 0]])
+def test_a_subset_is_of_distinct_ranks_of_the_transport(ranks: list[int]) -> None:
+    world = local_world(3)
+    with pytest.raises(ValueError, match=rf"distinct ranks of 0..2, got \{ranks} on rank 0"):
+        world[0].subset(ranks)
+
+
+def test_only_members_make_a_subset() -> None:
+    world = local_world(3)
+    with pytest.raises(ValueError, match=r"rank 2 is not in \[0, 1\]"):
+        world[2].subset([0, 1])
+
+
+@pytest.mark.parametrize("number", [-1, 1024])
+def test_a_channel_has_a_number_within_bounds(number: int) -> None:
+    with pytest.raises(ValueError, match=rf"channel must lie in 0..1023, got {number}"):
+        local_world(1)[0].channel(number)
+
+
+def test_streams_whose_tags_collide_are_refused_and_named(monkeypatch) -> None:
+    # Tags so few that the hash leaves one for all subsets.
+    monkeypatch.setattr(LocalTransport, "tag_limit", 1026)
+    (transport,) = local_world(1)
+    subset = transport.subset([0])
+    with pytest.raises(ValueError, match=r"\(\(0,\), 3\) and \(\(0,\),\) would share the tag 1025"):
+        subset.channel(3)
+    assert transport.channel(3).tag != transport.channel(4).tag
+
+
+def test_errors_of_a_view_name_world_ranks() -> None:
+    world = local_world(5, timeout_seconds=0.1)
+    view = world[2].subset([4, 2]).channel(1)
+    with pytest.raises(PeerTimeoutError, match=r"rank 2 waited 0\.1 s for rank 4 in an exchange"):
+        view.receive(0)
+    world[4].subset([4, 2]).channel(1).send(MESSAGE, 1)
+    with pytest.raises(MessageError, match="the message from rank 4 is malformed"):
+        view.allgather(MESSAGE)
+    world[4].subset([4, 2]).channel(1).send(MESSAGE, 1)
+    with pytest.raises(MessageError, match=r"from rank 4 .* 10 bytes where rank 2's has 3"):
+        view.allgather_into(np.zeros(6, np.uint8), [0, 3, 6])
+    world[4].resign("enough")
+    with pytest.raises(PeerError, match=r"rank 4 left \(enough\) while rank 2 waited for it in an"):
+        view.receive(0)
+
+
+def test_a_rank_that_left_in_an_operation_of_a_view_is_missed_by_its_members() -> None:
+    def program(transport: LocalTransport) -> None:
+        if transport.rank == 3:
+            transport.leave("it is no member")
+            return
+        channel = transport.subset([0, 1, 2]).channel(0)
+        with channel.operation("bucket 0"):
+            channel.barrier()
+        if transport.rank == 2:
+            transport.leave("its data ran out")
+            return
+        text = r"rank 2 left \(its data ran out\) while rank \d waited for it in bucket 1"
+        with pytest.raises(PeerError, match=text), channel.operation("bucket 1"):
+            channel.receive(1 - channel.rank)
+        transport.leave("a peer is gone")
+
+    run_ranks(local_world(4, timeout_seconds=30), program)
+
+
+def test_a_rank_that_completed_the_operation_of_a_view_is_not_missed_in_it() -> None:
+    world = local_world(3, timeout_seconds=0.1)
+    views = [transport.channel(1) for transport in world]
+    with views[2].operation("bucket 0"):
+        pass
+    world[2].resign("done")
+    with (
+        pytest.raises(PeerTimeoutError, match="rank 1 in bucket 0"),
+        views[0].operation("bucket 0"),
+    ):
+        views[0].receive(1)
+
+
+def test_who_is_missed_in_an_operation_is_missed_in_the_views_used_for_it() -> None:
+    world = local_world(3, timeout_seconds=30)
+    world[2].resign("enough")
+    view = world[0].channel(1).subset([0, 1])
+    text = r"rank 2 left \(enough\) while rank 0 waited for it in step 1"
+    with pytest.raises(PeerError, match=text), world[0].operation("step 1"):
+        view.receive(1)
+
+
+def test_no_count_is_lost_when_threads_count_at_once() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        total = Traffic()
+        parts = [Traffic(parent=total) for _ in range(4)]
+        counters = [
+            threading.Thread(target=lambda p=p: [p.count(2, 1) for _ in range(2000)]) for p in parts
+        ]
+        for counter in counters:
+            counter.start()
+        for counter in counters:
+            counter.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert parts == [Traffic(4000, 2000)] * 4
+    assert total == Traffic(16000, 8000)
 
 
 # ---- what is malformed
@@ -279,7 +397,7 @@ def test_arrays_of_different_sizes_are_not_stretched_to_a_sum() -> None:
     def program(transport: LocalTransport) -> None:
         transport.allreduce(np.ones(4 - 2 * transport.rank, np.float32))
 
-    with pytest.raises(MessageError, match=r"from rank \d is malformed: .* 8 bytes .* 4|4 .* 8"):
+    with pytest.raises(MessageError, match=r"from rank \d is malformed: .* (8 .* 16|16 .* 8);"):
         run_ranks(local_world(2, timeout_seconds=5), program)
 
 

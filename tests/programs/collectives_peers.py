@@ -72,6 +72,11 @@ def test_a_rank_is_missed_even_by_those_that_wait_for_another() -> None:
     transport.leave("enough")
 
 
+def test_a_rank_that_left_is_missed_by_who_waits_in_a_view() -> None:
+    miss_the_last(lambda transport: transport.channel(1).barrier())
+    miss_the_last(lambda transport: transport.subset([RANK]).channel(1).receive(0))
+
+
 def test_what_was_sent_before_leaving_still_arrives() -> None:
     transport = MpiTransport(timeout_seconds=60)
     if RANK == LAST:
@@ -92,7 +97,7 @@ def test_what_arrives_together_with_the_farewell_is_not_lost() -> None:
         def arrived() -> str | None:
             return "in time" if LAST in transport._left else None
 
-        assert transport._wait(arrived, LAST) == "in time"
+        assert transport._wait(transport, arrived, LAST) == "in time"
     transport.leave("done")
 
 

@@ -1,0 +1,23 @@
+"""Will it pay? What every algorithm is expected to take here, and which one to use.
+
+network, rates = calibrate(transport)          measured once, the same on every rank
+best, *others = rank_candidates(...)           predicted, the cheapest first
+"""
+
+from .formats import EXACT, Format
+from .network import Network
+from .prediction import Candidate, Prediction, Traffic, predict
+from .rates import DEFAULT_RATES, CodingRate, Rates
+
+__all__ = [
+    "DEFAULT_RATES",
+    "EXACT",
+    "Candidate",
+    "CodingRate",
+    "Format",
+    "Network",
+    "Prediction",
+    "Rates",
+    "Traffic",
+    "predict",
+]
