@@ -83,7 +83,13 @@ def look_at_kernels() -> Finding:
     """Which implementation of the hot loops is in use."""
     if not installed("numpy"):
         return Finding("kernels", State.FAIL, "they need numpy", "pip install numpy")
-    return Finding("kernels", State.OK, import_module("collectives.kernels").in_use())
+    kernels = import_module("collectives.kernels")
+    if reason := kernels.why_not_compiled():
+        advice = "with a C++ compiler at hand, install again: pip install --force-reinstall gtopk"
+        if "GTOPK_KERNELS" in reason:
+            advice = "unset GTOPK_KERNELS"
+        return Finding("kernels", State.WARN, f"{kernels.in_use()}: {reason}", advice)
+    return Finding("kernels", State.OK, kernels.in_use())
 
 
 def look_at_horovod() -> Finding:

@@ -1,0 +1,30 @@
+"""The compiled library: found, checked against its sources, and loaded once."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from .sources import LIBRARY, fingerprint
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the library, or None where there is none that fits its sources."""
+    return None if absence() else ctypes.CDLL(str(LIBRARY))
+
+
+@functools.cache
+def absence() -> str:
+    """Return why the library cannot be used; "" when it can."""
+    if not LIBRARY.exists():
+        return "the C++ core is not built"
+    try:
+        built_from = ctypes.CDLL(str(LIBRARY)).sources_fingerprint
+    except (OSError, AttributeError) as error:
+        return f"the C++ core cannot be loaded: {error}"
+    built_from.restype = ctypes.c_char_p
+    # An installed package has no sources to compare with.
+    if fingerprint() not in ("", built_from().decode()):
+        return "the C++ core is not built from the sources beside it"
+    return ""
