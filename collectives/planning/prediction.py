@@ -9,7 +9,7 @@ and receives at once (full duplex); nodes do not share a link (a switch), the ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .formats import EXACT, Format, message_bytes
@@ -22,7 +22,7 @@ from .schedules import SCHEDULES, Order
 class Candidate:
     """One way to reduce the gradients.
 
-    density: share of the elements that a rank selects; 1 for dense.
+    density: share of the elements that a rank selects; dense sends all, whatever it says.
     """
 
     algorithm: str
@@ -33,12 +33,19 @@ class Candidate:
         """Return k for a vector of `length` elements: at least 1."""
         return max(1, round(length * self.density))
 
+    def __str__(self) -> str:
+        """Return it in words."""
+        if self.algorithm == "dense":
+            return "dense"
+        return f"{self.algorithm} density={self.density:.3g} {'+'.join(self.format)}"
+
 
 class Traffic(NamedTuple):
-    """What the ranks send, on average."""
+    """What a rank sends: on average, and no rank more than `most_bytes`."""
 
     messages: float
     bytes: float
+    most_bytes: float
 
 
 @dataclass(frozen=True)
@@ -59,16 +66,26 @@ class Prediction:
     merge_seconds: float
     sent: Traffic
     updated: float
-    seconds: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        total = self.exchange_seconds + self.select_seconds
-        object.__setattr__(self, "seconds", total)
 
     @property
     def exchange_seconds(self) -> float:
         """Return what follows the selection: encode, send, decode, merge."""
         return self.code_seconds + self.communicate_seconds + self.merge_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Return what all of it takes."""
+        return self.select_seconds + self.exchange_seconds
+
+    def scaled(self, select: float, exchange: float) -> Prediction:
+        """Return the prediction with its parts that many times as long."""
+        return replace(
+            self,
+            select_seconds=select * self.select_seconds,
+            code_seconds=exchange * self.code_seconds,
+            communicate_seconds=exchange * self.communicate_seconds,
+            merge_seconds=exchange * self.merge_seconds,
+        )
 
 
 def predict(
@@ -78,7 +95,7 @@ def predict(
     is_dense = candidate.algorithm == "dense"
     k = length if is_dense else candidate.selected(length)
     order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, network.ring)
-    communicate = code = merge = messages = sent = 0.0
+    communicate = code = merge = messages = sent = most = 0.0
     for step in SCHEDULES[candidate.algorithm](order):
         each = step.plain_bytes
         if step.lists:
@@ -92,13 +109,14 @@ def predict(
         merge += step.merged * rates.merge_seconds
         messages += step.senders
         sent += step.senders * each
+        most += each
     return Prediction(
         candidate,
         0.0 if is_dense else length * rates.select_seconds,
         code,
         communicate,
         merge,
-        Traffic(messages / network.ranks, sent / network.ranks),
+        Traffic(messages / network.ranks, sent / network.ranks, most),
         updated(candidate, length, network.ranks),
     )
 
