@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.kernels import accumulate_and_select, add_at, contains
+from collectives.kernels import (
+    Gradient,
+    Momentum,
+    accumulate_and_select,
+    add_at,
+    clear_at,
+    contains,
+)
 from collectives.vector import SparseVector
 
 
@@ -25,13 +32,12 @@ class Residual:
         self.velocity: NDArray[Any] | None = np.zeros(length, dtype) if momentum else None
         self.threshold = 0.0  # a guess that spares time, never needed
 
-    def accumulate_and_select(self, gradient: NDArray[Any], k: int) -> SparseVector:
-        """Add the weighted gradient, float [n], and return the k largest entries."""
-        if self.velocity is not None:
-            self.velocity *= self.momentum
-            self.velocity += gradient
-            gradient = self.velocity
-        picked, self.threshold = accumulate_and_select(self.values, gradient, k, self.threshold)
+    def accumulate_and_select(self, gradient: Gradient, k: int) -> SparseVector:
+        """Add the weighted gradient, in one array or in parts, and return the k largest entries."""
+        momentum = None if self.velocity is None else Momentum(self.velocity, self.momentum)
+        picked, self.threshold = accumulate_and_select(
+            self.values, gradient, k, self.threshold, momentum
+        )
         return picked
 
     def settle(self, picked: SparseVector, returned: SparseVector) -> None:
@@ -39,8 +45,8 @@ class Residual:
 
         With momentum correction, the velocity of what was applied is cleared too (factor masking).
         """
-        self.values[picked.indices] = 0
+        clear_at(self.values, picked.indices)
         add_at(self.values, returned)
         if self.velocity is not None:
             applied = ~contains(returned.indices, picked.indices)
-            self.velocity[picked.indices[applied]] = 0
+            clear_at(self.velocity, picked.indices[applied])

@@ -10,16 +10,21 @@ larger than infinity; exact zeros are never selected, so fewer than k entries ma
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Final
 
-from ..vector import Array
+from ..vector import Array, SparseVector
 from . import reference
+from .gradients import Gradient, Momentum
 from .host.library import absence, library
 
 __all__ = [
+    "Gradient",
+    "Momentum",
     "accumulate_and_select",
     "add_at",
     "all_finite",
+    "clear_at",
     "contains",
     "in_use",
     "merge",
@@ -46,27 +51,93 @@ def _choose() -> Any:
 _for_numpy: Final = _choose()
 
 
-accumulate_and_select = reference.accumulate_and_select
-add_at = reference.add_at
-contains = reference.contains
-merge = reference.merge
-select = reference.select
-sum_by_index = reference.sum_by_index
+def _twin(array: object) -> Any:
+    """Return the module whose functions work on arrays of this kind."""
+    return _for_numpy
+
+
+def accumulate_and_select(
+    residual: Array,
+    gradient: Gradient,
+    k: int,
+    threshold: float = 0.0,
+    momentum: Momentum | None = None,
+) -> tuple[SparseVector, float]:
+    """Add a gradient to `residual` in place and select from the sum, in one pass over memory.
+
+    residual:  float32 or float64 [n]. The selected entries stay in it.
+    gradient:  of the residual's dtype, or with float32 residuals float16, or uint16 for the bits
+               of bfloat16: [n], or a list of one-dimensional arrays with n elements in all, which
+               are read where they lie.
+    threshold: a guess at the k-th largest |value|, 0 without one. It decides the time taken, never
+               the result.
+    momentum:  takes the gradient into its velocity, in place, which is then what is added.
+    Returns the k largest entries, or all that are not zero where there are fewer, and the
+    threshold for the next step. Raises ValueError for what does not fit together, with nothing
+    changed.
+    """
+    twin = _twin(residual)
+    picked, following = twin.accumulate_and_select(residual, gradient, k, threshold, momentum)
+    return picked, following
+
+
+def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
+    """Return the k largest entries of `dense` and a threshold to begin the next search at.
+
+    dense: float32 or float64 [n], unchanged; the rest as in `accumulate_and_select`.
+    """
+    picked, following = _twin(dense).select(dense, k, threshold)
+    return picked, following
+
+
+def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+    """Return the k largest entries of a + b, and the other nonzero entries of a + b.
+
+    One float addition for an index in both, hence the same bits for (a, b) and (b, a).
+    """
+    kept, dropped = _twin(a.values).merge(a, b, k)
+    return kept, dropped
+
+
+def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
+    """Return the nonzero entries of the sum; each index is summed in the order of the list."""
+    total: SparseVector = _twin(vectors[0].values).sum_by_index(vectors)
+    return total
+
+
+def contains(indices: Array, wanted: Array) -> Array:
+    """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
+    found: Array = _twin(indices).contains(indices, wanted)
+    return found
+
+
+def add_at(dense: Array, vector: SparseVector) -> None:
+    """Add the vector's entries to a dense array in place."""
+    _twin(dense).add_at(dense, vector)
+
+
+def clear_at(dense: Array, indices: Array) -> None:
+    """Set the elements of a dense array at these indices to zero."""
+    _twin(dense).clear_at(dense, indices)
 
 
 def all_finite(array: Array) -> bool:
     """Tell whether a one-dimensional array holds neither NaN nor infinity."""
-    return bool(_for_numpy.all_finite(array))
+    finite: bool = _twin(array).all_finite(array)
+    return finite
 
 
 def squared_norm(array: Array) -> float:
-    """Return the sum of squares of a one-dimensional array, in float64."""
-    return float(_for_numpy.squared_norm(array))
+    """Return the sum of squares of a one-dimensional array, added up in float64."""
+    norm: float = _twin(array).squared_norm(array)
+    return norm
 
 
 def in_use() -> str:
-    """Return the name of the kernels that these functions come from."""
-    return "NumPy reference" if _for_numpy is reference else "C++ core"
+    """Return the name of the kernels that work on NumPy arrays."""
+    if _for_numpy is reference:
+        return "NumPy reference"
+    return f"C++ core, {_for_numpy.instructions()}"
 
 
 def why_not_compiled() -> str:

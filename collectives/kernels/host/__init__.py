@@ -2,11 +2,27 @@
 
 Function for function the twins of `reference`, to the bit. One idea, one C++ file:
 
-    keys.hpp      integers in the order of |x|
-    sums.cpp      a whole vector in one number
-    pool.cpp      a few threads that share a loop
+    scan*.cpp      the loop over all elements, for each set of instructions
+    gradient.hpp   what is added: one array or many, 16 bits or more, through a velocity
+    candidates.hpp, ranking.hpp, select.cpp   from the few entries found to the k largest
+    merge.cpp, scatter.cpp, sums.cpp          sparse lists, their way into dense vectors, sums
+    keys.hpp, pool.hpp, abi.hpp               integers in the order of |x|; threads; C names
 """
 
+from .entries import add_at, clear_at, contains, merge, sum_by_index
+from .library import instructions
+from .selection import accumulate_and_select, select
 from .sums import all_finite, squared_norm
 
-__all__ = ["all_finite", "squared_norm"]
+__all__ = [
+    "accumulate_and_select",
+    "add_at",
+    "all_finite",
+    "clear_at",
+    "contains",
+    "instructions",
+    "merge",
+    "select",
+    "squared_norm",
+    "sum_by_index",
+]

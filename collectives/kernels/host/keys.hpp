@@ -28,7 +28,8 @@ constexpr Key<T> LARGEST = std::numeric_limits<Key<T>>::max();
 
 // The key of infinity: whatever is not below it is not finite.
 template <class T>
-constexpr Key<T> INFINITE = LARGEST<T> << (std::numeric_limits<T>::digits - 1) & LARGEST<T>;
+constexpr Key<T> INFINITE =
+    LARGEST<T> - ((Key<T>{1} << (std::numeric_limits<T>::digits - 1)) - 1);
 
 template <class T>
 inline Key<T> key(T value) {

@@ -28,3 +28,13 @@ def absence() -> str:
     if fingerprint() not in ("", built_from().decode()):
         return "the C++ core is not built from the sources beside it"
     return ""
+
+
+def instructions() -> str:
+    """Return which instructions of the processor the loaded library uses."""
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError(absence())
+    loaded.instructions_in_use.restype = ctypes.c_char_p
+    name: bytes = loaded.instructions_in_use()
+    return name.decode()

@@ -1,0 +1,59 @@
+"""What may be added to a residual: one array or one for each parameter, through a velocity or not.
+
+Every twin takes its arguments from here, so that all refuse the same ones with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+from ..vector import Array
+
+# One array of the residual's length, or several that follow each other in it.
+Gradient: TypeAlias = Array | Sequence[Array]
+
+# By dtype character: float16, and uint16 for the bits of bfloat16, which NumPy does not know.
+SIXTEEN_BITS: Final = ("e", "H")
+
+
+class Momentum(NamedTuple):
+    """Momentum before the selection: velocity = factor * velocity + gradient is what is added.
+
+    velocity: of the residual's dtype and length, changed in place.
+    """
+
+    velocity: Array
+    factor: float
+
+
+def require_k(k: int, length: int) -> None:
+    """Raise ValueError unless k lies in 1..length."""
+    if not 1 <= k <= length:
+        raise ValueError(f"k must lie in 1..{length} (the vector's length), got {k}")
+
+
+def gradient_parts(
+    residual: Array, gradient: Gradient, k: int, momentum: Momentum | None
+) -> Sequence[Array]:
+    """Return the gradient's arrays in order, or raise ValueError for what does not fit."""
+    require_k(k, residual.size)
+    parts = gradient if isinstance(gradient, Sequence) else [gradient]
+    dtypes = {part.dtype for part in parts}
+    length = sum(part.size for part in parts)
+    dtype = residual.dtype
+    narrow = dtype.char == "f" and len(dtypes) == 1 and next(iter(dtypes)).char in SIXTEEN_BITS
+    if not (dtypes == {dtype} or narrow) or length != residual.size:
+        got = " and ".join(sorted(map(str, dtypes))) or "nothing"
+        raise ValueError(
+            "the gradient must be of the residual's dtype and size (16-bit ones fit float32), "
+            f"{dtype} [{residual.size}], got {got} [{length}]"
+        )
+    if momentum is not None:
+        velocity = momentum.velocity
+        if (velocity.dtype, velocity.shape) != (dtype, residual.shape):
+            raise ValueError(
+                f"the velocity must be of the residual's dtype and size, {dtype} "
+                f"[{residual.size}], got {velocity.dtype} {list(velocity.shape)}"
+            )
+    return parts

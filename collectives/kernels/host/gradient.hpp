@@ -1,0 +1,109 @@
+// Gradient: what is added to the residual, block by block, from however many arrays it lies in.
+//
+//   arrays     |   0   |          1          |2|       3       |      one for each parameter
+//   residual   |---------------------------------------------|       one flat vector
+//   blocks     |   .   .   .   .   .   .   .   .   .   .   . |       where a block crosses a border,
+//                  ^                   ^                     or is of 16 bits: a copy in L1
+#pragma once
+
+#include <algorithm>
+
+#include "keys.hpp"
+
+namespace gtopk {
+
+constexpr std::int64_t BLOCK = 1 << 11;
+
+enum class Format : std::int32_t { SAME, FLOAT16, BFLOAT16 };
+
+inline float from_float16(std::uint16_t half) {
+  const std::uint32_t magnitude = (half & 0x7fffu) << 13;
+  const std::uint32_t exponent = magnitude & 0x0f800000u;
+  std::uint32_t bits = magnitude + (112u << 23);           // the exponent's bias: 127 - 15
+  bits += exponent == 0x0f800000u ? 112u << 23 : 0u;       // infinity and NaN
+  std::uint32_t denormal = bits + (1u << 23);              // 2^-14 + the fraction's value,
+  const float smallest_normal = 0x1p-14f;
+  float value;
+  std::memcpy(&value, &denormal, sizeof value);
+  value -= smallest_normal;                                // less 2^-14
+  std::memcpy(&denormal, &value, sizeof value);
+  bits = (exponent == 0 ? denormal : bits) | (half & 0x8000u) << 16;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float from_bfloat16(std::uint16_t half) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// The arrays of a gradient, and the velocity that it passes through (null without momentum).
+template <class T>
+struct Gradient {
+  const void* const* arrays;
+  const std::int64_t* lengths;
+  Format format;
+  T* velocity;
+  T momentum;
+};
+
+// A reader of the blocks of one contiguous part, in ascending order.
+template <class T>
+class GradientBlocks {
+ public:
+  explicit GradientBlocks(const Gradient<T>& gradient) : gradient_(gradient) {}
+
+  // Return what is to be added to the residual from `start` on; the velocity is moved on.
+  const T* next(std::int64_t start, std::int64_t count) {
+    const T* addend = direct(start, count);
+    if (gradient_.velocity == nullptr) return addend;
+    T* const velocity = gradient_.velocity + start;
+    for (std::int64_t i = 0; i < count; i++) {
+      velocity[i] = velocity[i] * gradient_.momentum + addend[i];
+    }
+    return velocity;
+  }
+
+ private:
+  const T* direct(std::int64_t start, std::int64_t count) {
+    seek(start);
+    if (gradient_.format == Format::SAME && start + count <= begin_ + gradient_.lengths[at_]) {
+      return static_cast<const T*>(gradient_.arrays[at_]) + (start - begin_);
+    }
+    for (std::int64_t copied = 0; copied < count;) {
+      seek(start + copied);
+      const std::int64_t offset = start + copied - begin_;
+      const std::int64_t length = std::min(count - copied, gradient_.lengths[at_] - offset);
+      read(gradient_.arrays[at_], offset, length, copy_ + copied);
+      copied += length;
+    }
+    return copy_;
+  }
+
+  void seek(std::int64_t position) {
+    while (position >= begin_ + gradient_.lengths[at_]) begin_ += gradient_.lengths[at_++];
+  }
+
+  void read(const void* array, std::int64_t offset, std::int64_t length, T* into) const {
+    const auto* halves = static_cast<const std::uint16_t*>(array) + offset;
+    switch (gradient_.format) {
+      case Format::SAME:
+        std::copy_n(static_cast<const T*>(array) + offset, length, into);
+        break;
+      case Format::FLOAT16:
+        for (std::int64_t i = 0; i < length; i++) into[i] = from_float16(halves[i]);
+        break;
+      case Format::BFLOAT16:
+        for (std::int64_t i = 0; i < length; i++) into[i] = from_bfloat16(halves[i]);
+        break;
+    }
+  }
+
+  const Gradient<T> gradient_;
+  std::int64_t at_ = 0, begin_ = 0;
+  T copy_[BLOCK];
+};
+
+}  // namespace gtopk

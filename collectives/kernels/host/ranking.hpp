@@ -1,0 +1,90 @@
+// Ranking: the key at a rank among many values, by one histogram and one small partial sort.
+//
+//   keys      lowest |....:...::.:::|:|.|.| highest       2^11 bins over the range there is
+//   rank r                       ^ r lies in this bin: only its keys are looked at again
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <vector>
+
+#include "keys.hpp"
+
+namespace gtopk {
+
+template <class T>
+class Ranking {
+ public:
+  Ranking(const T* values, std::size_t count) : values_(values), count_(count) {
+    Key<T> highest = 0;
+    for (std::size_t i = 0; i < count; i++) {
+      lowest_ = std::min(lowest_, key(values[i]));
+      highest = std::max(highest, key(values[i]));
+    }
+    if (count <= FEW) return;
+    while (((highest - lowest_) >> shift_) >= BINS) shift_++;
+    // Two histograms in turn: neighbours often fall into one bin, and would wait for each other.
+    std::array<std::array<std::uint32_t, BINS>, 2> counts{};
+    std::size_t i = 0;
+    for (; i + 2 <= count; i += 2) {
+      counts[0][bin(key(values[i]))]++;
+      counts[1][bin(key(values[i + 1]))]++;
+    }
+    if (i < count) counts[0][bin(key(values[i]))]++;
+    for (int b = 0; b < BINS; b++) counts_[b] = std::size_t{counts[0][b]} + counts[1][b];
+  }
+
+  // The key at a rank, and how many are larger.
+  struct Place {
+    Key<T> key;
+    std::size_t larger;
+  };
+
+  // Rank 1 is the largest.
+  Place at(std::size_t rank) const {
+    static thread_local std::vector<Key<T>> inside;
+    if (count_ <= FEW) {
+      inside.resize(count_);
+      std::transform(values_, values_ + count_, inside.begin(), key<T>);
+      return nth_largest(inside, count_, rank, 0);
+    }
+    int wanted = BINS - 1;
+    std::size_t above = 0;
+    while (rank > above + counts_[wanted]) above += counts_[wanted--];
+    const Key<T> first = lowest_ + (static_cast<Key<T>>(wanted) << shift_);
+    if (shift_ == 0) return {first, above};
+    inside.resize(counts_[wanted] + 1);
+    std::size_t found = 0;
+    for (std::size_t i = 0; i < count_; i++) {
+      const Key<T> candidate = key(values_[i]);
+      inside[found] = candidate;  // overwritten by the next one when it is of another bin
+      found += bin(candidate) == wanted;
+    }
+    return nth_largest(inside, found, rank - above, above);
+  }
+
+  Key<T> lowest() const { return lowest_; }
+
+ private:
+  static constexpr int BINS = 1 << 11;
+  static constexpr std::size_t FEW = 1024;  // sorting these is faster than clearing the bins
+
+  static Place nth_largest(std::vector<Key<T>>& keys, std::size_t count, std::size_t rank,
+                           std::size_t above) {
+    const auto place = keys.begin() + (rank - 1);
+    std::nth_element(keys.begin(), place, keys.begin() + count, std::greater<Key<T>>());
+    const auto larger = std::count_if(keys.begin(), place, [&](Key<T> k) { return k > *place; });
+    return {*place, above + static_cast<std::size_t>(larger)};
+  }
+
+  int bin(Key<T> candidate) const { return static_cast<int>((candidate - lowest_) >> shift_); }
+
+  const T* values_;
+  std::size_t count_;
+  Key<T> lowest_ = LARGEST<T>;
+  int shift_ = 0;
+  std::array<std::size_t, BINS> counts_{};
+};
+
+}  // namespace gtopk

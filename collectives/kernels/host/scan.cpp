@@ -1,0 +1,52 @@
+// Which instructions the scan uses: the widest that this processor has.
+#include "scan.hpp"
+
+#include <atomic>
+#include <cstring>
+
+#include "abi.hpp"
+
+namespace gtopk {
+namespace {
+
+bool available(const Instructions& set) {
+#if defined(__x86_64__)
+  if (&set == &avx512) return __builtin_cpu_supports("avx512vl");
+  if (&set == &avx2) return __builtin_cpu_supports("avx2");
+#endif
+  return &set == &portable;
+}
+
+const Instructions* const by_width[] = {
+#if defined(__x86_64__)
+    &avx512, &avx2,
+#endif
+    &portable};
+
+const Instructions* widest() {
+  for (const Instructions* set : by_width) {
+    if (available(*set)) return set;
+  }
+  return &portable;
+}
+
+std::atomic<const Instructions*> chosen{widest()};
+
+}  // namespace
+
+const Instructions& instructions() { return *chosen.load(std::memory_order_relaxed); }
+
+}  // namespace gtopk
+
+GTOPK_API const char* instructions_in_use() { return gtopk::instructions().name; }
+
+// For tests: 1, and from now on those of this name; 0 where the processor has none such.
+GTOPK_API std::int64_t use_instructions(const char* name) {
+  for (const gtopk::Instructions* set : gtopk::by_width) {
+    if (std::strcmp(set->name, name) == 0 && gtopk::available(*set)) {
+      gtopk::chosen = set;
+      return 1;
+    }
+  }
+  return 0;
+}

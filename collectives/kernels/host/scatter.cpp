@@ -1,0 +1,58 @@
+// Scatter: a few entries of a dense vector, added to or cleared; and which indices are in a list.
+#include <algorithm>
+
+#include "abi.hpp"
+
+namespace gtopk {
+namespace {
+
+// Both lists ascend: walk along both, or search where one is much the longer.
+template <class I>
+void contains(const I* indices, std::int64_t count, const I* wanted, std::int64_t wanted_count,
+              std::uint8_t* found) {
+  constexpr std::int64_t MUCH_LONGER = 16;
+  const I* at = indices;
+  const I* const end = indices + count;
+  if (count / MUCH_LONGER > wanted_count) {
+    for (std::int64_t i = 0; i < wanted_count; i++) {
+      at = std::lower_bound(at, end, wanted[i]);
+      found[i] = at != end && *at == wanted[i];
+    }
+    return;
+  }
+  std::int64_t i = 0;
+  while (i < wanted_count && at != end) {
+    const I index = *at;
+    found[i] = index == wanted[i];
+    at += index <= wanted[i];
+    i += index >= wanted[i];
+  }
+  std::fill(found + i, found + wanted_count, 0);
+}
+
+}  // namespace
+}  // namespace gtopk
+
+#define DEFINE_INDEX(I, SUFFIX)                                                                  \
+  GTOPK_API std::int64_t contains_##SUFFIX(const I* indices, std::int64_t count, const I* wanted, \
+                                           std::int64_t wanted_count, std::uint8_t* found) {     \
+    gtopk::contains(indices, count, wanted, wanted_count, found);                                \
+    return 0;                                                                                    \
+  }
+DEFINE_INDEX(std::int32_t, i32)
+DEFINE_INDEX(std::int64_t, i64)
+
+#define DEFINE(T, I, SUFFIX)                                                            \
+  GTOPK_API std::int64_t add_at_##SUFFIX(T* dense, const I* indices, const T* values,   \
+                                         std::int64_t count) {                          \
+    for (std::int64_t i = 0; i < count; i++) dense[indices[i]] += values[i];            \
+    return 0;                                                                           \
+  }                                                                                     \
+  GTOPK_API std::int64_t clear_at_##SUFFIX(T* dense, const I* indices, std::int64_t count) { \
+    for (std::int64_t i = 0; i < count; i++) dense[indices[i]] = T(0);                  \
+    return 0;                                                                           \
+  }
+DEFINE(float, std::int32_t, f32_i32)
+DEFINE(float, std::int64_t, f32_i64)
+DEFINE(double, std::int32_t, f64_i32)
+DEFINE(double, std::int64_t, f64_i64)

@@ -1,0 +1,194 @@
+// Select: accumulate and collect candidates in one pass over memory, then rank the few candidates.
+//
+//   first scan    adds the gradient; its threshold is the caller's guess, from the step before
+//   second scan   when fewer than k were found, or far too many; its threshold is sampled
+//   third scan    when the sample misled; without a threshold, pruned on the way
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <vector>
+
+#include "abi.hpp"
+#include "candidates.hpp"
+#include "gradient.hpp"
+#include "pool.hpp"
+#include "scan.hpp"
+
+namespace gtopk {
+namespace {
+
+// The next threshold is the value at this multiple of rank k, and some more where k is small. The
+// k selected are cleared, so the next step's picks are today's ranks k+1 and on.
+constexpr double AIM = 2.2;
+constexpr std::size_t AIM_AT_LEAST = 32;
+
+// On values in no order the threshold rises 20-fold in rank with each prune: enough for k of 1e7 k.
+constexpr int PRUNES = 6;
+
+constexpr std::int64_t THREAD_BLOCKS = 128;  // what is worth waking a thread for
+
+std::size_t aim(std::size_t k) { return static_cast<std::size_t>(AIM * k) + AIM_AT_LEAST; }
+
+template <class T, class I>
+class Search {
+ public:
+  Search(T* dense, std::int64_t length, std::size_t k, int threads)
+      : dense_(dense), length_(length), k_(k), blocks_((length + BLOCK - 1) / BLOCK) {
+    threads_ = static_cast<int>(std::clamp<std::int64_t>(blocks_ / THREAD_BLOCKS, 1, threads));
+    if (parts().size() < static_cast<std::size_t>(threads_)) parts().resize(threads_);
+  }
+
+  void run(const Gradient<T>* gradient, double threshold) {
+    const Key<T> guess = threshold > 0 ? key(static_cast<T>(threshold)) : 1;
+    scan(gradient, guess, PRUNES);
+    if (overrun_ || (found().count() < k_ && guess > 1)) {
+      scan(nullptr, sampled_threshold(), PRUNES);
+      if (overrun_ || found().count() < k_) scan(nullptr, 1, INT_MAX);
+    }
+  }
+
+  // Write the k largest, and return how many there are.
+  std::int64_t finish(I* indices, T* values, double* next_threshold) const {
+    const std::size_t count = found().count();
+    const I* from_indices = found().indices();
+    const T* from_values = found().values();
+    *next_threshold = 0;
+    if (count < k_) {
+      std::copy_n(from_indices, count, indices);
+      std::copy_n(from_values, count, values);
+      return count;
+    }
+    const Ranking<T> ranking(from_values, count);
+    const auto at_k = ranking.at(k_);
+    Cut<T> cut(k_, at_k);
+    std::size_t kept = 0;
+    for (std::size_t i = 0; kept < k_; i++) {
+      indices[kept] = from_indices[i];
+      values[kept] = from_values[i];
+      kept += cut.keeps(from_values[i]);
+    }
+    const double next = next_guess(ranking, magnitude<T>(at_k.key));
+    if (std::isfinite(next)) *next_threshold = next;
+    return kept;
+  }
+
+  int scans() const { return scans_; }
+
+ private:
+  // Each thread its own, kept from call to call.
+  static std::vector<Candidates<T, I>>& parts() {
+    static thread_local std::vector<Candidates<T, I>> parts;
+    return parts;
+  }
+  Candidates<T, I>& found() const { return parts()[0]; }
+
+  void scan(const Gradient<T>* gradient, Key<T> threshold, int prunes) {
+    scans_++;
+    auto& all = parts();
+    const int used = in_parallel(threads_, blocks_, [&](int part, std::int64_t begin,
+                                                        std::int64_t end) {
+      all[part].begin(k_, (end - begin) * BLOCK, BLOCK, threshold, prunes);
+      collect(gradient, begin * BLOCK, std::min(end * BLOCK, length_), all[part]);
+    });
+    overrun_ = all[0].overrun;
+    for (int part = 1; part < used; part++) {
+      overrun_ |= all[part].overrun;
+      all[0].append(all[part]);
+    }
+  }
+
+  void collect(const Gradient<T>* gradient, std::int64_t begin, std::int64_t end,
+               Candidates<T, I>& candidates) const {
+    const Scan<T> scan_block = gtopk::scan<T>();
+    std::uint32_t offsets[BLOCK + SLACK];
+    const auto walk = [&](auto&& addend) {
+      for (std::int64_t start = begin; start < end; start += BLOCK) {
+        const std::int64_t count = std::min(BLOCK, end - start);
+        const std::size_t hits = scan_block(dense_ + start, addend(start, count), count,
+                                            candidates.floor, offsets);
+        if (hits) candidates.append(dense_ + start, start, offsets, hits);
+      }
+    };
+    if (gradient == nullptr) {
+      walk([](std::int64_t, std::int64_t) -> const T* { return nullptr; });
+    } else {
+      GradientBlocks<T> blocks(*gradient);
+      walk([&](std::int64_t start, std::int64_t count) { return blocks.next(start, count); });
+    }
+  }
+
+  // Return about the key at the rank aimed at; 1 where a sample would be too small to tell.
+  //
+  // Lines of neighbours, one at random in each of equally long stretches: no period in the data
+  // can hide from that, and no state of a generator outlives it.
+  Key<T> sampled_threshold() const {
+    constexpr std::int64_t LINE = 16, RANK = 512;
+    const double share = std::min(0.5, double(RANK) / aim(k_));
+    const auto lines = static_cast<std::int64_t>(share * length_ / LINE);
+    if (lines < 64) return 1;
+    std::vector<T> sample(lines * LINE);
+    const std::int64_t stretch = length_ / lines;
+    std::uint64_t random = 0x9e3779b97f4a7c15;
+    for (std::int64_t line = 0; line < lines; line++) {
+      random = random * 6364136223846793005 + 1442695040888963407;
+      const std::int64_t start = line * stretch + (random >> 33) % (stretch - LINE + 1);
+      std::copy_n(dense_ + start, LINE, sample.begin() + line * LINE);
+    }
+    const auto rank = static_cast<std::size_t>(double(aim(k_)) * sample.size() / length_) + 1;
+    if (rank > sample.size()) return 1;
+    return Ranking<T>(sample.data(), sample.size()).at(rank).key;
+  }
+
+  // Return the value at the rank aimed at, extrapolated when fewer candidates were seen.
+  double next_guess(const Ranking<T>& ranking, double at_k) const {
+    const std::size_t count = found().count(), rank = aim(k_);
+    if (rank <= count) return magnitude<T>(ranking.at(rank).key);
+    const double lowest = magnitude<T>(ranking.lowest());
+    if (count == k_) return lowest / 2;
+    const double slope = (at_k - lowest) / (count - k_);
+    return std::max(lowest - slope * (rank - count), lowest / 2);
+  }
+
+  T* dense_;
+  std::int64_t length_;
+  std::size_t k_;
+  std::int64_t blocks_;
+  int threads_ = 1, scans_ = 0;
+  bool overrun_ = false;
+};
+
+// How a search went; selection.py has the same record.
+struct Report {
+  double next_threshold;
+  std::int64_t scans;
+};
+
+template <class T, class I>
+std::int64_t select(T* dense, std::int64_t length, const Gradient<T>& gradient, std::int64_t k,
+                    double threshold, int threads, I* indices, T* values, Report* report) {
+  return guarded([&] {
+    Search<T, I> search(dense, length, k, threads);
+    search.run(gradient.arrays ? &gradient : nullptr, threshold);
+    report->scans = search.scans();
+    return search.finish(indices, values, &report->next_threshold);
+  });
+}
+
+}  // namespace
+}  // namespace gtopk
+
+// Without arrays nothing is added, and `dense` is not written to.
+#define DEFINE(T, I, SUFFIX)                                                                     \
+  GTOPK_API std::int64_t select_##SUFFIX(                                                        \
+      T* dense, std::int64_t length, const void* const* arrays, const std::int64_t* lengths,     \
+      std::int32_t format, T* velocity, double momentum, std::int64_t k, double threshold,       \
+      int threads, I* indices, T* values, gtopk::Report* report) {                               \
+    return gtopk::select<T, I>(                                                                  \
+        dense, length,                                                                           \
+        {arrays, lengths, gtopk::Format{format}, velocity, static_cast<T>(momentum)}, k,         \
+        threshold, threads, indices, values, report);                                            \
+  }
+DEFINE(float, std::int32_t, f32_i32)
+DEFINE(float, std::int64_t, f32_i64)
+DEFINE(double, std::int32_t, f64_i32)
+DEFINE(double, std::int64_t, f64_i64)

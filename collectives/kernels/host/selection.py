@@ -1,0 +1,108 @@
+"""Accumulate and select: the one pass over a dense vector."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import numpy as np
+
+from ...vector import Array, SparseVector, index_dtype
+from ..gradients import Gradient, Momentum, gradient_parts, require_k
+from .arguments import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed
+from .threads import threads
+
+_select = function(
+    "select",
+    *(POINTER, COUNT),  # dense
+    *(POINTER, POINTER, ctypes.c_int32),  # gradient
+    *(POINTER, ctypes.c_double),  # velocity, momentum
+    *(COUNT, ctypes.c_double, ctypes.c_int),  # k, threshold, threads
+    *(POINTER, POINTER, POINTER),  # indices, values, report
+)
+
+# gradient.hpp: Format, by the dtype of the gradient's arrays.
+_SAME: Final = 0
+_FORMATS: Final = {"e": 1, "H": 2}
+_NO_GRADIENT: Final = (None, None, _SAME, None, 0.0)
+
+
+class Report(ctypes.Structure):
+    """How a search went. scans: 1, and more when the threshold misled."""
+
+    _fields_ = (("next_threshold", ctypes.c_double), ("scans", COUNT))
+
+    next_threshold: float
+    scans: int
+
+
+def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
+    """Return the k largest entries of `dense` and a threshold for the next search."""
+    require_k(k, dense.size)
+    picked, report = _search(packed(dense), _NO_GRADIENT, k, threshold)
+    return picked, report.next_threshold
+
+
+def accumulate_and_select(
+    residual: Array,
+    gradient: Gradient,
+    k: int,
+    threshold: float = 0.0,
+    momentum: Momentum | None = None,
+) -> tuple[SparseVector, float]:
+    """Add to `residual` in place and select from the sum."""
+    picked, report = search(residual, gradient, k, threshold, momentum)
+    return picked, report.next_threshold
+
+
+def search(
+    residual: Array,
+    gradient: Gradient,
+    k: int,
+    threshold: float = 0.0,
+    momentum: Momentum | None = None,
+) -> tuple[SparseVector, Report]:
+    """Do what `accumulate_and_select` does, and report how it went."""
+    parts = [packed(part) for part in gradient_parts(residual, gradient, k, momentum)]
+    changed = [residual] if momentum is None else [residual, momentum.velocity]
+    if not all(array.flags.carray for array in changed):
+        return _search_in_copies(residual, parts, k, threshold, momentum)
+    count = len(parts)
+    arrays = (POINTER * count)(*map(address, parts))
+    lengths = (COUNT * count)(*[part.size for part in parts])
+    given = (
+        ctypes.addressof(arrays),
+        ctypes.addressof(lengths),
+        _FORMATS.get(parts[0].dtype.char, _SAME),
+        None if momentum is None else address(momentum.velocity),
+        0.0 if momentum is None else momentum.factor,
+    )
+    return _search(residual, given, k, threshold)
+
+
+def _search_in_copies(
+    residual: Array, parts: list[Array], k: int, threshold: float, momentum: Momentum | None
+) -> tuple[SparseVector, Report]:
+    """Search where an array to change lies apart in memory, or is read-only (ValueError)."""
+    sums = residual.copy()
+    moved = None if momentum is None else momentum._replace(velocity=momentum.velocity.copy())
+    found = search(sums, parts, k, threshold, moved)
+    residual[:] = sums
+    if momentum is not None and moved is not None:
+        momentum.velocity[:] = moved.velocity
+    return found
+
+
+def _search(
+    dense: Array, given: tuple[object, ...], k: int, threshold: float
+) -> tuple[SparseVector, Report]:
+    indices = np.empty(k, index_dtype(dense.size))
+    values = np.empty(k, dense.dtype)
+    report = Report()
+    found = enough_memory(
+        _select[f"{SUFFIX[dense.dtype.char]}_{SUFFIX[indices.dtype.char]}"](
+            *(address(dense), dense.size, *given, k, threshold, threads()),
+            *(address(indices), address(values), ctypes.addressof(report)),
+        )
+    )
+    return SparseVector(indices[:found], values[:found], dense.size), report
