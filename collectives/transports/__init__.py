@@ -7,7 +7,7 @@ from .local import LocalTransport, local_world, run_ranks
 from .traffic import Traffic
 from .transport import Transport
 
-TRANSPORTS = "'local', 'mpi' or 'torch.distributed'"
+TRANSPORTS = ("local", "mpi", "torch.distributed")
 
 __all__ = [
     "Carrier",
@@ -39,4 +39,4 @@ def open_transport(
         from .torch_distributed import open_torch_distributed
 
         return open_torch_distributed(timeout_seconds, start_timeout_seconds)
-    raise ValueError(f"transport must be {TRANSPORTS}, got {name!r}")
+    raise ValueError(f"transport must be one of {TRANSPORTS}, got {name!r}")

@@ -41,8 +41,8 @@ from .mailbox import Mailbox
 from .transport import Transport, say
 
 if TYPE_CHECKING:
-    import torch
-    from torch._C._distributed_c10d import Store, Work
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store, TCPStore, Work
 
 PIECE_BYTES: Final = 1 << 18  # of a message; the first travels with its header
 # From here on gloo's own allreduce is the faster one, up to 3 times at 100 MB; at 4 ranks it takes
@@ -85,7 +85,7 @@ class TorchDistributedTransport(Carrier):
         self._mailbox = Mailbox(timeout_seconds)
         self._resigned: list[Work] | None = None
         self._in_flight: dict[int, list[Work]] = {}  # gloo forgets a message whose Work is gone
-        self._posted: dict[int, deque[tuple[Work, torch.Tensor]]] = {}
+        self._posted: dict[int, deque[tuple[Work, Tensor]]] = {}
         self._numbers = itertools.count()
         self._posting = threading.Lock()  # the pieces of a message go out one behind the other
         self._listeners = {
@@ -136,7 +136,7 @@ class TorchDistributedTransport(Carrier):
                 _end_process(int(message[0]))
             self._mailbox.put(tag, source, message)
 
-    def _post_receive(self, source: int, buffer: torch.Tensor) -> tuple[Work, torch.Tensor]:
+    def _post_receive(self, source: int, buffer: Tensor) -> tuple[Work, Tensor]:
         return self._group.recv([buffer], source, _PIECES), buffer
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
@@ -317,22 +317,35 @@ def open_torch_distributed(
         # Torchrun's store outlives its ranks: when it restarts them, they begin afresh.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = distributed.PrefixStore(f"attempt-{attempt}", store)
-    store = distributed.PrefixStore(f"gtopk-{next(_opened)}", store)
-    return TorchDistributedTransport(store, rank, size, timeout_seconds, start_timeout_seconds)
+    return join_at(store, rank, size, timeout_seconds, start_timeout_seconds)
+
+
+def join_at(
+    store: Store, rank: int, size: int, timeout_seconds: float, start_timeout_seconds: float
+) -> TorchDistributedTransport:
+    """Join the ranks that meet at a store, which may serve others, too."""
+    prefix = f"gtopk-{next(_opened)}"
+    return TorchDistributedTransport(
+        import_torch().distributed.PrefixStore(prefix, store),
+        rank,
+        size,
+        timeout_seconds,
+        start_timeout_seconds,
+    )
 
 
 def connect(
     host: str, port: int, rank: int, start_timeout_seconds: float, *, hosted: bool = False
-) -> Store:
+) -> TCPStore:
     """Return the store where the ranks meet.
 
-    hosted: by the launcher; otherwise rank 0 serves it, on this port.
+    hosted: by the launcher; otherwise rank 0 serves it, on this port (0: any that is free).
     Raises PeerTimeoutError when nobody serves it, RuntimeError when rank 0 cannot.
     """
     distributed = import_torch().distributed
     serves = rank == 0 and not hosted
     try:
-        store: Store = distributed.TCPStore(
+        store: TCPStore = distributed.TCPStore(
             host,
             port,
             is_master=serves,
@@ -354,27 +367,28 @@ def connect(
 
 def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:
     """Return every rank's host, once all have told it."""
-    deadline = time.monotonic() + start_timeout_seconds
+    begun = time.monotonic()
     keys = [f"host-{peer}" for peer in range(size)]
     store.set(keys[rank], socket.gethostname())
     for key in keys:
-        remaining = max(0.001, deadline - time.monotonic())
+        remaining = max(0.001, begun + start_timeout_seconds - time.monotonic())
         try:
             store.wait([key], timedelta(seconds=remaining))
         except RuntimeError as error:
-            absent = [peer for peer in range(size) if not _came(store, keys[peer])]
+            waited = time.monotonic() - begun
             raise PeerTimeoutError(
-                f"rank {rank} of {size} has waited {start_timeout_seconds:g} s at the start for "
-                f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}: {error}"
+                f"rank {rank} of {size} has waited {waited:.3g} s at the start for "
+                f"{_absent(store, keys)}: {str(error).splitlines()[0]}"
             ) from None
     return [store.get(key).decode() for key in keys]
 
 
-def _came(store: Store, key: str) -> bool:
+def _absent(store: Store, keys: list[str]) -> str:
     try:
-        return bool(store.check([key]))
-    except RuntimeError:  # the store is gone, too
-        return False
+        absent = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return "the others, and where the ranks meet nobody answers any more"
+    return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
 
 
 def _see_off(works: list[Work]) -> None:
