@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -51,35 +52,48 @@ class FP16Compressor(Compressor):
         return tensor.to(ctx)
 
 
-@dataclass(frozen=True)
-class SparseCompression:
-    """Send the k = density * n entries of largest magnitude; keep the rest in a residual."""
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback:
+    """Send a part of the gradient's entries; keep the rest in a residual."""
 
-    # Lower: less traffic, slower convergence per step. Under about 500 entries left, accuracy
-    # suffers: small models want 0.01 and more.
-    density: float = 0.001
     # 0: the wrapped optimizer's momentum works on the reduced gradient. Above 0: momentum with this
     # factor is taken before selection, on each rank (Lin et al. 2018, section 3.1 and 3.3: momentum
     # correction with factor masking), and the wrapped optimizer's momentum must be 0.
     momentum_correction: float = 0.0
 
-    algorithm: ClassVar[str]
-
     def __post_init__(self) -> None:
-        for name in ("density", "momentum_correction"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 0.0 < self.density <= 1.0:
-            raise ValueError(f"density must lie in (0, 1], got {self.density}")
+        check_number("momentum_correction", self.momentum_correction)
         if not 0.0 <= self.momentum_correction < 1.0:
             raise ValueError(
                 f"momentum_correction must lie in [0, 1), got {self.momentum_correction}"
             )
 
+    def facts(self) -> str:
+        """Return the options in words: what must be equal on all ranks."""
+        names = [field.name for field in sorted(fields(self), key=lambda f: f.kw_only is True)]
+        return " ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+@dataclass(frozen=True)
+class SparseCompression(ErrorFeedback):
+    """Send the k = density * n entries of largest magnitude."""
+
+    # Lower: less traffic, slower convergence per step. Under about 500 entries left, accuracy
+    # suffers: small models want 0.01 and more.
+    density: float = 0.001
+
+    algorithm: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_density("density", self.density)
+        super().__post_init__()
+
     def selected(self, length: int) -> int:
         """Return k for a vector of `length` elements: at least 1."""
         return max(1, round(length * self.density))
+
+    def facts(self) -> str:
+        return f"{self.algorithm} {super().facts()}"
 
 
 @dataclass(frozen=True)
@@ -96,10 +110,67 @@ class GTopK(SparseCompression):
     algorithm: ClassVar[str] = "gtopk"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Automatic(ErrorFeedback):
+    """What is quickest here and keeps the budget, dense included; measured, and looked at again.
+
+    The budget is one of the three; without any, density=0.001.
+    """
+
+    # Every sparse method sends this share of the entries; the quickest is taken.
+    density: float | None = None
+    # No rank sends more a step; what updates the most coordinates for it is taken.
+    bytes_per_step: float | None = None
+    # True: the largest density whose exchange takes no longer than the backward pass.
+    hide_behind_backward: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.hide_behind_backward, bool):
+            raise TypeError(
+                f"hide_behind_backward must be True or False, got {self.hide_behind_backward!r}"
+            )
+        given = {
+            name: getattr(self, name)
+            for name in ("density", "bytes_per_step", "hide_behind_backward")
+            if getattr(self, name) not in (None, False)
+        }
+        if len(given) > 1:
+            told = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(f"give one budget, not several: {told}")
+        if not given:
+            object.__setattr__(self, "density", 0.001)
+        if self.density is not None:
+            check_density("density", self.density)
+        if self.bytes_per_step is not None:
+            check_number("bytes_per_step", self.bytes_per_step)
+            if not 0.0 < self.bytes_per_step < math.inf:
+                raise ValueError(
+                    f"bytes_per_step must be above 0 and finite, got {self.bytes_per_step}"
+                )
+
+    def facts(self) -> str:
+        return f"auto {super().facts()}"
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise TypeError for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def check_density(name: str, value: float) -> None:
+    """Raise TypeError or ValueError for what is no share."""
+    check_number(name, value)
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"{name} must lie in (0, 1], got {value}")
+
+
 class Compression:
-    """The choices: `Compression.none`, `.fp16`, `.topk(density=...)`, `.gtopk(density=...)`."""
+    """The choices: `Compression.none`, `.fp16`, `.topk(...)`, `.gtopk(...)`, `.auto(...)`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     topk = TopK
     gtopk = GTopK
+    auto = Automatic

@@ -7,6 +7,7 @@ runs on the engine's thread, after all ranks agreed that they are about to do th
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,13 @@ from collectives.transports import Transport
 
 from .arrays import from_array, to_array
 from .buckets import Bucket
-from .compression import Compressor, NoneCompressor, SparseCompression
+from .compression import (
+    Automatic,
+    Compressor,
+    ErrorFeedback,
+    NoneCompressor,
+    SparseCompression,
+)
 from .residual import Residual
 
 
@@ -27,22 +34,34 @@ from .residual import Residual
 class Exchanged:
     """What an exchange did, besides leaving the update in the bucket.
 
+    select_seconds: accumulate, select, apply; communicate_seconds: encode to decode.
     finite: whether the update is; the same on every rank, as the update is. A sum can overflow
             where no gradient did.
+    predicted_seconds: what selecting and communicating was expected to take, where it was.
     """
 
+    algorithm: str
     selected: int
     updated: int
+    select_seconds: float
     communicate_seconds: float
     merge_seconds: float
     finite: bool
     bytes_counted: bool
+    predicted_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return what a prediction is to be held against."""
+        return self.select_seconds + self.communicate_seconds
 
 
 class Exchange(Protocol):
     """One way to turn the ranks' gradients into one update."""
 
-    facts: str  # what must be equal on all ranks, in words
+    @property
+    def facts(self) -> str:
+        """Return what must be equal on all ranks, in words."""
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         """Replace `bucket.flat` by the sum over ranks."""
@@ -51,22 +70,20 @@ class Exchange(Protocol):
 class SparseExchange:
     """Top-k with error feedback: what is not sent stays in the residual."""
 
-    def __init__(self, bucket: Bucket, compression: SparseCompression) -> None:
+    def __init__(
+        self, bucket: Bucket, compression: SparseCompression, residual: Residual | None = None
+    ) -> None:
         self.k = compression.selected(bucket.flat.size)
-        self.reduce = ALGORITHMS[compression.algorithm]
-        self.residual = Residual(
-            bucket.flat.size, bucket.flat.dtype, compression.momentum_correction
-        )
-        self.facts = (
-            f"{compression.algorithm} density={compression.density} "
-            f"momentum_correction={compression.momentum_correction}"
-        )
+        self.algorithm = compression.algorithm
+        self.residual = residual or open_residual(bucket, compression)
+        self.facts = compression.facts()
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        begun = time.perf_counter()
         picked = self.residual.accumulate_and_select(bucket.flat, self.k)
-        begun, waited = time.perf_counter(), transport.traffic.wait_seconds
-        update, returned = self.reduce(picked, self.k, transport)
-        communicate_seconds = time.perf_counter() - begun
+        selected, waited = time.perf_counter(), transport.traffic.wait_seconds
+        update, returned = ALGORITHMS[self.algorithm](picked, self.k, transport)
+        communicate_seconds = time.perf_counter() - selected
         merge_seconds = communicate_seconds - (transport.traffic.wait_seconds - waited)
         finite = all_finite(update.values)
         if finite:  # else the picks stay in the residuals, every rank's
@@ -74,19 +91,39 @@ class SparseExchange:
             bucket.flat.fill(0)
             bucket.flat[update.indices] = update.values
         return Exchanged(
-            picked.entries, update.entries, communicate_seconds, merge_seconds, finite, True
+            self.algorithm,
+            picked.entries,
+            update.entries,
+            time.perf_counter() - begun - communicate_seconds,
+            communicate_seconds,
+            merge_seconds,
+            finite,
+            bytes_counted=True,
         )
 
 
 class DenseExchange:
-    """Every entry, by the transport's allreduce: the baseline, and what 'off' means."""
+    """Every entry, by the transport's allreduce: the baseline, and what 'off' means.
+
+    residual: what sparse steps before it left; the first dense step sends it along.
+    """
 
     facts = "dense"
 
+    def __init__(self, residual: Residual | None = None) -> None:
+        self.residual = residual
+
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         begun = time.perf_counter()
+        if self.residual is not None:
+            self.residual.add_to(bucket.flat)
+        added = time.perf_counter()
         transport.allreduce(bucket.flat)
-        return _dense(bucket, transport, time.perf_counter() - begun)
+        communicated = time.perf_counter()
+        exchanged = _dense(bucket, transport, added - begun, communicated - added)
+        if self.residual is not None and exchanged.finite:
+            self.residual.clear()
+        return exchanged
 
 
 class CompressorExchange:
@@ -97,6 +134,7 @@ class CompressorExchange:
         self.facts = f"dense {compressor.__name__}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        began = time.perf_counter()
         compressed = [self.compressor.compress(view) for view in bucket.views]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, (tensor, _) in enumerate(compressed):
@@ -113,26 +151,50 @@ class CompressorExchange:
                 reduced = from_array(part, tensor)
                 context = compressed[index][1]
                 bucket.views[index].copy_(self.compressor.decompress(reduced, context))
-        return _dense(bucket, transport, seconds)
+        return _dense(bucket, transport, time.perf_counter() - began - seconds, seconds)
 
 
-def _dense(bucket: Bucket, transport: Transport, seconds: float) -> Exchanged:
+def _dense(
+    bucket: Bucket, transport: Transport, select_seconds: float, communicate_seconds: float
+) -> Exchanged:
     n = bucket.flat.size
-    return Exchanged(n, n, seconds, 0.0, all_finite(bucket.flat), transport.counts_allreduce)
+    return Exchanged(
+        "dense",
+        n,
+        n,
+        select_seconds,
+        communicate_seconds,
+        0.0,
+        all_finite(bucket.flat),
+        transport.counts_allreduce,
+    )
 
 
-def open_exchange(bucket: Bucket, compression: object) -> Exchange:
+def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
+    """Return the residual of a bucket, empty."""
+    return Residual(bucket.flat.size, bucket.flat.dtype, compression.momentum_correction)
+
+
+def open_exchange(
+    bucket: Bucket, compression: object, backward_seconds: Callable[[], float]
+) -> Exchange:
     """Return the exchange for what the user passed as `compression`.
 
+    backward_seconds: tells what the last backward pass took.
     Raises TypeError for anything but a sparse compression or a Compressor class.
     """
     if isinstance(compression, SparseCompression):
         return SparseExchange(bucket, compression)
+    if isinstance(compression, Automatic):
+        from .automatic import AutomaticExchange  # which runs the exchanges above
+
+        return AutomaticExchange(bucket, compression, backward_seconds)
     if compression is NoneCompressor:
         return DenseExchange()
     if isinstance(compression, type) and hasattr(compression, "compress"):
         return CompressorExchange(compression)
     raise TypeError(
         "compression must be Compression.none, Compression.fp16, Compression.topk(density=...), "
-        f"Compression.gtopk(density=...) or a Compressor class, got {compression!r}"
+        "Compression.gtopk(density=...), Compression.auto(...) or a Compressor class, "
+        f"got {compression!r}"
     )

@@ -4,10 +4,10 @@ network, rates = calibrate(transport)          measured once, the same on every 
 best, *others = rank_candidates(...)           predicted, the cheapest first
 """
 
+from ..wire import EXACT, Format
 from .calibrated import calibrate
 from .calibration import Calibration
 from .choice import Budget, Correction, choose
-from .formats import EXACT, Format
 from .network import Network
 from .prediction import Candidate, Prediction, Traffic, predict
 from .rates import DEFAULT_RATES, CodingRate, Rates

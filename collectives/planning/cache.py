@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..cost import Link
+from ..wire import Format
 from .calibration import Calibration
-from .formats import Format
 from .network import Network
 from .rates import CodingRate, Rates
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from ..kernels import in_use
 from ..transports.transport import Transport
+from ..wire import EXACT, Format
 from .cache import Facts, as_json, cache_path, calibration_from, load, save
 from .calibration import Calibration, assumed, measure
-from .formats import EXACT, Format
 from .probes import Clock
 
 VARIABLE: Final = "GTOPK_CALIBRATION"  # rank 0's counts: off, fresh, or the path of a cache file

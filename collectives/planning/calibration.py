@@ -25,9 +25,10 @@ from ..cost import Link, dense_bytes, rounds
 from ..kernels import accumulate_and_select, contains, merge
 from ..transports.transport import Transport
 from ..vector import SparseVector
-from .formats import EXACT, Format
+from ..wire import EXACT, Format
 from .network import Network
 from .probes import (
+    SMALLEST_ALLREDUCE_BYTES,
     Clock,
     Prepare,
     agree_on_slowest,
@@ -114,18 +115,18 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
         return Network(1, Link(0.0, 0.0)), 1
     link = between or within
     assert link is not None  # two ranks are on one node, or two nodes have one each
-    size, ring = transport.size, transport.counts_allreduce
-    messages = 2 * (size - 1) if ring else 2 * rounds(size)
+    size, messages = transport.size, 2 * rounds(transport.size)
     allreduce = None
-    if 2 * messages * link.latency_seconds < ALLREDUCE_SECONDS:
+    smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
+    if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
         call = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
         share = dense_bytes(1 << 20, size, 1) / (1 << 20)
         allreduce = Link(call.latency_seconds / messages, call.seconds_per_byte / share)
     if in_order:
-        return Network(size, link, ranks_per_node, within, allreduce, ring), len(nodes)
+        return Network(size, link, ranks_per_node, within, allreduce), len(nodes)
     # Any message may leave its node, and share the link with those of the other ranks there.
     shared = Link(link.latency_seconds, link.seconds_per_byte * ranks_per_node)
-    return Network(size, shared, 1, None, allreduce, ring), len(nodes)
+    return Network(size, shared, 1, None, allreduce), len(nodes)
 
 
 _NOT_MEASURED: Final = Link(math.nan, math.nan)
@@ -184,12 +185,12 @@ def measure_rates(formats: Sequence[Format] = (EXACT,), clock: Clock = time.perf
 
     def encoding(entries: int) -> Callable[[], object]:
         vector = picks(entries)
-        return lambda: wire.encode(vector)
+        return lambda: wire.encode(vector, vector.entries)
 
     def decoding(entries: int) -> Callable[[], object]:
         vector = picks(entries)
-        message = wire.encode(vector)
-        return lambda: wire.decode(message, vector, 0)
+        message, _ = wire.encode(vector, vector.entries)
+        return lambda: wire.decode(message, vector, vector.entries, sender=0)
 
     def rate(prepare: Prepare, largest: int, budget_seconds: float) -> float:
         return seconds_per_unit(prepare, _SMALLEST, largest, budget_seconds, clock)

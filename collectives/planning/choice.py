@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from ..wire import Format
 from .calibration import Calibration
-from .formats import Format
 from .prediction import Candidate, Prediction, predict
 
 # Dense is the baseline; gtopk-tree does what gtopk does in twice the rounds, and is never offered.
@@ -35,10 +35,11 @@ class Budget(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """Measured over predicted seconds."""
+    """Measured over predicted seconds, by part."""
 
     select: float = 1.0
-    exchange: float = 1.0
+    merge: float = 1.0  # and encode and decode
+    communicate: float = 1.0
 
 
 NO_CORRECTION: Final = Correction()

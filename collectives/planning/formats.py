@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..vector import index_dtype
-from ..wire import HEADER_BYTES
-
-
-class Format(NamedTuple):
-    """How indices and values are coded."""
-
-    indices: str = "raw"
-    values: str = "exact"
-
-
-EXACT: Final = Format()
+from ..wire import EXACT, HEADER_BYTES, Format
 
 # Offsets of 16 bits in blocks of 2^16 elements, and how many entries each block has.
 _BLOCK: Final = 1 << 16
@@ -32,7 +22,8 @@ def message_bytes(entries: int, length: int, format: Format = EXACT, value_bytes
     """
     values = entries * _VALUE_BYTES.get(format.values, float(value_bytes))
     if format.indices == "raw":
-        indices = float(entries * index_dtype(length).itemsize)
+        padded = -(-entries * index_dtype(length).itemsize // value_bytes) * value_bytes
+        indices = float(padded)
     elif format.indices == "blocks":
         indices = 2.0 * entries + 2.0 * math.ceil(length / _BLOCK)
     else:

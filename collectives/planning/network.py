@@ -13,7 +13,6 @@ class Network(NamedTuple):
     between: the link of a node, shared by all its ranks. within: a rank's own link to its node.
     allreduce: the link of which an allreduce of this size makes the most, where one was measured;
                None: the links above, without loss.
-    ring: the allreduce takes 2(P-1) messages (the transports' own), else the fewest there can be.
     """
 
     ranks: int
@@ -21,7 +20,6 @@ class Network(NamedTuple):
     ranks_per_node: int = 1
     within: Link | None = None
     allreduce: Link | None = None
-    ring: bool = False
 
     def link(self, leaving: int) -> Link:
         """Return what a rank gets of the link when `leaving` ranks of its node use it at once."""

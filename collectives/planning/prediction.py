@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .formats import EXACT, Format, message_bytes
+from ..wire import EXACT, Format
+from .formats import message_bytes
 from .network import Network
 from .rates import Rates
 from .schedules import SCHEDULES, Order
@@ -54,7 +55,7 @@ class Prediction:
 
     select_seconds:      accumulate, select, apply.
     code_seconds:        encode and decode.
-    communicate_seconds: on the wire.
+    communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
     merge_seconds:       merge, and keep track of what is alive.
     updated:             coordinates that the update holds.
     """
@@ -64,6 +65,7 @@ class Prediction:
     code_seconds: float
     communicate_seconds: float
     merge_seconds: float
+    latency_seconds: float
     sent: Traffic
     updated: float
 
@@ -77,14 +79,15 @@ class Prediction:
         """Return what all of it takes."""
         return self.select_seconds + self.exchange_seconds
 
-    def scaled(self, select: float, exchange: float) -> Prediction:
+    def scaled(self, select: float, merge: float, communicate: float) -> Prediction:
         """Return the prediction with its parts that many times as long."""
         return replace(
             self,
             select_seconds=select * self.select_seconds,
-            code_seconds=exchange * self.code_seconds,
-            communicate_seconds=exchange * self.communicate_seconds,
-            merge_seconds=exchange * self.merge_seconds,
+            code_seconds=merge * self.code_seconds,
+            communicate_seconds=communicate * self.communicate_seconds,
+            merge_seconds=merge * self.merge_seconds,
+            latency_seconds=communicate * self.latency_seconds,
         )
 
 
@@ -94,8 +97,8 @@ def predict(
     """Return what a candidate takes for a gradient of `length` values of `value_bytes`."""
     is_dense = candidate.algorithm == "dense"
     k = length if is_dense else candidate.selected(length)
-    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, network.ring)
-    communicate = code = merge = messages = sent = most = 0.0
+    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes)
+    communicate = latency = code = merge = messages = sent = most = 0.0
     for step in SCHEDULES[candidate.algorithm](order):
         each = step.plain_bytes
         if step.lists:
@@ -106,6 +109,7 @@ def predict(
         if is_dense and network.allreduce is not None:
             link = network.allreduce
         communicate += link.latency_seconds + each * link.seconds_per_byte
+        latency += link.latency_seconds
         merge += step.merged * rates.merge_seconds
         messages += step.senders
         sent += step.senders * each
@@ -116,6 +120,7 @@ def predict(
         code,
         communicate,
         merge,
+        latency,
         Traffic(messages / network.ranks, sent / network.ranks, most),
         updated(candidate, length, network.ranks),
     )

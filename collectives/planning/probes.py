@@ -20,6 +20,7 @@ GROWTH: Final = 8
 REPEATS: Final = 7  # at the smallest and the largest size, as far as the time lasts
 SMALLEST_BYTES: Final = 64
 LARGEST_BYTES: Final = 1 << 22
+SMALLEST_ALLREDUCE_BYTES: Final = 1 << 13  # smaller ones may take fewer messages
 
 Clock = Callable[[], float]
 Prepare = Callable[[int], Callable[[], object]]  # of a size, to the function to time
@@ -89,7 +90,7 @@ def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) ->
         transport.allreduce(array)
         return float(agree_on_slowest(transport, [clock() - begun])[0])
 
-    return link_of(grow(go, SMALLEST_BYTES, 4 * LARGEST_BYTES, budget_seconds))
+    return link_of(grow(go, SMALLEST_ALLREDUCE_BYTES, 4 * LARGEST_BYTES, budget_seconds))
 
 
 def agree_on_slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from .formats import EXACT, Format
+from ..wire import EXACT, Format
 
 
 class CodingRate(NamedTuple):

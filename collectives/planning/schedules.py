@@ -4,8 +4,7 @@ Every list is taken to be full: k entries picked on every rank, and as many afte
 keep. Formulas: Shi et al. 2019, section II and table I, with the recursive doubling of `gtopk`.
 
     algorithm        rounds                        a rank sends
-    dense            2 log2 P (Rabenseifner)       2(P-1)/P n values
-                     2(P-1) (ring)
+    dense            2 log2 P                      2(P-1)/P n values
     topk-allgather   log2 P (Bruck)                (P-1) lists of k entries
     gtopk-tree       2 log2 P                      a list up, and one down to every child
     gtopk            log2 P, and 2 to fold         log2 P lists
@@ -19,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..algorithms.alive import alive_bytes
-from ..cost import dense_bytes, rounds
+from ..cost import rounds
+from ..transports.reductions import travels_whole
 from ..vector import Array
 
 
@@ -51,7 +51,6 @@ class Order(NamedTuple):
     ranks: int
     ranks_per_node: int = 1
     value_bytes: int = 4
-    ring: bool = False
 
 
 def leaving(sources: Array, targets: Array, ranks_per_node: int) -> int:
@@ -69,17 +68,19 @@ def leaving_by_shift(distance: int, ranks: int, ranks_per_node: int) -> int:
 
 
 def dense(order: Order) -> Iterator[Round]:
-    """Yield an allreduce of all values: a ring's rounds, or the fewest there can be."""
-    count = 2 * (order.ranks - 1) if order.ring else 2 * rounds(order.ranks)
-    each = dense_bytes(order.length, order.ranks, order.value_bytes) / max(1, count)
-    for _ in range(count):
-        # One message leaves a node in each round of a ring, however many ranks it has.
-        yield Round(
-            order.ranks,
-            leaving_by_shift(1, order.ranks, order.ranks_per_node),
-            lists=0,
-            plain_bytes=each,
-        )
+    """Yield a reduce-scatter and an allgather in the fewest rounds and bytes there can be."""
+    ranks, whole_bytes = order.ranks, order.length * order.value_bytes
+    distances = [1 << number for number in range(rounds(ranks))]
+    if travels_whole(whole_bytes, ranks):  # to everyone at once, to be added up there
+        block_bytes: float = whole_bytes
+    else:
+        block_bytes = whole_bytes / ranks
+        distances = [*reversed(distances), *distances]
+    for distance in distances:
+        # One message leaves a node a round: an allreduce that knows the nodes does with that.
+        outside = min(1, leaving_by_shift(distance, ranks, order.ranks_per_node))
+        blocks = min(distance, ranks - distance)
+        yield Round(ranks, outside, lists=0, plain_bytes=blocks * block_bytes)
 
 
 def topk_allgather(order: Order) -> Iterator[Round]:

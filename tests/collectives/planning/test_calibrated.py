@@ -16,7 +16,7 @@ from collectives.transports import local_world
 
 FACTS = {"hosts": "2 x a", "kernels": "fast"}
 KEPT = Calibration(
-    Network(2, Link(1e-5, 1e-9), 2, Link(1e-6, 1e-10), None, True),
+    Network(2, Link(1e-5, 1e-9), 2, Link(1e-6, 1e-10), None),
     Rates(1e-9, 2e-8, {Format(): CodingRate(1e-9, 2e-9)}),
     "measured once",
 )

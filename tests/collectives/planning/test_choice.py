@@ -176,10 +176,12 @@ def test_a_correction_moves_an_algorithm_alone():
     before = {e.candidate.algorithm: e for e in chosen(calibration)}
     after = {
         e.candidate.algorithm: e
-        for e in chosen(calibration, corrections={"gtopk": Correction(2.0, 3.0)})
+        for e in chosen(calibration, corrections={"gtopk": Correction(2.0, 3.0, 5.0)})
     }
-    assert after["gtopk"].select_seconds == pytest.approx(2 * before["gtopk"].select_seconds)
-    assert after["gtopk"].exchange_seconds == pytest.approx(3 * before["gtopk"].exchange_seconds)
+    parts = {"select": 2.0, "merge": 3.0, "code": 3.0, "communicate": 5.0}
+    for part, factor in parts.items():
+        once, times = (getattr(all["gtopk"], f"{part}_seconds") for all in (before, after))
+        assert times == pytest.approx(factor * once)
     assert after["dense"] == before["dense"]
 
 
