@@ -1,5 +1,112 @@
-"""The wire's hot loops, behind one interface."""
+"""The hot loops of the wire: one contract, and the twins that keep it.
 
-from .reference_codes import checksum
+`reference_codes` is NumPy, and says what the bytes are; `host.codes` is C++. Twins write the same
+bytes, and refuse the same ones.
 
-__all__ = ["checksum"]
+`pack_...` writes into a buffer, uint8, of at least `..._capacity` or exactly `..._bytes` bytes.
+`unpack_...` reads what anyone may have sent: ValueError says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..vector import Array
+from . import _twin, reference, reference_codes
+from .reference_codes import blocks_capacity, exponent_range, int8_bytes, rice_capacity
+
+__all__ = [
+    "blocks_capacity",
+    "checksum",
+    "exponent_range",
+    "in_order",
+    "int8_bytes",
+    "pack_bf16",
+    "pack_blocks",
+    "pack_fp16",
+    "pack_int8",
+    "pack_rice",
+    "rice_capacity",
+    "unpack_bf16",
+    "unpack_blocks",
+    "unpack_fp16",
+    "unpack_int8",
+    "unpack_rice",
+]
+
+
+def _codes(array: Array) -> Any:
+    twin = _twin(array)
+    return reference_codes if twin is reference else twin.codes
+
+
+def checksum(data: Array, seed: int = 0) -> int:
+    """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
+    number: int = _codes(data).checksum(data, seed)
+    return number
+
+
+def in_order(indices: Array, length: int) -> bool:
+    """Tell whether 0 <= indices[0] < indices[1] < ... < length."""
+    fits: bool = _codes(indices).in_order(indices, length)
+    return fits
+
+
+def pack_blocks(indices: Array, length: int, out: Array) -> int:
+    """Write indices, int32 or int64 [k], as 16-bit offsets in blocks; return the bytes taken."""
+    used: int = _codes(indices).pack_blocks(indices, length, out)
+    return used
+
+
+def unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
+    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
+    indices, used = _codes(data).unpack_blocks(data, count, length)
+    return indices, used
+
+
+def pack_rice(indices: Array, length: int, out: Array) -> int:
+    """Write indices, int32 or int64 [k], as Rice codes of their gaps; return the bytes taken."""
+    used: int = _codes(indices).pack_rice(indices, length, out)
+    return used
+
+
+def unpack_rice(data: Array, count: int, length: int) -> tuple[Array, int]:
+    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
+    indices, used = _codes(data).unpack_rice(data, count, length)
+    return indices, used
+
+
+def pack_bf16(values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], into uint8 [2 k]; return their exponent."""
+    exponent: int = _codes(values).pack_bf16(values, out)
+    return exponent
+
+
+def unpack_bf16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+    """Return the values, of the dtype, [count]."""
+    values: Array = _codes(data).unpack_bf16(data, count, exponent, dtype)
+    return values
+
+
+def pack_fp16(values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], into uint8 [2 k]; return their exponent."""
+    exponent: int = _codes(values).pack_fp16(values, out)
+    return exponent
+
+
+def unpack_fp16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+    """Return the values, of the dtype, [count]."""
+    values: Array = _codes(data).unpack_fp16(data, count, exponent, dtype)
+    return values
+
+
+def pack_int8(values: Array, out: Array) -> int:
+    """Write values, float32 or float64 [k], into uint8 [int8_bytes(k)]; return their exponent."""
+    exponent: int = _codes(values).pack_int8(values, out)
+    return exponent
+
+
+def unpack_int8(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+    """Return the values, of the dtype, [count]."""
+    values: Array = _codes(data).unpack_int8(data, count, exponent, dtype)
+    return values

@@ -10,9 +10,12 @@ The indices' part is filled up with zeros to a multiple of what one element of t
 and from which rank, before anything is done with its content.
 """
 
-from .format import EXACT, INDEX_CODES, VALUE_CODES, Format
+from .format import EXACT, Format
+from .format import check as check_format
 from .header import HEADER_BYTES
+from .indices import INDEX_CODES
 from .message import NOBODY, Decoded, Encoded, decode, encode
+from .values import VALUE_CODES
 
 __all__ = [
     "EXACT",
@@ -23,6 +26,7 @@ __all__ = [
     "Decoded",
     "Encoded",
     "Format",
+    "check_format",
     "decode",
     "encode",
 ]

@@ -4,29 +4,45 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-# A code's number in the header is its place in these tuples.
-INDEX_CODES: Final = ("raw",)
-VALUE_CODES: Final = ("exact",)
+from .indices import INDEX_CODES
+from .values import VALUE_CODES
 
 
 class Format(NamedTuple):
     """The codes of a message."""
 
-    indices: str = "raw"  # int32, or int64 from 2^31 elements on
-    values: str = "exact"  # float32 or float64, as they are
+    indices: str = "raw"  # "raw", "blocks" or "packed": fewer bytes, more time
+    values: str = "exact"  # "exact", "bf16", "fp16" or "int8": fewer bytes, more rounding
 
 
 EXACT: Final = Format()
 
+# A code's number in the header is its place here.
+_INDEX_NAMES: Final = tuple(INDEX_CODES)
+_VALUE_NAMES: Final = tuple(VALUE_CODES)
+
 
 def check(format: Format) -> Format:
-    """Return the format, or raise ValueError naming what it may be."""
-    if format.indices not in INDEX_CODES:
-        raise ValueError(
-            f"a format's indices must be one of {', '.join(INDEX_CODES)}; got {format.indices!r}"
-        )
-    if format.values not in VALUE_CODES:
-        raise ValueError(
-            f"a format's values must be one of {', '.join(VALUE_CODES)}; got {format.values!r}"
-        )
+    """Return the format, or raise ValueError naming the codes there are."""
+    for part, code, names in (
+        ("indices", format.indices, _INDEX_NAMES),
+        ("values", format.values, _VALUE_NAMES),
+    ):
+        if code not in names:
+            raise ValueError(f"the code of {part} must be one of {', '.join(names)}; got {code!r}")
     return format
+
+
+def numbers(format: Format) -> tuple[int, int]:
+    """Return the numbers of the codes."""
+    return _INDEX_NAMES.index(format.indices), _VALUE_NAMES.index(format.values)
+
+
+def numbered(index_code: int, value_code: int) -> Format:
+    """Return the format with these numbers; ValueError says that there is none."""
+    if index_code >= len(_INDEX_NAMES) or value_code >= len(_VALUE_NAMES):
+        raise ValueError(
+            f"its codes are numbers {index_code} and {value_code}; "
+            f"this rank knows {len(_INDEX_NAMES)} and {len(_VALUE_NAMES)}"
+        )
+    return Format(_INDEX_NAMES[index_code], _VALUE_NAMES[value_code])

@@ -7,14 +7,17 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..errors import MessageError
-from ..vector import Array, SparseVector, check, index_dtype
+from ..vector import Array, SparseVector
 from . import header as headers
-from .format import EXACT, INDEX_CODES, VALUE_CODES, Format
+from .format import EXACT, Format, numbered, numbers
 from .header import HEADER_BYTES, Header
+from .indices import INDEX_CODES
+from .values import VALUE_CODES
 
 NOBODY: Final = -1
 
 _NOTHING: Final = np.empty(0, np.uint8)
+_MOST_PADDING: Final = 8
 
 
 class Encoded(NamedTuple):
@@ -47,31 +50,40 @@ def encode(
     vector.values - encoded.vector.values, the rounding error, is exact in the values' dtype.
     """
     extra = _NOTHING if extra is None else extra
-    count, value_bytes = vector.entries, vector.values.itemsize
-    index_bytes = _padded(count * vector.indices.itemsize, value_bytes)
+    index_code, value_code = INDEX_CODES[format.indices], VALUE_CODES[format.values]
+    count, float_bytes = vector.entries, vector.values.itemsize
+    value_bytes = value_code.size_bytes(count, float_bytes)
+    capacity = index_code.capacity(count, vector.length) + _MOST_PADDING
+    message = np.empty(HEADER_BYTES + capacity + value_bytes + extra.size, np.uint8)
+
+    used = index_code.pack(vector.indices, vector.length, message[HEADER_BYTES:])
+    index_bytes = _padded(used, value_code.element_bytes(float_bytes))
     values_from = HEADER_BYTES + index_bytes
-    extra_from = values_from + count * value_bytes
-    message = np.zeros(extra_from + extra.size, np.uint8)
-    message[HEADER_BYTES:values_from].view(vector.indices.dtype)[:count] = vector.indices
-    message[values_from:extra_from].view(vector.values.dtype)[:] = vector.values
+    extra_from = values_from + value_bytes
+    message = message[: extra_from + extra.size]
+    message[HEADER_BYTES + used : values_from] = 0
+    packed = message[values_from:extra_from]
+    exponent = value_code.pack(vector.values, packed)
     message[extra_from:] = extra
     headers.write(
         Header(
-            index_code=INDEX_CODES.index(format.indices),
-            value_code=VALUE_CODES.index(format.values),
-            float_bytes=value_bytes,
+            *numbers(format),
+            float_bytes=float_bytes,
             length=vector.length,
             entries=count,
             k=k,
             index_bytes=index_bytes,
             refused_by=refused_by,
-            exponent=0,
+            exponent=exponent,
             unused=0,
             extra_bytes=extra.size,
         ),
         message,
     )
-    return Encoded(message, vector)
+    if format.values == "exact":
+        return Encoded(message, vector)
+    rounded = value_code.unpack(packed, count, exponent, vector.values.dtype)
+    return Encoded(message, SparseVector(vector.indices, rounded, vector.length))
 
 
 def decode(
@@ -99,42 +111,37 @@ def _decode(
     message: Array, like: SparseVector, k: int, format: Format, extra_bytes: int
 ) -> Decoded:
     header = headers.read(message)
-    _agree("format", _format(header), format)
-    _agree("values' dtype", f"float{8 * header.float_bytes}", str(like.values.dtype))
+    count, float_bytes = header.entries, header.float_bytes
+    theirs = numbered(header.index_code, header.value_code)
+    _agree("format", "/".join(theirs), "/".join(format))
+    _agree("values' dtype", f"float{8 * float_bytes}", str(like.values.dtype))
     _agree("length", header.length, like.length)
     _agree("k", header.k, k)
-    if not 0 <= header.entries <= header.length:
-        raise ValueError(f"it announces {header.entries} entries of a vector of {header.length}")
+    _agree("number of bytes behind the values", header.extra_bytes, extra_bytes)
+    if not 0 <= count <= header.length:
+        raise ValueError(f"it announces {count} entries of a vector of {header.length}")
     if header.refused_by < NOBODY:
         raise ValueError(f"it names rank {header.refused_by}")
-    if header.exponent or header.unused:
-        raise ValueError("a field of its header that must be 0 is not")
-    if header.extra_bytes != extra_bytes:
+    index_code, value_code = INDEX_CODES[format.indices], VALUE_CODES[format.values]
+    if header.unused or header.exponent not in value_code.exponents(like.values.dtype):
+        raise ValueError(f"its exponent is {header.exponent}, and unused is {header.unused}")
+
+    values_from = HEADER_BYTES + header.index_bytes
+    extra_from = values_from + value_code.size_bytes(count, float_bytes)
+    if header.index_bytes < 0 or message.size != extra_from + extra_bytes:
         raise ValueError(
-            f"it has {header.extra_bytes} bytes behind its values, expected {extra_bytes}"
+            f"{count} entries with {header.index_bytes} bytes of indices take "
+            f"{extra_from + extra_bytes} bytes, it has {message.size}"
         )
-    dtype = index_dtype(header.length)
-    index_bytes = _padded(header.entries * dtype.itemsize, header.float_bytes)
-    if header.index_bytes != index_bytes:
-        raise ValueError(
-            f"its indices take {header.index_bytes} bytes, "
-            f"{header.entries} entries take {index_bytes}"
-        )
-    values_from = HEADER_BYTES + index_bytes
-    extra_from = values_from + header.entries * header.float_bytes
-    if message.size != extra_from + extra_bytes:
-        raise ValueError(
-            f"{header.entries} entries take {extra_from + extra_bytes} bytes, it has {message.size}"
-        )
-    indices_to = HEADER_BYTES + header.entries * dtype.itemsize
-    if message[indices_to:values_from].any():
-        raise ValueError("its padding is not zero")
-    vector = SparseVector(
-        message[HEADER_BYTES:indices_to].view(dtype),
-        message[values_from:extra_from].view(like.values.dtype),
-        header.length,
+    part = message[HEADER_BYTES:values_from]
+    indices, used = index_code.unpack(part, count, header.length)
+    if part.size != _padded(used, value_code.element_bytes(float_bytes)) or part[used:].any():
+        raise ValueError(f"{used} bytes of indices are followed by more than padding")
+    values = value_code.unpack(
+        message[values_from:extra_from], count, header.exponent, like.values.dtype
     )
-    return Decoded(check(vector), message[extra_from:], header.refused_by)
+    vector = SparseVector(indices, values, header.length)
+    return Decoded(vector, message[extra_from:], header.refused_by)
 
 
 def _agree(what: str, theirs: object, ours: object) -> None:
@@ -142,15 +149,6 @@ def _agree(what: str, theirs: object, ours: object) -> None:
         raise ValueError(
             f"its {what} is {theirs} where this rank's is {ours}; it must be the same on every rank"
         )
-
-
-def _format(header: Header) -> Format:
-    if header.index_code >= len(INDEX_CODES) or header.value_code >= len(VALUE_CODES):
-        raise ValueError(
-            f"its codes are numbers {header.index_code} and {header.value_code}; "
-            f"this rank knows {len(INDEX_CODES)} and {len(VALUE_CODES)}"
-        )
-    return Format(INDEX_CODES[header.index_code], VALUE_CODES[header.value_code])
 
 
 def _padded(size: int, multiple: int) -> int:

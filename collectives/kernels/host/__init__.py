@@ -6,9 +6,11 @@ Function for function the twins of `reference`, to the bit. One idea, one C++ fi
     gradient.hpp   what is added: one array or many, 16 bits or more, through a velocity
     candidates.hpp, ranking.hpp, select.cpp   from the few entries found to the k largest
     merge.cpp, scatter.cpp, sums.cpp          sparse lists, their way into dense vectors, sums
+    code*.cpp, scale.hpp                      the wire's codes
     keys.hpp, pool.hpp, abi.hpp               integers in the order of |x|; threads; C names
 """
 
+from . import codes
 from .entries import add_at, clear_at, contains, merge, sum_by_index
 from .library import instructions
 from .selection import accumulate_and_select, select
@@ -19,6 +21,7 @@ __all__ = [
     "add_at",
     "all_finite",
     "clear_at",
+    "codes",
     "contains",
     "instructions",
     "merge",

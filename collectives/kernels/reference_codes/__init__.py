@@ -1,8 +1,40 @@
 """The wire's hot loops in NumPy: the truth for their twins, and what runs where none is compiled.
 
-checksum.py   any bytes -> 64 bits
+    checksum.py   any bytes -> 64 bits
+    order.py      are these indices strictly increasing, and in range?
+    blocks.py     indices <-> 16-bit offsets in blocks of 64Ki
+    rice.py       indices <-> Rice codes of their gaps, near the entropy bound
+    floats.py     values <-> 16-bit floats
+    int8.py       values <-> 8-bit integers, with a power of two for each 64 of them
+    scale.py      the powers of two
+
+`pack_...` writes into a buffer with room for `..._capacity` bytes and returns how many it took.
+`unpack_...` reads what anyone may have sent: ValueError says what is wrong with it.
 """
 
+from .blocks import blocks_capacity, pack_blocks, unpack_blocks
 from .checksum import checksum
+from .floats import pack_bf16, pack_fp16, unpack_bf16, unpack_fp16
+from .int8 import int8_bytes, pack_int8, unpack_int8
+from .order import in_order
+from .rice import pack_rice, rice_capacity, unpack_rice
+from .scale import exponent_range
 
-__all__ = ["checksum"]
+__all__ = [
+    "blocks_capacity",
+    "checksum",
+    "exponent_range",
+    "in_order",
+    "int8_bytes",
+    "pack_bf16",
+    "pack_blocks",
+    "pack_fp16",
+    "pack_int8",
+    "pack_rice",
+    "rice_capacity",
+    "unpack_bf16",
+    "unpack_blocks",
+    "unpack_fp16",
+    "unpack_int8",
+    "unpack_rice",
+]

@@ -1,0 +1,117 @@
+"""blocks: each index as its 16-bit offset in a block of 64Ki, and how many lie in each block.
+
+    +----------------------+------------------------------+
+    | offsets uint16 [k]   | blocks: bytes, see below     |
+    +----------------------+------------------------------+
+
+From block 0 on, up to the last that has entries: its count; a stretch of empty blocks is a 0 and
+the stretch's length. Numbers take 7 bits a byte, the lowest first; bit 7 says that more follow:
+
+    entries per block   3    0 0 0    200         bytes   03   00 03   C8 01
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from ...vector import Array, index_dtype
+from .order import in_order
+
+BLOCK_BITS: Final = 16
+_BLOCK: Final = 1 << BLOCK_BITS
+_MOST_BYTES: Final = 7  # of a number: 2^49 blocks are more than 2^63 elements have
+
+
+def blocks_capacity(count: int, length: int) -> int:
+    """Return how many bytes `pack_blocks` takes at most."""
+    # For each block with entries: a 0, the empty blocks before it, and its count of up to 2^16.
+    return 2 * count + min(count, (length >> BLOCK_BITS) + 1) * (1 + _MOST_BYTES + 3)
+
+
+def pack_blocks(indices: Array, length: int, out: Array) -> int:
+    """Write the indices, int32 or int64 [k], into `out` (uint8)."""
+    offsets = indices.astype(np.uint16).view(np.uint8)
+    tail = _numbers_to_bytes(_runs(indices >> BLOCK_BITS))
+    out[: offsets.size] = offsets
+    out[offsets.size : offsets.size + tail.size] = tail
+    return offsets.size + tail.size
+
+
+def _runs(blocks: Array) -> Array:
+    """Return the counts and stretches that say the block of each entry, uint64 [m]."""
+    starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+    counts = np.diff(starts, append=blocks.size)
+    empty = np.diff(blocks[starts], prepend=-1) - 1
+    numbers = np.stack([np.zeros_like(empty), empty, counts], axis=1).astype(np.uint64)
+    written = np.stack([empty > 0, empty > 0, counts > 0], axis=1)
+    return numbers[written]
+
+
+def _numbers_to_bytes(numbers: Array) -> Array:
+    """Return the numbers, uint64 [m], 7 bits a byte."""
+    sizes = np.ones(numbers.size, np.intp)
+    for place in range(1, _MOST_BYTES):
+        sizes += numbers >= 1 << 7 * place
+    ends = np.cumsum(sizes)
+    content = np.empty(int(sizes.sum()), np.uint8)
+    for place in range(_MOST_BYTES):
+        longer = sizes > place
+        septet = numbers[longer] >> 7 * place & 127
+        more = 128 * (sizes[longer] > place + 1)
+        content[(ends - sizes)[longer] + place] = septet + more.astype(np.uint64)
+    return content
+
+
+def unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
+    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
+    dtype = index_dtype(length)
+    if not count:
+        return np.empty(0, dtype), 0
+    if data.size < 2 * count:
+        raise ValueError(f"{count} offsets take {2 * count} bytes, there are {data.size}")
+    offsets = data[: 2 * count].view(np.uint16)
+    blocks, used = _read_runs(data[2 * count :], count, length)
+    indices = (blocks << BLOCK_BITS | offsets).astype(dtype)
+    if not in_order(indices, length):
+        raise ValueError(f"indices must be strictly increasing, in 0..{length - 1}")
+    return indices, 2 * count + used
+
+
+def _read_runs(data: Array, count: int, length: int) -> tuple[Array, int]:
+    """Return the block of each entry, int64 [count], and how many bytes say so."""
+    ends = np.flatnonzero(data < 128) + 1
+    sizes = np.diff(ends, prepend=0)
+    numbers = _bytes_to_numbers(data, ends - sizes, sizes)
+    marks = numbers == 0
+    stretch = np.concatenate(([False], marks[:-1]))
+    marks &= ~stretch
+    counts = np.where(marks | stretch, 0, np.minimum(numbers, _BLOCK + 1))
+    totals = np.cumsum(counts)
+    last = int(np.searchsorted(totals, count))
+    if last == totals.size or totals[last] != count:
+        raise ValueError(f"its blocks do not have {count} entries in all")
+    numbers, marks, stretch = numbers[: last + 1], marks[: last + 1], stretch[: last + 1]
+    if (sizes[: last + 1] > _MOST_BYTES).any() or (counts[: last + 1] > _BLOCK).any():
+        raise ValueError("a number among its blocks' counts is too large")
+    if (numbers[stretch] == 0).any():
+        raise ValueError("a stretch of empty blocks has length 0")
+    # In floats first: they do not wrap.
+    if np.where(stretch, numbers, 1).sum(dtype=np.float64) > (length >> BLOCK_BITS) + 1 + last:
+        raise ValueError(f"its blocks go on beyond the {length} elements")
+    steps = np.where(stretch, numbers, ~marks)
+    blocks = np.cumsum(steps) - 1
+    if blocks[-1] > (length - 1) >> BLOCK_BITS:
+        raise ValueError(f"its blocks go on beyond the {length} elements")
+    return np.repeat(blocks, counts[: last + 1]), int(ends[last])
+
+
+def _bytes_to_numbers(data: Array, starts: Array, sizes: Array) -> Array:
+    """Return the number that begins at each of `starts`, int64; wrong where it is too long."""
+    numbers = np.zeros(starts.size, np.int64)
+    for place in range(_MOST_BYTES):
+        longer = sizes > place
+        septets = data[starts[longer] + place].astype(np.int64) & 127
+        numbers[longer] |= septets << 7 * place
+    return numbers

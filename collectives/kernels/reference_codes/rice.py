@@ -1,0 +1,211 @@
+"""rice: the gaps between indices as Rice codes, near the entropy bound; groups of 64 entries.
+
+    gap = index - previous index - 1 = quotient * 2^width + rest
+
+    +-------------+-------------------------+------------------+---------------+
+    | widths      | rests: `width` bits for | quotients: unary | escapes       |
+    | uint8 [g]   | each entry, by groups   |                  | uint32/64 [e] |
+    +-------------+-------------------------+------------------+---------------+
+
+    quotients   2 0 1 -> bits 001 1 01, the first bit lowest; 16 zeros and a one: the quotient is
+                16 + the next of the escapes, which are as wide as an index
+    padding     each part is filled up with zeros to 8 bytes; so a full group's rests, 64 * width
+                bits, begin at a word of 64 bits
+
+Two streams where the textbook has one (Rice & Plaunt 1971; a width for a group: their "adaptive"):
+a word of unary bits is decoded by counting zeros, and rests by shifts that are known beforehand.
+A width for each group follows selections that cluster by layers; escapes keep the jump from one
+layer to the next from widening a whole group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ...vector import Array, index_dtype
+
+GROUP: Final = 64
+ESCAPE: Final = 16
+# Quotients below ESCAPE times 2^52, 64 of them, on top of any index stay below 2^64.
+WIDEST: Final = 52
+_WORD: Final = 8
+_ROWS_AT_ONCE: Final = 1024  # a row of bits takes 64 bytes an entry
+
+
+def rice_capacity(count: int, length: int) -> int:
+    """Return how many bytes `pack_rice` takes at most."""
+    # The first width tried is the bit length of the mean gap. Then quotients sum up to less than
+    # the count, and at most a sixteenth of them escape, at 64 bits: rest + 1 + 1 + 4 bits.
+    bits = length.bit_length() + 6 if length.bit_length() <= WIDEST else WIDEST + ESCAPE + 1 + 64
+    return -(-count // GROUP) + -(-count * bits // 8) + 4 * _WORD
+
+
+def pack_rice(indices: Array, length: int, out: Array) -> int:
+    """Write the indices, int32 or int64 [k], into `out` (uint8)."""
+    escape_dtype = _escape_dtype(length)
+    gaps = np.diff(indices.astype(np.int64), prepend=-1) - 1
+    groups, sizes = _grouped(gaps)
+    widths = _widths(groups, sizes, 8 * escape_dtype.itemsize)
+    quotients = (groups >> widths[:, None]).ravel()[: gaps.size]
+    unary = np.zeros(int(np.minimum(quotients, ESCAPE).sum()) + gaps.size, np.bool_)
+    unary[np.cumsum(np.minimum(quotients, ESCAPE) + 1) - 1] = True
+    escapes = (quotients[quotients >= ESCAPE] - ESCAPE).astype(escape_dtype)
+    parts = [
+        widths.astype(np.uint8),
+        _pack_rests(groups & ((1 << widths) - 1)[:, None], sizes, widths),
+        np.packbits(unary, bitorder="little"),
+        escapes.view(np.uint8),
+    ]
+    used = 0
+    for part in parts:
+        end = used + -(-part.size // _WORD) * _WORD
+        out[used : used + part.size] = part
+        out[used + part.size : end] = 0
+        used = end
+    return used
+
+
+def _escape_dtype(length: int) -> np.dtype[Any]:
+    return np.dtype(np.uint32 if index_dtype(length).itemsize == 4 else np.uint64)
+
+
+def _grouped(gaps: Array) -> tuple[Array, Array]:
+    """Return the gaps in rows of GROUP, zeros behind the last, and how many each row has."""
+    rows = -(-gaps.size // GROUP)
+    groups = np.zeros((rows, GROUP), np.int64)
+    groups.ravel()[: gaps.size] = gaps
+    sizes = np.full(rows, GROUP)
+    sizes[-1:] = gaps.size - GROUP * (rows - 1)
+    return groups, sizes
+
+
+def _widths(groups: Array, sizes: Array, escape_bits: int) -> Array:
+    """Return the width of each group: down from the mean's bit length while that saves bits."""
+    means = groups.sum(axis=1) // sizes
+    # frexp rounds from 2^53 on; WIDEST is less than either.
+    widths = np.minimum(np.frexp(means.astype(np.float64))[1].astype(np.int64), WIDEST)
+    rows = np.flatnonzero(widths)
+    costs = _costs(groups[rows], sizes[rows], widths[rows], escape_bits)
+    while rows.size:
+        narrower = _costs(groups[rows], sizes[rows], widths[rows] - 1, escape_bits)
+        better = narrower < costs
+        rows, costs = rows[better], narrower[better]
+        widths[rows] -= 1
+        rows, costs = rows[widths[rows] > 0], costs[widths[rows] > 0]
+    found: Array = widths
+    return found
+
+
+def _costs(groups: Array, sizes: Array, widths: Array, escape_bits: int) -> Array:
+    """Return the bits of each group at these widths, but for the ones that end its quotients."""
+    quotients = groups >> widths[:, None]
+    escaped = quotients >= ESCAPE
+    unary = np.minimum(quotients, ESCAPE).sum(axis=1)
+    costs: Array = sizes * widths + unary + escape_bits * escaped.sum(axis=1)
+    return costs
+
+
+def _pack_rests(rests: Array, sizes: Array, widths: Array) -> Array:
+    """Return the rests of all groups as bytes; the last group takes no more words than it needs."""
+    starts = np.cumsum(widths) - widths
+    words = np.zeros((int(widths.sum()), _WORD), np.uint8)
+    for rows, width in _alike(widths):
+        bits = np.unpackbits(
+            rests[rows].view(np.uint8).reshape(-1, _WORD), axis=1, bitorder="little", count=width
+        )
+        packed = np.packbits(bits.reshape(rows.size, -1), axis=1, bitorder="little")
+        words[starts[rows][:, None] + np.arange(width)] = packed.reshape(-1, width, _WORD)
+    return words[: _rest_words(sizes, widths)].ravel()
+
+
+def _unpack_rests(data: Array, widths: Array) -> Array:
+    """Return the rests, int64 [groups, GROUP]."""
+    starts = np.cumsum(widths) - widths
+    words = np.zeros((int(widths.sum()), _WORD), np.uint8)
+    words.ravel()[: data.size] = data
+    rests = np.zeros((widths.size, GROUP), np.int64)
+    for rows, width in _alike(widths):
+        packed = words[starts[rows][:, None] + np.arange(width)].reshape(rows.size, -1)
+        bits = np.zeros((rows.size * GROUP, 64), np.uint8)
+        bits[:, :width] = np.unpackbits(packed, axis=1, bitorder="little").reshape(-1, width)
+        rests[rows] = np.packbits(bits, axis=1, bitorder="little").view(np.int64).reshape(-1, GROUP)
+    return rests
+
+
+def _alike(widths: Array) -> list[tuple[Array, int]]:
+    """Return the groups of each width above 0, some at a time."""
+    return [
+        (rows[start : start + _ROWS_AT_ONCE], int(width))
+        for width in np.unique(widths[widths > 0])
+        for rows in [np.flatnonzero(widths == width)]
+        for start in range(0, rows.size, _ROWS_AT_ONCE)
+    ]
+
+
+def _rest_words(sizes: Array, widths: Array) -> int:
+    """Return how many words the rests take."""
+    return int(widths[:-1].sum()) + int(-(-sizes[-1:] * widths[-1:] // 64).sum())
+
+
+def unpack_rice(data: Array, count: int, length: int) -> tuple[Array, int]:
+    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
+    dtype, escape_dtype = index_dtype(length), _escape_dtype(length)
+    rows = -(-count // GROUP)
+    words_from = -(-rows // _WORD) * _WORD
+    if not count:
+        return np.empty(0, dtype), 0
+    if data.size < words_from:
+        raise ValueError(f"{rows} widths take {words_from} bytes, there are {data.size}")
+    widths = data[:rows].astype(np.int64)
+    if widths.max() > WIDEST:
+        raise ValueError(f"widths must lie in 0..{WIDEST}, got {widths.max()}")
+    if data[rows:words_from].any():
+        raise ValueError("the padding behind its widths is not zero")
+    _, sizes = _grouped(np.empty(count, np.int8))
+    unary_from = words_from + _WORD * _rest_words(sizes, widths)
+    if data.size < unary_from:
+        raise ValueError(f"its rests take {unary_from} bytes, there are {data.size}")
+    rests = _unpack_rests(data[words_from:unary_from], widths).ravel()
+    if rests[count:].any():
+        raise ValueError("the padding behind its rests is not zero")
+
+    quotients, unary_bytes = _read_unary(data[unary_from:], count)
+    escapes_from = unary_from + unary_bytes
+    escaped = np.flatnonzero(quotients == ESCAPE)
+    escapes_to = escapes_from + escaped.size * escape_dtype.itemsize
+    end = escapes_from + -(-escaped.size * escape_dtype.itemsize // _WORD) * _WORD
+    if data.size < end:
+        raise ValueError(f"its escapes end at byte {end}, there are {data.size}")
+    if data[escapes_to:end].any():
+        raise ValueError("the padding behind its escapes is not zero")
+    width_of = np.repeat(widths, GROUP)[:count]
+    escapes = data[escapes_from:escapes_to].view(escape_dtype).astype(np.uint64)
+    # Shifted right, not left: a quotient that is too large must not wrap.
+    if (escapes > (length >> width_of[escaped]).astype(np.uint64)).any():
+        raise ValueError(f"a gap is larger than the {length} elements")
+    quotients[escaped] += escapes.astype(np.int64)
+    steps = ((quotients << width_of) + rests[:count] + 1).astype(np.uint64)
+    ends = np.cumsum(steps)
+    # A step is less than 2^63 and a bit: where a sum wraps, it falls.
+    if (ends[1:] < ends[:-1]).any() or ends[-1] > length:
+        raise ValueError(f"indices must lie in 0..{length - 1}")
+    return (ends - np.uint64(1)).astype(dtype), end
+
+
+def _read_unary(data: Array, count: int) -> tuple[Array, int]:
+    """Return the quotients, int64 [count], and how many bytes their words take."""
+    # No valid unary part is longer; escapes may follow.
+    most = -(-count * (ESCAPE + 1) // 64) * _WORD
+    bits = np.unpackbits(data[:most], bitorder="little")
+    ones = np.flatnonzero(bits)[:count]
+    if ones.size < count:
+        raise ValueError(f"it has {ones.size} quotients of {count}")
+    words = int(ones[-1]) // 64 + 1
+    if data.size < words * _WORD or bits[ones[-1] + 1 : words * 64].any():
+        raise ValueError("the padding behind its quotients is not zero")
+    quotients = np.diff(ones, prepend=-1) - 1
+    if quotients.max() > ESCAPE:
+        raise ValueError(f"quotients must lie in 0..{ESCAPE}, got {quotients.max()}")
+    return quotients, words * _WORD

@@ -1,0 +1,63 @@
+"""scale: powers of two that bring values into the range of a narrower type.
+
+Multiplying by a power of two is exact, so all that a code rounds is seen in one place; and the
+difference of a value and its rounding to a grid of powers of two is a float of the value's type.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ...vector import Array
+
+# The exponent that the largest |value| of a message gets before it is rounded.
+TOP: Final = {
+    "bf16": 100,  # down to 2^-133, and each half of the scale is a float32
+    "fp16": 14,  # at 15 rounding up could overflow; down to 2^-24
+    "int8": 6,  # 64..127
+}
+
+
+def exponent_range(code: str, dtype: np.dtype[Any]) -> range:
+    """Return the scales that values of a dtype may have."""
+    info = np.finfo(dtype)
+    lowest, highest = int(info.minexp) - int(info.nmant), int(info.maxexp)
+    return range(lowest - TOP[code], highest - TOP[code] + 1)
+
+
+def exponents(magnitudes: Array) -> Array:
+    """Return the e of 2^e <= m < 2^(e+1), int [n]; one more than finite ones have where not finite.
+
+    magnitudes: float32 or float64 [n], none below 0. 0 for a zero.
+    """
+    info = np.finfo(magnitudes.dtype)
+    found = np.frexp(magnitudes)[1] - 1
+    found = np.where(np.isfinite(magnitudes), found, info.maxexp)
+    return np.where(magnitudes == 0, 0, found)
+
+
+def common_exponent(code: str, values: Array) -> int:
+    """Return the exponent of the scale that all values of a message share."""
+    if not values.size:
+        return exponent_of_nothing(code)
+    largest = np.abs(values).max(keepdims=True)
+    return int(exponents(largest)[0]) - TOP[code]
+
+
+def exponent_of_nothing(code: str) -> int:
+    """Return the exponent of a message of zeros."""
+    return -TOP[code]
+
+
+def scaled(values: Array, exponent: Any) -> Array:
+    """Return values * 2^exponent (a number, or int [n]) in the values' dtype.
+
+    In two steps: 2^exponent itself may be no number of this dtype.
+    """
+    half = exponent >> 1
+    one = values.dtype.type(1)
+    with np.errstate(over="ignore", invalid="ignore"):  # of what others send
+        product: Array = values * np.ldexp(one, half) * np.ldexp(one, exponent - half)
+    return product

@@ -1,0 +1,70 @@
+"""Value codes: float32 or float64 values as bytes, and back, by name.
+
+    exact   as they are
+    bf16    bfloat16: 8 significant bits
+    fp16    IEEE half: 11 significant bits for values within 2^28 of the largest
+    int8    7 bits and the sign, relative to the largest of each 64 values
+
+All but `exact` round to the nearest, to a grid that is a power of two: the error v - q(v) is a
+multiple of v's last place and not larger than v, hence exact in the values' own dtype. No finite
+value overflows, and what is not finite does not become so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..kernels import codes
+from ..vector import Array
+
+
+class ValueCode(NamedTuple):
+    """One way to write values."""
+
+    element_bytes: Callable[[int], int]  # (bytes of a float) -> what its elements are aligned to
+    size_bytes: Callable[[int, int], int]  # (count, bytes of a float) -> bytes it takes
+    pack: Callable[[Array, Array], int]  # (values, buffer) -> exponent
+    unpack: Callable[[Array, int, int, Any], Array]  # (bytes, count, exponent, dtype) -> values
+    exponents: Callable[[np.dtype[Any]], range]  # that values of a dtype may have
+
+
+def _pack_exact(values: Array, out: Array) -> int:
+    out.view(values.dtype)[:] = values
+    return 0
+
+
+def _unpack_exact(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+    return data.view(dtype)
+
+
+def _sixteen_bits(name: str, pack: Any, unpack: Any) -> ValueCode:
+    return ValueCode(
+        lambda float_bytes: 2,
+        lambda count, float_bytes: 2 * count,
+        pack,
+        unpack,
+        lambda dtype: codes.exponent_range(name, dtype),
+    )
+
+
+VALUE_CODES: Final[dict[str, ValueCode]] = {
+    "exact": ValueCode(
+        lambda float_bytes: float_bytes,
+        lambda count, float_bytes: count * float_bytes,
+        _pack_exact,
+        _unpack_exact,
+        lambda dtype: range(1),
+    ),
+    "bf16": _sixteen_bits("bf16", codes.pack_bf16, codes.unpack_bf16),
+    "fp16": _sixteen_bits("fp16", codes.pack_fp16, codes.unpack_fp16),
+    "int8": ValueCode(
+        lambda float_bytes: 1,
+        lambda count, float_bytes: codes.int8_bytes(count),
+        codes.pack_int8,
+        codes.unpack_int8,
+        lambda dtype: codes.exponent_range("int8", dtype),
+    ),
+}
