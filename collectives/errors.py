@@ -3,6 +3,7 @@
     CollectiveError            anything below; a RuntimeError
     |-- MessageError           a peer's message is malformed (names the sender)
     |-- MismatchError          ranks asked for different things (nothing was lost; the job goes on)
+    |-- NonFiniteError         NaN or infinity in what was to be summed (nothing was lost, as above)
     `-- PeerError              a peer left, died or stayed silent (the job cannot go on)
         `-- PeerTimeoutError   it stayed silent longer than the transport waits
 
@@ -20,6 +21,22 @@ class MessageError(CollectiveError):
 
 class MismatchError(CollectiveError):
     """The ranks asked for different things at the same place."""
+
+
+class NonFiniteError(CollectiveError):
+    """NaN or infinity in a contribution or in the sum; raised on all ranks alike.
+
+    rank: the lowest rank that found it; None when no contribution, only the sum, is not finite.
+    """
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        found = (
+            "the sum of the ranks' contributions overflowed"
+            if rank is None
+            else f"rank {rank} found NaN or infinity in its contribution or in a sum it made"
+        )
+        super().__init__(f"{found}; no rank got an update: skip this step on all of them")
 
 
 class PeerError(CollectiveError):

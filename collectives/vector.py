@@ -51,6 +51,29 @@ class SparseVector(NamedTuple):
         """Return the entries whose position in `indices` is true in `mask` (bool [k])."""
         return SparseVector(self.indices[mask], self.values[mask], self.length)
 
+    def minus(self, other: SparseVector) -> SparseVector:
+        """Return the nonzero differences to a vector of the same indices."""
+        difference = self.values - other.values
+        mask = difference != 0
+        return SparseVector(self.indices[mask], difference[mask], self.length)
+
+    def between(self, first: int, end: int) -> SparseVector:
+        """Return the entries with first <= index < end; the arrays are views."""
+        # A bound of the indices' own dtype (`end` may be one more than that can count): else all
+        # indices would be converted first.
+        low, last = np.array([first, end - 1], self.indices.dtype)
+        start, stop = self.indices.searchsorted(low), self.indices.searchsorted(last, "right")
+        return self.at(slice(int(start), int(stop)))
+
+    def at(self, positions: slice) -> SparseVector:
+        """Return the entries at these positions of the list; the arrays are views."""
+        return SparseVector(self.indices[positions], self.values[positions], self.length)
+
+    def embedded(self, start: int, length: int) -> SparseVector:
+        """Return the same entries in a longer vector that has this one from `start` on."""
+        indices = self.indices.astype(index_dtype(length)) + start
+        return SparseVector(indices, self.values, length)
+
     @property
     def entries(self) -> int:
         """Return how many entries there are."""

@@ -1,6 +1,6 @@
 """Sparse reductions: one signature, one promise.
 
-    reduce(selected, k, transport) -> (update, returned)
+    reduce(selected, k, transport, format=..., **options of the algorithm) -> (update, returned)
 
 selected: this rank's picks, at most k entries, of the same length and dtype on every rank.
 update:   the agreed vector, bit-identical on all ranks.
@@ -8,23 +8,36 @@ returned: what this rank must add back to its residual.
 
 The promise is conservation: coordinate by coordinate, the sum over ranks of `selected` equals
 `update` plus the sum over ranks of `returned`, up to the rounding of the additions, for any number
-of ranks, any k, any overlap, ties, zeros and empty contributions.
+of ranks, any k, any overlap, ties, zeros and empty contributions, and also where a format rounds.
+
+NaN or infinity on any rank, or in the sum, is a NonFiniteError on every rank, and nothing else.
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+import numpy as np
+
+from ..errors import NonFiniteError
 from ..transports.transport import Transport
 from ..vector import SparseVector, check
-from . import dense, gtopk, gtopk_tree, topk_allgather
+from ..wire import EXACT, Format
+from ..wire.format import check as check_format
+from . import dense, gtopk, gtopk_tree, hierarchical, oktopk, topk_allgather
+from .hierarchical import Hierarchy
+from .nodes import find_nodes
+from .options import check_names
+from .regions import Regions
+
+__all__ = ["ALGORITHMS", "Hierarchy", "Reduce", "Regions", "find_nodes", "reduce"]
 
 
 class Reduce(Protocol):
-    """What every algorithm is."""
+    """What every algorithm is; its options are further keyword arguments."""
 
     def __call__(
-        self, selected: SparseVector, k: int, transport: Transport
+        self, selected: SparseVector, k: int, transport: Transport, *, format: Format = EXACT
     ) -> tuple[SparseVector, SparseVector]: ...
 
 
@@ -33,23 +46,48 @@ ALGORITHMS: Final[dict[str, Reduce]] = {
     "topk-allgather": topk_allgather.reduce,
     "gtopk-tree": gtopk_tree.reduce,
     "gtopk": gtopk.reduce,
+    "oktopk": oktopk.reduce,
+    "hierarchical": hierarchical.reduce,
 }
 
 
 def reduce(
-    selected: SparseVector, k: int, transport: Transport, algorithm: str = "gtopk"
+    selected: SparseVector,
+    k: int,
+    transport: Transport,
+    algorithm: str = "gtopk",
+    *,
+    format: Format = EXACT,
+    **options: Any,
 ) -> tuple[SparseVector, SparseVector]:
     """Reduce the ranks' selected entries: check the arguments, then run the named algorithm.
 
-    Raises ValueError for an unknown algorithm, k outside 1..length, more than k entries, or a
-    `selected` that is no SparseVector; MessageError when a peer's message is malformed, and
-    PeerError when a peer is gone.
+    Every rank passes the same k, format and options. The results share no memory with `selected`.
+    Reductions on distinct channels of a transport may run at the same time, each in a thread.
+
+    Raises ValueError for an unknown algorithm, option or format, an option out of bounds, k outside
+    1..length, more than k entries, or a `selected` that is no SparseVector; NonFiniteError, on all
+    ranks alike, for NaN or infinity in any rank's `selected` or in the sum; MessageError when a
+    peer's message is malformed, and PeerError when a peer is gone.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
+    check_names(algorithm, ALGORITHMS[algorithm], options)
     check(selected)
     if not 1 <= k <= selected.length:
         raise ValueError(f"k must lie in 1..{selected.length} (the vector's length), got {k}")
     if selected.entries > k:
         raise ValueError(f"at most k = {k} entries may be selected, got {selected.entries}")
-    return ALGORITHMS[algorithm](selected, k, transport)
+    check_format(format)
+    refusal: Exception
+    with (
+        transport.operation(f"a reduction by {algorithm}"),
+        np.errstate(over="ignore", invalid="ignore"),  # sums that overflow end in an error below
+    ):
+        try:
+            return ALGORITHMS[algorithm](selected, k, transport, format=format, **options)
+        except (NonFiniteError, ValueError) as error:
+            # On every rank, which thus completes the operation; an option that is out of bounds is
+            # found before anything is sent.
+            refusal = error
+    raise refusal

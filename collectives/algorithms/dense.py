@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from ..errors import NonFiniteError
+from ..kernels import all_finite
 from ..transports.transport import Transport
 from ..vector import SparseVector
+from ..wire import EXACT, Format
 
 
 def reduce(
-    selected: SparseVector, k: int, transport: Transport
+    selected: SparseVector, k: int, transport: Transport, *, format: Format = EXACT
 ) -> tuple[SparseVector, SparseVector]:
-    """Sum every coordinate; nothing returns. k does not bound the update."""
+    """Sum every coordinate; nothing returns. k does not bound the update.
+
+    format: of sparse messages; there are none here, values travel as they are.
+    """
     total = selected.to_dense()
     transport.allreduce(total)
-    nothing = SparseVector.empty(selected.length, selected.values.dtype)
-    return SparseVector.from_dense(total), nothing
+    if not all_finite(total):  # on every rank, as they all have the same sum
+        raise NonFiniteError(_lowest_that_is_not_finite(selected, transport))
+    return SparseVector.from_dense(total), selected.at(slice(0))
+
+
+def _lowest_that_is_not_finite(selected: SparseVector, transport: Transport) -> int | None:
+    """Return the lowest rank whose contribution is not finite; None when only the sum is not."""
+    place = transport.size if all_finite(selected.values) else transport.rank
+    places = np.array([place], np.int64)
+    transport.allreduce(places, "min")
+    return transport.ranks[int(places[0])] if places[0] < transport.size else None

@@ -15,47 +15,131 @@ to its owner's residual, even where another branch brought its index back into t
 from __future__ import annotations
 
 from .. import wire
-from ..kernels import contains, merge
+from ..kernels import merge
 from ..transports.transport import Transport
 from ..vector import SparseVector
+from ..wire import EXACT, NOBODY, Format
+from .account import Account
 from .alive import alive_bytes, pack_alive, unpack_alive
+from .growth import kept_sizes
+from .outcome import Outcome, refused, settle
+from .refusal import examine, lowest
+from .rounding import rounding_error
+from .swap import swap_and_merge
+from .terms import Terms
 
 
 def reduce(
-    selected: SparseVector, k: int, transport: Transport
+    selected: SparseVector,
+    k: int,
+    transport: Transport,
+    *,
+    format: Format = EXACT,
+    growth: float = 1.0,
+    put_back: str = "owners",
+    pieces: int = 1,
 ) -> tuple[SparseVector, SparseVector]:
-    """Agree on the k largest of the pairwise merged sums; dead picks return to their owners."""
-    rank, size = transport.rank, transport.size
+    """Agree on the k largest of the pairwise merged sums.
+
+    growth:   the last rounds keep more, up to growth * k entries (`growth`).
+    put_back: what a merge drops returns to its "owners", or is "spread" over the ranks that hold
+              the merged list (`account`).
+    pieces:   how many messages a list travels in (`swap`); the result is the same.
+    """
+    terms = Terms(format, growth, put_back, pieces).checked()
+    return settle(reduce_list(selected, k, transport, terms))
+
+
+def reduce_list(
+    selected: SparseVector, k: int, transport: Transport, terms: Terms, refused_by: int = NOBODY
+) -> Outcome:
+    """Return the outcome; a list that somebody refused already takes part as an empty one."""
+    size = transport.size
     paired = 1 << (size.bit_length() - 1)  # ranks beyond the largest power of two are folded in
+    kept = kept_sizes(k, terms.growth, paired.bit_length() - 1, selected.length)
+    picks, refused_by = examine(selected, transport.ranks[transport.rank], refused_by)
+    if transport.rank >= paired:
+        outcome = _as_guest(picks, refused_by, k, [k, *kept][-1], transport, terms)
+    else:
+        outcome = _as_host(picks, refused_by, k, kept, transport, terms)
+    return outcome if outcome.refused_by == NOBODY else refused(selected, outcome.refused_by)
 
-    if rank >= paired:
-        host = rank - paired
-        transport.send(wire.encode(selected, k).message, host)()
-        message = transport.receive(host)
-        bits = alive_bytes(selected.entries)
-        result = wire.decode(message, selected, k, host, extra_bytes=bits)
-        return result.vector, selected.where(~unpack_alive(result.extra, selected.entries))
 
-    merged = selected
-    guest = rank + paired
-    if guest < size:
-        guests = wire.decode(transport.receive(guest), selected, k, guest).vector
-        merged, _ = merge(merged, guests, k)
-        guests_alive = contains(merged.indices, guests.indices)
-    alive = contains(merged.indices, selected.indices)
+def _as_host(
+    picks: SparseVector,
+    refused_by: int,
+    k: int,
+    kept: list[int],
+    transport: Transport,
+    terms: Terms,
+) -> Outcome:
+    rank = transport.rank
+    guest = rank + (1 << len(kept))
+    folds = guest < transport.size
+    guests = picks.at(slice(0))
+    if folds:
+        guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, terms)
+    accounts = [Account(picks, terms.put_back), Account(guests, terms.put_back)]
+    merged, dropped = merge(picks, guests, k)
+    merged, refused_by = examine(merged, transport.ranks[rank], refused_by)
+    for account in accounts:
+        account.note_merge(merged, dropped, holders=1)
 
-    distance = 1
-    while distance < paired:
-        peer = rank ^ distance
-        message = transport.exchange(wire.encode(merged, k).message, peer)
-        theirs = wire.decode(message, selected, k, peer).vector
-        merged, _ = merge(merged, theirs, k)
-        alive &= contains(merged.indices, selected.indices)
-        if guest < size:
-            guests_alive &= contains(merged.indices, guests.indices)
-        distance *= 2
+    holders = 1
+    for keep in kept:
+        swapped = swap_and_merge(
+            merged, refused_by, keep, transport, rank ^ holders, terms, holders
+        )
+        accounts[0].note_rounding(swapped.error)
+        holders *= 2
+        finder = transport.ranks[rank & -holders]  # all who hold this list name the same rank
+        merged, refused_by = examine(swapped.merged, finder, swapped.refused_by)
+        for account in accounts:
+            account.note_merge(merged, swapped.dropped, holders)
 
-    if guest < size:
-        message = wire.encode(merged, k, extra=pack_alive(guests_alive)).message
-        transport.send(message, guest)()
-    return merged, selected.where(~alive)
+    if folds:
+        bits = pack_alive(accounts[1].alive)
+        exact = Format(terms.format.indices)
+        result = wire.encode(merged, [k, *kept][-1], exact, extra=bits, refused_by=refused_by)
+        transport.send(result.message, guest)()
+    return accounts[0].close(merged)._replace(refused_by=refused_by)
+
+
+def _receive_picks(
+    guest: int,
+    like: SparseVector,
+    refused_by: int,
+    k: int,
+    transport: Transport,
+    terms: Terms,
+) -> tuple[SparseVector, int]:
+    """Return what a rank that is folded in picked, and who refused so far."""
+    message, sender = transport.receive(guest), transport.ranks[guest]
+    decoded = wire.decode(message, like, k, sender, terms.format, terms.stamp().size)
+    terms.check_stamp(decoded.extra, 0, sender)
+    return decoded.vector, lowest(refused_by, decoded.refused_by)
+
+
+def _as_guest(
+    picks: SparseVector,
+    refused_by: int,
+    k: int,
+    result_k: int,
+    transport: Transport,
+    terms: Terms,
+) -> Outcome:
+    host = transport.rank - (1 << (transport.size.bit_length() - 1))
+    account = Account(picks, terms.put_back)
+    encoded = wire.encode(picks, k, terms.format, extra=terms.stamp(), refused_by=refused_by)
+    account.note_rounding(rounding_error(picks, encoded.vector, terms.format))
+    transport.send(encoded.message, host)()
+    update, bits, refused_by = wire.decode(
+        transport.receive(host),
+        picks,
+        result_k,
+        transport.ranks[host],
+        Format(terms.format.indices),
+        alive_bytes(picks.entries),
+    )
+    account.note_fate(unpack_alive(bits, picks.entries))
+    return account.close(update)._replace(refused_by=refused_by)

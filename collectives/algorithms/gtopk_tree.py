@@ -14,46 +14,66 @@ carries, behind the result, one bit for each entry of the list that came up that
 
 from __future__ import annotations
 
-import numpy as np
-
 from .. import wire
 from ..kernels import contains, merge
 from ..transports.transport import Transport
 from ..vector import SparseVector
+from ..wire import EXACT, NOBODY, Format
 from .alive import alive_bytes, pack_alive, unpack_alive
+from .outcome import Outcome, among, refused, settle
+from .refusal import examine, lowest
+from .rounding import rounding_error
 
 
 def reduce(
-    selected: SparseVector, k: int, transport: Transport
+    selected: SparseVector, k: int, transport: Transport, *, format: Format = EXACT
 ) -> tuple[SparseVector, SparseVector]:
-    """Reduce to rank 0 and broadcast; a rank's picks that fell out on the way return to it."""
-    rank, size = transport.rank, transport.size
-    merged = selected
+    """Reduce to rank 0 and broadcast; a rank's picks that fell out on the way return to it.
+
+    What the values of a list lose to rounding on their way up returns to the rank that sent it.
+    """
+    rank, size, ranks = transport.rank, transport.size, transport.ranks
+    exact = Format(format.indices)
+    merged, refused_by = examine(selected, ranks[rank])
     inputs: list[tuple[int, SparseVector, SparseVector]] = []  # child, its list, ours before
     distance = 1
     while distance < size and not rank & distance:
         if rank + distance < size:
             child = rank + distance
-            theirs = wire.decode(transport.receive(child), selected, k, child).vector
+            message = transport.receive(child)
+            theirs, _, theirs_refused = wire.decode(message, selected, k, ranks[child], format)
             inputs.append((child, theirs, merged))
             merged, _ = merge(merged, theirs, k)
+            refused_by = lowest(refused_by, theirs_refused)
+            merged, refused_by = examine(merged, ranks[rank], refused_by)
         distance *= 2
 
+    error = merged.at(slice(0))
     if rank == 0:
-        update, alive = merged, np.ones(merged.entries, np.bool_)
+        update = survivors = merge(merged, error, k)[0]  # without zeros, also of a single rank
     else:
         parent = rank - distance
-        transport.send(wire.encode(merged, k).message, parent)()
-        message = transport.receive(parent)
-        bits = alive_bytes(merged.entries)
-        update, extra, _ = wire.decode(message, selected, k, parent, extra_bytes=bits)
-        alive = unpack_alive(extra, merged.entries)
+        encoded = wire.encode(merged, k, format, refused_by=refused_by)
+        transport.send(encoded.message, parent)()
+        error = rounding_error(merged, encoded.vector, format)
+        update, bits, refused_by = wire.decode(
+            transport.receive(parent),
+            selected,
+            k,
+            ranks[parent],
+            exact,
+            alive_bytes(merged.entries),
+        )
+        survivors = merged.where(unpack_alive(bits, merged.entries))
+        error = among(error, survivors)
 
     # Down the way it came: the last list merged is the first to learn its fate.
     for child, theirs, before in reversed(inputs):
-        survivors = merged.indices[alive]
-        child_alive = contains(survivors, theirs.indices)
-        message = wire.encode(update, k, extra=pack_alive(child_alive)).message
-        transport.send(message, child)()
-        merged, alive = before, contains(survivors, before.indices)
-    return update, selected.where(~alive)
+        bits = pack_alive(contains(survivors.indices, theirs.indices))
+        result = wire.encode(update, k, exact, extra=bits, refused_by=refused_by)
+        transport.send(result.message, child)()
+        survivors = among(before, survivors)
+    if refused_by != NOBODY:
+        return settle(refused(selected, refused_by))
+    dead = selected.where(~contains(survivors.indices, selected.indices))
+    return settle(Outcome(update, dead, error))

@@ -9,13 +9,28 @@ from .. import wire
 from ..kernels import sum_by_index
 from ..transports.transport import Transport
 from ..vector import SparseVector
+from ..wire import EXACT, Format
+from .outcome import Outcome, refused, settle
+from .refusal import examine, lowest
+from .rounding import rounding_error
 
 
 def reduce(
-    selected: SparseVector, k: int, transport: Transport
+    selected: SparseVector, k: int, transport: Transport, *, format: Format = EXACT
 ) -> tuple[SparseVector, SparseVector]:
-    """Sum the ranks' lists, in rank order; nothing returns. k does not bound the update."""
-    messages = transport.allgather(wire.encode(selected, k).message)
-    lists = [wire.decode(m, selected, k, rank).vector for rank, m in enumerate(messages)]
-    nothing = SparseVector.empty(selected.length, selected.values.dtype)
-    return sum_by_index(lists), nothing
+    """Sum the ranks' lists, in rank order; only rounding returns. k does not bound the update."""
+    ranks = transport.ranks
+    picks, refused_by = examine(selected, ranks[transport.rank])
+    encoded = wire.encode(picks, k, format, refused_by=refused_by)
+    messages = transport.allgather(encoded.message)
+    lists = [
+        wire.decode(message, selected, k, sender, format)
+        for message, sender in zip(messages, ranks, strict=True)
+    ]
+    update = sum_by_index([decoded.vector for decoded in lists])
+    # That the sum is not finite all ranks see; the lowest of them found it, too.
+    update, refused_by = examine(update, ranks[0], lowest(*(d.refused_by for d in lists)))
+    if refused_by != wire.NOBODY:
+        return settle(refused(selected, refused_by))
+    error = rounding_error(picks, encoded.vector, format)
+    return settle(Outcome(update, selected.at(slice(0)), error))

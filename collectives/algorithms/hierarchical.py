@@ -1,0 +1,227 @@
+"""hierarchical: sums inside a node, where bytes are cheap; a sparse reduction across the nodes.
+
+    nodes      0 1 2    3 4          the smallest has 2 ranks, so vectors have 2 shards; the owners
+    shard 0    0        3            of a shard, one in each node, reduce it among themselves
+    shard 1      1        4          rank 2 owns nothing
+
+    inside     0 -> 1, 1 -> 0, 2 -> 0 1; 3 -> 4, 4 -> 3       each shard's picks to its owner
+    across     0 <-> 3 and 1 <-> 4, at the same time          gtopk or oktopk
+    inside     back the same way                              the update, and which picks are alive
+
+A node sends as much as one rank would alone: its shards have k entries together. With one rank in
+each node this is the reduction across, bit for bit. Shi et al. 2021 (HiTopKComm) reduce dense
+gradients so; `Hierarchy` is that form, for an optimizer: each node keeps one residual, in shards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .. import wire
+from ..kernels import contains, merge, sum_by_index
+from ..transports.transport import Transport
+from ..vector import Array, SparseVector
+from ..wire import EXACT, NOBODY, Format
+from .across import Across, open_across
+from .alive import alive_bytes, pack_alive, unpack_alive
+from .nodes import checked_nodes, find_nodes
+from .outcome import Outcome, put_together, refused, settle
+from .refusal import examine, lowest
+
+
+def reduce(
+    selected: SparseVector,
+    k: int,
+    transport: Transport,
+    *,
+    format: Format = EXACT,
+    nodes: Iterable[Sequence[int]] | None = None,
+    across: str = "gtopk",
+    **options: Any,
+) -> tuple[SparseVector, SparseVector]:
+    """Sum the picks inside each node and agree, shard by shard, on the k largest across nodes.
+
+    nodes:  the ranks of each, equal on all ranks; by default those of each host, which takes an
+            allgather to learn (`find_nodes`).
+    across: "gtopk" or "oktopk"; `options` are its own.
+    format: of the messages across; inside a node values stay exact.
+    """
+    how = open_across(across, format, options, k, selected.length)
+    return settle(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
+
+
+class Hierarchy:
+    """Where this rank stands: its node, its place there, and the shard it owns.
+
+    The form for dense gradients. Each rank that owns a shard keeps a residual for it:
+
+        gradient -> scatter -> residual += shard, select -> reduce -> update, returned
+
+    The law, coordinate by coordinate and summed over ranks: update + residuals after = residuals
+    before + gradients.
+
+    shards: how many there are; as many as the smallest node has ranks. Ranks of a larger node
+            from place `shards` on own none: theirs have length 0.
+    """
+
+    def __init__(self, transport: Transport, nodes: Iterable[Sequence[int]] | None = None) -> None:
+        ordered = find_nodes(transport) if nodes is None else checked_nodes(nodes, transport.size)
+        node = next(node for node in ordered if transport.rank in node)
+        self.place = node.index(transport.rank)
+        self.shards = min(len(node) for node in ordered)
+        self.inside = transport.subset(node)
+        self.across = (
+            transport.subset([node[self.place] for node in ordered])
+            if self.place < self.shards
+            else None
+        )
+
+    def shard(self, length: int) -> slice:
+        """Return what this rank owns of a vector of this length."""
+        return slice(*self._bounds(length)[self.place : self.place + 2])
+
+    def _bounds(self, length: int) -> list[int]:
+        """Return the ends of what each rank of the node owns."""
+        return shard_bounds(length, self.shards) + [length] * (self.inside.size - self.shards)
+
+    def shard_k(self, k: int) -> int:
+        """Return this rank's share of the k entries of an update; 1 at least, of any shard."""
+        return max(1, share(k, self.shards, self.place)) if self.across else 0
+
+    def scatter(self, dense: Array) -> Array:
+        """Return the node's sum of this rank's shard, a view of `dense`; the rest is lost."""
+        self.inside.reduce_scatter(dense, self._bounds(dense.size))
+        return dense[self.shard(dense.size)]
+
+    def reduce(
+        self,
+        selected: SparseVector,
+        k: int,
+        length: int,
+        *,
+        format: Format = EXACT,
+        across: str = "gtopk",
+        **options: Any,
+    ) -> tuple[SparseVector, SparseVector]:
+        """Return the update, of `length` elements, and what returns to this rank's shard.
+
+        selected: at most `shard_k(k)` entries of this rank's shard, of the shard's length.
+        Raises NonFiniteError on all ranks alike.
+        """
+        how = open_across(across, format, options, k, length)
+        shard = self.shard(length)
+        nothing = selected.at(slice(0))
+        outcome = Outcome(nothing, nothing, nothing)
+        if self.across is not None and shard.start < shard.stop:
+            k_out = max(1, share(how.k_out, self.shards, self.place))
+            outcome = how.reduce(selected, self.shard_k(k), k_out, self.across, NOBODY)
+        part = outcome.update.embedded(shard.start, length)
+        message = wire.encode(part, k, refused_by=outcome.refused_by).message
+        parts = [
+            wire.decode(message, part, k, sender)
+            for message, sender in zip(
+                self.inside.allgather(message), self.inside.ranks, strict=True
+            )
+        ]
+        update = put_together([decoded.vector for decoded in parts])
+        refused_by = lowest(*(decoded.refused_by for decoded in parts))
+        return settle(outcome._replace(update=update, refused_by=refused_by))
+
+
+class _Step:
+    """One reduction of lists: the picks of this rank, cut into the shards in use."""
+
+    def __init__(self, selected: SparseVector, k: int, how: Across, hierarchy: Hierarchy) -> None:
+        self.selected = selected
+        self.k = k
+        self.how = how
+        self.hierarchy = hierarchy
+        self.inside, self.place = hierarchy.inside, hierarchy.place
+        # Each shard in use has a share of the k entries, and of those of the update.
+        self.shards = min(hierarchy.shards, k, how.k_out)
+        bounds = shard_bounds(selected.length, self.shards)
+        picks, self.refused_by = examine(selected, self.inside.ranks[self.place])
+        self.parts = [picks.between(a, b) for a, b in itertools.pairwise(bounds)]
+
+    def outcome(self) -> Outcome:
+        """Send each shard's picks to its owner, reduce what this rank owns, collect the rest."""
+        others = [shard for shard in range(self.shards) if shard != self.place]
+        sends = []
+        for shard in others:
+            encoded = wire.encode(self.parts[shard], self.k, refused_by=self.refused_by)
+            sends.append(self.inside.send(encoded.message, shard))
+        outcomes = {}
+        if self.place < self.shards:
+            outcomes[self.place] = self._reduce_shard()
+        for shard in others:
+            outcomes[shard] = self._receive_outcome(shard)
+        for sent in sends:
+            sent()
+        refused_by = lowest(*(outcome.refused_by for outcome in outcomes.values()))
+        if refused_by != NOBODY:
+            return refused(self.selected, refused_by)
+        parts = [outcomes[shard] for shard in range(self.shards)]
+        return Outcome(
+            put_together([part.update for part in parts]),
+            put_together([part.dead for part in parts]),
+            put_together([part.extra for part in parts]),
+        )
+
+    def _reduce_shard(self) -> Outcome:
+        """Add up the node's picks in this rank's shard, reduce them across, hand the fate back."""
+        inside, place = self.inside, self.place
+        part, refused_by = self.parts[place], self.refused_by
+        lists = []
+        for member in range(inside.size):
+            if member == place:
+                lists.append(part)
+                continue
+            decoded = wire.decode(inside.receive(member), part, self.k, inside.ranks[member])
+            lists.append(decoded.vector)
+            refused_by = lowest(refused_by, decoded.refused_by)
+        k = share(self.k, self.shards, place)
+        k_out = share(self.how.k_out, self.shards, place)
+        kept = part
+        if inside.size > 1:
+            total, refused_by = examine(sum_by_index(lists), inside.ranks[place], refused_by)
+            kept, _ = merge(total, total.at(slice(0)), k)
+        across = self.hierarchy.across
+        assert across is not None  # of the owner of a shard
+        outcome = self.how.reduce(kept, k, k_out, across, refused_by)
+        alive = kept.where(~contains(outcome.dead.indices, kept.indices))
+        sends = []
+        for member in range(inside.size):
+            if member != place:
+                bits = pack_alive(contains(alive.indices, lists[member].indices))
+                encoded = wire.encode(
+                    outcome.update, self.k, extra=bits, refused_by=outcome.refused_by
+                )
+                sends.append(inside.send(encoded.message, member))
+        for sent in sends:
+            sent()
+        return outcome._replace(dead=part.where(~contains(alive.indices, part.indices)))
+
+    def _receive_outcome(self, shard: int) -> Outcome:
+        """Return what another owner found out for this rank."""
+        part = self.parts[shard]
+        update, bits, refused_by = wire.decode(
+            self.inside.receive(shard),
+            part,
+            self.k,
+            self.inside.ranks[shard],
+            extra_bytes=alive_bytes(part.entries),
+        )
+        dead = part.where(~unpack_alive(bits, part.entries))
+        return Outcome(update, dead, part.at(slice(0)), refused_by)
+
+
+def shard_bounds(length: int, shards: int) -> list[int]:
+    """Return where shards end; no shard is smaller than its share of any k."""
+    return [shard * (length // shards) + min(shard, length % shards) for shard in range(shards + 1)]
+
+
+def share(count: int, shards: int, shard: int) -> int:
+    """Return how many of `count` entries a shard gets: the first ones get the remainder."""
+    return count // shards + (shard < count % shards)

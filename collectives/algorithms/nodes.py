@@ -1,0 +1,28 @@
+"""Nodes: which ranks share a host, as lists of ranks in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..transports.transport import Transport
+
+
+def find_nodes(transport: Transport) -> list[list[int]]:
+    """Return the ranks of every host; one small allgather."""
+    lowest = np.array([min(transport.neighbours())], np.int64)
+    nodes: dict[int, list[int]] = {}
+    for rank, message in enumerate(transport.allgather(lowest.view(np.uint8))):
+        nodes.setdefault(int(message.view(np.int64)[0]), []).append(rank)
+    return checked_nodes(nodes.values(), transport.size)
+
+
+def checked_nodes(nodes: Iterable[Sequence[int]], size: int) -> list[list[int]]:
+    """Return the nodes by their lowest rank; raise ValueError unless each rank is in just one."""
+    ordered = sorted(sorted(node) for node in nodes if len(node))
+    if sorted(rank for node in ordered for rank in node) != list(range(size)):
+        raise ValueError(
+            f"nodes must have each of the ranks 0..{size - 1} in exactly one list, got {ordered}"
+        )
+    return ordered

@@ -1,0 +1,183 @@
+"""oktopk: the exact top-k of the sum of all picks, at a cost that hardly grows with P.
+
+Li and Hoefler 2022 ("Near-optimal sparse allreduce", PPoPP), section 3:
+
+    split       every rank sends each region's picks to the region's owner        P - 1 messages
+    reduce      the owner adds them up, in rank order: its region's sums are exact
+    threshold   all learn how many of each region's sums are in the update        2 or 3 allgathers
+    balance     owners with more than their share send the surplus on             few messages
+    gather      everyone gets everyone's share                                    an allgather
+
+Words of 4 bytes that a rank sends, an entry being two: at most 2 k for the split, 2 k (P-1)/P where
+a rank's picks spread evenly; 2 k_out (P-1)/P each to balance and to gather. So 6 k (P-1)/P for
+k_out = k, besides headers (64 bytes a message), the threshold's samples (under 0.7 KB a rank and
+round) and, in a step that draws new boundaries, 4 P indices of each rank (`regions`).
+
+A pick is in the update, with all others of its index, or returns to its owner: the paper's rule
+loses nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .. import wire
+from ..errors import MessageError
+from ..kernels import contains, merge, sum_by_index
+from ..transports.transport import Transport
+from ..vector import SparseVector
+from ..wire import EXACT, NOBODY, Format
+from .balance import is_even, moves
+from .outcome import Outcome, among, put_together, refused, settle
+from .refusal import examine, lowest
+from .regions import Cut, Regions
+from .rounding import rounding_error
+from .threshold import share_out
+
+
+def reduce(
+    selected: SparseVector,
+    k: int,
+    transport: Transport,
+    *,
+    format: Format = EXACT,
+    k_out: int | None = None,
+    regions: Regions | None = None,
+) -> tuple[SparseVector, SparseVector]:
+    """Agree on the k_out largest of the sum of all picks; ties go to the lower index.
+
+    k_out:   how many entries the update may have; k by default.
+    regions: keeps the boundaries between steps; without one each step draws its own. Every rank
+             passes one that is as old, or none.
+    """
+    k_out = checked_k_out(k, k_out, selected.length)
+    return settle(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
+
+
+def checked_k_out(k: int, k_out: int | None, length: int) -> int:
+    """Return k_out, or k for None; raise ValueError where a vector has not so many elements."""
+    if k_out is None:
+        return k
+    if not 1 <= k_out <= length:
+        raise ValueError(f"k_out must lie in 1..{length} (the vector's length), got {k_out}")
+    return k_out
+
+
+def reduce_list(
+    selected: SparseVector,
+    k: int,
+    k_out: int,
+    transport: Transport,
+    format: Format,
+    regions: Regions,
+    refused_by: int = NOBODY,
+) -> Outcome:
+    """Return the outcome; a list that somebody refused already takes part as an empty one."""
+    picks, refused_by = examine(selected, transport.ranks[transport.rank], refused_by)
+    cut = regions.agree(picks, transport)
+    step = _Step(transport, cut, format)
+
+    lists, refused_by = step.split(picks, k, refused_by)
+    if refused_by != NOBODY:  # on every rank: each heard of all
+        return refused(selected, refused_by)
+    total, refused_by = examine(sum_by_index(lists), transport.ranks[transport.rank])
+
+    load = sum(vector.entries for vector in lists)
+    shares = share_out(total, k_out, cut.owners, transport, load, refused_by)
+    regions.note_loads(shares.loads)
+    if shares.refused_by != NOBODY:
+        return refused(selected, shares.refused_by)
+    block = _largest(total, shares.counts[step.region])
+    if not is_even(shares.counts):
+        block = step.balance(block, k_out, shares.counts)
+    update = step.gather(block, k_out)
+
+    dead = selected.where(~contains(update.indices, selected.indices))
+    return Outcome(update, dead, among(put_together(step.errors), update))
+
+
+def _largest(vector: SparseVector, count: int) -> SparseVector:
+    nothing = vector.at(slice(0))
+    return merge(vector, nothing, count)[0] if count else nothing
+
+
+class _Step:
+    """The exchanges of one reduction.
+
+    region: the one this rank owns. errors: what values lost to rounding on this rank.
+    """
+
+    def __init__(self, transport: Transport, cut: Cut, format: Format) -> None:
+        self.transport = transport
+        self.cut = cut
+        self.format = format
+        self.region = cut.owners.index(transport.rank)
+        self.errors: list[SparseVector] = []
+
+    def split(self, picks: SparseVector, k: int, refused_by: int) -> tuple[list[SparseVector], int]:
+        """Return what every rank picked in this rank's region, by rank, and who refused."""
+        rank, size = self.transport.rank, self.transport.size
+        first, end = self.cut.bounds[self.region : self.region + 2]
+        lists = {rank: picks.between(first, end)}
+        sends = []
+        for distance in range(1, size):
+            to = (rank + distance) % size
+            region = self.cut.owners.index(to)
+            part = picks.between(*self.cut.bounds[region : region + 2])
+            sends.append(self._send(part, to, k, refused_by))
+        for distance in range(1, size):
+            source = (rank - distance) % size
+            decoded = self._receive(source, picks, k)
+            theirs = decoded.vector
+            if theirs.between(first, end).entries != theirs.entries:
+                raise MessageError(
+                    f"the message from rank {self.transport.ranks[source]} has entries outside of "
+                    f"{first}..{end - 1}, this rank's region; every rank must pass regions of one "
+                    "age"
+                )
+            lists[source] = theirs
+            refused_by = lowest(refused_by, decoded.refused_by)
+        for sent in sends:
+            sent()
+        return [lists[rank] for rank in range(size)], refused_by
+
+    def balance(self, entries: SparseVector, k_out: int, counts: list[int]) -> SparseVector:
+        """Send what belongs to other blocks, and return this rank's block."""
+        owners, plan = self.cut.owners, moves(counts)
+        sends = [
+            self._send(entries.at(part), owners[block], k_out)
+            for block, part in enumerate(plan[self.region])
+            if block != self.region and part.start < part.stop
+        ]
+        parts = []
+        for region, row in enumerate(plan):
+            part = row[self.region]
+            if region == self.region:
+                parts.append(entries.at(part))
+            elif part.start < part.stop:
+                parts.append(self._receive(owners[region], entries, k_out).vector)
+        for sent in sends:
+            sent()
+        return put_together(parts)
+
+    def gather(self, block: SparseVector, k_out: int) -> SparseVector:
+        """Return the blocks of all ranks as one vector."""
+        encoded = wire.encode(block, k_out, self.format)
+        self.errors.append(rounding_error(block, encoded.vector, self.format))
+        messages = self.transport.allgather(encoded.message)
+        blocks = [
+            wire.decode(message, block, k_out, sender, self.format).vector
+            for message, sender in zip(messages, self.transport.ranks, strict=True)
+        ]
+        return sum_by_index(blocks)
+
+    def _send(
+        self, part: SparseVector, to: int, k: int, refused_by: int = NOBODY
+    ) -> Callable[[], None]:
+        encoded = wire.encode(part, k, self.format, refused_by=refused_by)
+        self.errors.append(rounding_error(part, encoded.vector, self.format))
+        return self.transport.send(encoded.message, to)
+
+    def _receive(self, source: int, like: SparseVector, k: int) -> wire.Decoded:
+        message = self.transport.receive(source)
+        return wire.decode(message, like, k, self.transport.ranks[source], self.format)

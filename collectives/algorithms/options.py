@@ -1,0 +1,21 @@
+"""Options: the keyword arguments of an algorithm's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def check_names(algorithm: str, reduce: Callable[..., Any], options: Iterable[str]) -> None:
+    """Raise ValueError where the algorithm has no option of a name."""
+    parameters = inspect.signature(reduce).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return  # it hands them on, and checks them there
+    own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "format"]
+    unknown = sorted(set(options) - set(own))
+    if unknown:
+        raise ValueError(
+            f"algorithm {algorithm!r} has no option {', '.join(map(repr, unknown))}; "
+            f"it has {', '.join(own) or 'none'}"
+        )

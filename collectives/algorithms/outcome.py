@@ -1,0 +1,48 @@
+"""Outcome: what a reduction leaves on a rank, before it is told as (update, returned)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import NonFiniteError
+from ..kernels import contains, sum_by_index
+from ..vector import SparseVector
+from ..wire import NOBODY
+
+
+class Outcome(NamedTuple):
+    """The agreed update, and what this rank puts back into its residual.
+
+    dead:  this rank's picks that are no part of the update; they return whole.
+    extra: rounding errors, and shares of what merges dropped.
+    refused_by: the lowest rank that found NaN or infinity, or NOBODY; the same on every rank.
+    """
+
+    update: SparseVector
+    dead: SparseVector
+    extra: SparseVector
+    refused_by: int = NOBODY
+
+
+def refused(selected: SparseVector, rank: int) -> Outcome:
+    """Return the outcome of a reduction that a rank refused: nothing happened."""
+    nothing = selected.at(slice(0))
+    return Outcome(nothing, selected, nothing, rank)
+
+
+def settle(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
+    """Return (update, returned); raise NonFiniteError when a rank refused."""
+    if outcome.refused_by != NOBODY:
+        raise NonFiniteError(outcome.refused_by)
+    return outcome.update, put_together([outcome.dead, outcome.extra])
+
+
+def put_together(vectors: list[SparseVector]) -> SparseVector:
+    """Return the sum, in memory of its own; a single list that is not empty as it is."""
+    filled = [vector for vector in vectors if vector.entries]
+    return sum_by_index(filled) if len(filled) > 1 else (filled or vectors)[0]
+
+
+def among(vector: SparseVector, others: SparseVector) -> SparseVector:
+    """Return the entries whose index the other vector has, too."""
+    return vector.where(contains(others.indices, vector.indices))

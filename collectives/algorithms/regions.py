@@ -1,0 +1,139 @@
+"""Regions: which rank adds up which stretch of the indices.
+
+    picks of      rank 0   .:.  .   . |   .   . |      ..     |  .      n = 40, P = 4
+                  rank 1    ::    .   | .       |  .    .   . |    .
+                  ...
+    boundaries               0        12       19            33     40
+    owners                   rank 1     rank 2     rank 3      rank 0
+
+Boundaries lie where all ranks' picks together fall into equal parts, as far as quantiles tell: each
+rank divides its picks into 4 P equal lots and tells where each ends. So each end of a region is off
+by less than one lot of every rank, a quarter of the region's fair share; by chance far less.
+Regions are dealt to the ranks by the rotation that leaves most picks where they are.
+
+Picks hardly move from step to step, so boundaries serve many of them (Li and Hoefler 2022, section
+3.1); all ranks learn how full the regions were, and draw new ones early when one got too full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ..errors import MessageError
+from ..transports.transport import Transport
+from ..vector import Array, SparseVector, index_dtype
+from .lots import at_positions, lot_ends
+
+_LOTS_PER_RANK: Final = 4
+_TOO_FULL: Final = 1.5  # times what the fullest region held when the boundaries were new
+
+
+class Cut(NamedTuple):
+    """The regions: bounds[r] <= index < bounds[r + 1] is region r, of rank owners[r]."""
+
+    bounds: list[int]
+    owners: list[int]
+
+
+class Regions:
+    """The boundaries in use, kept between steps; every rank keeps its own, alike.
+
+    every: so many reductions use the same boundaries.
+    """
+
+    def __init__(self, every: int = 64) -> None:
+        if every < 1:
+            raise ValueError(f"boundaries must serve at least one step, got every={every}")
+        self.every = every
+        self._cut: Cut | None = None
+        self._served = 0
+        self._fullest = 1.0
+
+    def agree(self, picks: SparseVector, transport: Transport) -> Cut:
+        """Return the regions of this step; where they are due, new ones for these picks."""
+        cut = self._cut
+        if (
+            cut is None
+            or self._served == self.every
+            or (cut.bounds[-1], len(cut.owners)) != (picks.length, transport.size)
+        ):
+            cut = self._cut = estimate(picks, transport)
+            self._served = 0
+        self._served += 1
+        return cut
+
+    def note_loads(self, loads: Sequence[int]) -> None:
+        """Take in how many entries each region got; one too full asks for new boundaries.
+
+        Compared with what they held when new: one index that all pick cannot be divided.
+        """
+        fullest = max(loads) * len(loads) / max(1, sum(loads))
+        if self._served == 1:
+            self._fullest = max(1.0, fullest)
+        elif fullest > _TOO_FULL * self._fullest:
+            self._cut = None
+
+
+def estimate(picks: SparseVector, transport: Transport) -> Cut:
+    """Return regions of about equally many picks: one small allgather."""
+    size, length = transport.size, picks.length
+    lots = _LOTS_PER_RANK * size
+    messages = transport.allgather(_quantiles(picks, lots))
+    ranks, points, weights = _lots(messages, lots, length, transport.ranks)
+    order = np.argsort(points, kind="stable")
+    ranks, points, weights = ranks[order], points[order], weights[order]
+    seen = np.cumsum(weights)
+    total = int(seen[-1]) if seen.size else 0
+    if not total:
+        bounds = [length * region // size for region in range(size + 1)]
+    else:
+        targets = [-(-total * region // size) for region in range(1, size)]
+        inner = points[np.searchsorted(seen, targets)] + 1
+        bounds = [0, *(int(bound) for bound in inner), length]
+    picked = np.zeros((size, size), np.int64)  # by rank and region
+    np.add.at(picked, (ranks, np.searchsorted(bounds[1:-1], points, side="right")), weights)
+    stay = [np.diagonal(np.roll(picked, turn, axis=1)) for turn in range(size)]
+    turn = max(range(size), key=lambda turn: (stay[turn].min(), stay[turn].sum(), -turn))
+    return Cut(bounds, [(region + turn) % size for region in range(size)])
+
+
+def _quantiles(picks: SparseVector, lots: int) -> Array:
+    """Return a message: how many picks there are (int64) and the last index of each lot."""
+    lasts = at_positions(picks.indices, [end - 1 for end in lot_ends(picks.entries, lots)])
+    entries = np.array([picks.entries], np.int64)
+    return np.concatenate([entries.view(np.uint8), lasts.view(np.uint8)])
+
+
+def _lots(
+    messages: Sequence[Array], lots: int, length: int, senders: Sequence[int]
+) -> tuple[Array, Array, Array]:
+    """Return rank, last index and size of every rank's lots, int64 [m] each.
+
+    Raises MessageError when a message is not what `_quantiles` makes.
+    """
+    ranks, points, weights = [], [], []
+    for rank, message in enumerate(messages):
+        entries = int(message[:8].view(np.int64)[0]) if message.size >= 8 else -1
+        lasts = _lasts(message[8:], entries, min(lots, entries), length)
+        if lasts is None:
+            raise MessageError(
+                f"the message from rank {senders[rank]} is malformed: its {message.size} bytes are "
+                "no quantiles of an oktopk reduction; every rank must pass regions of one age"
+            )
+        ranks.append(np.full(lasts.size, rank))
+        points.append(lasts)
+        weights.append(np.diff([0, *lot_ends(entries, lots)]))
+    return np.concatenate(ranks), np.concatenate(points), np.concatenate(weights)
+
+
+def _lasts(body: Array, entries: int, lots: int, length: int) -> Array | None:
+    """Return the last index of each lot, int64 [lots]; None where these are no such indices."""
+    dtype = index_dtype(length)
+    if not 0 <= entries <= length or body.size != lots * dtype.itemsize:
+        return None
+    lasts = body.view(dtype).astype(np.int64)
+    inside = bool((lasts >= 0).all() and (lasts < length).all())
+    return lasts if inside and (lasts[1:] > lasts[:-1]).all() else None

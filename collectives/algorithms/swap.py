@@ -1,0 +1,114 @@
+"""Swap: two ranks exchange their lists, and both merge the same two.
+
+A long list travels in pieces, so that one is encoded, decoded and merged while the next is on its
+way. Pieces are cut by position: all are equally long, wherever the indices lie. A piece that comes
+in is merged with what lies in its range of indices here; the k largest are taken at the end, of
+all that the ranges kept. The result has the bits that whole lists give.
+
+    mine     2 3 | 5 8 | 9          cut by position: 3 pieces
+    theirs   1 4 | 6 7 | 8 9        piece 0 reaches to index 4: merged with my 2 3
+                                    piece 1 reaches to index 7: merged with my 5
+                                    piece 2 is the last one:    merged with my 8 9
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final, NamedTuple
+
+from .. import wire
+from ..errors import MessageError
+from ..kernels import merge
+from ..transports.transport import Transport
+from ..vector import SparseVector
+from .outcome import put_together
+from .refusal import lowest
+from .rounding import rounding_error
+from .terms import Terms
+
+# Pieces begin at multiples of it, as do the blocks of values that share a scale.
+_BLOCK: Final = 256
+
+
+class Swapped(NamedTuple):
+    """What both ranks hold after a swap, and what this one's list lost on the way.
+
+    dropped: the other nonzero entries of the sum.
+    error:   this rank's share of the rounding of the list it sent.
+    """
+
+    merged: SparseVector
+    dropped: SparseVector
+    error: SparseVector
+    refused_by: int
+
+
+def swap_and_merge(
+    mine: SparseVector,
+    refused_by: int,
+    keep: int,
+    transport: Transport,
+    peer: int,
+    terms: Terms,
+    holders: int,
+) -> Swapped:
+    """Return the `keep` largest entries of the sum of both ranks' lists.
+
+    holders: how many ranks hold `mine` alike, this one as number `rank % holders`.
+    """
+    whole = mine
+    if terms.pieces > 1 and terms.format.values != "exact":
+        # Rounded as a whole, as a single message would: rounded once more, the pieces stay as is.
+        whole = wire.encode(mine, keep, terms.format).vector
+    sends, rounded, errors = [], [], []
+    for piece, cut in enumerate(_cuts(mine.entries, terms.pieces)):
+        encoded = wire.encode(
+            whole.at(cut), keep, terms.format, extra=terms.stamp(piece), refused_by=refused_by
+        )
+        sends.append(transport.send(encoded.message, peer))
+        rounded.append(encoded.vector)
+        first = (transport.rank - cut.start) % holders
+        errors.append(rounding_error(mine.at(cut), encoded.vector, terms.format, first, holders))
+    ours = put_together(rounded)
+
+    kept, dropped = [], []
+    begin = 0
+    for piece in range(terms.pieces):
+        decoded = _receive(transport, peer, mine, keep, terms, piece)
+        refused_by = lowest(refused_by, decoded.refused_by)
+        theirs = decoded.vector
+        if theirs.entries and int(theirs.indices[0]) < begin:
+            raise MessageError(
+                f"the message from rank {transport.ranks[peer]} is malformed: piece {piece} "
+                f"begins at index {int(theirs.indices[0])}, the one before ended at {begin - 1}"
+            )
+        end = int(theirs.indices[-1]) + 1 if theirs.entries else begin
+        if piece == terms.pieces - 1:
+            end = mine.length
+        largest, rest = merge(ours.between(begin, end), theirs, keep)
+        kept.append(largest)
+        dropped.append(rest)
+        begin = end
+    for sent in sends:
+        sent()
+    if terms.pieces > 1:
+        largest, rest = merge(put_together(kept), mine.at(slice(0)), keep)
+        kept, dropped = [largest], [*dropped, rest]
+    return Swapped(kept[0], put_together(dropped), put_together(errors), refused_by)
+
+
+def _cuts(entries: int, pieces: int) -> list[slice]:
+    """Return the positions of each piece of a list; all but the last are of whole blocks."""
+    blocks = -(-entries // _BLOCK)
+    ends = [min(entries, blocks * number // pieces * _BLOCK) for number in range(pieces + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def _receive(
+    transport: Transport, peer: int, like: SparseVector, keep: int, terms: Terms, piece: int
+) -> wire.Decoded:
+    sender = transport.ranks[peer]
+    stamp_bytes = terms.stamp().size
+    decoded = wire.decode(transport.receive(peer), like, keep, sender, terms.format, stamp_bytes)
+    terms.check_stamp(decoded.extra, piece, sender)
+    return decoded

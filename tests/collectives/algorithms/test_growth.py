@@ -1,0 +1,44 @@
+"""Lists grow towards growth * k in the last rounds, and stay k before."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from collectives.algorithms import growth
+from collectives.algorithms.growth import check_growth, kept_sizes
+
+
+def test_the_sizes_are_as_drawn() -> None:
+    line = next(line for line in growth.__doc__.splitlines() if "growth = 4, 5 rounds" in line)
+    drawn = [1 if size == "k" else int(size[:-1]) for size in line.split("rounds")[1].split()[:5]]
+    assert kept_sizes(100, 4.0, 5, 10**6) == [100 * size for size in drawn]
+
+
+@pytest.mark.parametrize("rounds", range(7))
+@pytest.mark.parametrize("k", [1, 3, 100])
+def test_without_growth_every_round_keeps_k(k: int, rounds: int) -> None:
+    assert kept_sizes(k, 1.0, rounds, 10**6) == [k] * rounds
+
+
+@pytest.mark.parametrize("rounds", range(1, 7))
+@pytest.mark.parametrize("factor", [1.0, 1.5, 2.0, 4.0, 100.0])
+@pytest.mark.parametrize("k", [1, 3, 100])
+def test_sizes_never_fall_and_end_at_growth_times_k(k: int, factor: float, rounds: int) -> None:
+    sizes = kept_sizes(k, factor, rounds, 10**6)
+    assert sizes == sorted(sizes)
+    assert sizes[0] >= k
+    assert sizes[-1] == round(factor * k)
+    # Each round but the first sends what the one before kept.
+    assert k + sum(sizes[:-1]) < (rounds + factor) * k + rounds
+
+
+def test_no_list_is_longer_than_the_vector() -> None:
+    assert kept_sizes(5, 4.0, 3, 8) == [5, 8, 8]
+
+
+@pytest.mark.parametrize("factor", [0.99, 0.0, -1.0, math.inf, math.nan])
+def test_lists_cannot_shrink_or_grow_without_end(factor: float) -> None:
+    with pytest.raises(ValueError, match="growth must be a number from 1 on, got"):
+        check_growth(factor)

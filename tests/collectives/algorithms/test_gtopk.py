@@ -1,0 +1,281 @@
+"""gtopk's dials: growth, put_back, pieces; and what each costs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from collectives import MessageError, SparseVector, local_world, reduce, run_ranks
+from collectives.algorithms.growth import kept_sizes
+from collectives.kernels import contains, merge
+from collectives.transports import Traffic
+from collectives.wire import HEADER_BYTES
+from tests.collectives.algorithms.worlds import (
+    Outcome,
+    bits,
+    entries,
+    integer_picks,
+    pairs_of,
+    random_picks,
+    run,
+    worlds,
+)
+
+STAMP_BYTES = 3  # of a message of other terms than the default
+
+
+def paired(size: int) -> int:
+    return 1 << (size.bit_length() - 1)
+
+
+def by_hand(picks: list[SparseVector], k: int, growth: float = 1.0) -> SparseVector:
+    """Return the result, merged on one rank: folds first, then pairs, then pairs of pairs."""
+    count = paired(len(picks))
+    nothing = picks[0].at(slice(0))
+    guests = picks[count:] + [nothing] * (2 * count - len(picks))
+    lists = [merge(a, b, k)[0] for a, b in zip(picks[:count], guests, strict=True)]
+    for keep in kept_sizes(k, growth, count.bit_length() - 1, picks[0].length):
+        lists = [merge(lists[at], lists[at + 1], keep)[0] for at in range(0, len(lists), 2)]
+    return lists[0]
+
+
+def cost(size: int, k: int, length: int, **options: Any) -> list[Traffic]:
+    """Return what each rank sent; every rank picks k entries at random."""
+    random = np.random.default_rng(size)
+    world = local_world(size, timeout_seconds=30)
+    picks = []
+    for _ in range(size):
+        indices = np.unique(random.integers(0, length, 2 * k))[:k].astype(np.int32)
+        picks.append(SparseVector(indices, 1 + random.random(k).astype(np.float32), length))
+    run_ranks(world, lambda t: reduce(picks[t.rank], k, t, **options))
+    return [transport.traffic.take() for transport in world]
+
+
+# ---- the result
+
+
+@settings(max_examples=80)
+@given(worlds(np.float32))
+def test_the_update_is_that_of_merging_on_one_rank(world: tuple[int, list[SparseVector]]) -> None:
+    k, picks = world
+    for growth in (1.0, 2.0, 5.0):
+        expected = by_hand(picks, k, growth)
+        for update, _ in run("gtopk", picks, k, growth=growth):
+            assert bits(update) == bits(expected)
+            assert update.entries <= max(k, round(growth * k))
+
+
+@pytest.mark.parametrize("put_back", ["owners", "spread"])
+@pytest.mark.parametrize("growth", [1.0, 3.0])
+@settings(max_examples=40)
+@given(worlds(np.float32))
+def test_pieces_change_nothing(
+    put_back: str, growth: float, world: tuple[int, list[SparseVector]]
+) -> None:
+    k, picks = world
+    options = {"put_back": put_back, "growth": growth}
+    whole = run("gtopk", picks, k, **options)
+    for pieces in (2, 3, 7):
+        assert same(whole, run("gtopk", picks, k, pieces=pieces, **options))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("put_back", ["owners", "spread"])
+def test_long_lists_in_pieces_give_the_same_bits(
+    size: int, put_back: str, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 50_000, 3000)
+    picks[0] = picks[0].at(slice(0, 700))  # lists of different lengths
+    whole = run("gtopk", picks, 3000, put_back=put_back)
+    for pieces in (2, 5, 12, 255):
+        assert same(whole, run("gtopk", picks, 3000, put_back=put_back, pieces=pieces))
+
+
+def same(one: list[Outcome], other: list[Outcome]) -> bool:
+    return [tuple(map(bits, outcome)) for outcome in one] == [
+        tuple(map(bits, outcome)) for outcome in other
+    ]
+
+
+@pytest.mark.parametrize("size", [4, 6, 8, 13])
+def test_a_list_that_may_grow_drops_less(size: int, random: np.random.Generator) -> None:
+    picks = random_picks(random, size, 2000, 30, np.float64)
+    kept = [
+        np.abs(run("gtopk", picks, 30, growth=growth)[0][0].values).sum()
+        for growth in (1.0, 2.0, 4.0, 100.0)
+    ]
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_list_that_may_double_in_every_round_drops_nothing(
+    size: int, random: np.random.Generator
+) -> None:
+    picks = [p._replace(values=abs(p.values) + 1) for p in integer_picks(random, size, 500, 20)]
+    expected = np.sum([pick.to_dense() for pick in picks], axis=0)
+    for update, returned in run("gtopk", picks, 20, growth=float(size)):
+        assert update.to_dense().tolist() == expected.tolist()
+        assert returned.entries == 0
+
+
+# ---- what returns
+
+
+@settings(max_examples=60)
+@given(worlds(np.float32))
+def test_owners_get_their_dead_picks_whole(world: tuple[int, list[SparseVector]]) -> None:
+    k, picks = world
+    for pick, (_, returned) in zip(picks, run("gtopk", picks, k, growth=2.0), strict=True):
+        assert bits(returned) == bits(pick.where(contains(returned.indices, pick.indices)))
+
+
+def test_what_a_merge_drops_is_spread_over_those_who_hold_the_merged_list() -> None:
+    # The four-rank example: 5:1.0 and 9:0.1 are dropped by two ranks each, 7:2.0 by all four.
+    picks = [
+        entries(pairs, 10, np.float64) for pairs in ([(5, 1.0)], [(7, 2.0)], [(5, 3.0)], [(9, 0.1)])
+    ]
+    outcomes = run("gtopk", picks, 1, put_back="spread")
+    assert [pairs_of(update) for update, _ in outcomes] == [[(5, 3.0)]] * 4
+    assert [pairs_of(returned) for _, returned in outcomes] == [
+        [(5, 0.5), (7, 0.5)],
+        [(5, 0.5), (7, 0.5)],
+        [(7, 0.5), (9, 0.05)],
+        [(7, 0.5), (9, 0.05)],
+    ]
+
+
+def test_of_a_folded_pair_what_is_dropped_returns_to_its_owner() -> None:
+    # Rank 2 is folded into rank 0, which alone holds the merged list.
+    picks = [entries(pairs, 10, np.float64) for pairs in ([(1, 1.0)], [(2, 8.0)], [(3, 2.0)])]
+    outcomes = run("gtopk", picks, 1, put_back="spread")
+    assert [pairs_of(update) for update, _ in outcomes] == [[(2, 8.0)]] * 3
+    assert [pairs_of(returned) for _, returned in outcomes] == [
+        [(1, 1.0), (3, 1.0)],
+        [(3, 1.0)],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_spreading_gives_every_rank_about_as_much(size: int, random: np.random.Generator) -> None:
+    picks = random_picks(random, size, 500, 20, np.float64)
+    outcomes = run("gtopk", picks, 20, put_back="spread")
+    returned = [np.abs(vector.values).sum() for _, vector in outcomes]
+    assert max(returned) < 2 * min(returned)
+
+
+# ---- the cost
+
+
+@pytest.mark.parametrize("size", range(2, 18))
+@pytest.mark.parametrize("k", [1, 9])
+def test_a_rank_sends_a_list_a_round(size: int, k: int) -> None:
+    message = HEADER_BYTES + 8 * k
+    rounds = paired(size).bit_length() - 1
+    traffic = cost(size, k, 1000)
+    for rank in range(size):
+        if rank >= paired(size):
+            expected = Traffic(message, 1)
+        elif rank + paired(size) < size:
+            expected = Traffic((rounds + 1) * message + math.ceil(k / 8), rounds + 1)
+        else:
+            expected = Traffic(rounds * message, rounds)
+        assert traffic[rank] == expected
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+@pytest.mark.parametrize("growth", [2.0, 4.0])
+def test_growing_lists_cost_what_the_rounds_before_kept(size: int, growth: float) -> None:
+    k = 10
+    kept = kept_sizes(k, growth, paired(size).bit_length() - 1, 100_000)
+    sent = [k, *kept[:-1]]
+    for traffic in cost(size, k, 10**8, growth=growth):  # no index twice: every list is full
+        assert traffic == Traffic(sum(HEADER_BYTES + 8 * m for m in sent), len(sent))
+    assert sum(sent) < (len(sent) + growth) * k
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_pieces_cost_a_header_and_a_stamp_each(size: int) -> None:
+    k, pieces = 1000, 3
+    rounds = paired(size).bit_length() - 1
+    for traffic in cost(size, k, 10_000, pieces=pieces):
+        assert traffic == Traffic(
+            rounds * (8 * k + pieces * (HEADER_BYTES + STAMP_BYTES)), rounds * pieces
+        )
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"growth": 0.5}, "growth must be a number from 1 on, got 0.5"),
+        ({"growth": math.inf}, "growth must be a number from 1 on, got inf"),
+        ({"put_back": "nobody"}, "put_back must be one of owners, spread; got 'nobody'"),
+        ({"pieces": 0}, r"pieces must lie in 1\.\.255, got 0"),
+        ({"pieces": 256}, r"pieces must lie in 1\.\.255, got 256"),
+    ],
+)
+def test_options_out_of_bounds_are_refused_before_anything_is_sent(
+    options: dict[str, Any], text: str
+) -> None:
+    world = local_world(2, 5)
+    for transport in world:
+        with pytest.raises(ValueError, match=text):
+            reduce(SparseVector.empty(5), 2, transport, "gtopk", **options)
+        assert transport.traffic == Traffic(0, 0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {"growth": 2.0}),
+        ({}, {"put_back": "spread"}),
+        ({}, {"pieces": 2}),
+        ({"pieces": 3}, {"pieces": 2}),
+        ({"pieces": 3}, {"pieces": 3, "put_back": "spread"}),
+    ],
+)
+def test_ranks_with_different_options_get_an_error_that_names_one(
+    size: int, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    picks = [entries([(rank, 1.0), (7, 1.0)], 9, np.float32) for rank in range(size)]
+    with pytest.raises(MessageError, match=r"the message from rank \d "):
+        run_ranks(
+            local_world(size, 5),
+            lambda t: reduce(picks[t.rank], 2, t, **(theirs if t.rank == size - 1 else ours)),
+        )
+
+
+def test_ranks_with_different_k_get_an_error_that_names_both() -> None:
+    pick = entries([(1, 1.0)], 9, np.float32)
+    with pytest.raises(MessageError, match=r"from rank \d .* k is [23] where this rank's is [23]"):
+        run_ranks(local_world(2, 5), lambda t: reduce(pick, 2 + t.rank, t))
+
+
+def test_pieces_out_of_order_are_an_error(random: np.random.Generator) -> None:
+    picks = random_picks(random, 2, 5000, 1000)
+
+    def program(transport):
+        if transport.rank == 1:
+            held, send = [], transport.send
+
+            def backwards(message, to):
+                held.append((message.copy(), to))
+                sends = [send(*held.pop()) for _ in held.copy()] if len(held) == 2 else []
+                return lambda: [sent() for sent in sends]
+
+            transport.send = backwards
+        return reduce(picks[transport.rank], 1000, transport, pieces=2)
+
+    with pytest.raises(
+        MessageError, match=r"rank 1 has piece, pieces, put_back = \[1, 2, 0\] where"
+    ):
+        run_ranks(local_world(2, 5), program)

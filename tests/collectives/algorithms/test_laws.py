@@ -1,0 +1,99 @@
+"""The laws of the reductions, for every algorithm with every option: nothing is lost, all agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import SparseVector
+from collectives.vector import check
+from collectives.wire import Format
+from tests.collectives.algorithms.worlds import (
+    FORMATS,
+    WAYS,
+    assert_nothing_is_lost,
+    bits,
+    integer_picks,
+    random_picks,
+    run,
+    worlds,
+)
+
+every_way = pytest.mark.parametrize("way", WAYS)
+formats = st.sampled_from(FORMATS)
+
+
+@every_way
+@settings(max_examples=60)
+@given(worlds(np.float64), formats)
+def test_nothing_is_lost(way: str, world: tuple[int, list[SparseVector]], format: Format) -> None:
+    k, picks = world
+    assert_nothing_is_lost(picks, run(way, picks, k, format), additions=4 * len(picks))
+
+
+@every_way
+@settings(max_examples=40)
+@given(worlds(np.float32), formats)
+def test_ranks_agree_to_the_bit(
+    way: str, world: tuple[int, list[SparseVector]], format: Format
+) -> None:
+    k, picks = world
+    outcomes = run(way, picks, k, format)
+    assert len({bits(update) for update, _ in outcomes}) == 1
+    for update, returned in outcomes:
+        check(update)
+        check(returned)
+        assert update.length == returned.length == picks[0].length
+        assert update.values.dtype == returned.values.dtype == np.float32
+    assert_nothing_is_lost(picks, outcomes, additions=4 * len(picks))
+
+
+@every_way
+@pytest.mark.parametrize("size", range(1, 18))
+def test_sums_that_the_dtype_holds_are_conserved_to_the_bit(
+    way: str, size: int, random: np.random.Generator
+) -> None:
+    picks = integer_picks(random, size, 300, 20)
+    outcomes = run(way, picks, 20)
+    before = np.sum([pick.to_dense() for pick in picks], axis=0)
+    after = outcomes[0][0].to_dense() + sum(returned.to_dense() for _, returned in outcomes)
+    assert after.tolist() == before.tolist()
+    assert outcomes[0][0].entries > 0
+
+
+@every_way
+@pytest.mark.parametrize("size", [31, 64])
+@pytest.mark.parametrize("format", FORMATS, ids="-".join)
+def test_the_laws_hold_for_many_ranks(
+    way: str, size: int, format: Format, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 2000, 40, np.float64)
+    outcomes = run(way, picks, 40, format)
+    assert_nothing_is_lost(picks, outcomes, additions=4 * size)
+    assert len({bits(update) for update, _ in outcomes}) == 1
+    assert outcomes[0][0].entries > 0
+
+
+@every_way
+@settings(max_examples=25)
+@given(worlds(np.float64), formats)
+def test_the_same_call_gives_the_same_bits(
+    way: str, world: tuple[int, list[SparseVector]], format: Format
+) -> None:
+    k, picks = world
+    for one, other in zip(run(way, picks, k, format), run(way, picks, k, format), strict=True):
+        assert [bits(vector) for vector in one] == [bits(vector) for vector in other]
+
+
+@every_way
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_results_share_no_memory_with_what_was_selected(
+    way: str, size: int, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 60, 10)
+    for pick, outcome in zip(picks, run(way, picks, 10), strict=True):
+        for vector in outcome:
+            assert not np.shares_memory(vector.values, pick.values)
+            assert not np.shares_memory(vector.indices, pick.indices)

@@ -1,0 +1,33 @@
+"""Nodes are found by asking each rank for its neighbours, or told, and then checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives.algorithms import find_nodes
+from collectives.algorithms.nodes import checked_nodes
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_threads_are_one_node(threads, size: int) -> None:
+    assert threads(size, find_nodes) == [[list(range(size))]] * size
+
+
+def test_hosts_are_told_apart_by_their_neighbours(threads) -> None:
+    hosts = [[0, 3], [1, 2, 4], [5]]
+
+    def program(transport):
+        transport.neighbours = lambda: next(host for host in hosts if transport.rank in host)
+        return find_nodes(transport)
+
+    assert threads(6, program) == [hosts] * 6
+
+
+def test_the_order_in_which_nodes_are_told_does_not_matter() -> None:
+    assert checked_nodes([(4, 2), [], [3, 0, 1]], 5) == [[0, 1, 3], [2, 4]]
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1]], [[0, 1], [1, 2]], [[0, 1], [2, 3]], []])
+def test_every_rank_is_in_exactly_one_node(nodes: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match=r"each of the ranks 0\.\.2 in exactly one list, got \["):
+        checked_nodes(nodes, 3)

@@ -1,0 +1,142 @@
+"""Regions hold about equally many picks, wherever the picks lie, and are the same on all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import MessageError, SparseVector, local_world, run_ranks
+from collectives.algorithms import regions
+from collectives.algorithms.regions import Cut, Regions, estimate
+from tests.collectives.algorithms.worlds import WHERE, picks_where
+
+
+def at(indices: list[int], length: int) -> SparseVector:
+    return SparseVector(np.array(indices, np.int32), np.ones(len(indices), np.float32), length)
+
+
+def agreed(picks: list[SparseVector]) -> Cut:
+    cuts = run_ranks(local_world(len(picks), 30), lambda t: estimate(picks[t.rank], t))
+    assert all(cut == cuts[0] for cut in cuts)
+    return cuts[0]
+
+
+def loads(picks: list[SparseVector], cut: Cut) -> list[int]:
+    inner = cut.bounds[1:-1]
+    return [
+        sum(int((np.searchsorted(inner, pick.indices, "right") == region).sum()) for pick in picks)
+        for region in range(len(picks))
+    ]
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 50), st.lists(st.sets(st.integers(0, 49)), min_size=1, max_size=9))
+def test_regions_cover_the_vector_once_and_every_rank_owns_one(
+    length: int, picked: list[set[int]]
+) -> None:
+    picks = [at(sorted(index for index in one if index < length), length) for one in picked]
+    bounds, owners = agreed(picks)
+    assert (bounds[0], bounds[-1]) == (0, length)
+    assert bounds == sorted(bounds)
+    assert sorted(owners) == list(range(len(picks)))
+    assert len(bounds) == len(picks) + 1
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("size", [2, 3, 8, 17])
+def test_no_region_gets_more_than_half_as_much_again_as_the_mean(
+    where: str, size: int, random: np.random.Generator
+) -> None:
+    # Each of its two ends is off by less than one of each rank's 4 P lots: a quarter of the mean.
+    k = 64 * size
+    picks = picks_where(where, random, size, 200_000, k)
+    assert max(loads(picks, agreed(picks))) <= 1.5 * k
+
+
+@pytest.mark.parametrize("where", ["own stretch", "next rank's stretch"])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_regions_go_to_the_ranks_whose_picks_lie_there(
+    where: str, size: int, random: np.random.Generator
+) -> None:
+    k = 64 * size
+    picks = picks_where(where, random, size, 200_000, k)
+    cut = agreed(picks)
+    for rank, pick in enumerate(picks):
+        region = cut.owners.index(rank)
+        kept = pick.between(cut.bounds[region], cut.bounds[region + 1]).entries
+        assert kept >= 0.7 * k
+
+
+def test_boundaries_serve_as_many_steps_as_asked_and_cost_nothing_between() -> None:
+    picks = [at([1, 4, 7], 9), at([2, 5, 8], 9)]
+    world = local_world(2, 30)
+    kept = [Regions(every=3) for _ in world]
+    messages = []
+    for _ in range(7):
+        run_ranks(world, lambda t: kept[t.rank].agree(picks[t.rank], t))
+        messages.append([t.traffic.take().sent_messages for t in world])
+    assert messages == [[1, 1], [0, 0], [0, 0]] * 2 + [[1, 1]]
+
+
+def test_a_region_that_got_too_full_asks_for_new_boundaries() -> None:
+    (transport,) = local_world(1)
+    kept = Regions()
+    picks = at([1], 4)
+
+    def draws_anew(loads: list[int]) -> bool:
+        before = kept.agree(picks, transport)
+        kept.note_loads(loads)
+        return kept.agree(picks, transport) is not before
+
+    assert not draws_anew([30, 10])  # as new: this is how even it gets
+    assert not draws_anew([30, 10])
+    assert not draws_anew([0, 0])
+    kept._fullest = 1.0
+    assert not draws_anew([14, 6])
+    assert draws_anew([16, 4])
+
+
+def test_another_length_or_number_of_ranks_draws_anew() -> None:
+    kept = Regions()
+    (alone,) = local_world(1)
+    assert kept.agree(at([1], 4), alone).bounds == [0, 4]
+    assert kept.agree(at([1], 5), alone).bounds == [0, 5]
+    world = local_world(2, 30)
+    others = [kept, Regions()]
+    cuts = run_ranks(world, lambda t: others[t.rank].agree(at([1, 3], 5), t))
+    assert cuts[0] == cuts[1]
+    assert len(cuts[0].owners) == 2
+
+
+def test_boundaries_serve_at_least_one_step() -> None:
+    with pytest.raises(ValueError, match="at least one step, got every=0"):
+        Regions(every=0)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"",
+        b"1234567",
+        (9).to_bytes(8, "little"),  # 9 picks, and no index
+        (1).to_bytes(8, "little") + (7).to_bytes(4, "little"),  # beyond the vector's end
+        (1).to_bytes(8, "little") + (-1).to_bytes(4, "little", signed=True),
+        (2).to_bytes(8, "little") + 2 * (3).to_bytes(4, "little"),  # the same index twice
+        (-1).to_bytes(8, "little", signed=True),
+    ],
+)
+def test_what_are_no_quantiles_is_an_error_that_names_the_sender(told: bytes) -> None:
+    def program(transport):
+        if transport.rank == 1:
+            return transport.allgather(np.frombuffer(told, np.uint8))
+        return estimate(at([1, 2], 7), transport)
+
+    with pytest.raises(MessageError, match=r"from rank 1 is malformed: .* no quantiles"):
+        run_ranks(local_world(2, 5), program)
+
+
+def test_a_quarter_of_the_fair_share_is_what_the_docstring_says() -> None:
+    assert regions._LOTS_PER_RANK == 4
+    assert "4 P equal lots" in regions.__doc__

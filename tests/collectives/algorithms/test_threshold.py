@@ -1,0 +1,163 @@
+"""The threshold is exact: each region's part of the largest, as if one rank had sorted all."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import MessageError, SparseVector, local_world, run_ranks
+from collectives.algorithms import threshold
+from collectives.algorithms.lots import lot_ends
+from collectives.algorithms.threshold import Shares, share_out
+from collectives.wire import NOBODY
+
+
+def vector(values: list[float]) -> SparseVector:
+    array = np.array(values, np.float32)
+    return SparseVector(np.arange(array.size, dtype=np.int32), array, max(1, array.size))
+
+
+def shares(
+    regions: list[list[float]], wanted: int, owners: list[int] | None = None, **told: list[int]
+) -> Shares:
+    """Return what every rank learns, which is the same."""
+    size = len(regions)
+    owners = owners or list(range(size))
+    loads, refused = told.get("loads", [0] * size), told.get("refused", [NOBODY] * size)
+    learned = run_ranks(
+        local_world(size, timeout_seconds=30),
+        lambda t: share_out(
+            vector(regions[owners.index(t.rank)]),
+            wanted,
+            owners,
+            t,
+            loads[t.rank],
+            refused[t.rank],
+        ),
+    )
+    assert all(one == learned[0] for one in learned)
+    return learned[0]
+
+
+def by_sorting(regions: list[list[float]], wanted: int) -> list[int]:
+    order = sorted(
+        (-abs(value), region, at)
+        for region, values in enumerate(regions)
+        for at, value in enumerate(values)
+    )
+    return [sum(region == r for _, region, _ in order[:wanted]) for r in range(len(regions))]
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([1.0, -1.0, 2.0, 0.5]) | st.floats(0.25, 8, width=32)),
+        min_size=1,
+        max_size=7,
+    ),
+    st.integers(1, 60),
+    st.randoms(use_true_random=False),
+)
+def test_the_counts_are_those_of_sorting(regions: list[list[float]], wanted: int, random) -> None:
+    owners = list(range(len(regions)))
+    random.shuffle(owners)
+    assert shares(regions, wanted, owners).counts == by_sorting(regions, wanted)
+
+
+@pytest.mark.parametrize("wanted", [1, 63, 64, 65, 1000, 4001, 9999, 10_000, 20_000])
+@pytest.mark.parametrize("kind", ["random", "uneven", "ties", "all equal", "exponents"])
+def test_thousands_of_entries_are_shared_out_exactly(
+    kind: str, wanted: int, random: np.random.Generator
+) -> None:
+    sizes = [10_000, 0, 30, 1] if kind == "uneven" else [2500] * 4
+    draw = {
+        "random": lambda m: random.standard_normal(m),
+        "uneven": lambda m: random.standard_normal(m),
+        "ties": lambda m: np.round(random.standard_normal(m)) + 0.5,
+        "all equal": lambda m: np.ones(m),
+        "exponents": lambda m: 2.0 ** random.integers(-100, 100, m),
+    }[kind]
+    regions = [draw(size).astype(np.float32).tolist() for size in sizes]
+    assert shares(regions, wanted).counts == by_sorting(regions, wanted)
+
+
+def test_three_rounds_do_for_25_thousand_entries_on_each_of_16_ranks(
+    random: np.random.Generator,
+) -> None:
+    world = local_world(16, timeout_seconds=60)
+    regions = [vector(random.standard_normal(25_000).tolist()) for _ in range(16)]
+    run_ranks(
+        world,
+        lambda t: share_out(regions[t.rank], 25_000, list(range(16)), t, 0, NOBODY),
+    )
+    for transport in world:
+        traffic = transport.traffic.take()
+        assert traffic.sent_messages == 3 * 4  # log2 P each
+        assert traffic.sent_bytes <= 3 * (15 * (5 * 8 + 64 * 4 + 8) + 4 * 8)
+
+
+def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threshold, "_LOTS", 2)
+    wanted = 5
+    drawn = [
+        (
+            line[:20].count("in"),
+            [float(v) for v in window.split()],
+            [float(v) for v in sent.split()],
+        )
+        for line, window, sent in re.findall(
+            r"region \d    ([in ]+\| ([\d ]+) \| out) +sends ((?:\d )+)", threshold.__doc__
+        )
+    ]
+    first, second = drawn[:2], drawn[2:]
+
+    def told(regions: list[tuple[int, list[float], list[float]]]) -> list[threshold._Told]:
+        for _, window, sent in regions:
+            assert sent == [window[end - 1] for end in lot_ends(len(window), 2)]
+        return [
+            threshold._Told(wanted, low, low + len(window), 0, NOBODY, -np.array(sent))
+            for low, window, sent in regions
+        ]
+
+    before, last = threshold._Search(told(first)).bracket(wanted - sum(low for low, *_ in first))
+    assert before is None  # what is in stays as it is
+    for region, (low, window, _) in enumerate(first):
+        keys = np.array([-99.0] * low + [-value for value in window])
+        high = threshold._Search(told(first)).count(last, keys, region)
+        assert window[: high - low] == second[region][1]
+
+    exact = threshold._Search(told(second))
+    assert exact.is_exact
+    _, last = exact.bracket(wanted - sum(low for low, *_ in second))
+    assert exact.counts(last) == [3, 2]  # 9 and 8 besides those that are in
+
+
+def test_all_learn_the_loads_and_the_lowest_rank_that_refused() -> None:
+    told = shares([[1.0], [2.0], []], 1, owners=[2, 0, 1], loads=[7, 8, 9], refused=[-1, 2, 1])
+    assert told.loads == [9, 7, 8]
+    assert told.refused_by == 1
+
+
+def test_ranks_with_different_k_out_learn_of_each_other() -> None:
+    with pytest.raises(MessageError, match=r"rank \d keeps k_out = \d .* where this rank keeps \d"):
+        run_ranks(
+            local_world(2, timeout_seconds=5),
+            lambda t: share_out(vector([1.0, 2.0, 3.0]), 2 + t.rank, [0, 1], t, 0, NOBODY),
+        )
+
+
+@pytest.mark.parametrize("size", [0, 39, 41, 44, 48])
+def test_what_is_no_message_of_a_round_is_an_error(size: int) -> None:
+    def program(transport):
+        if transport.rank == 1:
+            message = np.zeros(size, np.uint8)
+            message[:8].view(np.int64)[:] = 2
+            return transport.allgather(message)
+        return share_out(vector([1.0, 2.0, 3.0]), 2, [0, 1], transport, 0, NOBODY)
+
+    with pytest.raises(MessageError, match="rank 1 "):
+        run_ranks(local_world(2, timeout_seconds=5), program)
