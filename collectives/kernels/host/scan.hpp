@@ -6,10 +6,13 @@
 namespace gtopk {
 
 // dense += addend (unless that is null), and the offsets of the keys above `floor`, ascending.
-// Returns how many there are; `offsets` has room for count + SLACK.
+// Returns how many there are; `offsets` has room for count + SLACK. Where few are expected, a test
+// spares the work on most vectors; where there are `many`, its outcome could not be predicted.
 template <class T>
-using Scan = std::size_t (*)(T* dense, const T* addend, std::size_t count, Key<T> floor,
+using Scan = std::size_t (*)(T* dense, const T* addend, std::size_t count, Key<T> floor, bool many,
                              std::uint32_t* offsets);
+
+constexpr std::size_t MANY = 256;  // one hit in so many elements
 
 constexpr std::size_t SLACK = 16;  // a vector of offsets is stored whole
 

@@ -7,7 +7,7 @@ namespace {
 constexpr std::size_t STRIDE = 32;
 
 template <class T>
-std::size_t scan_portable(T* dense, const T* addend, std::size_t count, Key<T> floor,
+std::size_t scan_portable(T* dense, const T* addend, std::size_t count, Key<T> floor, bool,
                           std::uint32_t* offsets) {
   std::size_t found = 0, i = 0;
   for (; i + STRIDE <= count; i += STRIDE) {
