@@ -13,6 +13,7 @@ from pathlib import Path
 from collectives import ALGORITHMS
 from collectives.errors import PeerError
 from collectives.transports import local_world, open_transport, run_ranks
+from collectives.wire.values import VALUE_CODES
 
 from ...launch import launched_by
 from .contenders import BASELINES, parse
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(ALGORITHMS)}; options as gtopk:growth=2.0; default: all",
     )
     add("--baselines", nargs="*", default=list(BASELINES), help=f"of {', '.join(BASELINES)}")
-    add("--values", type=words, default=["exact"], help="codes of the values, as exact,bf16")
+    add("--values", type=words, default=["exact"], help=f"of {', '.join(VALUE_CODES)}")
     add("--rounds", type=int, default=9)
     add("--budget-seconds", type=float, default=20.0, help="of a contender in a case")
     add("--bandwidth", type=float, help="bits per second for the model; default: measured here")
@@ -123,7 +124,11 @@ def default_transport() -> str:
 
 def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
     """Return the plan; raise ValueError for what cannot be measured."""
-    for asked, known in ((options.picks, DISTRIBUTIONS), (options.baselines, BASELINES)):
+    for asked, known in (
+        (options.picks, DISTRIBUTIONS),
+        (options.baselines, BASELINES),
+        (options.values, VALUE_CODES),
+    ):
         if strange := [word for word in asked if word not in known]:
             raise ValueError(f"expected some of {', '.join(known)}; got {', '.join(strange)}")
     for word in options.algorithms:

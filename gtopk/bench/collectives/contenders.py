@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from collectives import ALGORITHMS
+from collectives import ALGORITHMS, reduce
 from collectives.cost import rounds
 from collectives.planning import (
     EXACT,
@@ -25,8 +25,6 @@ from collectives.vector import Array, SparseVector
 
 from . import baselines
 from .library import Reckoning
-
-FORMATS: Final = (EXACT,)
 
 
 class Task(NamedTuple):
@@ -75,11 +73,11 @@ class Contender:
 
 def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
     """Return one of gtopk's algorithms."""
-    settings = options | ({} if format == EXACT else {"format": format})
 
     def prepare(task: Task) -> Callable[[], Outcome]:
-        reduce = ALGORITHMS[algorithm]
-        return lambda: Outcome(*reduce(task.selected, task.k, task.transport, **settings))
+        return lambda: Outcome(
+            *reduce(task.selected, task.k, task.transport, algorithm, format=format, **options)
+        )
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled | None:
         if algorithm not in SCHEDULES or options:
@@ -134,16 +132,36 @@ def own_contenders(
     """
     quickest: dict[str, tuple[float, Format]] = {}
     for format in formats:
-        found = own("gtopk", {}, format).modelled(length, k, network, rates)
-        assert found is not None
-        offer = (sum(found), format)
+        offer = (modelled_gtopk(format, length, k, network, rates), format)
         quickest[format.values] = min(quickest.get(format.values, offer), offer)
     contenders = []
     for algorithm, options in map(parse, asked):
-        for _, format in quickest.values():
-            if algorithm != "dense" or format == next(iter(quickest.values()))[1]:
-                contenders.append(own(algorithm, options, format))
+        if algorithm == "dense":
+            contenders.append(own("dense", options, EXACT))
+        else:
+            contenders += [own(algorithm, options, format) for _, format in quickest.values()]
     return contenders
+
+
+def modelled_gtopk(format: Format, length: int, k: int, network: Network, rates: Rates) -> float:
+    """Return the seconds, on the wire and of the cores, that the model gives gtopk in a format."""
+    return predict(Candidate("gtopk", k / length, format), length, network, rates).exchange_seconds
+
+
+def reference_of(
+    contenders: Sequence[Contender], length: int, k: int, network: Network, rates: Rates
+) -> str | None:
+    """Return the name of what ratios are told against: gtopk in the format it is modelled best in.
+
+    None where no plain gtopk takes part.
+    """
+    plain = [(c.format, c.name) for c in contenders if c.algorithm == "gtopk" and not c.options]
+    offers = [
+        (modelled_gtopk(format, length, k, network, rates), name)
+        for format, name in plain
+        if format is not None
+    ]
+    return min(offers)[1] if offers else None
 
 
 def dense_library() -> Contender:

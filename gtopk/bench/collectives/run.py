@@ -10,11 +10,12 @@ from collectives.cost import Link
 from collectives.planning import Calibration, Format, Network
 from collectives.planning.calibration import measure as calibrate
 from collectives.transports import Transport
+from collectives.wire.indices import INDEX_CODES
 
 from ...machine import load, this_machine
 from . import record, rounds
 from .cases import Case, cases
-from .contenders import BASELINES, FORMATS, Contender, own_contenders
+from .contenders import BASELINES, Contender, own_contenders, reference_of
 from .library import open_library
 from .plan import Plan
 from .record import Record, Results
@@ -27,9 +28,7 @@ def run(plan: Plan, transport: Transport) -> Results:
     plan.check(transport.size)
     machine = this_machine()
     say = progress if transport.rank == 0 else silent
-    formats = [format for format in FORMATS if format.values in plan.values]
-    if strange := set(plan.values) - {format.values for format in FORMATS}:
-        raise ValueError(f"--values: no format codes values as {', '.join(sorted(strange))}")
+    formats = [Format(indices, values) for values in plan.values for indices in INDEX_CODES]
     say("the link, and what coding and merging take")
     calibration = calibrate(transport, formats)
     network, link = modelled_network(plan, calibration)
@@ -56,7 +55,7 @@ def run(plan: Plan, transport: Transport) -> Results:
                         plan.interface,
                         say,
                     )
-                reference = next((c.name for c in contenders if c.algorithm == "gtopk"), None)
+                reference = reference_of(contenders, case.length, case.k, here, calibration.rates)
                 records += [_record(each, case, here, calibration, reference) for each in found]
         transport.barrier()
     machine["load_after"] = load()
