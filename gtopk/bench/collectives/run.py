@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import numpy as np
 
 from collectives.cost import Link
-from collectives.planning import Calibration, Format, Network
-from collectives.planning.calibration import measure as calibrate
+from collectives.planning import Calibration, CodingRate, Format, Network, Rates
+from collectives.planning.calibration import measure_network, measure_rates
+from collectives.planning.probes import agree_on_slowest
 from collectives.transports import Transport
 from collectives.wire.indices import INDEX_CODES
 
@@ -75,6 +77,23 @@ def run(plan: Plan, transport: Transport) -> Results:
         ),
         records=records,
     )
+
+
+def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
+    """Return link and rates, the same on every rank.
+
+    Unlike `planning.calibrate`, rates are in seconds of a core: where ranks share cores, or others
+    use the machine, the clock would tell more of that than of the codes, and decide on the format.
+    """
+    network, _ = measure_network(transport)
+    mine = measure_rates(formats, time.thread_time)
+    numbers = [mine.select_seconds, mine.merge_seconds]
+    for format in formats:
+        numbers += mine.coding[format]
+    select_seconds, merge_seconds, *coding = agree_on_slowest(transport, numbers)
+    pairs = zip(coding[::2], coding[1::2], strict=True)
+    rates = {format: CodingRate(*pair) for format, pair in zip(formats, pairs, strict=True)}
+    return Calibration(network, Rates(select_seconds, merge_seconds, rates), "measured in this run")
 
 
 def chosen(
