@@ -42,6 +42,8 @@ class Record(TypedDict):
 
     modelled_wire_seconds: latency and bandwidth alone; None where there is no model.
     modelled_code_seconds: encode, decode, merge, on a core of one's own.
+    cpu_seconds: of a rank's process: ranks that share cores wait for each other as long as these
+                 add up to.
     measured_over_modelled: the median over modelled_wire_seconds.
     interface_bytes: what the network interface says it sent, headers, acknowledgements and barriers
                      included; None where no interface was named.
@@ -63,6 +65,7 @@ class Record(TypedDict):
     rounds: int
     seconds: Spread  # of the slowest rank
     seconds_by_round: list[float]
+    cpu_seconds: PerRank
     sent_bytes: PerRank
     sent_messages: PerRank
     counted: bool  # message by message; else reckoned

@@ -75,7 +75,7 @@ def table(results: Results) -> str:
         lines.append(title(case))
         lines.append(
             f"  {'':{width}}  {'median':>9}  {'min - max':>21}  {'model':>9}  {'/model':>6}  "
-            f"{'/gtopk':>7}  {'sent by a rank':>15}  messages"
+            f"{'/gtopk':>7}  {'CPU of a rank':>13}  {'sent by a rank':>14}  messages"
         )
         for row in rows:
             seconds, sent = row["seconds"], row["sent_bytes"]
@@ -88,7 +88,8 @@ def table(results: Results) -> str:
                 f"{'-' if model is None else seconds_text(model):>9}  "
                 f"{'-' if ratio is None else f'{ratio:.2f}':>6}  "
                 f"{'-' if against is None else f'{against:.3g}':>7}  "
-                f"{('' if row['counted'] else '~') + bytes_text(sent['max']):>15}  "
+                f"{seconds_text(row['cpu_seconds']['max']):>13}  "
+                f"{('' if row['counted'] else '~') + bytes_text(sent['max']):>14}  "
                 f"{row['sent_messages']['max']:>8.0f}"
             )
         lines.append("")

@@ -32,12 +32,13 @@ from .vectors import picks
 class Measured:
     """What the goes of one contender took; lists by round.
 
-    sent_bytes, sent_messages, interface_bytes: by rank in the last round.
+    cpu_seconds, sent_bytes, sent_messages, interface_bytes: by rank in the last round.
     counted: message by message; else reckoned.
     """
 
     contender: Contender
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     sent_bytes: list[float] = field(default_factory=list)
     sent_messages: list[float] = field(default_factory=list)
     interface_bytes: list[float] | None = None
@@ -84,13 +85,14 @@ def go(
     interface_before = interface_bytes(interface)
     transport.barrier()
     counters.take()
-    begun = time.perf_counter()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     outcome = prepared()
-    seconds = time.perf_counter() - begun
+    seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
     sent = counters.take()
     report = np.array(
         [
             seconds,
+            cpu_seconds,
             sent.sent_bytes,
             sent.sent_messages,
             interface_bytes(interface) - interface_before,
@@ -101,9 +103,9 @@ def go(
     if everyone is not None and contender.conserves:
         check_conservation(contender.name, everyone, outcome, transport)
     rows = [np.frombuffer(message[: report.nbytes].tobytes()) for message in reports]
-    everyones_seconds, sent_bytes, sent_messages, on_interface = np.stack(rows, axis=1).tolist()
+    everyones_seconds, *by_rank, on_interface = np.stack(rows, axis=1).tolist()
     measured.seconds.append(max(everyones_seconds))
-    measured.sent_bytes, measured.sent_messages = sent_bytes, sent_messages
+    measured.cpu_seconds, measured.sent_bytes, measured.sent_messages = by_rank
     measured.interface_bytes = on_interface if interface else None
     measured.updated = entries(outcome.update)
     measured.counted = own and (contender.selective or transport.counts_allreduce)

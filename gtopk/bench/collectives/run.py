@@ -165,6 +165,7 @@ def _record(
         rounds=len(measured.seconds),
         seconds=seconds,
         seconds_by_round=measured.seconds,
+        cpu_seconds=record.per_rank(measured.cpu_seconds),
         sent_bytes=record.per_rank(measured.sent_bytes),
         sent_messages=record.per_rank(measured.sent_messages),
         counted=measured.counted,
