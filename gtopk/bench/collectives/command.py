@@ -13,10 +13,11 @@ from pathlib import Path
 from collectives import ALGORITHMS
 from collectives.errors import PeerError
 from collectives.transports import local_world, open_transport, run_ranks
+from collectives.wire.indices import INDEX_CODES
 from collectives.wire.values import VALUE_CODES
 
 from ...launch import launched_by
-from .contenders import BASELINES, parse
+from .contenders import BASELINES, parse, spelled
 from .picture import picture
 from .plan import Plan
 from .record import Results, checked
@@ -47,7 +48,13 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(ALGORITHMS)}; options as gtopk:growth=2.0; default: all",
     )
     add("--baselines", nargs="*", default=list(BASELINES), help=f"of {', '.join(BASELINES)}")
-    add("--values", type=words, default=["exact"], help=f"of {', '.join(VALUE_CODES)}")
+    add(
+        "--formats",
+        type=words,
+        default=["exact"],
+        help=f"a code of values ({', '.join(VALUE_CODES)}) with the code of indices that the model "
+        f"picks, or both, as packed+bf16 (indices: {', '.join(INDEX_CODES)})",
+    )
     add("--rounds", type=int, default=9)
     add("--budget-seconds", type=float, default=20.0, help="of a contender in a case")
     add("--bandwidth", type=float, help="bits per second for the model; default: measured here")
@@ -127,12 +134,13 @@ def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
     for asked, known in (
         (options.picks, DISTRIBUTIONS),
         (options.baselines, BASELINES),
-        (options.values, VALUE_CODES),
     ):
         if strange := [word for word in asked if word not in known]:
             raise ValueError(f"expected some of {', '.join(known)}; got {', '.join(strange)}")
     for word in options.algorithms:
         parse(word)
+    for word in options.formats:
+        spelled(word)
     return Plan(
         command=shlex.join(["gtopk", "bench", "collectives", *given]),
         ranks=tuple(options.ranks or ()),
@@ -141,7 +149,7 @@ def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
         distributions=tuple(options.picks),
         algorithms=tuple(options.algorithms),
         baselines=tuple(options.baselines),
-        values=tuple(options.values),
+        formats=tuple(options.formats),
         rounds=options.rounds,
         budget_seconds=options.budget_seconds,
         bandwidth=options.bandwidth,

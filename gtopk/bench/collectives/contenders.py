@@ -22,6 +22,8 @@ from collectives.planning import (
 from collectives.planning.schedules import SCHEDULES
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
+from collectives.wire.format import check
+from collectives.wire.indices import INDEX_CODES
 
 from . import baselines
 from .library import Reckoning
@@ -118,28 +120,38 @@ def parse(words: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+def spelled(word: str) -> list[Format]:
+    """Return the formats a word leaves open: "packed+bf16" one, "bf16" one for each index code.
+
+    Raises ValueError for codes that there are not.
+    """
+    indices, plus, values = word.rpartition("+")
+    return [check(Format(code, values)) for code in ([indices] if plus else INDEX_CODES)]
+
+
 def own_contenders(
     asked: Sequence[str],
-    formats: Sequence[Format],
+    formats: Sequence[str],
     length: int,
     k: int,
     network: Network,
     rates: Rates,
 ) -> list[Contender]:
-    """Return gtopk's algorithms, each once for every code of values in `formats`.
+    """Return gtopk's algorithms, each in every format asked for.
 
-    Of the formats with that code of values it is the one whose gtopk the model finds quickest here.
+    formats: as `spelled`. A code of values alone stands for the format with it whose gtopk the
+             model finds quickest here.
     """
-    quickest: dict[str, tuple[float, Format]] = {}
-    for format in formats:
-        offer = (modelled_gtopk(format, length, k, network, rates), format)
-        quickest[format.values] = min(quickest.get(format.values, offer), offer)
+    found = [
+        min(spelled(word), key=lambda f: modelled_gtopk(f, length, k, network, rates))
+        for word in formats
+    ]
     contenders = []
     for algorithm, options in map(parse, asked):
         if algorithm == "dense":
             contenders.append(own("dense", options, EXACT))
         else:
-            contenders += [own(algorithm, options, format) for _, format in quickest.values()]
+            contenders += [own(algorithm, options, format) for format in dict.fromkeys(found)]
     return contenders
 
 

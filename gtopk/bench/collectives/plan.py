@@ -9,7 +9,7 @@ class Plan(NamedTuple):
     """One run; every rank has the same.
 
     ranks:     how many of the launched ranks take part, one measurement after the other; none: all.
-    values:    codes of the values that gtopk's algorithms send.
+    formats:   that gtopk's algorithms send: "packed+bf16", or "bf16" for the one the model picks.
     bandwidth, latency: of the model's link, bits per second and seconds; None: as measured.
     interface: whose sent bytes are noted; None: nobody's.
     """
@@ -21,7 +21,7 @@ class Plan(NamedTuple):
     distributions: tuple[str, ...]
     algorithms: tuple[str, ...]
     baselines: tuple[str, ...]
-    values: tuple[str, ...]
+    formats: tuple[str, ...]
     rounds: int
     budget_seconds: float
     bandwidth: float | None

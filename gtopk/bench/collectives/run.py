@@ -12,12 +12,11 @@ from collectives.planning import Calibration, CodingRate, Format, Network, Rates
 from collectives.planning.calibration import measure_network, measure_rates
 from collectives.planning.probes import agree_on_slowest
 from collectives.transports import Transport
-from collectives.wire.indices import INDEX_CODES
 
 from ...machine import load, this_machine
 from . import record, rounds
 from .cases import Case, cases
-from .contenders import BASELINES, Contender, own_contenders, reference_of
+from .contenders import BASELINES, Contender, own_contenders, reference_of, spelled
 from .library import open_library
 from .plan import Plan
 from .record import Record, Results
@@ -30,7 +29,7 @@ def run(plan: Plan, transport: Transport) -> Results:
     plan.check(transport.size)
     machine = this_machine()
     say = progress if transport.rank == 0 else silent
-    formats = [Format(indices, values) for values in plan.values for indices in INDEX_CODES]
+    formats = [*dict.fromkeys(format for word in plan.formats for format in spelled(word))]
     say("the link, and what coding and merging take")
     calibration = calibrate(transport, formats)
     network, link = modelled_network(plan, calibration)
@@ -44,7 +43,7 @@ def run(plan: Plan, transport: Transport) -> Results:
             some = transport.subset(range(size)) if size < transport.size else transport
             here = network._replace(ranks=size)
             for case, first in cases((size,), plan.lengths, plan.densities, plan.distributions):
-                contenders = chosen(plan, case, first, formats, here, calibration)
+                contenders = chosen(plan, case, first, here, calibration)
                 for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
                     found = rounds.measure(
                         what,
@@ -100,12 +99,13 @@ def chosen(
     plan: Plan,
     case: Case,
     first: bool,
-    formats: list[Format],
     network: Network,
     calibration: Calibration,
 ) -> list[Contender]:
     """Return who takes part in a case; the dense ones do in the first only."""
-    ours = own_contenders(plan.algorithms, formats, case.length, case.k, network, calibration.rates)
+    ours = own_contenders(
+        plan.algorithms, plan.formats, case.length, case.k, network, calibration.rates
+    )
     theirs = [contender for name in plan.baselines for contender in BASELINES[name]]
     return [contender for contender in (*ours, *theirs) if contender.selective or first]
 
