@@ -19,7 +19,7 @@ import torch
 from collectives.errors import PeerTimeoutError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
-from .launch import MPI_SIZE_VARIABLES, Launched, launched_by
+from .launch import Launched, carried_by, launched_by
 from .launch.deadline import deadline
 from .launch.meeting import Address, horovodrun_server, master, srun_address
 
@@ -51,25 +51,17 @@ def join(comm: MPI.Intracomm | None = None) -> Transport:
 
 def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of the transport that joins the ranks of a job; None: one rank alone."""
-    if wanted := environ.get("GTOPK_TRANSPORT"):
-        if wanted not in TRANSPORTS:
-            raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {wanted!r}")
-        return wanted
-    if job is None:
+    wanted = environ.get("GTOPK_TRANSPORT")
+    if wanted and wanted not in TRANSPORTS:
+        raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {wanted!r}")
+    if job is None and not wanted:
         return "torch.distributed" if _has_process_group() else "local"
-    if speaks_mpi(job, environ):
-        return "mpi"
-    return "torch.distributed" if job.size > 1 else "local"
+    return carried_by(job, environ)
 
 
 def _has_process_group() -> bool:
     """Tell whether this process is one of a group that its own program made."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def speaks_mpi(job: Launched, environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether MPI can find the job's other ranks; srun --mpi=pmix leaves only PMIX_RANK."""
-    return job.variables[1] in MPI_SIZE_VARIABLES or "PMIX_RANK" in environ
 
 
 def _join_mpi(comm: MPI.Intracomm | None, timeout_seconds: float) -> Transport:

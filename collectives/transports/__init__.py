@@ -7,7 +7,7 @@ from .local import LocalTransport, local_world, run_ranks
 from .traffic import Traffic
 from .transport import Transport
 
-TRANSPORTS = ("local", "mpi", "torch.distributed")
+TRANSPORTS = ("local", "mpi", "torch.distributed", "horovod")
 
 __all__ = [
     "Carrier",
@@ -23,11 +23,12 @@ __all__ = [
 def open_transport(
     name: str, timeout_seconds: float = 600.0, start_timeout_seconds: float = 120.0
 ) -> Transport:
-    """Return this process's transport: "mpi", "torch.distributed", or "local" (a world of one).
+    """Return this process's transport, one of TRANSPORTS; "local" is a world of one.
 
     timeout_seconds: the longest a rank waits for a peer; start_timeout_seconds: for all to arrive
-    (MPI's own start has no such limit). Raises ValueError for another name, ImportError when a
-    package is missing, PeerTimeoutError when a rank is.
+    (the starts of MPI and Horovod know no limit).
+    Raises ValueError for another name, ImportError when a package is missing, PeerTimeoutError when
+    a rank is.
     """
     if name == "local":
         return local_world(1, timeout_seconds)[0]
@@ -39,4 +40,8 @@ def open_transport(
         from .torch_distributed import open_torch_distributed
 
         return open_torch_distributed(timeout_seconds, start_timeout_seconds)
+    if name == "horovod":
+        from .horovod import open_horovod
+
+        return open_horovod(timeout_seconds)
     raise ValueError(f"transport must be one of {TRANSPORTS}, got {name!r}")

@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,9 +234,40 @@ def test_launchers_that_contradict_each_other_are_named() -> None:
     assert finding.advice == "unset RANK WORLD_SIZE"
 
 
+@pytest.mark.parametrize(
+    ("exports", "aware"),
+    [
+        ({}, False),
+        ({"MPIX_Query_cuda_support": lambda: 1}, True),
+        ({"MPIX_Query_cuda_support": lambda: 0}, False),
+        ({"MPIX_GPU_query_support": lambda kind, answer: 1}, False),  # an error code
+        ({"MPIX_GPU_query_support": lambda kind, answer: 0}, False),
+    ],
+)
+def test_an_mpi_library_is_asked_whether_it_is_cuda_aware(monkeypatch, exports, aware) -> None:
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: SimpleNamespace(**exports))
+    assert mpi.claims_cuda("libmpi.so") is aware
+
+
+def test_mpichs_answer_is_read_from_where_it_writes_it(monkeypatch) -> None:
+    def says_yes(kind, answer) -> int:
+        answer._obj.value = 1
+        return 0
+
+    library = SimpleNamespace(MPIX_GPU_query_support=says_yes)
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: library)
+    assert mpi.claims_cuda("libmpi.so") is True
+
+
 def sums(**changes: Any) -> dict[str, Any]:
     hosts = ["a", "a", "b"]
-    whole = {"size": 3, "right": True, "seconds": 0.001, "hosts": hosts, "threads": "multiple"}
+    whole = {
+        "size": 3,
+        "right": True,
+        "seconds": 0.001,
+        "hosts": hosts,
+        "transport": "mpi (Open MPI)",
+    }
     return whole | {"cores": {"a": 2, "b": 2}} | changes
 
 
@@ -248,7 +280,7 @@ def test_ranks_that_add_up_are_well_and_their_hosts_named() -> None:
 @pytest.mark.parametrize(
     ("reported", "launched", "state", "says"),
     [
-        (sums(size=1), 3, State.FAIL, "3 were started, but MPI sees 1"),
+        (sums(size=1), 3, State.FAIL, "3 were started, but 1 joined"),
         (sums(right=False), 3, State.FAIL, "add up wrongly"),
         (sums(cores={"a": 1, "b": 2}), 3, State.WARN, "2 share 1 core"),
     ],

@@ -437,7 +437,17 @@ def check_mpi(transport: Transport) -> None:
         open_transport("mpi")
 
 
-CHECKS = {"mpi": check_mpi, "torch.distributed": check_torch_distributed}
+def check_horovod(transport: Transport) -> None:
+    for law in LAWS:
+        law(transport)
+    assert "Horovod" in transport.library()
+
+
+CHECKS = {
+    "mpi": check_mpi,
+    "torch.distributed": check_torch_distributed,
+    "horovod": check_horovod,
+}
 
 
 def main(name: str) -> None:
