@@ -22,7 +22,7 @@ from collectives.transports import Transport
 
 from .buckets import Bucket
 from .calibration import calibration_of
-from .compression import Automatic, GTopK, SparseCompression, TopK
+from .compression import Automatic, GTopK, Hierarchical, OkTopK, SparseCompression, TopK
 from .exchange import DenseExchange, Exchange, Exchanged, SparseExchange, open_residual
 from .judge import Judge, Measured
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("gtopk")
 
 SETTLING_STEPS: Final = 2  # not measured after a switch: thresholds are guessed, caches filled
 KINDS: Final[Mapping[str, type[SparseCompression]]] = {
-    kind.algorithm: kind for kind in (TopK, GTopK)
+    kind.algorithm: kind for kind in (TopK, GTopK, OkTopK, Hierarchical)
 }
 
 
@@ -72,8 +72,13 @@ class AutomaticExchange:
         alone = transport.size == 1  # nothing is sent, whatever it would take
         calibration = assumed(1) if alone else calibration_of(transport)
         (fastest,) = agree_on_slowest(transport, [-self._backward_seconds()])
+        formats = [f for f in self.compression.formats() if f in calibration.rates.coding]
         judge = Judge(
-            self.compression, calibration, bucket.flat.size, [EXACT], bucket.flat.itemsize
+            self.compression,
+            calibration,
+            bucket.flat.size,
+            formats or [EXACT],
+            bucket.flat.itemsize,
         )
         self._change_over(judge, judge.begin(-fastest), bucket, transport)
         if transport.rank == 0:
@@ -141,6 +146,9 @@ class AutomaticExchange:
             self._exchange = DenseExchange(self.residual)
             return
         compression = KINDS[candidate.algorithm](
-            candidate.density, momentum_correction=self.compression.momentum_correction
+            candidate.density,
+            momentum_correction=self.compression.momentum_correction,
+            wire=candidate.format.indices,
+            values=candidate.format.values,
         )
         self._exchange = SparseExchange(bucket, compression, self.residual)

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from collectives.algorithms import ALGORITHMS
+from collectives.algorithms import ALGORITHMS, find_nodes
+from collectives.errors import NonFiniteError
 from collectives.kernels import all_finite
+from collectives.planning import Candidate, predict
 from collectives.transports import Transport
+from collectives.wire import Format
 
 from .arrays import from_array, to_array
 from .buckets import Bucket
+from .calibration import calibration_of
 from .compression import (
     Automatic,
     Compressor,
@@ -68,38 +74,69 @@ class Exchange(Protocol):
 
 
 class SparseExchange:
-    """Top-k with error feedback: what is not sent stays in the residual."""
+    """Top-k with error feedback: what is not sent stays in the residual.
+
+    format: of the messages; None until the first exchange where it is to be chosen.
+    """
 
     def __init__(
         self, bucket: Bucket, compression: SparseCompression, residual: Residual | None = None
     ) -> None:
-        self.k = compression.selected(bucket.flat.size)
-        self.algorithm = compression.algorithm
+        length = bucket.flat.size
+        self.compression = compression
+        self.k = compression.selected(length)
+        self.options = compression.options(self.k, length)
         self.residual = residual or open_residual(bucket, compression)
         self.facts = compression.facts()
+        formats = compression.formats()
+        self.format = formats[0] if len(formats) == 1 else None
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        algorithm = self.compression.algorithm
+        if self.format is None:
+            self.format = quickest_format(self.compression, bucket.flat, transport)
+        if algorithm == "hierarchical" and "nodes" not in self.options:
+            self.options["nodes"] = find_nodes(transport)
         begun = time.perf_counter()
         picked = self.residual.accumulate_and_select(bucket.flat, self.k)
         selected, waited = time.perf_counter(), transport.traffic.wait_seconds
-        update, returned = ALGORITHMS[self.algorithm](picked, self.k, transport)
+        update = None
+        with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
+            update, returned = ALGORITHMS[algorithm](
+                picked, self.k, transport, format=self.format, **self.options
+            )
         communicate_seconds = time.perf_counter() - selected
         merge_seconds = communicate_seconds - (transport.traffic.wait_seconds - waited)
-        finite = all_finite(update.values)
-        if finite:  # else the picks stay in the residuals, every rank's
+        if update is not None:
             self.residual.settle(picked, returned)
             bucket.flat.fill(0)
             bucket.flat[update.indices] = update.values
         return Exchanged(
-            self.algorithm,
+            algorithm,
             picked.entries,
-            update.entries,
+            update.entries if update is not None else 0,
             time.perf_counter() - begun - communicate_seconds,
             communicate_seconds,
             merge_seconds,
-            finite,
+            finite=update is not None,
             bytes_counted=True,
         )
+
+
+def quickest_format(
+    compression: SparseCompression, gradient: NDArray[Any], transport: Transport
+) -> Format:
+    """Return the format that a calibrated model expects to be quickest; equal on all ranks."""
+    calibration = calibration_of(transport)
+
+    def seconds(format: Format) -> float:
+        candidate = Candidate(
+            compression.algorithm, compression.density, format, compression.widening()
+        )
+        network, rates = calibration.network, calibration.rates
+        return predict(candidate, gradient.size, network, rates, gradient.itemsize).seconds
+
+    return min(compression.formats(), key=seconds)
 
 
 class DenseExchange:
@@ -195,6 +232,6 @@ def open_exchange(
         return CompressorExchange(compression)
     raise TypeError(
         "compression must be Compression.none, Compression.fp16, Compression.topk(density=...), "
-        "Compression.gtopk(density=...), Compression.auto(...) or a Compressor class, "
+        "Compression.gtopk(density=...), .oktopk, .hierarchical, .auto or a Compressor class, "
         f"got {compression!r}"
     )

@@ -17,10 +17,11 @@ from typing import Final, NamedTuple
 
 from ..wire import Format
 from .calibration import Calibration
+from .network import Network
 from .prediction import Candidate, Prediction, predict
 
 # Dense is the baseline; gtopk-tree does what gtopk does in twice the rounds, and is never offered.
-SPARSE: Final = ("topk-allgather", "gtopk")
+SPARSE: Final = ("topk-allgather", "gtopk", "oktopk", "hierarchical")
 LARGEST_DENSITY: Final = 0.5  # beyond, indices alone cost what dense does
 LEAST_DENSITY: Final = 1e-4  # what a budget of time does not go below: little would be learnt
 SAME: Final = 1.05  # times apart by less are taken for the same
@@ -68,7 +69,7 @@ def choose(
     dense = expected(Candidate("dense"))
     found = [
         expected(Candidate(algorithm, density, format))
-        for algorithm in SPARSE
+        for algorithm in offered(calibration.network)
         for format in formats
         for density in [_density(algorithm, format, length, budget, expected)]
         if density is not None
@@ -76,7 +77,11 @@ def choose(
     if budget.bytes_per_step is None or keeps(dense, budget):
         found.append(dense)
     if not found:
-        one = [expected(Candidate(a, 1.0 / length, f)) for a in SPARSE for f in formats]
+        one = [
+            expected(Candidate(algorithm, 1.0 / length, format))
+            for algorithm in offered(calibration.network)
+            for format in formats
+        ]
         raise ValueError(
             f"bytes_per_step must be at least {min(each.sent.most_bytes for each in one):.0f} on "
             f"{calibration.network.ranks} ranks (one entry), got {budget.bytes_per_step:g}"
@@ -93,6 +98,13 @@ def choose(
         return slow, not kept, -each.updated if kept else each.seconds, each.seconds
 
     return sorted(found, key=preference)
+
+
+def offered(network: Network) -> list[str]:
+    """Return the sparse algorithms that do something of their own on a network."""
+    nodes = -(-network.ranks // network.ranks_per_node)
+    is_hierarchy = network.ranks_per_node > 1 and nodes > 1
+    return [name for name in SPARSE if name != "hierarchical" or is_hierarchy]
 
 
 def keeps(found: Prediction, budget: Budget) -> bool:

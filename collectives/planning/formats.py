@@ -1,4 +1,4 @@
-"""Formats: how many bytes the messages of each wire format take."""
+"""Formats: how many bytes the messages of each wire format take, and which formats there are."""
 
 from __future__ import annotations
 
@@ -7,28 +7,35 @@ from typing import Final
 
 from ..vector import index_dtype
 from ..wire import EXACT, HEADER_BYTES, Format
+from ..wire.indices import INDEX_CODES
+from ..wire.values import VALUE_CODES
 
-# Offsets of 16 bits in blocks of 2^16 elements, and how many entries each block has.
+FORMATS: Final = tuple(Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES)
+
 _BLOCK: Final = 1 << 16
-# What the packed code takes above the entropy of uniform positions.
-_PACKED_ABOVE_ENTROPY_BITS: Final = 0.6
-_VALUE_BYTES: Final = {"bf16": 2.0, "fp16": 2.0, "int8": 1.0 + 1 / 64}
+# What Rice codes take above the entropy of uniform positions: bits an entry, and their padding.
+_ABOVE_ENTROPY_BITS: Final = 0.2
+_RICE_PADDING_BYTES: Final = 24
 
 
 def message_bytes(entries: int, length: int, format: Format = EXACT, value_bytes: int = 4) -> float:
-    """Return the bytes of a message: exact for raw indices and exact values, else expected.
+    """Return the bytes of a message: exact for raw indices, else expected.
 
     Expected for positions spread evenly; those of a real gradient cluster, and take less packed.
     """
-    values = entries * _VALUE_BYTES.get(format.values, float(value_bytes))
+    code = VALUE_CODES[format.values]
     if format.indices == "raw":
-        padded = -(-entries * index_dtype(length).itemsize // value_bytes) * value_bytes
-        indices = float(padded)
+        indices = float(entries * index_dtype(length).itemsize)
     elif format.indices == "blocks":
-        indices = 2.0 * entries + 2.0 * math.ceil(length / _BLOCK)
+        blocks = min(entries, math.ceil(length / _BLOCK))
+        count_bytes = 1 if entries < 128 * blocks else 2
+        indices = 2.0 * entries + count_bytes * blocks
     else:
-        indices = entries * (entropy_bits(entries / length) + _PACKED_ABOVE_ENTROPY_BITS) / 8
-    return HEADER_BYTES + indices + values
+        bits = entropy_bits(entries / length) + _ABOVE_ENTROPY_BITS
+        indices = entries * bits / 8 + _RICE_PADDING_BYTES
+    element = code.element_bytes(value_bytes)
+    padded = math.ceil(indices / element) * element
+    return HEADER_BYTES + padded + code.size_bytes(entries, value_bytes)
 
 
 def entropy_bits(density: float) -> float:

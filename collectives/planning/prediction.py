@@ -16,19 +16,21 @@ from ..wire import EXACT, Format
 from .formats import message_bytes
 from .network import Network
 from .rates import Rates
-from .schedules import SCHEDULES, Order
+from .schedules import SCHEDULES, Order, Round, surplus
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One way to reduce the gradients.
 
-    density: share of the elements that a rank selects; dense sends all, whatever it says.
+    density:  share of the elements that a rank selects; dense sends all, whatever it says.
+    widening: entries of the update over those selected: gtopk's growth, oktopk's k_out / k.
     """
 
     algorithm: str
     density: float = 1.0
     format: Format = EXACT
+    widening: float = 1.0
 
     def selected(self, length: int) -> int:
         """Return k for a vector of `length` elements: at least 1."""
@@ -38,7 +40,8 @@ class Candidate:
         """Return it in words."""
         if self.algorithm == "dense":
             return "dense"
-        return f"{self.algorithm} density={self.density:.3g} {'+'.join(self.format)}"
+        wider = f" widening={self.widening:g}" if self.widening != 1.0 else ""
+        return f"{self.algorithm} density={self.density:.3g}{wider} {'+'.join(self.format)}"
 
 
 class Traffic(NamedTuple):
@@ -97,12 +100,18 @@ def predict(
     """Return what a candidate takes for a gradient of `length` values of `value_bytes`."""
     is_dense = candidate.algorithm == "dense"
     k = length if is_dense else candidate.selected(length)
-    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes)
+    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, candidate.widening)
     communicate = latency = code = merge = messages = sent = most = 0.0
+
+    def bytes_of(step: Round) -> float:
+        if not step.lists:
+            return step.plain_bytes
+        each = message_bytes(step.entries, length, candidate.format, value_bytes)
+        return step.plain_bytes + step.lists * each
+
     for step in SCHEDULES[candidate.algorithm](order):
-        each = step.plain_bytes
+        each = bytes_of(step)
         if step.lists:
-            each += step.lists * message_bytes(step.entries, length, candidate.format, value_bytes)
             rate = rates.coding[candidate.format]
             code += step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
         link = network.link(step.leaving)
@@ -114,6 +123,7 @@ def predict(
         messages += step.senders
         sent += step.senders * each
         most += each
+    most += bytes_of(surplus(candidate.algorithm, order))
     return Prediction(
         candidate,
         0.0 if is_dense else length * rates.select_seconds,
@@ -132,4 +142,4 @@ def updated(candidate: Candidate, length: int, ranks: int) -> float:
         return float(length)
     if candidate.algorithm == "topk-allgather":
         return float(length * (1.0 - (1.0 - candidate.selected(length) / length) ** ranks))
-    return float(candidate.selected(length))
+    return min(float(length), candidate.widening * candidate.selected(length))

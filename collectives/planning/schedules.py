@@ -1,13 +1,16 @@
 """Schedules: the messages of each algorithm, round by round, in entries and bytes.
 
 Every list is taken to be full: k entries picked on every rank, and as many after a merge as it may
-keep. Formulas: Shi et al. 2019, section II and table I, with the recursive doubling of `gtopk`.
+keep; oktopk's regions to be equally full. Formulas: Shi et al. 2019, section II and table I, with
+the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
 
     algorithm        rounds                        a rank sends
     dense            2 log2 P                      2(P-1)/P n values
     topk-allgather   log2 P (Bruck)                (P-1) lists of k entries
     gtopk-tree       2 log2 P                      a list up, and one down to every child
-    gtopk            log2 P, and 2 to fold         log2 P lists
+    gtopk            log2 P, and 2 to fold         log2 P lists, the last ones longer with growth
+    oktopk           P-1 + some log2 P             2(P-1)/P k entries
+    hierarchical     as gtopk on one rank a node   k entries inside its node twice, k/m across
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..algorithms.alive import alive_bytes
+from ..algorithms.growth import kept_sizes
 from ..cost import rounds
 from ..transports.reductions import travels_whole
-from ..vector import Array
+from ..vector import Array, index_dtype
 
 
 class Round(NamedTuple):
@@ -44,13 +48,17 @@ class Round(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What is to be reduced: k of `length` values of `value_bytes`, on `ranks` ranks."""
+    """What is to be reduced: k of `length` values of `value_bytes`, on `ranks` ranks.
+
+    widening: entries of the update over k: gtopk's growth, oktopk's k_out / k.
+    """
 
     length: int
     k: int
     ranks: int
     ranks_per_node: int = 1
     value_bytes: int = 4
+    widening: float = 1.0
 
 
 def leaving(sources: Array, targets: Array, ranks_per_node: int) -> int:
@@ -84,23 +92,12 @@ def dense(order: Order) -> Iterator[Round]:
 
 
 def topk_allgather(order: Order) -> Iterator[Round]:
-    """Yield the rounds of Bruck's allgather; the lists are decoded and added up after the last."""
+    """Yield the allgather of all lists; they are decoded and added up after the last round."""
     k, ranks = order.k, order.ranks
-    distance = 1
-    while distance < ranks:
-        lists = min(distance, ranks - distance)
-        last = 2 * distance >= ranks
-        yield Round(
-            ranks,
-            leaving_by_shift(distance, ranks, order.ranks_per_node),
-            lists,
-            entries=k,
-            plain_bytes=8 * (1 + lists),
-            encoded=k if distance == 1 else 0,
-            decoded=ranks * k if last else 0,
-            merged=ranks * k if last else 0,
-        )
-        distance *= 2
+    if ranks > 1:
+        *gathered, last = _allgather(ranks, order.ranks_per_node, 0, k)
+        yield from gathered
+        yield last._replace(decoded=ranks * k, merged=ranks * k)
 
 
 def gtopk_tree(order: Order) -> Iterator[Round]:
@@ -120,27 +117,73 @@ def gtopk_tree(order: Order) -> Iterator[Round]:
 
 def gtopk(order: Order) -> Iterator[Round]:
     """Yield recursive doubling; ranks beyond the largest power of two are folded in and out."""
-    k, ranks = order.k, order.ranks
+    k, ranks, m = order.k, order.ranks, order.ranks_per_node
     paired = 1 << (ranks.bit_length() - 1)
     everyone, guests = np.arange(paired), np.arange(paired, ranks)
-    fold = Round(
-        guests.size,
-        leaving(guests, guests - paired, order.ranks_per_node),
-        1,
-        k,
-        encoded=k,
-        decoded=k,
-        merged=2 * k,
-    )
+    sizes = [k, *kept_sizes(k, order.widening, paired.bit_length() - 1, order.length)]
+    folded = leaving(guests, guests - paired, m)
     if guests.size:
-        yield fold
-    distance = 1
-    while distance < paired:
-        outside = leaving(everyone, everyone ^ distance, order.ranks_per_node)
-        yield Round(paired, outside, 1, k, encoded=k, decoded=k, merged=2 * k)
-        distance *= 2
+        yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k)
+    for number, size in enumerate(sizes[:-1]):
+        outside = leaving(everyone, everyone ^ (1 << number), m)
+        yield Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size)
     if guests.size:
-        yield fold._replace(plain_bytes=alive_bytes(k), merged=0)
+        size = sizes[-1]
+        yield Round(guests.size, folded, 1, size, alive_bytes(k), encoded=size, decoded=size)
+
+
+def oktopk(order: Order) -> Iterator[Round]:
+    """Yield split, threshold and gather, with boundaries that stand and blocks that are even."""
+    k, ranks, m = order.k, order.ranks, order.ranks_per_node
+    if ranks == 1:
+        return
+    part = -(-k // ranks)
+    for distance in range(1, ranks):
+        outside = leaving_by_shift(distance, ranks, m)
+        last = distance == ranks - 1
+        yield Round(ranks, outside, 1, part, encoded=part, decoded=part, merged=k if last else 0)
+    # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
+    undecided = k
+    while True:
+        yield from _allgather(ranks, m, 40 + min(64, undecided) * order.value_bytes)
+        if undecided <= 64:
+            break
+        undecided = -(-undecided // 32)
+    block = -(-round(order.widening * k) // ranks)
+    *gathered, last_round = _allgather(ranks, m, 0, block)
+    yield from gathered
+    yield last_round._replace(decoded=ranks * block, merged=ranks * block)
+
+
+def hierarchical(order: Order) -> Iterator[Round]:
+    """Yield the picks of a shard to its owner, gtopk of the owners across nodes, and back."""
+    m = min(order.ranks_per_node, order.ranks)
+    nodes = -(-order.ranks // m)
+    part = -(-order.k // m)
+    for _ in range(m - 1):
+        yield Round(order.ranks, 0, 1, part, encoded=part, decoded=part, merged=2 * part)
+    shard = order._replace(length=-(-order.length // m), k=part, ranks=nodes, ranks_per_node=1)
+    for step in gtopk(shard):
+        yield step._replace(senders=m * step.senders, leaving=m)
+    result = round(order.widening * part)
+    for _ in range(m - 1):
+        yield Round(order.ranks, 0, 1, result, alive_bytes(part), encoded=result, decoded=result)
+
+
+def _allgather(
+    ranks: int, ranks_per_node: int, plain_bytes: float, entries: int = 0
+) -> Iterator[Round]:
+    """Yield an allgather of messages of so many bytes, or of lists of so many entries."""
+    for number in range(rounds(ranks)):
+        messages = min(1 << number, ranks - (1 << number))
+        yield Round(
+            ranks,
+            leaving_by_shift(1 << number, ranks, ranks_per_node),
+            messages if entries else 0,
+            entries,
+            plain_bytes=8 * (1 + messages) + messages * plain_bytes,
+            encoded=entries if number == 0 else 0,
+        )
 
 
 SCHEDULES: dict[str, Callable[[Order], Iterator[Round]]] = {
@@ -148,4 +191,26 @@ SCHEDULES: dict[str, Callable[[Order], Iterator[Round]]] = {
     "topk-allgather": topk_allgather,
     "gtopk-tree": gtopk_tree,
     "gtopk": gtopk,
+    "oktopk": oktopk,
+    "hierarchical": hierarchical,
 }
+
+
+def surplus(algorithm: str, order: Order) -> Round:
+    """Return what a rank may send on top where picks are uneven: no rank sends more.
+
+    oktopk: picks that all lie in other ranks' regions, blocks that all have to be balanced, and the
+    allgather that draws new boundaries. hierarchical: picks that all lie in other ranks' shards.
+    """
+    nothing = Round(0, 0, lists=0)
+    if order.ranks == 1:
+        return nothing
+    others = order.ranks - 1
+    if algorithm == "oktopk":
+        entries = -(-order.k // order.ranks) + round(order.widening * order.k)
+        quantiles = 8 + 4 * order.ranks * index_dtype(order.length).itemsize
+        told = others * (quantiles + 8) + 8 * rounds(order.ranks)
+        return nothing._replace(lists=others, entries=-(-entries // others), plain_bytes=told)
+    if algorithm == "hierarchical":
+        return nothing._replace(lists=1, entries=-(-order.k // order.ranks_per_node))
+    return nothing

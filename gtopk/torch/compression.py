@@ -6,7 +6,9 @@ from ..compression import (
     Compressor,
     FP16Compressor,
     GTopK,
+    Hierarchical,
     NoneCompressor,
+    OkTopK,
     TopK,
 )
 
@@ -16,6 +18,8 @@ __all__ = [
     "Compressor",
     "FP16Compressor",
     "GTopK",
+    "Hierarchical",
     "NoneCompressor",
+    "OkTopK",
     "TopK",
 ]

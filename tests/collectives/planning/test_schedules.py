@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import SparseVector, reduce, run_ranks
+from collectives.algorithms import Regions
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
 from collectives.planning.schedules import SCHEDULES, leaving, leaving_by_shift
@@ -16,6 +17,8 @@ from collectives.transports import local_world
 K = 24
 LINK = Link(1e-3, 1e-6)
 every_algorithm = pytest.mark.parametrize("algorithm", SCHEDULES)
+# Of these it is known what every message holds, whatever the ranks pick.
+FLAT = ("dense", "topk-allgather", "gtopk-tree", "gtopk")
 
 
 def length_for(ranks: int) -> int:
@@ -24,9 +27,10 @@ def length_for(ranks: int) -> int:
 
 
 def own_picks(rank: int, ranks: int) -> SparseVector:
-    """Return K entries that no other rank picks: every list that is merged is full."""
-    indices = np.arange(rank, rank + K * ranks, ranks, dtype=np.int32)
-    return SparseVector(indices, np.full(K, 1.0 + rank, np.float32), length_for(ranks))
+    """Return K entries that no other rank picks, spread evenly: every list is full."""
+    length = length_for(ranks)
+    indices = (np.arange(K) * (length // K) + rank).astype(np.int32)
+    return SparseVector(indices, np.full(K, 1.0 + rank, np.float32), length)
 
 
 def same_picks(rank: int, ranks: int) -> SparseVector:
@@ -40,7 +44,7 @@ def predicted(algorithm: str, ranks: int, network: Network):
     return predict(Candidate(algorithm, K / length), length, network, DEFAULT_RATES)
 
 
-@every_algorithm
+@pytest.mark.parametrize("algorithm", FLAT)
 @pytest.mark.parametrize("picks", [own_picks, same_picks])
 @pytest.mark.parametrize("ranks", range(1, 18))
 def test_messages_and_bytes_are_those_that_the_transport_counts(algorithm, picks, ranks):
@@ -52,7 +56,53 @@ def test_messages_and_bytes_are_those_that_the_transport_counts(algorithm, picks
     assert max(t.traffic.sent_bytes for t in world) <= sent.most_bytes + 1e-6
 
 
-@every_algorithm
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_those_of_oktopk_are_counted_once_its_boundaries_stand(ranks):
+    world = local_world(ranks, timeout_seconds=30)
+
+    def program(transport):
+        regions = Regions()
+        for _ in range(2):
+            transport.traffic.take()
+            reduce(own_picks(transport.rank, ranks), K, transport, "oktopk", regions=regions)
+
+    run_ranks(world, program)
+    sent = predicted("oktopk", ranks, Network(ranks, LINK)).sent
+    assert sent.messages * ranks == pytest.approx(sum(t.traffic.sent_messages for t in world))
+    # What does not divide by P is rounded up for every rank.
+    counted = sum(t.traffic.sent_bytes for t in world)
+    assert counted <= sent.bytes * ranks + 1e-6
+    assert sent.bytes * ranks <= counted + 2 * 8 * ranks * ranks
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
+def test_those_of_a_hierarchy_are_counted(nodes, ranks_per_node):
+    ranks = nodes * ranks_per_node
+    world = local_world(ranks, timeout_seconds=30)
+    groups = np.arange(ranks).reshape(nodes, ranks_per_node).tolist()
+    run_ranks(
+        world,
+        lambda t: reduce(own_picks(t.rank, ranks), K, t, "hierarchical", nodes=groups),
+    )
+    network = Network(ranks, LINK, ranks_per_node)
+    sent = predicted("hierarchical", ranks, network).sent
+    assert sent.messages * ranks == pytest.approx(sum(t.traffic.sent_messages for t in world))
+    assert sent.bytes * ranks == pytest.approx(sum(t.traffic.sent_bytes for t in world), rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("growth", [1.0, 1.5, 2.0])
+def test_lists_that_grow_are_counted_as_grown(ranks, growth):
+    world = local_world(ranks, timeout_seconds=30)
+    run_ranks(world, lambda t: reduce(own_picks(t.rank, ranks), K, t, "gtopk", growth=growth))
+    length = length_for(ranks)
+    candidate = Candidate("gtopk", K / length, widening=growth)
+    sent = predict(candidate, length, Network(ranks, LINK), DEFAULT_RATES).sent
+    assert sent.bytes * ranks == pytest.approx(sum(t.traffic.sent_bytes for t in world))
+
+
+@pytest.mark.parametrize("algorithm", FLAT)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 11, 16])
 def test_seconds_are_those_of_a_network_with_such_links(virtual, algorithm, ranks):
     world = virtual(ranks, LINK)
