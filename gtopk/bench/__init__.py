@@ -1,9 +1,15 @@
-"""`gtopk bench`: measurements of this machine, one sub-command each."""
+"""`gtopk bench`: measurements of this machine and its network, one sub-command each."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+
+
+def _collectives(arguments: Sequence[str]) -> int:
+    from .collectives.command import main
+
+    return main(arguments)
 
 
 def _selection(arguments: Sequence[str]) -> int:
@@ -20,6 +26,7 @@ def _wire(arguments: Sequence[str]) -> int:
 
 # Each imports what it needs only when it is called.
 _BENCHMARKS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "collectives": (_collectives, "every reduction beside the baselines and the model"),
     "selection": (_selection, "accumulate and select beside other selectors, on this machine"),
     "wire": (_wire, "bytes and time per entry of each format, and where it pays"),
 }

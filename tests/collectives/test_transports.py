@@ -60,7 +60,7 @@ def test_in_threads(
     # So low that every path is taken.
     if size % 2 and law not in COUNTING:
         monkeypatch.setattr(torch_distributed, "NATIVE_BYTES", 64)
-    monkeypatch.setattr(torch_distributed, "FIRST_BYTES", 16 if size == 4 else 1 << 20)
+    monkeypatch.setattr(torch_distributed, "PIECE_BYTES", 16 if size == 4 else 1 << 18)
     monkeypatch.setattr(
         horovod, "TICK_BYTES", 4 * 20 if size == 4 and law not in LARGE else 1 << 30
     )

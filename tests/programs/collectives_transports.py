@@ -10,7 +10,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -441,6 +441,17 @@ def check_mpi(transport: Transport) -> None:
                 if not other_count and not too_many_pieces:
                     law(transport)
     check_large_allreduce(transport, blocking_from // 4 + 1)
+    piece_sizes = mpi.piece_sizes
+
+    def between_hosts(same_host: bool) -> Iterator[int]:
+        return piece_sizes(same_host=False)
+
+    with (
+        mock.patch.multiple(mpi, EAGER_BYTES=24, _EAGER_PIECES=2),
+        mock.patch.object(mpi, "piece_sizes", between_hosts),
+    ):
+        for law in LAWS:
+            law(transport)
 
     assert "MPI" in transport.library()
     launched = f"{transport.size + 3}"
