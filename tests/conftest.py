@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pytest
+import torch
 
-from collectives.transports import LocalTransport, local_world, run_ranks
+from collectives.transports import LocalTransport, Transport, local_world, run_ranks
+from collectives.transports.torch_distributed import TorchDistributedTransport
 from gtopk.launch import run
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
 
@@ -53,6 +58,67 @@ def mpirun() -> Callable[..., Job]:
         return Job(code, "\n".join(lines), stderr)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., Job]:
+    """Run `torchrun(ranks, program, *arguments)`, as `mpirun` does."""
+
+    def start(
+        ranks: int, program: str, *arguments: str, timeout: float = 120, **variables: str
+    ) -> Job:
+        path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
+        agent = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={ranks}", str(path), *arguments),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                **variables,
+            },
+        )
+        try:
+            stdout, stderr = agent.communicate(timeout=timeout)
+        finally:
+            if agent.poll() is None:
+                agent.terminate()  # it ends its ranks
+                agent.communicate()
+        return Job(agent.returncode, stdout, stderr)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def in_world() -> Callable[..., list[object]]:
+    """Run `in_world(kind, size, program)`: `program(transport)` on the threads of such a world."""
+
+    def run(
+        kind: str, size: int, program: Callable[[Transport], T], timeout_seconds: float = 30
+    ) -> list[T]:
+        if kind == "local":
+            return run_ranks(local_world(size, timeout_seconds), program)
+        store = torch.distributed.HashStore()
+
+        def rank(number: LocalTransport) -> T:
+            transport = TorchDistributedTransport(store, number.rank, size, timeout_seconds, 30)
+            try:
+                result = program(transport)
+            except BaseException as error:
+                transport.leave(f"it raised {type(error).__name__}: {error}", 5)
+                raise
+            staying = transport.leave("its program ended", 30)
+            assert not staying
+            return result
+
+        return run_ranks(local_world(size, timeout_seconds), rank)
+
+    return run
 
 
 @pytest.fixture

@@ -30,15 +30,16 @@ def reduce(
 
     if rank >= paired:
         host = rank - paired
-        transport.send(wire.encode(selected), host)()
+        transport.send(wire.encode(selected, k).message, host)()
         message = transport.receive(host)
-        update, bits = wire.decode(message, selected, host, alive_bytes(selected.entries))
-        return update, selected.where(~unpack_alive(bits, selected.entries))
+        bits = alive_bytes(selected.entries)
+        result = wire.decode(message, selected, k, host, extra_bytes=bits)
+        return result.vector, selected.where(~unpack_alive(result.extra, selected.entries))
 
     merged = selected
     guest = rank + paired
     if guest < size:
-        guests, _ = wire.decode(transport.receive(guest), like=selected, sender=guest)
+        guests = wire.decode(transport.receive(guest), selected, k, guest).vector
         merged, _ = merge(merged, guests, k)
         guests_alive = contains(merged.indices, guests.indices)
     alive = contains(merged.indices, selected.indices)
@@ -46,9 +47,8 @@ def reduce(
     distance = 1
     while distance < paired:
         peer = rank ^ distance
-        theirs, _ = wire.decode(
-            transport.exchange(wire.encode(merged), peer), like=selected, sender=peer
-        )
+        message = transport.exchange(wire.encode(merged, k).message, peer)
+        theirs = wire.decode(message, selected, k, peer).vector
         merged, _ = merge(merged, theirs, k)
         alive &= contains(merged.indices, selected.indices)
         if guest < size:
@@ -56,5 +56,6 @@ def reduce(
         distance *= 2
 
     if guest < size:
-        transport.send(wire.encode(merged, pack_alive(guests_alive)), guest)()
+        message = wire.encode(merged, k, extra=pack_alive(guests_alive)).message
+        transport.send(message, guest)()
     return merged, selected.where(~alive)

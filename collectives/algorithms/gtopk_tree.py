@@ -34,7 +34,7 @@ def reduce(
     while distance < size and not rank & distance:
         if rank + distance < size:
             child = rank + distance
-            theirs, _ = wire.decode(transport.receive(child), like=selected, sender=child)
+            theirs = wire.decode(transport.receive(child), selected, k, child).vector
             inputs.append((child, theirs, merged))
             merged, _ = merge(merged, theirs, k)
         distance *= 2
@@ -43,15 +43,17 @@ def reduce(
         update, alive = merged, np.ones(merged.entries, np.bool_)
     else:
         parent = rank - distance
-        transport.send(wire.encode(merged), parent)()
+        transport.send(wire.encode(merged, k).message, parent)()
         message = transport.receive(parent)
-        update, bits = wire.decode(message, selected, parent, alive_bytes(merged.entries))
-        alive = unpack_alive(bits, merged.entries)
+        bits = alive_bytes(merged.entries)
+        update, extra, _ = wire.decode(message, selected, k, parent, extra_bytes=bits)
+        alive = unpack_alive(extra, merged.entries)
 
     # Down the way it came: the last list merged is the first to learn its fate.
     for child, theirs, before in reversed(inputs):
         survivors = merged.indices[alive]
         child_alive = contains(survivors, theirs.indices)
-        transport.send(wire.encode(update, pack_alive(child_alive)), child)()
+        message = wire.encode(update, k, extra=pack_alive(child_alive)).message
+        transport.send(message, child)()
         merged, alive = before, contains(survivors, before.indices)
     return update, selected.where(~alive)

@@ -15,7 +15,7 @@ def reduce(
     selected: SparseVector, k: int, transport: Transport
 ) -> tuple[SparseVector, SparseVector]:
     """Sum the ranks' lists, in rank order; nothing returns. k does not bound the update."""
-    messages = transport.allgather(wire.encode(selected))
-    lists = [wire.decode(m, like=selected, sender=rank)[0] for rank, m in enumerate(messages)]
+    messages = transport.allgather(wire.encode(selected, k).message)
+    lists = [wire.decode(m, selected, k, rank).vector for rank, m in enumerate(messages)]
     nothing = SparseVector.empty(selected.length, selected.values.dtype)
     return sum_by_index(lists), nothing

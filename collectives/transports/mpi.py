@@ -8,8 +8,10 @@ MPI, so larger ones travel in pieces.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -17,6 +19,8 @@ import numpy as np
 from .. import cost
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
+from .carrier import Carrier
+from .farewell import Farewell
 from .transport import STALL_WARNING_SECONDS, Transport, say
 
 if TYPE_CHECKING:
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PIECE_BYTES: Final = 1 << 30
-_DATA, _LEAVE = 1, 2  # message tags
+_LEAVE, _DATA = 0, 1  # MPI's tags: of a farewell; of the stream with tag 0, and so on
 _SPINS: Final = 200  # tests that only yield, about 0.1 ms, before a wait begins to sleep
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 500e-6
 # From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 2 ranks and 100 MB.
@@ -41,7 +45,7 @@ def launched_ranks() -> int | None:
     return None
 
 
-class MpiTransport(Transport):
+class MpiTransport(Carrier):
     """The ranks of an MPI communicator (default: all of MPI.COMM_WORLD), duplicated."""
 
     name = "mpi"
@@ -70,44 +74,57 @@ class MpiTransport(Transport):
                 "MPI was started for one thread only, and gtopk calls it from a thread of its own; "
                 "leave mpi4py.rc.thread_level at 'multiple'"
             )
+        highest = self._communicator.Get_attr(MPI.TAG_UB)
+        assert isinstance(highest, int)
+        self.tag_limit = highest + 1 - _DATA
         self._timeout_seconds = timeout_seconds
         self._resigned = False
-        # What MPI may still read: a request is forgotten when it is done, also if nobody waits.
-        self._in_flight: list[tuple[MPI.Request, Array]] = []
+        # Threads may call MPI at once, or take turns: no call under the lock waits for a peer.
+        self._several_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._calling = nullcontext() if self._several_threads else threading.Lock()
+        self._neighbours = self._find_neighbours()
+        # What MPI may still read, by tag: a request is forgotten when it is done, also if nobody
+        # waits. A stream's is one thread's: no two may test the same request.
+        self._in_flight: dict[int, list[tuple[MPI.Request, Array]]] = {}
 
-    def send(self, message: Array, to: int) -> Callable[[], None]:
-        self.traffic.sent_bytes += message.size
-        self.traffic.sent_messages += 1
+    def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        stream.traffic.count(message.size)
         requests: list[MPI.Request] = []
         # A piece that is not full is the last one.
         for start in range(0, message.size + 1, PIECE_BYTES):
             piece = message[start : start + PIECE_BYTES]
-            requests.append(self._isend(piece, to, _DATA))
+            requests.append(self._isend(piece, to, _DATA + stream.tag))
 
         def finish() -> None:
             for request in requests:
-                self._finish(request, to)
+                self._finish(stream, request, to)
 
         return finish
 
     def _isend(self, message: Array, to: int, tag: int) -> MPI.Request:
-        request = self._communicator.Isend([message, self._mpi.BYTE], to, tag)
-        self._in_flight = [pair for pair in self._in_flight if not pair[0].Test()]
-        self._in_flight.append((request, message))
+        in_flight = self._in_flight.get(tag, [])
+        with self._calling:
+            request = self._communicator.Isend([message, self._mpi.BYTE], to, tag)
+            self._in_flight[tag] = [pair for pair in in_flight if not pair[0].Test()]
+        self._in_flight[tag].append((request, message))
         return request
 
-    def receive(self, source: int) -> Array:
+    def receive_on(self, stream: Transport, source: int) -> Array:
         pieces: list[Array] = []
         while not pieces or pieces[-1].size == PIECE_BYTES:
-            pieces.append(self._receive_piece(source))
+            pieces.append(self._receive_piece(stream, source))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _receive_piece(self, source: int) -> Array:
+    def _receive_piece(self, stream: Transport, source: int) -> Array:
         status = self._mpi.Status()
-        message = self._wait(lambda: self._communicator.Improbe(source, _DATA, status), source)
+        tag = _DATA + stream.tag
+        message = self._wait(
+            stream, lambda: self._communicator.Improbe(source, tag, status), source
+        )
         piece = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-        request = message.Irecv([piece, self._mpi.BYTE])
-        self._finish(request, source)
+        with self._calling:
+            request = message.Irecv([piece, self._mpi.BYTE])
+        self._finish(stream, request, source)
         return piece
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
@@ -127,41 +144,54 @@ class MpiTransport(Transport):
             "min": self._mpi.MIN,
             "max": self._mpi.MAX,
         }[reduction]
-        if array.nbytes >= _BLOCKING_BYTES:
+        blocking = array.nbytes >= _BLOCKING_BYTES and self._several_threads
+        if blocking:
             self.barrier()  # everyone is here: a blocking call cannot wait for one who left
         step = PIECE_BYTES // array.itemsize
         for start in range(0, array.size, step):
             piece = array[start : start + step]
-            if array.nbytes >= _BLOCKING_BYTES:
+            if blocking:
                 begun = time.monotonic()
                 self._communicator.Allreduce(self._mpi.IN_PLACE, piece, mpi_op)
-                self.traffic.wait_seconds += time.monotonic() - begun
+                self.traffic.count_wait(time.monotonic() - begun)
             else:
-                request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, mpi_op)
-                self._finish(request, None)
-        self.traffic.sent_bytes += cost.dense_bytes(array.size, self.size, array.itemsize)
-        self.traffic.sent_messages += 2 * (self.size - 1)
+                with self._calling:
+                    request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, mpi_op)
+                self._finish(self, request, None)
+        self.traffic.count(
+            cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
+        )
 
-    def _finish(self, request: MPI.Request, peer: int | None) -> None:
-        self._wait(lambda: request.Test() or None, peer)
+    def _finish(self, stream: Transport, request: MPI.Request, peer: int | None) -> None:
+        self._wait(stream, lambda: request.Test() or None, peer)
 
-    def _wait(self, test: Callable[[], T | None], peer: int | None) -> T:
+    def _wait(self, stream: Transport, test: Callable[[], T | None], peer: int | None) -> T:
         """Return what `test` returns once that is not None.
 
         peer: the rank waited for; None when it is all of them.
         """
+        with self._calling:
+            result = test()
+        if result is not None:
+            return result
         begun = time.monotonic()
         try:
-            return self._poll(test, peer, begun)
+            return self._poll(stream, test, peer, begun)
         finally:
-            self.traffic.wait_seconds += time.monotonic() - begun
+            stream.traffic.count_wait(time.monotonic() - begun)
 
-    def _poll(self, test: Callable[[], T | None], peer: int | None, begun: float) -> T:
+    def _poll(
+        self, stream: Transport, test: Callable[[], T | None], peer: int | None, begun: float
+    ) -> T:
         next_look = begun + _LOOK_SECONDS
         next_warning = begun + STALL_WARNING_SECONDS
         sleep_seconds = _SHORTEST_SLEEP_SECONDS
         spins = 0
-        while (result := test()) is None:
+        while True:
+            with self._calling:
+                result = test()
+            if result is not None:
+                return result
             spins += 1
             if spins < _SPINS:
                 os.sched_yield()
@@ -172,38 +202,43 @@ class MpiTransport(Transport):
             if now < next_look:
                 continue
             next_look = now + _LOOK_SECONDS
-            self.collect_resignations()
-            missing = self._missing(peer)
+            self.collect_farewells()
+            missing = stream.missing(peer)
             if missing:
-                if (result := test()) is not None:  # sent before its sender left
+                with self._calling:
+                    result = test()
+                if result is not None:  # sent before its sender left
                     return result
                 raise PeerError(missing)
             waited = now - begun
             who = "its peers" if peer is None else f"rank {peer}"
-            waiting = f"rank {self.rank} has waited {waited:.0f} s for {who} in {self._activity}"
+            waiting = f"rank {self.rank} has waited {waited:.0f} s for {who} in {stream.activity}"
             if waited > self._timeout_seconds:
                 raise PeerTimeoutError(waiting)
             if now > next_warning:
                 next_warning = now + STALL_WARNING_SECONDS
                 say(waiting)
-        return result
 
-    def collect_resignations(self) -> None:
-        status = self._mpi.Status()
+    def collect_farewells(self) -> None:
         if self._mpi.Is_finalized():
-            self._left |= dict.fromkeys(range(self.size), (0, "MPI is finalized"))
+            self._left |= dict.fromkeys(range(self.size), Farewell({}, "MPI is finalized"))
             return
-        while self._communicator.Iprobe(self._mpi.ANY_SOURCE, _LEAVE, status):
-            text = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-            self._communicator.Recv([text, self._mpi.BYTE], status.source, _LEAVE)
-            completed, reason = text.tobytes().decode(errors="replace").split(" ", 1)
-            self._left[status.source] = int(completed), reason
+        status = self._mpi.Status()
+        while True:
+            with self._calling:
+                # Matched: no other thread can take what this one has found.
+                message = self._communicator.Improbe(self._mpi.ANY_SOURCE, _LEAVE, status)
+                if message is None:
+                    return
+                text = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+                message.Recv([text, self._mpi.BYTE])
+            self._left[status.source] = Farewell.decode(text)
 
     def resign(self, reason: str) -> None:
         if self._resigned or self._mpi.Is_finalized():
             return
         self._resigned = True
-        text = np.frombuffer(f"{self._completed} {reason}".encode(), np.uint8)
+        text = self.farewell(reason).encode()
         for rank in range(self.size):
             if rank != self.rank:
                 self._isend(text, rank, _LEAVE)
@@ -212,6 +247,9 @@ class MpiTransport(Transport):
         self._mpi.COMM_WORLD.Abort(exit_code)
 
     def neighbours(self) -> list[int]:
+        return self._neighbours
+
+    def _find_neighbours(self) -> list[int]:
         node = self._communicator.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
         ranks = np.empty(node.size, np.int64)
         node.Allgather(np.array([self.rank], np.int64), ranks)

@@ -3,6 +3,9 @@
 A transport implements `send`, `receive` and the few facts below; everything else is built here
 from those two, so that every transport counts what it sends and no wait lasts for ever. One
 thread uses a transport at a time, and every rank calls the same operations in the same order.
+
+A view is a transport, too: some of the ranks (`subset`), or a stream of messages beside the others
+(`channel`). Views of a view compose. Each may be used by a thread of its own at the same time.
 """
 
 from __future__ import annotations
@@ -10,19 +13,26 @@ from __future__ import annotations
 import itertools
 import struct
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from ..errors import MessageError
 from ..vector import Array
+from . import reductions
+from .farewell import Farewell
+from .traffic import Traffic
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
+CHANNELS: Final = 1024
+
+# How a view is made: a subset by the world ranks of its members, a channel by its number. All the
+# steps from the transport of all ranks are its path: equal on all members, another for each view.
+Step = tuple[int, ...] | int
+Path = tuple[Step, ...]
 
 
 def say(text: str) -> None:
@@ -30,53 +40,33 @@ def say(text: str) -> None:
     print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
 
 
-REDUCTIONS: dict[str, Callable[..., Array]] = {
-    "sum": np.add,
-    "product": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-}
-
-
-@dataclass
-class Traffic:
-    """What this rank sent, and how long it waited, since the counters were read last.
-
-    wait_seconds: for messages to come or go, and inside an allreduce of the library's own.
-    """
-
-    sent_bytes: int = 0
-    sent_messages: int = 0
-    wait_seconds: float = field(default=0.0, compare=False)
-
-    def take(self) -> Traffic:
-        """Return the counters and set them to zero."""
-        taken = Traffic(self.sent_bytes, self.sent_messages, self.wait_seconds)
-        self.sent_bytes = self.sent_messages = 0
-        self.wait_seconds = 0.0
-        return taken
-
-
 class Transport(ABC):
     """The connection between `size` ranks, seen from one of them.
 
-    traffic: counts every message given to `send`; see `allreduce` for the one exception.
+    ranks:   the world ranks of the members: what errors call them.
+    traffic: counts every message given to `send`, also through a view of this transport; see
+             `allreduce` for the one exception.
+    tag:     a number of this transport's stream of messages, equal on all members; 0 for the
+             stream of all ranks.
     counts_allreduce: whether `allreduce` is counted message by message, or by formula.
+    supports_device_messages: whether messages may be arrays in a GPU's memory.
     """
 
     name: str
-    rank: int
-    size: int
     counts_allreduce = True
+    supports_device_messages = False
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, path: Path, tag: int, traffic: Traffic):
+        self.ranks = ranks
         self.rank = rank
-        self.size = size
-        self.traffic = Traffic()
-        self._activity = "an exchange"
+        self.size = len(ranks)
+        self.path = path
+        self.tag = tag
+        self.traffic = traffic
+        self.completed = 0  # operations
+        self._members = frozenset(ranks)
         self._begun = 0
-        self._completed = 0
-        self._left: dict[int, tuple[int, str]] = {}  # rank -> operations completed, reason
+        self._activity = ""
 
     @abstractmethod
     def send(self, message: Array, to: int) -> Callable[[], None]:
@@ -92,16 +82,53 @@ class Transport(ABC):
         Raises PeerError when that rank left, PeerTimeoutError when it stays silent.
         """
 
-    @abstractmethod
-    def resign(self, reason: str) -> None:
-        """Tell every peer that this rank takes part no more; whoever waits for it gets an error.
+    def subset(self, ranks: Sequence[int]) -> Transport:
+        """Return the transport of these ranks, numbered 0, 1, ... in the order given.
 
-        Returns at once; only the first reason counts.
+        Only its members may ask for it; nothing is sent to make one. Raises ValueError where this
+        rank is not among them, or the ranks are not distinct ranks of this transport.
+        """
+        if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
+            raise ValueError(
+                f"a subset must be distinct ranks of 0..{self.size - 1}, got {list(ranks)} "
+                f"on rank {self.ranks[self.rank]}"
+            )
+        if self.rank not in ranks:
+            raise ValueError(
+                f"only members make a subset: rank {self.rank} is not in {list(ranks)}"
+            )
+        members = tuple(self.ranks[int(rank)] for rank in ranks)
+        return self.view(members, members)
+
+    def channel(self, number: int) -> Transport:
+        """Return a transport of the same ranks with a stream of messages of its own.
+
+        number: 0..1023, equal on all ranks; nothing is sent to make one.
+        """
+        if not 0 <= number < CHANNELS:
+            raise ValueError(f"channel must lie in 0..{CHANNELS - 1}, got {number}")
+        return self.view(number, self.ranks)
+
+    @abstractmethod
+    def view(self, step: Step, ranks: Sequence[int]) -> Transport:
+        """Return the view one step on from this transport; the same step, the same object.
+
+        ranks: of its members, in the world.
         """
 
     @abstractmethod
-    def collect_resignations(self) -> None:
-        """Note in `_left` who has resigned since the last look."""
+    def resign(self, reason: str) -> None:
+        """Tell every rank of the world that this one takes part no more.
+
+        Returns at once; only the first reason counts. Whoever waits for this rank gets an error.
+        """
+
+    @abstractmethod
+    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+        """Resign, and return when every peer has resigned too, or with the ranks that have not.
+
+        patience_seconds: how long to wait for them; None: for ever, with a word now and then.
+        """
 
     @abstractmethod
     def abort(self, exit_code: int) -> None:
@@ -109,52 +136,47 @@ class Transport(ABC):
 
     @abstractmethod
     def neighbours(self) -> list[int]:
-        """Return the ranks on this rank's host, itself included, in order."""
+        """Return the ranks on this rank's host, itself included, in order; nothing is sent."""
 
     @abstractmethod
     def library(self) -> str:
         """Return name and version of what carries the messages."""
+
+    @abstractmethod
+    def farewells(self) -> Mapping[int, Farewell]:
+        """Return what those who resigned have said, as far as it is known here, by world rank."""
+
+    @property
+    def activity(self) -> str:
+        """What the ranks do, for an error's text."""
+        return self._activity or "an exchange"
 
     @contextmanager
     def operation(self, activity: str) -> Iterator[None]:
         """Name what the ranks do together next.
 
         Errors then say it, and a rank that left before completing it is missed at once by every
-        peer, not only by the one that waits for its message.
+        peer, not only by the one that waits for its message. Inside, views of this transport may be
+        used: who is missed here is missed there.
         """
         self._activity = activity
         self._begun += 1
         yield
-        self._completed += 1
+        self.completed += 1
 
-    def _missing(self, peer: int | None) -> str | None:
-        """Return the text about a rank that left and is needed: the peer, or any rank."""
-        for rank, (completed, reason) in list(self._left.items()):  # threads add to it meanwhile
-            if rank == peer or completed < self._begun:
+    def missing(self, peer: int | None) -> str | None:
+        """Return the text about a rank that left and is needed: the peer, or any member.
+
+        peer: in the world; None when it is all of them.
+        """
+        for rank, farewell in self.farewells().items():
+            unfinished = farewell.completed.get(self.tag, 0) < self._begun
+            if rank == peer or (unfinished and rank in self._members):
                 return (
-                    f"rank {rank} left ({reason}) while rank {self.rank} waited for it "
-                    f"in {self._activity}"
+                    f"rank {rank} left ({farewell.reason}) while rank {self.ranks[self.rank]} "
+                    f"waited for it in {self.activity}"
                 )
         return None
-
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        """Resign, and return when every peer has resigned too, or with the ranks that have not.
-
-        patience_seconds: how long to wait for them; None: for ever, with a word now and then.
-        """
-        self.resign(reason)
-        begun = time.monotonic()
-        next_warning = begun + STALL_WARNING_SECONDS
-        while True:
-            self.collect_resignations()
-            others = [r for r in range(self.size) if r != self.rank and r not in self._left]
-            now = time.monotonic()
-            if not others or (patience_seconds is not None and now > begun + patience_seconds):
-                return others
-            if now > next_warning:
-                next_warning = now + STALL_WARNING_SECONDS
-                say(f"rank {self.rank} is done ({reason}) and waits for {others} to end, too")
-            time.sleep(0.001)
 
     def exchange(self, message: Array, peer: int) -> Array:
         """Swap messages with a rank that does the same."""
@@ -175,7 +197,7 @@ class Transport(ABC):
             wanted = min(distance, self.size - distance)
             sent = self.send(_pack(held[:wanted]), (self.rank - distance) % self.size)
             source = (self.rank + distance) % self.size
-            held += _unpack(self.receive(source), wanted, source)
+            held += _unpack(self.receive(source), wanted, self.ranks[source])
             sent()
             distance *= 2
         return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
@@ -200,35 +222,26 @@ class Transport(ABC):
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce a one-dimensional array over the ranks in place; the same bits on every rank.
 
-        A ring: every chunk is reduced once, on its way round, and copied on. 2(P-1) messages and
-        2(P-1)/P of the array's bytes per rank. float16 is added in float32, and rounded per hop.
+        reduction: "sum", "product", "min" or "max". 2 ceil(log2 P) messages and 2(P-1)/P of the
+        array's bytes per rank; up to 4096/(P-1) bytes, half the messages and P-1 times the bytes.
+        float16 is added in float32, and rounded per hop.
         """
-        if self.size == 1:
-            return
-        combine = REDUCTIONS[reduction]
-        bounds = np.linspace(0, array.size, self.size + 1).astype(np.int64)
-        chunks = [array[a:b] for a, b in itertools.pairwise(bounds)]
-        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        for step in range(2 * (self.size - 1)):
-            sent = self.send(
-                np.ascontiguousarray(chunks[(self.rank - step) % self.size]).view(np.uint8),
-                following,
-            )
-            mine = chunks[(self.rank - step - 1) % self.size]
-            received = self.receive(previous)
-            if received.size != mine.nbytes:
-                raise MessageError(
-                    f"the message from rank {previous} is malformed: a part of an allreduce has "
-                    f"{received.size} bytes where rank {self.rank}'s has {mine.nbytes}; every rank "
-                    "must pass an array of one size and dtype"
-                )
-            theirs = received.view(array.dtype)
-            if step < self.size - 1:
-                wide = np.float32 if array.dtype == np.float16 else array.dtype
-                mine[...] = combine(mine.astype(wide, copy=False), theirs.astype(wide, copy=False))
-            else:
-                mine[...] = theirs
-            sent()
+        reductions.allreduce(self, array, reduction)
+
+    def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
+        """Reduce array[bounds[rank]:bounds[rank+1]], the part this rank owns, in place.
+
+        The other parts are left with partial results. ceil(log2 P) messages per rank, and the
+        bytes of all parts but one.
+        """
+        reductions.reduce_scatter(self, array, bounds, reduction)
+
+    def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
+        """Fill in place the parts of the array that others own, array[bounds[r]:bounds[r+1]].
+
+        ceil(log2 P) messages per rank, and the bytes of all parts but one.
+        """
+        reductions.allgather_into(self, array, bounds)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

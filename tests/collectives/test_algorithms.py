@@ -550,8 +550,8 @@ def test_bad_arguments_are_refused_before_anything_is_sent(
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (SparseVector.empty(8), "8 elements where this rank's has 7|7 elements .* has 8"),
-        (SparseVector.empty(7, np.float64), "values have . bytes where this rank's float"),
+        (SparseVector.empty(8), "its length is (8 where this rank's is 7|7 where .* is 8)"),
+        (SparseVector.empty(7, np.float64), "dtype is float.. where this rank's is float"),
     ],
 )
 def test_ranks_that_reduce_different_vectors_get_an_error_that_names_a_rank(
@@ -589,7 +589,7 @@ def test_a_partner_that_runs_another_algorithm_is_an_error(ours: str, theirs: st
 @pytest.mark.parametrize("algorithm", ["topk-allgather", *TRUNCATING])
 def test_a_damaged_message_is_an_error_that_names_its_sender(algorithm: str) -> None:
     pick = entries([(1, 1.0), (4, 2.0)], 9, np.float32)
-    message = encode(pick)
+    message = encode(pick, 2).message
     for at in range(message.size):
 
         def program(transport: LocalTransport, at: int = at) -> object:
@@ -617,7 +617,9 @@ def test_alive_bits_that_are_missing_are_an_error_not_a_double_return(algorithm:
             return reduce(pick, 2, transport, algorithm)
         if transport.rank == 0:
             transport.receive(2)
-            transport.send(encode(pick), 2)()  # the result, as it would be, without the bits
+            transport.send(
+                encode(pick, 2).message, 2
+            )()  # the result, as it would be, without the bits
         return None
 
     with pytest.raises(MessageError, match=r"rank 0 is malformed: .* 0 bytes .* expected 1"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gtopk import doctor
-from gtopk.doctor import Finding, State, gpu, mpi, ranks
+from gtopk.doctor import Finding, State, basics, gpu, mpi, ranks
 from gtopk.doctor.finding import gist
 from gtopk.doctor.isolation import PROBES, look
 from gtopk.launch import find_mpirun, run
@@ -347,3 +347,31 @@ def test_another_rank_than_the_first_prints_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "4")
     job = examine()
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+
+
+# ---- the kernels
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("the C++ core is not built", "pip install -e ."),
+        ("GTOPK_KERNELS=reference asks for NumPy", "unset GTOPK_KERNELS"),
+    ],
+)
+def test_kernels_that_are_not_compiled_come_with_the_way_to_get_them(
+    reason: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: reason)
+    finding = basics.look_at_kernels()
+    assert finding.state is State.WARN
+    assert finding.detail.endswith(f": {reason}")
+    assert advice in finding.advice
+
+
+def test_compiled_kernels_are_named_with_their_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: "")
+    monkeypatch.setattr("collectives.kernels.in_use", lambda: "C++ core, AVX2")
+    assert basics.look_at_kernels() == Finding("kernels", State.OK, "C++ core, AVX2")

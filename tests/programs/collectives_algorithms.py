@@ -1,8 +1,12 @@
-"""Run on any number of ranks: over MPI the reductions give what they give in threads."""
+"""Run on any number of ranks: the reductions give what they give in threads.
+
+Argument: the transport.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 
 import numpy as np
 from collectives_job import job
@@ -10,7 +14,7 @@ from collectives_job import job
 from collectives import ALGORITHMS, SparseVector, open_transport, reduce, run_ranks, select
 from collectives.transports import local_world
 
-TRANSPORT = open_transport("mpi", timeout_seconds=60)
+TRANSPORT = open_transport(sys.argv[1], timeout_seconds=60)
 RANK, SIZE = TRANSPORT.rank, TRANSPORT.size
 CASES = [  # length, k, entries picked, dtype
     (1, 1, 1, np.float32),
@@ -73,7 +77,7 @@ def check(algorithm: str, length: int, k: int, count: int, dtype: type) -> None:
     lost = np.sum(before, axis=0, dtype=float) - np.sum(after, axis=0, dtype=float)
     assert (np.abs(lost) <= bound + 1e-15).all()
 
-    # What threads get. MPI's own allreduce may add in another order, and its messages are reckoned.
+    # What threads get. A library's own allreduce may add in another order, and is reckoned.
     world = local_world(SIZE)
     threads = run_ranks(world, lambda t: reduce(picks[t.rank], k, t, algorithm))
     expected_update, expected_returned = threads[RANK]
@@ -91,4 +95,4 @@ if __name__ == "__main__":
         for algorithm in ALGORITHMS:
             for case in CASES:
                 check(algorithm, *case)
-    print(f"rank {RANK} of {SIZE}: nothing is lost", flush=True)
+    print(f"rank {RANK} of {SIZE}: nothing is lost\n", end="", flush=True)

@@ -20,7 +20,7 @@ namespace {
 // The next threshold is the value at this multiple of rank k, and some more where k is small. The
 // k selected are cleared, so the next step's picks are today's ranks k+1 and on.
 constexpr double AIM = 2.2;
-constexpr std::size_t AIM_AT_LEAST = 32;
+constexpr std::size_t AIM_AT_LEAST = 256;
 
 // On values in no order the threshold rises 20-fold in rank with each prune: enough for k of 1e7 k.
 constexpr int PRUNES = 6;

@@ -17,7 +17,7 @@ import pytest
 from collectives import SparseVector
 from collectives.kernels import Momentum, host, reference
 from collectives.kernels.host import entries, library, selection, sources
-from collectives.kernels.host.threads import threads
+from collectives.kernels.host.threads import default_threads, threads, using
 from collectives.vector import check
 
 ROOT = Path(__file__).parents[3]
@@ -35,10 +35,6 @@ def _instructions(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip(f"this processor has no {request.param}")
     yield
     library.use_instructions(best)
-
-
-def use_threads(patch: pytest.MonkeyPatch, count: int) -> None:
-    patch.setattr(selection, "threads", lambda: count)
 
 
 def vectors(random: np.random.Generator, size: int, dtype: type) -> dict[str, np.ndarray]:
@@ -92,32 +88,29 @@ def test_all_instructions_select_what_the_reference_selects(
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_result_does_not_depend_on_the_number_of_threads(
-    count: int, dtype: type, random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    count: int, dtype: type, random: np.random.Generator
 ) -> None:
-    use_threads(monkeypatch, count)
     for values in vectors(random, LARGE, dtype).values():
         for k in (5, 900, LARGE // 10):
             expected, following = reference.select(values, k)
             for threshold in (0.0, following, 5.0):
-                assert_same(host.select(values, k, threshold)[0], expected)
+                with using(count):
+                    assert_same(host.select(values, k, threshold)[0], expected)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_parts_and_velocity_are_the_same_on_every_thread(
-    count: int, random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    count: int, random: np.random.Generator
 ) -> None:
-    use_threads(monkeypatch, count)
     gradient = random.standard_normal(LARGE).astype(np.float16)
     parts = np.split(gradient, np.sort(random.integers(0, LARGE, 40)))
     both = []
     for twin in (reference, host):
         residual, velocity = np.ones((2, LARGE), np.float32)
-        picked, threshold = twin.accumulate_and_select(
-            residual, parts, 1000, 0.0, Momentum(velocity, 0.9)
-        )
-        again, _ = twin.accumulate_and_select(
-            residual, parts, 1000, threshold, Momentum(velocity, 0.9)
-        )
+        momentum = Momentum(velocity, 0.9)
+        with using(count):
+            picked, guess = twin.accumulate_and_select(residual, parts, 1000, 0.0, momentum)
+            again, _ = twin.accumulate_and_select(residual, parts, 1000, guess, momentum)
         both.append((residual, velocity, picked, again))
     for a, b in zip(both[0][:2], both[1][:2], strict=True):
         assert a.tobytes() == b.tobytes()
@@ -126,25 +119,22 @@ def test_parts_and_velocity_are_the_same_on_every_thread(
 
 
 def test_the_squared_norm_does_not_depend_on_the_number_of_threads(
-    random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    random: np.random.Generator,
 ) -> None:
     values = random.standard_normal(LARGE).astype(np.float32)
     for count in (1, 2, 3):
-        monkeypatch.setattr("collectives.kernels.host.sums.threads", lambda count=count: count)
-        assert host.squared_norm(values) == reference.squared_norm(values)
+        with using(count):
+            assert host.squared_norm(values) == reference.squared_norm(values)
 
 
-def test_callers_at_the_same_time_do_not_disturb_each_other(
-    random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_threads(monkeypatch, 3)
+def test_callers_at_the_same_time_do_not_disturb_each_other(random: np.random.Generator) -> None:
     inputs = [random.standard_normal(LARGE).astype(np.float32) for _ in range(4)]
     expected = [reference.select(values, 900)[0] for values in inputs]
     found: list[list[SparseVector]] = [[] for _ in inputs]
 
     def search(number: int) -> None:
-        for _ in range(10):
-            found[number].append(host.select(inputs[number], 900)[0])
+        with using(3):
+            found[number].extend(host.select(inputs[number], 900)[0] for _ in range(10))
 
     callers = [threading.Thread(target=search, args=(number,)) for number in range(4)]
     for caller in callers:
@@ -265,6 +255,31 @@ def test_entries_that_begin_off_their_alignment_are_used_like_others() -> None:
     assert off.tolist() == [0, 0, 1, 0, 0, 0, 0, 2, 0]
 
 
+@pytest.mark.parametrize("indices", [[-1, 2], [2, 9]])
+def test_indices_outside_the_vector_touch_nothing(indices: list[int]) -> None:
+    dense = np.zeros(9)
+    outside = SparseVector(np.array(indices, np.int32), np.ones(2), 9)
+    for call in (
+        lambda: host.add_at(dense, outside),
+        lambda: host.clear_at(dense, outside.indices),
+    ):
+        with pytest.raises(IndexError, match=r"indices must lie in 0\.\.8, got"):
+            call()
+    assert not dense.any()
+
+
+def test_vectors_of_other_dtypes_are_converted_or_refused_and_never_misread() -> None:
+    narrow = SparseVector(np.array([1, 3], np.int32), np.array([1, 2], np.float32), 9)
+    wide = SparseVector(np.array([1, 4], np.int64), np.array([1.0, 2.0]), 9)
+    dense = np.zeros(9)
+    host.add_at(dense, narrow)
+    assert dense.tolist() == [0, 1, 0, 2, 0, 0, 0, 0, 0]
+    assert host.contains(narrow.indices, wide.indices).tolist() == [True, False]
+    for call in (lambda: host.merge(narrow, wide, 2), lambda: host.sum_by_index([narrow, wide])):
+        with pytest.raises(ValueError, match="float32 at int32 and float64 at int64"):
+            call()
+
+
 def test_running_out_of_memory_is_an_error_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "_merge", {"f32_i32": lambda *_: -1})
     vector = SparseVector.empty(4)
@@ -325,9 +340,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         if "LOCAL" in name or name.startswith("GTOPK_"):
             monkeypatch.delenv(name)
     monkeypatch.setattr("collectives.kernels.host.threads._cores", lambda: 4)
-    threads.cache_clear()
+    default_threads.cache_clear()
     yield monkeypatch
-    threads.cache_clear()
+    default_threads.cache_clear()
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(None, 4), (1, 4), (2, 2), (3, 1), (9, 1)])
@@ -339,6 +354,9 @@ def test_ranks_share_the_cores(ranks: int | None, expected: int, alone: pytest.M
 
 def test_the_number_of_threads_can_be_asked_for(alone: pytest.MonkeyPatch) -> None:
     alone.setenv("GTOPK_THREADS", "3")
+    assert threads() == 3
+    with using(2):
+        assert threads() == 2
     assert threads() == 3
 
 

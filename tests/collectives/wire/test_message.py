@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -11,15 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import MessageError, SparseVector
-from collectives.wire import HEADER_BYTES, decode, encode
+from collectives.kernels import codes
+from collectives.wire import HEADER_BYTES, NOBODY, decode, encode
 
 EXTRA = np.array([7, 255, 0], np.uint8)
 NO_EXTRA = np.empty(0, np.uint8)
+K = 3
 
 
 def entries(indices: list[int], values: list[float], length: int, dtype=np.float32) -> SparseVector:
     index = np.int32 if length < 2**31 else np.int64
     return SparseVector(np.array(indices, index), np.array(values, dtype), length)
+
+
+def sent(vector: SparseVector, extra: np.ndarray | None = None) -> np.ndarray:
+    """Return the message of a reduction with k = K."""
+    return encode(vector, K, extra=extra).message
 
 
 def same(a: SparseVector, b: SparseVector) -> bool:
@@ -38,29 +44,48 @@ def by_hand(
     length: int,
     *,
     magic: bytes = b"GTKV",
-    version: int = 1,
+    version: int = 2,
+    codes: tuple[int, int] = (0, 0),
     index: str = "i",
     value: str = "f",
+    float_bytes: int | None = None,
     count: int | None = None,
-    extra: bytes | None = None,
-    flag: int | None = None,
+    k: int = K,
+    index_bytes: int | None = None,
+    padding: bytes = b"",
+    refused_by: int = NOBODY,
+    exponent: int = 0,
+    unused: int = 0,
+    extra: bytes = b"",
+    extra_bytes: int | None = None,
     checksum: int | None = None,
 ) -> np.ndarray:
-    """Build the message of the picture in wire.py, or one that lies in the fields given."""
-    body = struct.pack(f"<{len(indices)}{index}{len(values)}{value}", *indices, *values)
-    body += extra or b""
+    """Build the message of the pictures in wire/, or one that lies in the fields given."""
+    index_part = struct.pack(f"<{len(indices)}{index}", *indices) + padding
+    value_part = struct.pack(f"<{len(values)}{value}", *values)
     head = struct.pack(
-        "<4sBBBBqq",
+        "<4sBBBBqqqqihHq",
         magic,
         version,
-        struct.calcsize(f"<{index}"),
-        struct.calcsize(f"<{value}"),
-        (extra is not None) if flag is None else flag,
+        *codes,
+        struct.calcsize(f"<{value}") if float_bytes is None else float_bytes,
         length,
         len(indices) if count is None else count,
+        k,
+        len(index_part) if index_bytes is None else index_bytes,
+        refused_by,
+        exponent,
+        unused,
+        len(extra) if extra_bytes is None else extra_bytes,
     )
-    crc = zlib.crc32(head + body) if checksum is None else checksum
-    return np.frombuffer(head + struct.pack("<q", crc) + body, np.uint8)
+    body = index_part + value_part + extra
+    if checksum is None:
+        checksum = checksum_of(body, checksum_of(head, 0))
+    return np.frombuffer(head + struct.pack("<Q", checksum) + body, np.uint8)
+
+
+def checksum_of(content: bytes, seed: int) -> int:
+    return codes.checksum(np.frombuffer(content, np.uint8), seed)
 
 
 # ---- the layout
@@ -68,19 +93,21 @@ def by_hand(
 
 def test_the_bytes_are_those_of_the_picture() -> None:
     vector = entries([1, 4], [2.5, -1.0], 7)
-    assert encode(vector).tobytes() == by_hand([1, 4], [2.5, -1.0], 7).tobytes()
-    with_extra = by_hand([1, 4], [2.5, -1.0], 7, extra=EXTRA.tobytes())
-    assert encode(vector, EXTRA).tobytes() == with_extra.tobytes()
+    assert sent(vector).tobytes() == by_hand([1, 4], [2.5, -1.0], 7).tobytes()
+    with_all = by_hand([1, 4], [2.5, -1.0], 7, k=9, extra=EXTRA.tobytes(), refused_by=3)
+    assert encode(vector, 9, extra=EXTRA, refused_by=3).message.tobytes() == with_all.tobytes()
     wide = entries([1, 2**31], [2.5, -1.0], 2**31 + 1, np.float64)
     expected = by_hand([1, 2**31], [2.5, -1.0], 2**31 + 1, index="q", value="d")
-    assert encode(wide).tobytes() == expected.tobytes()
+    assert sent(wide).tobytes() == expected.tobytes()
+    padded = entries([4], [2.5], 7, np.float64)
+    assert sent(padded).tobytes() == by_hand([4], [2.5], 7, value="d", padding=bytes(4)).tobytes()
 
 
 @pytest.mark.parametrize("count", [0, 1, 100])
-def test_an_entry_takes_eight_bytes_behind_a_header_of_32(count: int) -> None:
+def test_an_entry_takes_eight_bytes_behind_a_header_of_64(count: int) -> None:
     vector = SparseVector.from_dense(np.ones(count, np.float32))
-    assert encode(vector).size == 32 + 8 * count
-    assert HEADER_BYTES == 32
+    assert sent(vector).size == 64 + 8 * count
+    assert HEADER_BYTES == 64
 
 
 # ---- there and back
@@ -106,27 +133,32 @@ def test_there_and_back_is_the_same_to_the_bit(
     values = [-0.0, 5e-324, np.pi, 1e38][: len(indices)]
     vector = entries(indices, values, length, dtype)
     like = SparseVector.empty(length, dtype)
-    decoded, bits = decode(encode(vector, extra), like, 3, 0 if extra is None else extra.size)
-    assert same(decoded, vector)
-    assert bits.tobytes() == (b"" if extra is None else extra.tobytes())
+    encoded = encode(vector, K, extra=extra, refused_by=5)
+    assert same(encoded.vector, vector)
+    size = 0 if extra is None else extra.size
+    decoded = decode(encoded.message, like, K, 3, extra_bytes=size)
+    assert same(decoded.vector, vector)
+    assert decoded.extra.tobytes() == (b"" if extra is None else extra.tobytes())
+    assert decoded.refused_by == 5
 
 
 def test_a_message_may_lie_anywhere_in_memory() -> None:
     vector = entries([0, 2, 4], [1, 2, 3], 5, np.float64)
     buffer = np.empty(200, np.uint8)
-    message = encode(vector, EXTRA)
+    message = sent(vector, EXTRA)
     for start in range(8):
         place = buffer[start : start + message.size]
         place[:] = message
-        decoded, bits = decode(place, vector, 0, EXTRA.size)
+        decoded, bits, refused_by = decode(place, vector, K, 0, extra_bytes=EXTRA.size)
         assert same(decoded, vector)
         assert bits.tolist() == EXTRA.tolist()
+        assert refused_by == NOBODY
 
 
 def test_vectors_that_are_views_with_strides_can_be_sent() -> None:
     indices, values = np.arange(10, dtype=np.int32), np.arange(10, dtype=np.float32)
     vector = SparseVector(indices[1::2], values[1::2], 10)
-    decoded, _ = decode(encode(vector), vector, 0)
+    decoded = decode(sent(vector), vector, K, 0).vector
     assert decoded.indices.tolist() == [1, 3, 5, 7, 9]
     assert decoded.values.tolist() == [1, 3, 5, 7, 9]
 
@@ -136,10 +168,9 @@ def test_sending_changes_nothing() -> None:
     extra = EXTRA.copy()
     for array in (vector.indices, vector.values, extra):
         array.setflags(write=False)
-    message = encode(vector, extra)
+    message = sent(vector, extra)
     message.setflags(write=False)
-    decoded, _ = decode(message, vector, 0, EXTRA.size)
-    assert same(decoded, vector)
+    assert same(decode(message, vector, K, 0, extra_bytes=EXTRA.size).vector, vector)
 
 
 # ---- what is malformed
@@ -150,21 +181,29 @@ LIKE = entries([1, 4, 9], [1, -2, 3], 10)
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (by_hand([1], [1], 10)[:31], "31 bytes are fewer than its header's 32"),
+        (by_hand([1], [1], 10)[:63], "63 bytes are fewer than its header's 64"),
         (NO_EXTRA, "0 bytes are fewer"),
         (by_hand([1], [1], 10, magic=b"HTTP"), "begins with b'HTTP', not b'GTKV'"),
-        (by_hand([1], [1], 10, version=2), "version 2; this rank speaks version 1"),
-        (by_hand([1], [1], 11), "11 elements where this rank's has 10"),
-        (by_hand([1], [1], 10, value="d"), "values have 8 bytes where this rank's float32"),
-        (by_hand([1], [1], 10, value="e"), "values have 2 bytes where this rank's float32"),
-        (by_hand([1], [1], 10, index="q"), "indices have 8 bytes, expected 4"),
-        (by_hand([1], [1], 10, flag=2), "its extra flag is 2"),
+        (by_hand([1], [1], 10, version=1), "version 1; this rank speaks version 2"),
+        (by_hand([1], [1], 10, checksum=0), "checksum does not match"),
+        (by_hand([1], [1], 10, checksum=2**64 - 1), "checksum does not match"),
+        (by_hand([1], [1], 10, codes=(99, 0)), "codes are numbers 99 and 0"),
+        (by_hand([1], [1], 10, codes=(0, 99)), "codes are numbers 0 and 99"),
+        (by_hand([1], [1], 11), "length is 11 where this rank's is 10"),
+        (by_hand([1], [1], 10, k=4), "its k is 4 where this rank's is 3; it must be the same"),
+        (by_hand([1], [1], 10, value="d"), "dtype is float64 where this rank's is float32"),
+        (by_hand([1], [1], 10, value="e"), "dtype is float16 where this rank's is float32"),
+        (by_hand([1], [1], 10, index="q"), "take 8 bytes, 1 entries take 4"),
+        (by_hand([1], [1], 10, padding=bytes(4)), "take 8 bytes, 1 entries take 4"),
+        (by_hand([1], [1], 10, index_bytes=-4), "take -4 bytes, 1 entries take 4"),
+        (by_hand([1], [1], 10, refused_by=-2), "names rank -2"),
+        (by_hand([1], [1], 10, exponent=1), "must be 0 is not"),
+        (by_hand([1], [1], 10, unused=1), "must be 0 is not"),
         (by_hand([1], [1], 10, count=-1), "announces -1 entries of a vector of 10"),
         (by_hand([1], [1], 10, count=11), "announces 11 entries of a vector of 10"),
-        (by_hand([1], [1], 10, count=2), "2 entries take 48 bytes, it has 40"),
-        (by_hand([1, 2], [1, 1], 10, count=1), "1 entries take 40 bytes, it has 48"),
-        (by_hand([1], [1], 10, checksum=0), "checksum does not match"),
-        (by_hand([1], [1], 10, checksum=-1), "checksum does not match"),
+        (by_hand([1], [1], 10, count=2), "indices take 4 bytes, 2 entries take 8"),
+        (by_hand([1, 2], [1], 10), "2 entries take 80 bytes, it has 76"),
+        (by_hand([1, 2], [1, 1, 1], 10), "2 entries take 80 bytes, it has 84"),
         (by_hand([2, 1], [1, 1], 10), "strictly increasing, got 2 before 1"),
         (by_hand([1, 1], [1, 1], 10), "strictly increasing, got 1 before 1"),
         (by_hand([1, 10], [1, 1], 10), "must lie in 0..9, got 1..10"),
@@ -175,13 +214,13 @@ def test_a_malformed_message_is_an_error_that_names_the_sender(
     message: np.ndarray, text: str
 ) -> None:
     with pytest.raises(MessageError) as caught:
-        decode(message, LIKE, sender=6)
+        decode(message, LIKE, K, sender=6)
     assert "the message from rank 6 is malformed" in str(caught.value)
     assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("sent", "expected", "text"),
+    ("extra", "expected", "text"),
     [
         (None, 3, "0 bytes behind its values, expected 3"),
         (EXTRA, 0, "3 bytes behind its values, expected 0"),
@@ -190,21 +229,22 @@ def test_a_malformed_message_is_an_error_that_names_the_sender(
     ],
 )
 def test_extra_bytes_that_are_missing_or_too_many_are_an_error(
-    sent: np.ndarray | None, expected: int, text: str
+    extra: np.ndarray | None, expected: int, text: str
 ) -> None:
     with pytest.raises(MessageError, match=f"from rank 2 is malformed.*{text}"):
-        decode(encode(LIKE, sent), LIKE, 2, expected)
+        decode(sent(LIKE, extra), LIKE, K, 2, extra_bytes=expected)
 
 
 def refused_or_same(message: np.ndarray, original: SparseVector, extra: np.ndarray | None) -> bool:
     """Tell whether a damaged message is refused; it fails where its content changed unnoticed."""
     size = 0 if extra is None else extra.size
     try:
-        decoded, bits = decode(message, original, 5, size)
+        decoded, bits, refused_by = decode(message, original, K, 5, extra_bytes=size)
     except MessageError as error:
         return "from rank 5" in str(error)
     assert same(decoded, original)
     assert bits.tobytes() == (b"" if extra is None else extra.tobytes())
+    assert refused_by == NOBODY
     return False
 
 
@@ -212,7 +252,7 @@ def refused_or_same(message: np.ndarray, original: SparseVector, extra: np.ndarr
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_no_change_of_a_byte_goes_unnoticed(count: int, extra: np.ndarray | None) -> None:
     vector = LIKE.where(np.arange(3) < count)
-    message = encode(vector, extra)
+    message = sent(vector, extra)
     for at in range(message.size):
         for value in range(256):
             damaged = message.copy()
@@ -223,7 +263,7 @@ def test_no_change_of_a_byte_goes_unnoticed(count: int, extra: np.ndarray | None
 
 @pytest.mark.parametrize("extra", [None, EXTRA], ids=["none", "three bytes"])
 def test_no_lost_or_added_byte_goes_unnoticed(extra: np.ndarray | None) -> None:
-    message = encode(LIKE, extra)
+    message = sent(LIKE, extra)
     for size in range(message.size):
         assert refused_or_same(message[:size], LIKE, extra)
         assert refused_or_same(message[message.size - size :], LIKE, extra)
@@ -235,9 +275,9 @@ def test_no_lost_or_added_byte_goes_unnoticed(extra: np.ndarray | None) -> None:
 @settings(max_examples=500)
 @given(st.binary(max_size=100), st.booleans())
 def test_random_bytes_are_refused(content: bytes, plausible: bool) -> None:
-    head = encode(LIKE)[: HEADER_BYTES - 8].tobytes() if plausible else b""
+    head = sent(LIKE)[: HEADER_BYTES - 8].tobytes() if plausible else b""
     with pytest.raises(MessageError, match="from rank 1"):
-        decode(np.frombuffer(head + content, np.uint8), LIKE, 1)
+        decode(np.frombuffer(head + content, np.uint8), LIKE, K, 1)
 
 
 small = st.integers(-2, 12)
@@ -250,10 +290,10 @@ small = st.integers(-2, 12)
     small,
     st.sampled_from("iq"),
     st.sampled_from("efd"),
-    st.none() | st.binary(max_size=3),
+    st.binary(max_size=3),
 )
 def test_whatever_a_message_says_with_a_right_checksum_is_a_vector_or_an_error(
-    indices: list[int], surplus: int, length: int, index: str, value: str, extra: bytes | None
+    indices: list[int], surplus: int, length: int, index: str, value: str, extra: bytes
 ) -> None:
     message = by_hand(
         indices,
@@ -265,10 +305,10 @@ def test_whatever_a_message_says_with_a_right_checksum_is_a_vector_or_an_error(
         extra=extra,
     )
     try:
-        decoded, bits = decode(message, LIKE, 1, len(extra or b""))
+        decoded, bits, _ = decode(message, LIKE, K, 1, extra_bytes=len(extra))
     except MessageError:
         return
     assert same(decoded, entries(indices, [1.0] * len(indices), 10))
-    assert bits.tobytes() == (extra or b"")
+    assert bits.tobytes() == extra
     assert sorted(set(indices)) == indices
     assert set(indices) <= set(range(10))

@@ -1,0 +1,5 @@
+"""The wire's hot loops, behind one interface."""
+
+from .reference_codes import checksum
+
+__all__ = ["checksum"]

@@ -1,0 +1,117 @@
+"""Carrier: the transport of all ranks, which carries what its views send, too."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from ..vector import Array
+from .farewell import Farewell
+from .traffic import Traffic
+from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, say
+from .view import View
+
+_LOOK_SECONDS: Final = 0.001  # how often a rank that leaves looks who else has
+
+
+class Carrier(Transport):
+    """One rank of a world; a subclass connects it to the others.
+
+    It implements `send_on`, `receive_on`, `resign`, `collect_farewells`, `abort`, `neighbours` and
+    `library`. `send_on` and `receive_on` are called by one thread per stream, and by the threads of
+    several streams at once.
+    tag_limit: tags of streams lie below it.
+    """
+
+    tag_limit: int = 1 << 31
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(range(size), rank, (), 0, Traffic())
+        self._left: dict[int, Farewell] = {}
+        self._views: dict[Path, Transport] = {(): self}
+        self._tags: dict[int, Path] = {0: ()}
+        self._making_a_view = threading.Lock()
+
+    @abstractmethod
+    def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        """Begin to send a message to a world rank, in the order of its stream; as `send`.
+
+        Counts it in the stream's traffic.
+        """
+
+    @abstractmethod
+    def receive_on(self, stream: Transport, source: int) -> Array:
+        """Return the next message that a world rank sent on this stream; as `receive`.
+
+        Looks at `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
+        """
+
+    @abstractmethod
+    def collect_farewells(self) -> None:
+        """Note in `_left` who has resigned since the last look."""
+
+    def send(self, message: Array, to: int) -> Callable[[], None]:
+        return self.send_on(self, message, to)
+
+    def receive(self, source: int) -> Array:
+        return self.receive_on(self, source)
+
+    def view(self, step: Step, ranks: Sequence[int]) -> Transport:
+        return self.view_of(self, step, ranks)
+
+    def view_of(self, parent: Transport, step: Step, ranks: Sequence[int]) -> Transport:
+        """Return the view one step on from a parent."""
+        path = (*parent.path, step)
+        with self._making_a_view:
+            if path not in self._views:
+                tag = tag_of(path, self.tag_limit)
+                if tag in self._tags:
+                    raise ValueError(
+                        f"the streams {path} and {self._tags[tag]} would share the tag {tag} on "
+                        f"rank {self.rank}; give one of them another channel number"
+                    )
+                self._tags[tag] = path
+                self._views[path] = View(self, parent, path, ranks, tag)
+            return self._views[path]
+
+    def farewells(self) -> Mapping[int, Farewell]:
+        return self._left.copy()  # threads add to it meanwhile
+
+    def farewell(self, reason: str) -> Farewell:
+        """Return what this rank tells its peers when it leaves."""
+        views = list(self._views.values())
+        return Farewell({view.tag: view.completed for view in views if view.completed}, reason)
+
+    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+        self.resign(reason)
+        begun = time.monotonic()
+        next_warning = begun + STALL_WARNING_SECONDS
+        while True:
+            self.collect_farewells()
+            others = [r for r in range(self.size) if r != self.rank and r not in self._left]
+            now = time.monotonic()
+            if not others or (patience_seconds is not None and now > begun + patience_seconds):
+                return others
+            if now > next_warning:
+                next_warning = now + STALL_WARNING_SECONDS
+                say(f"rank {self.rank} is done ({reason}) and waits for {others} to end, too")
+            time.sleep(_LOOK_SECONDS)
+
+
+def tag_of(path: Path, limit: int) -> int:
+    """Return a stream's tag below `limit`, the same on every rank.
+
+    0 for the stream of all ranks, then its channels, which never collide; any other path is hashed
+    to the rest.
+    """
+    match path:
+        case ():
+            return 0
+        case (int(channel),):
+            return 1 + channel
+    digest = hashlib.blake2b(repr(path).encode(), digest_size=8).digest()
+    return 1 + CHANNELS + int.from_bytes(digest, "little") % (limit - 1 - CHANNELS)

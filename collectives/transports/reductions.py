@@ -1,0 +1,140 @@
+"""Dense collectives made of send and receive: ceil(log2 P) rounds for any number of ranks P.
+
+The array is P blocks, `bounds` their ends: block r, the one that rank r owns, is
+array[bounds[r]:bounds[r+1]]. To gather, every rank passes all it holds to the rank `distance`
+below, and the distance doubles (Bruck et al. 1997). To reduce, the same is run backwards: what was
+copied is added, and the distance halves (Traeff 2023). Here rank 0 of 5; the other ranks do the
+same, shifted by their rank:
+
+    reduce   distance 4   sends block 4          to rank 4,   adds block 0          of rank 1
+             distance 2   sends blocks 2 3       to rank 2,   adds blocks 0 1       of rank 3
+             distance 1   sends block 1          to rank 1,   adds block 0          of rank 4
+    gather   distance 1   sends block 0          to rank 4,   gets block 1          of rank 1
+             distance 2   sends blocks 0 1       to rank 3,   gets blocks 2 3       of rank 2
+             distance 4   sends block 0          to rank 1,   gets block 4          of rank 4
+
+Either way each block but the own one is sent once: the fewest rounds and the fewest bytes there
+can be. A block is reduced on its owner and copied from there, so that all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ..errors import MessageError
+from ..vector import Array
+
+if TYPE_CHECKING:
+    from .transport import Transport
+
+REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
+    "sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+# Up to here a rank gets everyone's whole array in half the rounds: latency is all that counts.
+_WHOLE_BYTES: Final = 4096
+
+
+def travels_whole(array_bytes: int, size: int) -> bool:
+    """Tell whether every rank gets all arrays of this size whole, and reduces them itself."""
+    return array_bytes * (size - 1) <= _WHOLE_BYTES
+
+
+def allreduce(transport: Transport, array: Array, reduction: str) -> None:
+    """Reduce an array over the ranks in place; the same bits on every rank."""
+    rank, size = transport.rank, transport.size
+    if size == 1:
+        return
+    if travels_whole(array.nbytes, size):
+        rows = np.empty((size, array.size), array.dtype)
+        rows[rank] = array
+        allgather_into(transport, rows.reshape(-1), [r * array.size for r in range(size + 1)])
+        array[...] = _reduce_rows(rows, reduction)
+        return
+    bounds = even_bounds(array.size, size)
+    reduce_scatter(transport, array, bounds, reduction)
+    allgather_into(transport, array, bounds)
+
+
+def _reduce_rows(rows: Array, reduction: str) -> Array:
+    """Reduce one row after the other: an order that no CPU's vector width changes."""
+    wide = np.float32 if rows.dtype == np.float16 else rows.dtype
+    total: Array = rows[0].astype(wide)
+    for row in rows[1:]:
+        REDUCTIONS[reduction](total, row, out=total)
+    return total
+
+
+def even_bounds(length: int, size: int) -> Sequence[int]:
+    """Return the bounds of blocks that differ by one element at most."""
+    return [length * rank // size for rank in range(size + 1)]
+
+
+def reduce_scatter(
+    transport: Transport, array: Array, bounds: Sequence[int], reduction: str
+) -> None:
+    """Reduce this rank's block in place; the other blocks are left with partial results."""
+    rank, size = transport.rank, transport.size
+    combine = REDUCTIONS[reduction]
+    wide = np.float32 if array.dtype == np.float16 else array.dtype
+    for distance in reversed(_distances(size)):
+        blocks = min(distance, size - distance)
+        to, source = (rank + distance) % size, (rank - distance) % size
+        sent = transport.send(_joined(_parts(array, bounds, to, blocks)), to)
+        parts = _parts(array, bounds, rank, blocks)
+        for mine, theirs in _received(transport, source, parts):
+            mine[...] = combine(mine.astype(wide, copy=False), theirs.astype(wide, copy=False))
+        sent()
+
+
+def allgather_into(transport: Transport, array: Array, bounds: Sequence[int]) -> None:
+    """Fill the blocks that the other ranks own with theirs."""
+    rank, size = transport.rank, transport.size
+    for distance in _distances(size):
+        blocks = min(distance, size - distance)
+        to, source = (rank - distance) % size, (rank + distance) % size
+        sent = transport.send(_joined(_parts(array, bounds, rank, blocks)), to)
+        for mine, theirs in _received(transport, source, _parts(array, bounds, source, blocks)):
+            mine[...] = theirs
+        sent()
+
+
+def _distances(size: int) -> list[int]:
+    return [1 << j for j in range((size - 1).bit_length())]
+
+
+def _parts(array: Array, bounds: Sequence[int], first: int, blocks: int) -> list[Array]:
+    """Return so many blocks from the first one on: one slice, or two where they wrap around."""
+    size = len(bounds) - 1
+    last = first + blocks
+    if last <= size:
+        return [array[bounds[first] : bounds[last]]]
+    return [array[bounds[first] : bounds[size]], array[bounds[0] : bounds[last - size]]]
+
+
+def _joined(parts: list[Array]) -> Array:
+    whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return np.ascontiguousarray(whole).view(np.uint8)
+
+
+def _received(transport: Transport, source: int, parts: list[Array]) -> list[tuple[Array, Array]]:
+    """Receive what belongs to these parts of the array; return each with its share."""
+    message = transport.receive(source)
+    expected = sum(part.nbytes for part in parts)
+    if message.size != expected:
+        raise MessageError(
+            f"the message from rank {transport.ranks[source]} is malformed: a part of a dense "
+            f"collective has {message.size} bytes where rank {transport.ranks[transport.rank]}'s "
+            f"has {expected}; every rank must pass an array of one size and dtype"
+        )
+    theirs = message.view(parts[0].dtype)
+    pairs, start = [], 0
+    for part in parts:
+        pairs.append((part, theirs[start : start + part.size]))
+        start += part.size
+    return pairs

@@ -1,0 +1,47 @@
+"""Traffic: what a rank sent, and how long it waited."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Traffic:
+    """What this rank sent, and how long it waited, since the counters were read last.
+
+    wait_seconds: for messages to come or go, and inside an allreduce of the library's own.
+    parent:       counts the same once more: a message of a view is one of what the view is part of.
+    Threads may count at once; nothing is lost.
+    """
+
+    sent_bytes: int = 0
+    sent_messages: int = 0
+    wait_seconds: float = field(default=0.0, compare=False)
+    parent: Traffic | None = field(default=None, compare=False, repr=False)
+    _lock: threading.Lock = field(
+        default_factory=threading.Lock, init=False, compare=False, repr=False
+    )
+
+    def count(self, sent_bytes: int, sent_messages: int = 1) -> None:
+        """Add what was sent."""
+        with self._lock:
+            self.sent_bytes += sent_bytes
+            self.sent_messages += sent_messages
+        if self.parent is not None:
+            self.parent.count(sent_bytes, sent_messages)
+
+    def count_wait(self, seconds: float) -> None:
+        """Add what was waited."""
+        with self._lock:
+            self.wait_seconds += seconds
+        if self.parent is not None:
+            self.parent.count_wait(seconds)
+
+    def take(self) -> Traffic:
+        """Return the counters and set them to zero; the parent's stay."""
+        with self._lock:
+            taken = Traffic(self.sent_bytes, self.sent_messages, self.wait_seconds)
+            self.sent_bytes = self.sent_messages = 0
+            self.wait_seconds = 0.0
+        return taken

@@ -1,0 +1,67 @@
+"""View: some of the ranks, or a stream of messages of its own, as a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..vector import Array
+from .farewell import Farewell
+from .traffic import Traffic
+from .transport import Path, Step, Transport
+
+if TYPE_CHECKING:
+    from .carrier import Carrier
+
+
+class View(Transport):
+    """A part of what a carrier carries.
+
+    Its traffic is its own; what it sends counts for the transport it was made from, too. The job is
+    the carrier's: to resign, leave or abort here is to do so there.
+    """
+
+    def __init__(
+        self, carrier: Carrier, parent: Transport, path: Path, ranks: Sequence[int], tag: int
+    ) -> None:
+        rank = ranks.index(carrier.rank)
+        super().__init__(ranks, rank, path, tag, Traffic(parent=parent.traffic))
+        self.name = carrier.name
+        self.supports_device_messages = carrier.supports_device_messages
+        self._carrier = carrier
+        self._parent = parent
+
+    @property
+    def activity(self) -> str:
+        return self._activity or self._parent.activity
+
+    def send(self, message: Array, to: int) -> Callable[[], None]:
+        return self._carrier.send_on(self, message, self.ranks[to])
+
+    def receive(self, source: int) -> Array:
+        return self._carrier.receive_on(self, self.ranks[source])
+
+    def view(self, step: Step, ranks: Sequence[int]) -> Transport:
+        return self._carrier.view_of(self, step, ranks)
+
+    def missing(self, peer: int | None) -> str | None:
+        return super().missing(peer) or self._parent.missing(None)
+
+    def farewells(self) -> Mapping[int, Farewell]:
+        return self._carrier.farewells()
+
+    def resign(self, reason: str) -> None:
+        self._carrier.resign(reason)
+
+    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+        return self._carrier.leave(reason, patience_seconds)
+
+    def abort(self, exit_code: int) -> None:
+        self._carrier.abort(exit_code)
+
+    def neighbours(self) -> list[int]:
+        here = set(self._carrier.neighbours())
+        return [place for place, rank in enumerate(self.ranks) if rank in here]
+
+    def library(self) -> str:
+        return self._carrier.library()
