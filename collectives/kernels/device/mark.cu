@@ -164,9 +164,10 @@ __device__ u32 mark_tile(
   return hits;
 }
 
-// gradient_n: null where the gradient comes in parts.
+// gradient_n: null where the gradient comes in parts. Four blocks of a multiprocessor have more
+// loads under way than its memory needs; left alone, the compiler aims at more and spills.
 template <class Real, class Gradient, int SOURCES>
-__global__ __launch_bounds__(THREADS) void mark(
+__global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
     Real* residual_n, Real* velocity_n, const Gradient* gradient_n, const Part* parts_p, u32 p,
     double momentum, u64 n, Search* search, u32* histogram, u32* bits, Tally* tallies,
     Tally* groups) {

@@ -8,7 +8,7 @@
 
 // over_list: search the list of candidates, not the dense vector.
 template <class Real>
-__global__ __launch_bounds__(THREADS) void search_level(
+__global__ __launch_bounds__(THREADS, 4) void search_level(
     const Real* values_n, u64 n, Search* search, u32* histogram, u32 over_list) {
   typedef Keys<Real> K;
   typedef typename K::Key Key;
