@@ -114,7 +114,14 @@ def decode(
 def _decode(
     message: Array, like: SparseVector, k: int, format: Format, extra_bytes: int
 ) -> Decoded:
-    if not isinstance(message, np.ndarray) and message.data.ptr % _MOST_PADDING:
+    on_host = isinstance(message, np.ndarray)
+    if on_host != isinstance(like.values, np.ndarray):
+        places = ("the host", "a GPU") if on_host else ("a GPU", "the host")
+        raise ValueError(
+            f"it comes from {places[0]} where this rank's vector is on {places[1]}; over NCCL all "
+            "ranks must pass vectors on GPUs, or none"
+        )
+    if not on_host and message.data.ptr % _MOST_PADDING:  # type: ignore[attr-defined]
         message = message.copy()  # part of a larger one: kernels need their elements aligned
     header = headers.read(message)
     count, float_bytes = header.entries, header.float_bytes

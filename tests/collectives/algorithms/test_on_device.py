@@ -139,6 +139,22 @@ def test_what_is_not_finite_is_an_error_on_all_ranks(cuda: Any, way: str) -> Non
         on_gpus(way, picks, 3, cuda)
 
 
+@pytest.mark.parametrize("algorithm", ["gtopk-tree", "gtopk"])
+def test_over_nccl_vectors_are_on_gpus_on_all_ranks_or_on_none(
+    cuda: Any, algorithm: str, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, 2, 300, 20)
+
+    def rank(host: Transport) -> None:
+        with import_module("cupy").cuda.Device(host.rank):
+            transport = NcclTransport(host, timeout_seconds=30)
+            selected = picks[host.rank]
+            reduce(up(selected) if host.rank else selected, 20, transport, algorithm)
+
+    with pytest.raises(MessageError, match="or none"):
+        run_ranks(local_world(2, timeout_seconds=30), rank)
+
+
 @pytest.mark.parametrize("way", STAYING)
 def test_empty_vectors_are_legal(cuda: Any, way: str) -> None:
     empty = SparseVector.empty(9)
