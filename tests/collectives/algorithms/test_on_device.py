@@ -287,7 +287,15 @@ def check_bytes(picks: SparseVector, extra: int, random: np.random.Generator) ->
 def test_a_message_inside_a_larger_one_is_read_wherever_it_begins(
     cuda: Any, random: np.random.Generator
 ) -> None:
-    picks = vector(random, 30, np.float32)
+    check_every_start(vector(random, 30, np.float32))
+
+
+@pytest.mark.gpu
+def test_so_it_is_on_a_real_gpu(real_gpu: Any, random: np.random.Generator) -> None:
+    check_every_start(vector(random, 30, np.float32))
+
+
+def check_every_start(picks: SparseVector) -> None:
     message = encode(picks, 30).message
     for start in range(9):
         padded = np.concatenate([np.zeros(start, np.uint8), message])
