@@ -10,11 +10,13 @@ update, returned = reduce(picked, k, transport)          # algorithm="gtopk"
 from .algorithms import ALGORITHMS, reduce
 from .errors import CollectiveError, MessageError, MismatchError, PeerError, PeerTimeoutError
 from .kernels import accumulate_and_select, merge, select
+from .selectors import SELECTORS
 from .transports import Transport, local_world, open_transport, run_ranks
 from .vector import SparseVector
 
 __all__ = [
     "ALGORITHMS",
+    "SELECTORS",
     "CollectiveError",
     "MessageError",
     "MismatchError",

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport, Transport, local_world, run_ranks
+from collectives.transports.horovod import HorovodTransport
 from collectives.transports.torch_distributed import TorchDistributedTransport
 from gtopk.launch import run
 
@@ -94,6 +97,36 @@ def torchrun() -> Callable[..., Job]:
     return start
 
 
+class FakeHorovod:
+    """The part of horovod.torch that the transport uses, for the ranks of one process."""
+
+    def __init__(self, rank: int, board: list[list[torch.Tensor]], meet: threading.Barrier) -> None:
+        self._rank, self._board, self._meet = rank, board, meet
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self._board)
+
+    def alltoall(
+        self, tensor: torch.Tensor, splits: torch.Tensor, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.001)  # Horovod's cycle
+        self._board[self._rank] = list(torch.split(tensor.clone(), splits.tolist()))
+        self._meet.wait()
+        received = [blocks[self._rank] for blocks in self._board]
+        self._meet.wait()
+        sizes = torch.tensor([block.numel() for block in received], dtype=splits.dtype)
+        return torch.cat(received), sizes
+
+
+def fake_horovods(size: int) -> list[FakeHorovod]:
+    board: list[list[torch.Tensor]] = [[] for _ in range(size)]
+    meet = threading.Barrier(size)
+    return [FakeHorovod(rank, board, meet) for rank in range(size)]
+
+
 @pytest.fixture(scope="session")
 def in_world() -> Callable[..., list[object]]:
     """Run `in_world(kind, size, program)`: `program(transport)` on the threads of such a world."""
@@ -103,10 +136,13 @@ def in_world() -> Callable[..., list[object]]:
     ) -> list[T]:
         if kind == "local":
             return run_ranks(local_world(size, timeout_seconds), program)
-        store = torch.distributed.HashStore()
+        store, horovods = torch.distributed.HashStore(), fake_horovods(size)
 
         def rank(number: LocalTransport) -> T:
-            transport = TorchDistributedTransport(store, number.rank, size, timeout_seconds, 30)
+            if kind == "horovod":
+                transport = HorovodTransport(horovods[number.rank], "stand-in", timeout_seconds)
+            else:
+                transport = TorchDistributedTransport(store, number.rank, size, timeout_seconds, 30)
             try:
                 result = program(transport)
             except BaseException as error:

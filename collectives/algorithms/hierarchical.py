@@ -16,7 +16,7 @@ gradients so; `Hierarchy` is that form, for an optimizer: each node keeps one re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import wire
@@ -154,7 +154,7 @@ class _Step:
             sends.append(self.inside.send(encoded.message, shard))
         outcomes = {}
         if self.place < self.shards:
-            outcomes[self.place] = self._reduce_shard()
+            outcomes[self.place] = self._reduce_shard(sends)
         for shard in others:
             outcomes[shard] = self._receive_outcome(shard)
         for sent in sends:
@@ -169,8 +169,12 @@ class _Step:
             put_together([part.extra for part in parts]),
         )
 
-    def _reduce_shard(self) -> Outcome:
-        """Add up the node's picks in this rank's shard, reduce them across, hand the fate back."""
+    def _reduce_shard(self, sends: list[Callable[[], None]]) -> Outcome:
+        """Add up the node's picks in this rank's shard, reduce them across, hand the fate back.
+
+        Adds to `sends` what must not be waited for before the other owners' outcomes are received:
+        they may be waiting to hand theirs to this rank.
+        """
         inside, place = self.inside, self.place
         part, refused_by = self.parts[place], self.refused_by
         lists = []
@@ -191,7 +195,6 @@ class _Step:
         assert across is not None  # of the owner of a shard
         outcome = self.how.reduce(kept, k, k_out, across, refused_by)
         alive = kept.where(~contains(outcome.dead.indices, kept.indices))
-        sends = []
         for member in range(inside.size):
             if member != place:
                 bits = pack_alive(contains(alive.indices, lists[member].indices))
@@ -199,8 +202,6 @@ class _Step:
                     outcome.update, self.k, extra=bits, refused_by=outcome.refused_by
                 )
                 sends.append(inside.send(encoded.message, member))
-        for sent in sends:
-            sent()
         return outcome._replace(dead=part.where(~contains(alive.indices, part.indices)))
 
     def _receive_outcome(self, shard: int) -> Outcome:

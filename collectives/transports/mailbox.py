@@ -33,6 +33,11 @@ class Mailbox:
         for box in self._waited_for.copy():
             box.put(None)
 
+    @property
+    def somebody_waits(self) -> bool:
+        """Tell whether a stream waits for a message."""
+        return bool(self._waited_for)
+
     def take(self, stream: Transport, source: int) -> Array:
         """Return the next message of a world rank on a stream; count the wait in its traffic.
 

@@ -2,12 +2,16 @@
 
 Gloo wants the receiver to know how large a message may be, sends it only once a receive is posted,
 and cannot give up a wait without giving up the whole group. So a thread for each peer receives all
-that comes from it, into one buffer that is always posted, and puts it into the mailbox where the
+that comes from it, into buffers that are posted ahead, and puts it into the mailbox where the
 streams wait; it is also how a rank learns at once that a peer left, or died:
 
-    header            first bytes of the message        rest, if any: a second message of gloo's
-    tag    size       up to 1 MiB
-    i64    i64        u8 [min(size, 1 MiB)]             u8 [size - 1 MiB]
+    header            first piece                   further pieces, if any
+    tag    size       up to 256 KiB                 256 KiB each but the last
+    i64    i64        u8 [min(size, 256 KiB)]       u8 [...]
+
+Several buffers, and small ones: the word that one is posted again stands in line behind what this
+rank is sending. Were that the only buffer, or the whole message, two ranks that swap messages over
+a slow link would send them one after the other.
 
 Waiting costs no CPU time. The threads, one for each peer, sleep in gloo.
 """
@@ -21,6 +25,7 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -36,14 +41,16 @@ from .mailbox import Mailbox
 from .transport import Transport, say
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store, Work
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store, TCPStore, Work
 
-FIRST_BYTES: Final = 1 << 20  # of a message: what travels with its header
+PIECE_BYTES: Final = 1 << 18  # of a message; the first travels with its header
 # From here on gloo's own allreduce is the faster one, up to 3 times at 100 MB; at 4 ranks it takes
 # 7 ms for any array, however small.
 NATIVE_BYTES: Final = 1 << 24
 _HEADER: Final = struct.Struct("<qq")
-_FIRST, _REST = 0, 1  # gloo's tags
+_PIECES: Final = 0  # gloo's tag
+_POSTED: Final = 4  # buffers for each peer
 _FAREWELL, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbox, of no stream
 _FOREVER: Final = timedelta(days=365)
 _PATIENCE_SECONDS: Final = 1.0  # what a last word gets to go out
@@ -78,8 +85,9 @@ class TorchDistributedTransport(Carrier):
         self._mailbox = Mailbox(timeout_seconds)
         self._resigned: list[Work] | None = None
         self._in_flight: dict[int, list[Work]] = {}  # gloo forgets a message whose Work is gone
+        self._posted: dict[int, deque[tuple[Work, Tensor]]] = {}
         self._numbers = itertools.count()
-        self._posting = threading.Lock()  # first and rest of a message go out in one order
+        self._posting = threading.Lock()  # the pieces of a message go out one behind the other
         self._listeners = {
             peer: threading.Thread(
                 target=self._listen, args=(peer,), name=f"gtopk-from-{peer}", daemon=True
@@ -101,23 +109,35 @@ class TorchDistributedTransport(Carrier):
         self._mailbox.wake()
 
     def _receive_all(self, source: int) -> Farewell:
-        posted = self._torch.empty(_HEADER.size + FIRST_BYTES, dtype=self._torch.uint8)
-        inbox: Array = posted.numpy()
+        posted = deque(
+            self._post_receive(
+                source, self._torch.empty(_HEADER.size + PIECE_BYTES, dtype=self._torch.uint8)
+            )
+            for _ in range(_POSTED)
+        )
+        self._posted[source] = posted  # to live as long as the group, which may still fill them
         while True:
-            self._group.recv([posted], source, _FIRST).wait(_FOREVER)
-            tag, size = _HEADER.unpack_from(inbox.data)
-            message = np.empty(size, np.uint8)
-            first = min(size, FIRST_BYTES)
-            message[:first] = inbox[_HEADER.size : _HEADER.size + first]
-            if size > first:
-                rest = self._torch.from_numpy(message[first:])
-                self._group.recv([rest], source, _REST).wait(_FOREVER)
+            message, begin, filled = _NOTHING, _HEADER.size, -1
+            while filled < message.size:
+                work, buffer = posted.popleft()
+                work.wait(_FOREVER)
+                inbox: Array = buffer.numpy()
+                if filled < 0:
+                    tag, size = _HEADER.unpack_from(inbox.data)
+                    message, filled = np.empty(size, np.uint8), 0
+                piece = message[filled : filled + PIECE_BYTES]
+                piece[:] = inbox[begin : begin + piece.size]
+                begin, filled = 0, filled + piece.size
+                posted.append(self._post_receive(source, buffer))
             if tag == _FAREWELL:
                 return Farewell.decode(message)
             if tag == _ABORT:
                 say(f"rank {self.rank} ends, as rank {source} ended the job")
                 _end_process(int(message[0]))
             self._mailbox.put(tag, source, message)
+
+    def _post_receive(self, source: int, buffer: Tensor) -> tuple[Work, Tensor]:
+        return self._group.recv([buffer], source, _PIECES), buffer
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         stream.traffic.count(message.size)
@@ -150,17 +170,17 @@ class TorchDistributedTransport(Carrier):
         return finish
 
     def _post(self, tag: int, message: Array, to: int) -> list[Work]:
-        first = min(message.size, FIRST_BYTES)
-        head = self._torch.empty(_HEADER.size + first, dtype=self._torch.uint8)
+        first = message[:PIECE_BYTES]
+        head = self._torch.empty(_HEADER.size + first.size, dtype=self._torch.uint8)
         outbox: Array = head.numpy()
         _HEADER.pack_into(outbox.data, 0, tag, message.size)
-        outbox[_HEADER.size :] = message[:first]
-        rest = message[first:]
+        outbox[_HEADER.size :] = first
+        pieces = [head]
+        if message.size > PIECE_BYTES:
+            writable = message if message.flags.writeable else message.copy()  # torch insists
+            pieces += self._torch.from_numpy(writable[PIECE_BYTES:]).split(PIECE_BYTES)
         with self._posting:
-            works = [self._group.send([head], to, _FIRST)]
-            if rest.size:
-                writable = rest if rest.flags.writeable else rest.copy()  # torch insists
-                works.append(self._group.send([self._torch.from_numpy(writable)], to, _REST))
+            works = [self._group.send([piece], to, _PIECES) for piece in pieces]
         return works
 
     def _explain(self, stream: Transport, peer: int, error: Exception) -> PeerError:
@@ -297,22 +317,35 @@ def open_torch_distributed(
         # Torchrun's store outlives its ranks: when it restarts them, they begin afresh.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = distributed.PrefixStore(f"attempt-{attempt}", store)
-    store = distributed.PrefixStore(f"gtopk-{next(_opened)}", store)
-    return TorchDistributedTransport(store, rank, size, timeout_seconds, start_timeout_seconds)
+    return join_at(store, rank, size, timeout_seconds, start_timeout_seconds)
+
+
+def join_at(
+    store: Store, rank: int, size: int, timeout_seconds: float, start_timeout_seconds: float
+) -> TorchDistributedTransport:
+    """Join the ranks that meet at a store, which may serve others, too."""
+    prefix = f"gtopk-{next(_opened)}"
+    return TorchDistributedTransport(
+        import_torch().distributed.PrefixStore(prefix, store),
+        rank,
+        size,
+        timeout_seconds,
+        start_timeout_seconds,
+    )
 
 
 def connect(
     host: str, port: int, rank: int, start_timeout_seconds: float, *, hosted: bool = False
-) -> Store:
+) -> TCPStore:
     """Return the store where the ranks meet.
 
-    hosted: by the launcher; otherwise rank 0 serves it, on this port.
+    hosted: by the launcher; otherwise rank 0 serves it, on this port (0: any that is free).
     Raises PeerTimeoutError when nobody serves it, RuntimeError when rank 0 cannot.
     """
     distributed = import_torch().distributed
     serves = rank == 0 and not hosted
     try:
-        store: Store = distributed.TCPStore(
+        store: TCPStore = distributed.TCPStore(
             host,
             port,
             is_master=serves,
@@ -334,27 +367,28 @@ def connect(
 
 def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:
     """Return every rank's host, once all have told it."""
-    deadline = time.monotonic() + start_timeout_seconds
+    begun = time.monotonic()
     keys = [f"host-{peer}" for peer in range(size)]
     store.set(keys[rank], socket.gethostname())
     for key in keys:
-        remaining = max(0.001, deadline - time.monotonic())
+        remaining = max(0.001, begun + start_timeout_seconds - time.monotonic())
         try:
             store.wait([key], timedelta(seconds=remaining))
         except RuntimeError as error:
-            absent = [peer for peer in range(size) if not _came(store, keys[peer])]
+            waited = time.monotonic() - begun
             raise PeerTimeoutError(
-                f"rank {rank} of {size} has waited {start_timeout_seconds:g} s at the start for "
-                f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}: {error}"
+                f"rank {rank} of {size} has waited {waited:.3g} s at the start for "
+                f"{_absent(store, keys)}: {str(error).splitlines()[0]}"
             ) from None
     return [store.get(key).decode() for key in keys]
 
 
-def _came(store: Store, key: str) -> bool:
+def _absent(store: Store, keys: list[str]) -> str:
     try:
-        return bool(store.check([key]))
-    except RuntimeError:  # the store is gone, too
-        return False
+        absent = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return "the others, and where the ranks meet nobody answers any more"
+    return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
 
 
 def _see_off(works: list[Work]) -> None:

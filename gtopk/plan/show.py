@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from collectives.planning import Prediction
 
-from ..demo.units import (
+from ..charts.units import (
     about_bandwidth_text,
     bandwidth_text,
     bytes_text,

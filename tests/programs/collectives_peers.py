@@ -142,6 +142,18 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
     transport.leave("done")
 
 
+def test_a_rank_that_waits_takes_hardly_any_cpu_time() -> None:
+    transport = new(timeout_seconds=60)
+    if RANK == LAST:
+        time.sleep(2)
+        transport.send(MESSAGE, 0)()
+    elif RANK == 0:
+        begun = time.process_time()
+        transport.receive(LAST)
+        assert time.process_time() - begun < 1, "of all threads, in two seconds"
+    transport.leave("done")
+
+
 def test_a_malformed_message_ends_the_reduction_on_every_rank() -> None:
     transport = new(timeout_seconds=60)
     paired = 1 << (SIZE.bit_length() - 1)

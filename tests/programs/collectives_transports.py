@@ -10,7 +10,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -77,6 +77,31 @@ def test_partners_swap_messages_of_different_sizes(transport: Transport) -> None
         for size in SIZES:
             received = transport.exchange(message(size * (transport.rank + 1), 2), peer)
             assert received.tobytes() == message(size * (peer + 1), 2).tobytes()
+
+
+def test_all_ranks_exchange_with_all_at_once(transport: Transport) -> None:
+    # To each rank, this one included, as many messages as its number says, of many sizes.
+    size, rank = transport.size, transport.rank
+    parcels = [
+        (message(SIZES[(rank + number) % len(SIZES)], rank, to, number), to)
+        for to in range(size)
+        for number in range(to + 1)
+    ]
+    expected = [
+        (source, message(SIZES[(source + number) % len(SIZES)], source, rank, number))
+        for source in reversed(range(size))
+        for number in range(rank + 1)
+    ]
+    received = transport.exchange_all(iter(parcels), [source for source, _ in expected])
+    assert [m.tobytes() for m in received] == [content.tobytes() for _, content in expected]
+
+
+def test_what_is_exchanged_may_go_one_way_only(transport: Transport) -> None:
+    following, last = transport.rank + 1, transport.size - 1
+    parcels = [(message(100, transport.rank), following)] if transport.rank < last else []
+    sources = [transport.rank - 1] if transport.rank else []
+    received = list(transport.exchange_all(parcels, sources))
+    assert [m.tobytes() for m in received] == [message(100, s).tobytes() for s in sources]
 
 
 def test_everyone_gathers_everyones_message_in_rank_order(transport: Transport) -> None:
@@ -416,6 +441,17 @@ def check_mpi(transport: Transport) -> None:
                 if not other_count and not too_many_pieces:
                     law(transport)
     check_large_allreduce(transport, blocking_from // 4 + 1)
+    piece_sizes = mpi.piece_sizes
+
+    def between_hosts(same_host: bool) -> Iterator[int]:
+        return piece_sizes(same_host=False)
+
+    with (
+        mock.patch.multiple(mpi, EAGER_BYTES=24, _EAGER_PIECES=2),
+        mock.patch.object(mpi, "piece_sizes", between_hosts),
+    ):
+        for law in LAWS:
+            law(transport)
 
     assert "MPI" in transport.library()
     launched = f"{transport.size + 3}"
@@ -426,7 +462,17 @@ def check_mpi(transport: Transport) -> None:
         open_transport("mpi")
 
 
-CHECKS = {"mpi": check_mpi, "torch.distributed": check_torch_distributed}
+def check_horovod(transport: Transport) -> None:
+    for law in LAWS:
+        law(transport)
+    assert "Horovod" in transport.library()
+
+
+CHECKS = {
+    "mpi": check_mpi,
+    "torch.distributed": check_torch_distributed,
+    "horovod": check_horovod,
+}
 
 
 def main(name: str) -> None:
