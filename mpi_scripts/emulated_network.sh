@@ -25,7 +25,7 @@ set -euo pipefail
 self=$(readlink -f "${BASH_SOURCE[0]}")
 
 say() { echo "emulated_network: $*" >&2; }
-usage() { sed -n '2,/^#$/s/^# \{0,1\}//p;' "$self" | head -6 >&2; exit 2; }
+usage() { sed -n '2,/^# RATE/s/^# \{0,1\}//p' "$self" >&2; exit 2; }
 cannot() { say "cannot emulate hosts here: $*"; exit 77; }
 
 address() { echo "10.0.0.$(($1 + 1))"; }
