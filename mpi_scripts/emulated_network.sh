@@ -29,10 +29,6 @@ usage() { sed -n '2,/^# RATE/s/^# \{0,1\}//p' "$self" >&2; exit 2; }
 cannot() { say "cannot emulate hosts here: $*"; exit 77; }
 
 address() { echo "10.0.0.$(($1 + 1))"; }
-names() {
-    echo "127.0.0.1 localhost"
-    for ((host = 0; host < hosts; host++)); do echo "$(address "$host") host$host"; done
-}
 
 # Become a command on a host: its network, its host name. MPI tells hosts apart by their names.
 on() {
@@ -112,8 +108,6 @@ case ${1:-} in
     inside)
         hosts=$2 rate=$3 launcher=$4
         mount -t tmpfs none /run/netns # `ip netns` keeps its names here: ours are seen by us alone
-        names >/run/netns/.hosts
-        mount --bind /run/netns/.hosts /etc/hosts
         ip link set lo up
         connect
         "with_$launcher" "${@:5}"
