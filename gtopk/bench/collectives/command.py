@@ -26,6 +26,7 @@ from .run import run
 from .vectors import DISTRIBUTIONS
 
 TRANSPORTS = ("mpi", "torch.distributed", "local")
+TIMEOUT_SECONDS = 3600.0  # ranks that are not measured wait for those that are
 
 
 def parser() -> argparse.ArgumentParser:
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = options.transport or default_transport()
     if name == "local":
         size = max(plan.ranks or (4,))
-        found = run_ranks(local_world(size, timeout_seconds=600), lambda t: run(plan, t))
+        found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(plan, t))
         deliver(found[0], options)
         return 0
     return on_this_rank(name, plan, options)
@@ -106,7 +107,7 @@ def on_this_rank(name: str, plan: Plan, options: argparse.Namespace) -> int:
         import torch.distributed
 
         torch.distributed.init_process_group("gloo")
-    transport = open_transport(name)
+    transport = open_transport(name, TIMEOUT_SECONDS)
     try:
         results = run(plan, transport)
         if transport.rank == 0:
