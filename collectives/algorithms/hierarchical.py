@@ -16,7 +16,7 @@ gradients so; `Hierarchy` is that form, for an optimizer: each node keeps one re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import wire
@@ -144,20 +144,20 @@ class _Step:
         bounds = shard_bounds(selected.length, self.shards)
         picks, self.refused_by = examine(selected, self.inside.ranks[self.place])
         self.parts = [picks.between(a, b) for a, b in itertools.pairwise(bounds)]
+        self.sends: list[Callable[[], None]] = []  # waited for when all was received
 
     def outcome(self) -> Outcome:
         """Send each shard's picks to its owner, reduce what this rank owns, collect the rest."""
         others = [shard for shard in range(self.shards) if shard != self.place]
-        sends = []
         for shard in others:
             encoded = wire.encode(self.parts[shard], self.k, refused_by=self.refused_by)
-            sends.append(self.inside.send(encoded.message, shard))
+            self.sends.append(self.inside.send(encoded.message, shard))
         outcomes = {}
         if self.place < self.shards:
             outcomes[self.place] = self._reduce_shard()
         for shard in others:
             outcomes[shard] = self._receive_outcome(shard)
-        for sent in sends:
+        for sent in self.sends:
             sent()
         refused_by = lowest(*(outcome.refused_by for outcome in outcomes.values()))
         if refused_by != NOBODY:
@@ -191,16 +191,13 @@ class _Step:
         assert across is not None  # of the owner of a shard
         outcome = self.how.reduce(kept, k, k_out, across, refused_by)
         alive = kept.where(~contains(outcome.dead.indices, kept.indices))
-        sends = []
         for member in range(inside.size):
             if member != place:
                 bits = pack_alive(contains(alive.indices, lists[member].indices))
                 encoded = wire.encode(
                     outcome.update, self.k, extra=bits, refused_by=outcome.refused_by
                 )
-                sends.append(inside.send(encoded.message, member))
-        for sent in sends:
-            sent()
+                self.sends.append(inside.send(encoded.message, member))
         return outcome._replace(dead=part.where(~contains(alive.indices, part.indices)))
 
     def _receive_outcome(self, shard: int) -> Outcome:

@@ -17,6 +17,7 @@ from tests.collectives.algorithms.worlds import (
     bits,
     integer_picks,
     random_picks,
+    rendezvous_world,
     run,
     worlds,
 )
@@ -82,6 +83,18 @@ def test_the_same_call_gives_the_same_bits(
 ) -> None:
     k, picks = world
     for one, other in zip(run(way, picks, k, format), run(way, picks, k, format), strict=True):
+        assert [bits(vector) for vector in one] == [bits(vector) for vector in other]
+
+
+@every_way
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 9])
+def test_no_rank_waits_for_a_send_that_another_cannot_receive_yet(
+    way: str, size: int, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 300, 20)
+    for one, other in zip(
+        run(way, picks, 20), run(way, picks, 20, make_world=rendezvous_world), strict=True
+    ):
         assert [bits(vector) for vector in one] == [bits(vector) for vector in other]
 
 

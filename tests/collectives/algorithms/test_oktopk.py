@@ -38,8 +38,8 @@ def overhead_bytes(size: int, rounds: int = 4) -> int:
     """
     gathers = (1 + rounds + 1) * 8 * ((size - 1).bit_length() + size - 1)  # how the allgather packs
     headers = 3 * (size - 1) * HEADER_BYTES
-    samples = rounds * (size - 1) * (5 * 8 + 64 * 4)
-    quantiles = (size - 1) * (8 + 4 * size * 4)
+    samples = rounds * (size - 1) * (HEADER_BYTES + 3 * 8 + 64 * 4)
+    quantiles = (size - 1) * (HEADER_BYTES + 4 * size * 8)
     return gathers + headers + samples + quantiles
 
 
@@ -169,19 +169,14 @@ def test_where_all_pick_the_same_the_bytes_are_those_of_the_formula(size: int) -
     world = local_world(size, timeout_seconds=30)
     run_ranks(world, lambda t: reduce(pick, k, t, "oktopk"))
     log, others = (size - 1).bit_length(), size - 1
-    list_of_four = HEADER_BYTES + 8 * 4
-    packing = 8 * (log + others)
+    packing = 8 * (log + others)  # of an allgather
+    lots = others * (HEADER_BYTES + 8 * k) + packing  # 4 P lots of one index each
+    split = others * (HEADER_BYTES + 8 * 4)
+    threshold = others * (HEADER_BYTES + 3 * 8 + 4 * min(64, k)) + packing  # one round tells all
+    gather = others * (HEADER_BYTES + 8 * 4) + packing
     for transport in world:
-        assert transport.traffic.take() == Traffic(
-            others * (8 + 4 * k)
-            + packing  # where each of the 4 P lots, one index each, ends
-            + others * list_of_four  # split
-            + others * (5 * 8 + 4 * 4)
-            + packing  # threshold: 4 samples, and all is known
-            + others * list_of_four
-            + packing,  # gather
-            others + 3 * log,
-        )
+        sent = transport.traffic.take()
+        assert sent == Traffic(lots + split + threshold + gather, others + 3 * log)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -196,7 +191,7 @@ def test_with_boundaries_kept_a_step_costs_one_allgather_less(
         run_ranks(world, lambda t: reduce(picks[t.rank], 100, t, "oktopk", regions=kept[t.rank]))
         sent.append(world[0].traffic.take())
     log = (size - 1).bit_length()
-    quantiles = (size - 1) * (8 + 4 * min(100, 4 * size)) + 8 * (log + size - 1)
+    quantiles = (size - 1) * (HEADER_BYTES + 8 * min(100, 4 * size)) + 8 * (log + size - 1)
     assert sent[0].sent_bytes - sent[1].sent_bytes == quantiles
     assert sent[0].sent_messages - sent[1].sent_messages == log
 
@@ -229,7 +224,7 @@ def test_k_out_lies_within_the_vector(k_out: int) -> None:
 
 def test_ranks_with_different_k_out_get_an_error_that_names_both() -> None:
     picks = [entries([(1, 1.0), (2, 2.0), (5, 1.0)], 9, np.float32)] * 3
-    with pytest.raises(MessageError, match=r"rank \d keeps k_out = \d .* this rank keeps \d"):
+    with pytest.raises(MessageError, match=r"from rank \d .* k is \d where this rank's is \d"):
         run_ranks(
             local_world(3, 5),
             lambda t: reduce(picks[t.rank], 3, t, "oktopk", k_out=2 if t.rank else 3),
