@@ -7,6 +7,7 @@ runs on the engine's thread, after all ranks agreed that they are about to do th
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +15,10 @@ import numpy as np
 import torch
 
 from collectives.algorithms import ALGORITHMS
+from collectives.errors import NonFiniteError
 from collectives.kernels import all_finite
 from collectives.transports import Transport
+from collectives.vector import SparseVector
 
 from .arrays import from_array, to_array
 from .buckets import Bucket
@@ -65,16 +68,25 @@ class SparseExchange:
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         picked = self.residual.accumulate_and_select(bucket.flat, self.k)
         begun, waited = time.perf_counter(), transport.traffic.wait_seconds
-        update, returned = self.reduce(picked, self.k, transport)
+        outcome: tuple[SparseVector, SparseVector] | None = None
+        with suppress(NonFiniteError):  # on every rank alike: the picks stay in the residuals
+            outcome = self.reduce(picked, self.k, transport)
         communicate_seconds = time.perf_counter() - begun
         merge_seconds = communicate_seconds - (transport.traffic.wait_seconds - waited)
-        finite = all_finite(update.values)
-        if finite:  # else the picks stay in the residuals, every rank's
+        updated = 0
+        if outcome is not None:
+            update, returned = outcome
+            updated = update.entries
             self.residual.settle(picked, returned)
             bucket.flat.fill(0)
             bucket.flat[update.indices] = update.values
         return Exchanged(
-            picked.entries, update.entries, communicate_seconds, merge_seconds, finite, True
+            picked.entries,
+            updated,
+            communicate_seconds,
+            merge_seconds,
+            finite=outcome is not None,
+            bytes_counted=True,
         )
 
 
