@@ -85,14 +85,16 @@ def test_pieces_change_nothing(
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("put_back", ["owners", "spread"])
+@pytest.mark.parametrize("values", wire.VALUE_CODES)
 def test_long_lists_in_pieces_give_the_same_bits(
-    size: int, put_back: str, random: np.random.Generator
+    size: int, put_back: str, values: str, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, size, 50_000, 3000)
     picks[0] = picks[0].at(slice(0, 700))  # lists of different lengths
-    whole = run("gtopk", picks, 3000, put_back=put_back)
-    for pieces in (2, 5, 12, 255):
-        assert same(whole, run("gtopk", picks, 3000, put_back=put_back, pieces=pieces))
+    format = Format("raw", values)
+    whole = run("gtopk", picks, 3000, format, put_back=put_back)
+    for pieces in (2, 12, 255):
+        assert same(whole, run("gtopk", picks, 3000, format, put_back=put_back, pieces=pieces))
 
 
 def same(one: list[Outcome], other: list[Outcome]) -> bool:

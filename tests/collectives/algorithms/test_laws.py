@@ -27,7 +27,7 @@ formats = st.sampled_from(FORMATS)
 
 
 @every_way
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(worlds(np.float64), formats)
 def test_nothing_is_lost(way: str, world: tuple[int, list[SparseVector]], format: Format) -> None:
     k, picks = world
@@ -35,7 +35,7 @@ def test_nothing_is_lost(way: str, world: tuple[int, list[SparseVector]], format
 
 
 @every_way
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(worlds(np.float32), formats)
 def test_ranks_agree_to_the_bit(
     way: str, world: tuple[int, list[SparseVector]], format: Format

@@ -12,7 +12,7 @@ from collectives.algorithms import swap
 from collectives.algorithms.swap import swap_and_merge
 from collectives.algorithms.terms import Terms
 from collectives.transports import LocalTransport
-from collectives.wire import NOBODY
+from collectives.wire import NOBODY, Format
 from tests.collectives.algorithms.worlds import bits, entries
 
 
@@ -94,3 +94,22 @@ def test_kept_and_dropped_are_the_whole_sum(pieces: int, random: np.random.Gener
     for one in swapped:
         assert bits(one.merged) == bits(kept)
         assert bits(one.dropped) == bits(dropped)
+
+
+@pytest.mark.parametrize("holders", [1, 4, 512])
+def test_in_pieces_a_rank_puts_back_the_same_errors(
+    holders: int, random: np.random.Generator
+) -> None:
+    dense = random.standard_normal(2000)
+    mine = SparseVector.from_dense(dense)
+
+    def swapped(pieces: int) -> list[swap.Swapped]:
+        terms = Terms(Format("raw", "bf16"), pieces=pieces)
+        return run_ranks(
+            local_world(2, 30),
+            lambda t: swap_and_merge(mine, NOBODY, 2000, t, 1 - t.rank, terms, holders),
+        )
+
+    for one, other in zip(swapped(1), swapped(3), strict=True):
+        assert bits(one.error) == bits(other.error)
+        assert one.error.entries > 0
