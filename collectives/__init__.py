@@ -17,11 +17,13 @@ from .errors import (
     PeerTimeoutError,
 )
 from .kernels import accumulate_and_select, merge, select
+from .selectors import SELECTORS
 from .transports import Transport, local_world, open_transport, run_ranks
 from .vector import SparseVector
 
 __all__ = [
     "ALGORITHMS",
+    "SELECTORS",
     "CollectiveError",
     "MessageError",
     "MismatchError",

@@ -1,8 +1,6 @@
-"""The alpha-beta model: what each algorithm costs on a link.
+"""What a link costs, the least an allreduce sends, and where one way overtakes another.
 
-alpha is the latency of a message in seconds, beta the seconds a byte takes; a rank sends and
-receives at once (full duplex), and different pairs do not share a link (a switch).
-Formulas: Shi et al. 2019, section II and table I, with the recursive doubling of `gtopk`.
+What each algorithm costs on a network: `planning`.
 """
 
 from __future__ import annotations
@@ -11,12 +9,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-ENTRY_BYTES = 8  # int32 index and float32 value
-VALUE_BYTES = 4
-
 
 class Link(NamedTuple):
-    """One link between two ranks."""
+    """One link between two ranks: alpha seconds a message and beta seconds a byte."""
 
     latency_seconds: float
     seconds_per_byte: float
@@ -26,40 +21,17 @@ class Link(NamedTuple):
         """Return the link of a bandwidth."""
         return cls(latency_seconds, 8.0 / bits_per_second)
 
+    @property
+    def bits_per_second(self) -> float:
+        """Return the bandwidth; infinity for a link on which bytes take no time."""
+        return 8.0 / self.seconds_per_byte if self.seconds_per_byte else math.inf
 
-def dense_seconds(length: int, ranks: int, link: Link) -> float:
-    """Return 2 log2(P) alpha + 2(P-1)/P n beta, for `length` float32 values.
-
-    Rabenseifner 2004: the fewest bytes there can be, in the fewest messages at that; a ring takes
-    2(P-1) alpha. The model takes the better one for the baseline.
-    """
-    alpha, beta = link
-    return 2 * rounds(ranks) * alpha + dense_bytes(length, ranks) * beta
-
-
-def topk_allgather_seconds(k: int, ranks: int, link: Link) -> float:
-    """Return log2(P) alpha + (P-1) k beta: everyone's k entries to everyone."""
-    alpha, beta = link
-    return rounds(ranks) * alpha + (ranks - 1) * k * ENTRY_BYTES * beta
+    def scaled(self, factor: float) -> Link:
+        """Return the link on which everything takes `factor` times as long."""
+        return Link(factor * self.latency_seconds, factor * self.seconds_per_byte)
 
 
-def gtopk_tree_seconds(k: int, ranks: int, link: Link) -> float:
-    """Return 2 log2(P) alpha + 2 log2(P) k beta: up a tree to a root, and down again."""
-    alpha, beta = link
-    return 2 * rounds(ranks) * (alpha + k * ENTRY_BYTES * beta)
-
-
-def gtopk_seconds(k: int, ranks: int, link: Link) -> float:
-    """Return log2(P) alpha + log2(P) k beta; two rounds more where P is no power of two.
-
-    The two: ranks beyond the largest power of two hand their picks in and get the result back.
-    """
-    alpha, beta = link
-    folded = ranks & (ranks - 1) != 0
-    return (int(math.log2(ranks)) + 2 * folded) * (alpha + k * ENTRY_BYTES * beta)
-
-
-def dense_bytes(length: int, ranks: int, value_bytes: int = VALUE_BYTES) -> int:
+def dense_bytes(length: int, ranks: int, value_bytes: int = 4) -> int:
     """Return what each rank sends in a bandwidth-optimal allreduce; no algorithm sends less."""
     return round(2 * (ranks - 1) / ranks * length * value_bytes)
 

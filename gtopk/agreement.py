@@ -33,6 +33,11 @@ def agree(transport: Transport, intention: Sequence[str], vote: int) -> list[int
     )
 
 
+def agreement_bytes(ranks: int) -> int:
+    """Return what a rank sends to agree: P-1 records and their sizes, and a count a round."""
+    return (ranks - 1) * (_RECORD.size + 8) + 8 * (ranks - 1).bit_length()
+
+
 def describe_mismatch(intentions: Sequence[Sequence[str]]) -> str:
     """Return the text that says where the ranks' intentions, by rank, part."""
     names = [intention[0] for intention in intentions]

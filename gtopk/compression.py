@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar
 
 import torch
+
+from collectives.algorithms import Regions
+from collectives.algorithms.account import PUT_BACK
+from collectives.algorithms.terms import MOST_PIECES
+from collectives.wire import Format
+from collectives.wire.indices import INDEX_CODES
+from collectives.wire.values import VALUE_CODES
 
 
 class Compressor:
@@ -51,35 +60,70 @@ class FP16Compressor(Compressor):
         return tensor.to(ctx)
 
 
-@dataclass(frozen=True)
-class SparseCompression:
-    """Send the k = density * n entries of largest magnitude; keep the rest in a residual."""
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback:
+    """Send a part of the gradient's entries; keep the rest in a residual."""
 
-    # Lower: less traffic, slower convergence per step. Under about 500 entries left, accuracy
-    # suffers: small models want 0.01 and more.
-    density: float = 0.001
     # 0: the wrapped optimizer's momentum works on the reduced gradient. Above 0: momentum with this
     # factor is taken before selection, on each rank (Lin et al. 2018, section 3.1 and 3.3: momentum
     # correction with factor masking), and the wrapped optimizer's momentum must be 0.
     momentum_correction: float = 0.0
-
-    algorithm: ClassVar[str]
+    # How indices travel: "raw" takes the least time and the most bytes, "packed" the other way
+    # round; "auto": what is quickest on this network.
+    wire: str = "blocks"
+    # How values travel: "exact", or "bf16", "fp16", "int8": fewer bytes, and the rounding error
+    # stays in the residual; "auto": what is quickest.
+    values: str = "exact"
 
     def __post_init__(self) -> None:
-        for name in ("density", "momentum_correction"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 0.0 < self.density <= 1.0:
-            raise ValueError(f"density must lie in (0, 1], got {self.density}")
+        check_choice("wire", self.wire, (*INDEX_CODES, "auto"))
+        check_choice("values", self.values, (*VALUE_CODES, "auto"))
+        check_number("momentum_correction", self.momentum_correction)
         if not 0.0 <= self.momentum_correction < 1.0:
             raise ValueError(
                 f"momentum_correction must lie in [0, 1), got {self.momentum_correction}"
             )
 
+    def formats(self) -> list[Format]:
+        """Return the formats to choose from."""
+        wires = INDEX_CODES if self.wire == "auto" else (self.wire,)
+        values = VALUE_CODES if self.values == "auto" else (self.values,)
+        return [Format(indices, code) for indices in wires for code in values]
+
+    def facts(self) -> str:
+        """Return the options in words: what must be equal on all ranks."""
+        names = [field.name for field in sorted(fields(self), key=lambda f: f.kw_only is True)]
+        return " ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+@dataclass(frozen=True)
+class SparseCompression(ErrorFeedback):
+    """Send the k = density * n entries of largest magnitude."""
+
+    # Lower: less traffic, slower convergence per step. Under about 500 entries left, accuracy
+    # suffers: small models want 0.01 and more.
+    density: float = 0.001
+
+    algorithm: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_density("density", self.density)
+        super().__post_init__()
+
     def selected(self, length: int) -> int:
         """Return k for a vector of `length` elements: at least 1."""
         return max(1, round(length * self.density))
+
+    def widening(self) -> float:
+        """Return how many times the entries selected the update may have; 1 is as many."""
+        return 1.0
+
+    def options(self, k: int, length: int) -> dict[str, Any]:
+        """Return what the algorithm takes besides k and the format."""
+        return {}
+
+    def facts(self) -> str:
+        return f"{self.algorithm} {super().facts()}"
 
 
 @dataclass(frozen=True)
@@ -93,13 +137,149 @@ class TopK(SparseCompression):
 class GTopK(SparseCompression):
     """Global top-k: the ranks agree on one set of k entries (Shi et al. 2019)."""
 
+    _: KW_ONLY
+    # Higher: updates of up to growth * k entries, for few more bytes in the last rounds.
+    growth: float = 1.0
+    # Who keeps what a merge drops: its "owners", or it is "spread" over the ranks that merged.
+    put_back: str = "owners"
+    # More: a message's coding and merging overlap its travel, at the price of more messages.
+    pieces: int = 1
+
     algorithm: ClassVar[str] = "gtopk"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_widening("growth", self.growth)
+        check_choice("put_back", self.put_back, PUT_BACK)
+        if isinstance(self.pieces, bool) or not isinstance(self.pieces, int):
+            raise TypeError(f"pieces must be an integer, got {self.pieces!r}")
+        if not 1 <= self.pieces <= MOST_PIECES:
+            raise ValueError(f"pieces must lie in 1..{MOST_PIECES}, got {self.pieces}")
+
+    def widening(self) -> float:
+        return self.growth
+
+    def options(self, k: int, length: int) -> dict[str, Any]:
+        return {"growth": self.growth, "put_back": self.put_back, "pieces": self.pieces}
+
+
+@dataclass(frozen=True)
+class OkTopK(SparseCompression):
+    """The exact top-k of the sum of all picks, in P - 1 messages and more (Li and Hoefler 2022)."""
+
+    _: KW_ONLY
+    # Entries of the update over those that a rank selects. Higher: wider updates, more bytes to
+    # gather them: 4 costs about what gtopk does on 32 ranks.
+    k_out: float = 1.0
+
+    algorithm: ClassVar[str] = "oktopk"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_widening("k_out", self.k_out)
+
+    def widening(self) -> float:
+        return self.k_out
+
+    def options(self, k: int, length: int) -> dict[str, Any]:
+        """Return the options; `regions` are new, and keep the boundaries from step to step."""
+        return {"k_out": min(length, round(self.k_out * k)), "regions": Regions()}
+
+
+@dataclass(frozen=True)
+class Hierarchical(SparseCompression):
+    """Sums inside each node, and gtopk or oktopk across them: a node sends as one rank would."""
+
+    _: KW_ONLY
+    across: str = "gtopk"  # or "oktopk"
+
+    algorithm: ClassVar[str] = "hierarchical"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("across", self.across, ("gtopk", "oktopk"))
+
+    def options(self, k: int, length: int) -> dict[str, Any]:
+        return {"across": self.across} | ({"regions": Regions()} if self.across == "oktopk" else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Automatic(ErrorFeedback):
+    """What is quickest here and keeps the budget, dense included; measured, and looked at again.
+
+    The budget is one of the three; without any, density=0.001.
+    """
+
+    # Every sparse method sends this share of the entries; the quickest is taken.
+    density: float | None = None
+    # No rank sends more a step; what updates the most coordinates for it is taken.
+    bytes_per_step: float | None = None
+    # True: the largest density whose exchange takes no longer than the backward pass.
+    hide_behind_backward: bool = False
+    wire: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.hide_behind_backward, bool):
+            raise TypeError(
+                f"hide_behind_backward must be True or False, got {self.hide_behind_backward!r}"
+            )
+        given = {
+            name: getattr(self, name)
+            for name in ("density", "bytes_per_step", "hide_behind_backward")
+            if getattr(self, name) is not None and getattr(self, name) is not False
+        }
+        if len(given) > 1:
+            told = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(f"give one budget, not several: {told}")
+        if not given:
+            object.__setattr__(self, "density", 0.001)
+        if self.density is not None:
+            check_density("density", self.density)
+        if self.bytes_per_step is not None:
+            check_number("bytes_per_step", self.bytes_per_step)
+            if not 0.0 < self.bytes_per_step < math.inf:
+                raise ValueError(
+                    f"bytes_per_step must be above 0 and finite, got {self.bytes_per_step}"
+                )
+
+    def facts(self) -> str:
+        return f"auto {super().facts()}"
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise TypeError for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def check_density(name: str, value: float) -> None:
+    """Raise TypeError or ValueError for what is no share."""
+    check_number(name, value)
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"{name} must lie in (0, 1], got {value}")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise ValueError for what is none of the choices."""
+    if value not in (known := list(choices)):
+        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+
+def check_widening(name: str, value: float) -> None:
+    """Raise TypeError or ValueError for what makes no update wider, or as wide."""
+    check_number(name, value)
+    if not 1.0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number from 1 on, got {value}")
 
 
 class Compression:
-    """The choices: `Compression.none`, `.fp16`, `.topk(density=...)`, `.gtopk(density=...)`."""
+    """The choices: `Compression.none`, `.gtopk(density=0.001)`, `.auto(bytes_per_step=1e6)`, ..."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     topk = TopK
     gtopk = GTopK
+    oktopk = OkTopK
+    hierarchical = Hierarchical
+    auto = Automatic

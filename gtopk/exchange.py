@@ -7,22 +7,32 @@ runs on the engine's thread, after all ranks agreed that they are about to do th
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from collectives.algorithms import ALGORITHMS
+from collectives.algorithms import ALGORITHMS, find_nodes
 from collectives.errors import NonFiniteError
 from collectives.kernels import all_finite
+from collectives.planning import Candidate, predict
 from collectives.transports import Transport
-from collectives.vector import SparseVector
+from collectives.wire import Format
 
 from .arrays import from_array, to_array
 from .buckets import Bucket
-from .compression import Compressor, NoneCompressor, SparseCompression
+from .calibration import calibration_of
+from .compression import (
+    Automatic,
+    Compressor,
+    ErrorFeedback,
+    NoneCompressor,
+    SparseCompression,
+)
 from .residual import Residual
 
 
@@ -30,75 +40,127 @@ from .residual import Residual
 class Exchanged:
     """What an exchange did, besides leaving the update in the bucket.
 
+    select_seconds: accumulate, select, apply; communicate_seconds: encode to decode.
     finite: whether the update is; the same on every rank, as the update is. A sum can overflow
             where no gradient did.
+    predicted_seconds: what selecting and communicating was expected to take, where it was.
     """
 
+    algorithm: str
     selected: int
     updated: int
+    select_seconds: float
     communicate_seconds: float
     merge_seconds: float
     finite: bool
     bytes_counted: bool
+    predicted_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return what a prediction is to be held against."""
+        return self.select_seconds + self.communicate_seconds
 
 
 class Exchange(Protocol):
     """One way to turn the ranks' gradients into one update."""
 
-    facts: str  # what must be equal on all ranks, in words
+    @property
+    def facts(self) -> str:
+        """Return what must be equal on all ranks, in words."""
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         """Replace `bucket.flat` by the sum over ranks."""
 
 
 class SparseExchange:
-    """Top-k with error feedback: what is not sent stays in the residual."""
+    """Top-k with error feedback: what is not sent stays in the residual.
 
-    def __init__(self, bucket: Bucket, compression: SparseCompression) -> None:
-        self.k = compression.selected(bucket.flat.size)
-        self.reduce = ALGORITHMS[compression.algorithm]
-        self.residual = Residual(
-            bucket.flat.size, bucket.flat.dtype, compression.momentum_correction
-        )
-        self.facts = (
-            f"{compression.algorithm} density={compression.density} "
-            f"momentum_correction={compression.momentum_correction}"
-        )
+    format: of the messages; None until the first exchange where it is to be chosen.
+    """
+
+    def __init__(
+        self, bucket: Bucket, compression: SparseCompression, residual: Residual | None = None
+    ) -> None:
+        length = bucket.flat.size
+        self.compression = compression
+        self.k = compression.selected(length)
+        self.options = compression.options(self.k, length)
+        self.residual = residual or open_residual(bucket, compression)
+        self.facts = compression.facts()
+        formats = compression.formats()
+        self.format = formats[0] if len(formats) == 1 else None
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        algorithm = self.compression.algorithm
+        if self.format is None:
+            self.format = quickest_format(self.compression, bucket.flat, transport)
+        if algorithm == "hierarchical" and "nodes" not in self.options:
+            self.options["nodes"] = find_nodes(transport)
+        begun = time.perf_counter()
         picked = self.residual.accumulate_and_select(bucket.flat, self.k)
-        begun, waited = time.perf_counter(), transport.traffic.wait_seconds
-        outcome: tuple[SparseVector, SparseVector] | None = None
-        with suppress(NonFiniteError):  # on every rank alike: the picks stay in the residuals
-            outcome = self.reduce(picked, self.k, transport)
-        communicate_seconds = time.perf_counter() - begun
+        selected, waited = time.perf_counter(), transport.traffic.wait_seconds
+        update = None
+        with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
+            update, returned = ALGORITHMS[algorithm](
+                picked, self.k, transport, format=self.format, **self.options
+            )
+        communicate_seconds = time.perf_counter() - selected
         merge_seconds = communicate_seconds - (transport.traffic.wait_seconds - waited)
-        updated = 0
-        if outcome is not None:
-            update, returned = outcome
-            updated = update.entries
+        if update is not None:
             self.residual.settle(picked, returned)
             bucket.flat.fill(0)
             bucket.flat[update.indices] = update.values
         return Exchanged(
+            algorithm,
             picked.entries,
-            updated,
+            update.entries if update is not None else 0,
+            time.perf_counter() - begun - communicate_seconds,
             communicate_seconds,
             merge_seconds,
-            finite=outcome is not None,
+            finite=update is not None,
             bytes_counted=True,
         )
 
 
+def quickest_format(
+    compression: SparseCompression, gradient: NDArray[Any], transport: Transport
+) -> Format:
+    """Return the format that a calibrated model expects to be quickest; equal on all ranks."""
+    calibration = calibration_of(transport)
+
+    def seconds(format: Format) -> float:
+        candidate = Candidate(
+            compression.algorithm, compression.density, format, compression.widening()
+        )
+        network, rates = calibration.network, calibration.rates
+        return predict(candidate, gradient.size, network, rates, gradient.itemsize).seconds
+
+    return min(compression.formats(), key=seconds)
+
+
 class DenseExchange:
-    """Every entry, by the transport's allreduce: the baseline, and what 'off' means."""
+    """Every entry, by the transport's allreduce: the baseline, and what 'off' means.
+
+    residual: what sparse steps before it left; the first dense step sends it along.
+    """
 
     facts = "dense"
 
+    def __init__(self, residual: Residual | None = None) -> None:
+        self.residual = residual
+
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         begun = time.perf_counter()
+        if self.residual is not None:
+            self.residual.add_to(bucket.flat)
+        added = time.perf_counter()
         transport.allreduce(bucket.flat)
-        return _dense(bucket, transport, time.perf_counter() - begun)
+        communicated = time.perf_counter()
+        exchanged = _dense(bucket, transport, added - begun, communicated - added)
+        if self.residual is not None and exchanged.finite:
+            self.residual.clear()
+        return exchanged
 
 
 class CompressorExchange:
@@ -109,6 +171,7 @@ class CompressorExchange:
         self.facts = f"dense {compressor.__name__}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        began = time.perf_counter()
         compressed = [self.compressor.compress(view) for view in bucket.views]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, (tensor, _) in enumerate(compressed):
@@ -125,26 +188,50 @@ class CompressorExchange:
                 reduced = from_array(part, tensor)
                 context = compressed[index][1]
                 bucket.views[index].copy_(self.compressor.decompress(reduced, context))
-        return _dense(bucket, transport, seconds)
+        return _dense(bucket, transport, time.perf_counter() - began - seconds, seconds)
 
 
-def _dense(bucket: Bucket, transport: Transport, seconds: float) -> Exchanged:
+def _dense(
+    bucket: Bucket, transport: Transport, select_seconds: float, communicate_seconds: float
+) -> Exchanged:
     n = bucket.flat.size
-    return Exchanged(n, n, seconds, 0.0, all_finite(bucket.flat), transport.counts_allreduce)
+    return Exchanged(
+        "dense",
+        n,
+        n,
+        select_seconds,
+        communicate_seconds,
+        0.0,
+        all_finite(bucket.flat),
+        transport.counts_allreduce,
+    )
 
 
-def open_exchange(bucket: Bucket, compression: object) -> Exchange:
+def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
+    """Return the residual of a bucket, empty."""
+    return Residual(bucket.flat.size, bucket.flat.dtype, compression.momentum_correction)
+
+
+def open_exchange(
+    bucket: Bucket, compression: object, backward_seconds: Callable[[], float]
+) -> Exchange:
     """Return the exchange for what the user passed as `compression`.
 
+    backward_seconds: tells what the last backward pass took.
     Raises TypeError for anything but a sparse compression or a Compressor class.
     """
     if isinstance(compression, SparseCompression):
         return SparseExchange(bucket, compression)
+    if isinstance(compression, Automatic):
+        from .automatic import AutomaticExchange  # which runs the exchanges above
+
+        return AutomaticExchange(bucket, compression, backward_seconds)
     if compression is NoneCompressor:
         return DenseExchange()
     if isinstance(compression, type) and hasattr(compression, "compress"):
         return CompressorExchange(compression)
     raise TypeError(
         "compression must be Compression.none, Compression.fp16, Compression.topk(density=...), "
-        f"Compression.gtopk(density=...) or a Compressor class, got {compression!r}"
+        "Compression.gtopk(density=...), .oktopk, .hierarchical, .auto or a Compressor class, "
+        f"got {compression!r}"
     )

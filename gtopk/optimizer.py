@@ -20,7 +20,7 @@ from collectives.transports import Transport
 from . import world
 from .agreement import describe_missing, gather_words
 from .buckets import Bucket
-from .compression import Compression, SparseCompression
+from .compression import Compression, ErrorFeedback
 from .exchange import Exchanged, open_exchange
 from .parameters import name_parameters
 from .reductions import NAMES, Average, Sum
@@ -53,20 +53,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
         self._bucket = Bucket(trained)
         self._names = [self._parameter_names[p] for p in trained]
-        self._exchange = open_exchange(self._bucket, compression)
+        self._exchange = open_exchange(
+            self._bucket, compression, backward_seconds=lambda: self._backward_seconds
+        )
         # One rank's optimizers are told apart by their order of construction.
         self._world.optimizers += 1
         self._operation = f"gradients.{self._world.optimizers}"
-        self._facts = [
-            f"op={NAMES[op]}",
-            self._exchange.facts,
-            f"missing_gradients={missing_gradients!r}",
-            *(
-                f"parameter '{name}' {list(p.shape)} {p.dtype}"
-                for name, p in zip(self._names, trained, strict=True)
-            ),
+        self._parameter_facts = [
+            f"parameter '{name}' {list(p.shape)} {p.dtype}"
+            for name, p in zip(self._names, trained, strict=True)
         ]
         self._passes = dict.fromkeys(trained, 0)
+        self._backward_began: float | None = None
+        self._backward_seconds = 0.0  # of the last step, from its first gradient to its last
         self.set_backward_passes_per_step(backward_passes_per_step)
         if self._world.size > 1:
             # Weakly: a parameter outlives its optimizers, and their hooks must not count on.
@@ -91,7 +90,20 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.backward_passes_per_step = passes
 
+    def _facts(self) -> list[str]:
+        """Return what must be equal on all ranks in the next step."""
+        return [
+            f"op={NAMES[self.op]}",
+            self._exchange.facts,
+            f"missing_gradients={self.missing_gradients!r}",
+            *self._parameter_facts,
+        ]
+
     def _count_pass(self, parameter: torch.nn.Parameter) -> None:
+        now = time.perf_counter()
+        if self._backward_began is None:
+            self._backward_began = now
+        self._backward_seconds = now - self._backward_began
         passes = self._passes[parameter] = self._passes[parameter] + 1
         if passes > self.backward_passes_per_step:
             raise AssertionError(
@@ -99,6 +111,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "before a call to step(); increase backward_passes_per_step to accumulate "
                 "gradients locally"
             )
+
+    def _forget_passes(self) -> None:
+        self._passes = dict.fromkeys(self._passes, 0)
+        self._backward_began = None
 
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
@@ -109,7 +125,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """
         begun = time.perf_counter()
         compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
-        self._passes = dict.fromkeys(self._passes, 0)  # also where this fails: the next step counts
+        self._forget_passes()  # also where this fails: the next step counts
         self._check_gradients()
         missing = [
             name
@@ -133,7 +149,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         operation = self._world.engine.submit(
             self._operation,
-            self._facts,
+            self._facts(),
             work,
             vote=(0 if finite else _NOT_FINITE) | zlib.crc32("\n".join(missing).encode()) << 1,
         )
@@ -159,10 +175,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         elsewhere = communicate_seconds + operation.queue_seconds
         self.last_step = StepReport(
             step=self._world.step,
+            algorithm=exchanged.algorithm if exchanged else "",
             compute_seconds=compute_seconds,
             select_seconds=self._exchange_ended - begun - elsewhere,
             communicate_seconds=communicate_seconds,
             merge_seconds=exchanged.merge_seconds if exchanged else 0.0,
+            exchange_seconds=exchanged.seconds if exchanged else 0.0,
+            predicted_seconds=exchanged.predicted_seconds if exchanged else None,
             sent_bytes=operation.traffic.sent_bytes,
             sent_messages=operation.traffic.sent_messages,
             bytes_counted=exchanged.bytes_counted if exchanged else True,
@@ -250,7 +269,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten."""
-        self._passes = dict.fromkeys(self._passes, 0)
+        self._forget_passes()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -259,7 +278,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         The parameter groups stay the same objects: schedulers made before wrapping hold them.
         """
         self._synchronized = self._skip = False
-        self._passes = dict.fromkeys(self._passes, 0)
+        self._forget_passes()
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups, strict=True):
@@ -284,9 +303,9 @@ def DistributedOptimizer(
     state. Every rank must make its distributed optimizers in the same order, and step them alike.
 
     named_parameters: pairs of name and parameter, usually model.named_parameters().
-    compression: Compression.none, .fp16, .topk(density=...), .gtopk(density=...), or a Compressor
-        class. Top-k methods weight by 1/world size before they select (op=Average), keep what was
-        not sent in a residual, and step with the agreed sparse update.
+    compression: Compression.none, .fp16, .topk(density=...), .gtopk(density=...), .auto(...), or a
+        Compressor class. Top-k methods weight by 1/world size before they select (op=Average), keep
+        what was not sent in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes add up before a step.
     op: Average or Sum.
     gradient_predivide_factor: accepted for Horovod's scripts. The weight is always applied before
@@ -310,8 +329,8 @@ def DistributedOptimizer(
         raise ValueError("LBFGS evaluates its closure many times a step; use another optimizer")
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError("the optimizer is distributed already; wrap the plain one")
-    sparse = isinstance(compression, SparseCompression)
-    correction = compression.momentum_correction if sparse else 0.0
+    feedback = isinstance(compression, ErrorFeedback)
+    correction = compression.momentum_correction if feedback else 0.0
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
     if correction and momentum:
         raise ValueError(

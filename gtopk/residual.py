@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.kernels import (
-    Gradient,
-    Momentum,
-    accumulate_and_select,
-    add_at,
-    clear_at,
-    contains,
-)
+from collectives.kernels import Gradient, Momentum, accumulate_and_select, add_at, clear_at
 from collectives.vector import SparseVector
 
 
@@ -31,9 +24,11 @@ class Residual:
         self.momentum = momentum
         self.velocity: NDArray[Any] | None = np.zeros(length, dtype) if momentum else None
         self.threshold = 0.0  # a guess that spares time, never needed
+        self.holds_nothing = True
 
     def accumulate_and_select(self, gradient: Gradient, k: int) -> SparseVector:
         """Add the weighted gradient, in one array or in parts, and return the k largest entries."""
+        self.holds_nothing = False
         momentum = None if self.velocity is None else Momentum(self.velocity, self.momentum)
         picked, self.threshold = accumulate_and_select(
             self.values, gradient, k, self.threshold, momentum
@@ -43,10 +38,31 @@ class Residual:
     def settle(self, picked: SparseVector, returned: SparseVector) -> None:
         """Take out what was picked, and put back what returned from the reduction.
 
-        With momentum correction, the velocity of what was applied is cleared too (factor masking).
+        With momentum correction, the velocity of what was applied is cleared too (factor masking):
+        of the picks of which less than half returned. Of one that is alive its rounding error may.
         """
         clear_at(self.values, picked.indices)
         add_at(self.values, returned)
         if self.velocity is not None:
-            applied = ~contains(returned.indices, picked.indices)
+            applied = np.abs(self.values[picked.indices]) < np.abs(picked.values) / 2
             clear_at(self.velocity, picked.indices[applied])
+
+    def add_to(self, gradient: NDArray[Any]) -> None:
+        """Add all that is left to the weighted gradient, in place: everything is to be sent.
+
+        With momentum correction the gradient becomes the velocity, which goes on: there is nothing
+        stale to mask when every entry is sent in every step.
+        """
+        if self.velocity is not None:
+            self.velocity *= self.momentum
+            self.velocity += gradient
+            np.copyto(gradient, self.velocity)
+        if not self.holds_nothing:
+            gradient += self.values
+
+    def clear(self) -> None:
+        """Forget what was left: it has been sent."""
+        if not self.holds_nothing:
+            self.values.fill(0)
+            self.threshold = 0.0
+            self.holds_nothing = True

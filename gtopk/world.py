@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import itertools
 import os
 import sys
@@ -14,18 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.transports import Transport, open_transport
+from collectives.transports import Transport
 
 from . import __version__
 from .engine import Engine
 from .guard import Guard, describe
-from .launch import MPI_SIZE_VARIABLES, Launched, launched_by
+from .joining import join
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-# The longest a rank waits for a peer in an operation, and at the start for all to arrive.
-TIMEOUT_SECONDS = {"GTOPK_TIMEOUT": 600.0, "GTOPK_START_TIMEOUT": 120.0}
 
 
 class World:
@@ -71,61 +67,17 @@ def init(comm: MPI.Intracomm | None = None) -> None:
     """Join the world that a launcher started, or be a world of one.
 
     comm: an mpi4py communicator to use in place of MPI.COMM_WORLD.
-    Under mpirun (or any launcher that speaks PMI or Open MPI's variables) this opens MPI. Calling
-    it again does nothing until `shutdown`. Raises ImportError when mpi4py or its MPI library is
-    missing, RuntimeError when the launcher is one gtopk cannot join, ValueError for another comm.
+    Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
+    until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
+    does not say enough or a rank does not come, ValueError for another comm.
     """
     global _process, _guard
     if _process is not None:
         return
-    _process = World(_open(comm))
+    _process = World(join(comm))
     _guard = Guard(_process)
     _guard.install()
     atexit.register(_at_exit)
-
-
-def _open(comm: MPI.Intracomm | None) -> Transport:
-    timeout_seconds = _seconds("GTOPK_TIMEOUT")
-    job = launched_by()
-    if comm is None and job is None:
-        return open_transport("local", timeout_seconds)
-    if comm is None and job is not None and not _speaks_mpi(job):
-        if job.size == 1:
-            return open_transport("local", timeout_seconds)
-        raise RuntimeError(
-            f"{job.launcher} started this process as rank {job.rank} of {job.size}, and gtopk "
-            f"joins ranks over MPI only; start them with: mpirun -n {job.size} python ..."
-        )
-    # A rank that ended before it came here would leave the others in MPI's start for ever, where
-    # no Python runs: faulthandler's own thread ends this process, and the launcher the job.
-    faulthandler.dump_traceback_later(_seconds("GTOPK_START_TIMEOUT"), exit=True, file=2)
-    try:
-        if comm is None:
-            return open_transport("mpi", timeout_seconds)
-        from collectives.transports.mpi import MpiTransport
-
-        if not hasattr(comm, "Split_type"):
-            raise ValueError(f"comm must be an mpi4py communicator or None, got {comm!r}")
-        return MpiTransport(comm, timeout_seconds)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _speaks_mpi(job: Launched) -> bool:
-    """Tell whether MPI can find the job's other ranks; srun --mpi=pmix leaves only PMIX_RANK."""
-    return job.variables[1] in MPI_SIZE_VARIABLES or "PMIX_RANK" in os.environ
-
-
-def _seconds(variable: str) -> float:
-    """Return the seconds an environment variable asks for, or its default."""
-    text = os.environ.get(variable, str(TIMEOUT_SECONDS[variable]))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"{variable} must be a number of seconds above 0, got {text!r}")
-    return seconds
 
 
 def shutdown() -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pytest
+import torch
 
-from collectives.transports import LocalTransport, local_world, run_ranks
+from collectives.transports import LocalTransport, Transport, local_world, run_ranks
+from collectives.transports.horovod import HorovodTransport
+from collectives.transports.torch_distributed import TorchDistributedTransport
 from gtopk.launch import run
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
 
@@ -53,6 +61,100 @@ def mpirun() -> Callable[..., Job]:
         return Job(code, "\n".join(lines), stderr)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., Job]:
+    """Run `torchrun(ranks, program, *arguments)`, as `mpirun` does."""
+
+    def start(
+        ranks: int, program: str, *arguments: str, timeout: float = 120, **variables: str
+    ) -> Job:
+        path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
+        agent = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(f"--nproc-per-node={ranks}", str(path), *arguments),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                **variables,
+            },
+        )
+        try:
+            stdout, stderr = agent.communicate(timeout=timeout)
+        finally:
+            if agent.poll() is None:
+                agent.terminate()  # it ends its ranks
+                agent.communicate()
+        return Job(agent.returncode, stdout, stderr)
+
+    return start
+
+
+class FakeHorovod:
+    """The part of horovod.torch that the transport uses, for the ranks of one process."""
+
+    def __init__(self, rank: int, board: list[list[torch.Tensor]], meet: threading.Barrier) -> None:
+        self._rank, self._board, self._meet = rank, board, meet
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self._board)
+
+    def alltoall(
+        self, tensor: torch.Tensor, splits: torch.Tensor, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.001)  # Horovod's cycle
+        self._board[self._rank] = list(torch.split(tensor.clone(), splits.tolist()))
+        self._meet.wait()
+        received = [blocks[self._rank] for blocks in self._board]
+        self._meet.wait()
+        sizes = torch.tensor([block.numel() for block in received], dtype=splits.dtype)
+        return torch.cat(received), sizes
+
+
+def fake_horovods(size: int) -> list[FakeHorovod]:
+    board: list[list[torch.Tensor]] = [[] for _ in range(size)]
+    meet = threading.Barrier(size)
+    return [FakeHorovod(rank, board, meet) for rank in range(size)]
+
+
+@pytest.fixture(scope="session")
+def in_world() -> Callable[..., list[object]]:
+    """Run `in_world(kind, size, program)`: `program(transport)` on the threads of such a world."""
+
+    def run(
+        kind: str, size: int, program: Callable[[Transport], T], timeout_seconds: float = 30
+    ) -> list[T]:
+        if kind == "local":
+            return run_ranks(local_world(size, timeout_seconds), program)
+        store, horovods = torch.distributed.HashStore(), fake_horovods(size)
+
+        def rank(number: LocalTransport) -> T:
+            if kind == "horovod":
+                transport = HorovodTransport(horovods[number.rank], "stand-in", timeout_seconds)
+            else:
+                transport = TorchDistributedTransport(store, number.rank, size, timeout_seconds, 30)
+            try:
+                result = program(transport)
+            except BaseException as error:
+                transport.leave(f"it raised {type(error).__name__}: {error}", 5)
+                raise
+            staying = transport.leave("its program ended", 30)
+            assert not staying
+            return result
+
+        return run_ranks(local_world(size, timeout_seconds), rank)
+
+    return run
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ LANES: Final = 16
 # selected are cleared, so the next step's picks are today's ranks k+1 and on; aiming nearer to
 # rank k misses too often.
 AIM: Final = 2.2
-AIM_AT_LEAST: Final = 32
+AIM_AT_LEAST: Final = 256
 
 _MISSES: Final = np.frombuffer(b"\1" * 8, np.uint64)[0]  # eight bools in one word
 

@@ -7,6 +7,8 @@ from .local import LocalTransport, local_world, run_ranks
 from .traffic import Traffic
 from .transport import Transport
 
+TRANSPORTS = ("local", "mpi", "torch.distributed", "horovod", "nccl", "staged")
+
 __all__ = [
     "Carrier",
     "LocalTransport",
@@ -18,15 +20,44 @@ __all__ = [
 ]
 
 
-def open_transport(name: str, timeout_seconds: float = 600.0) -> Transport:
-    """Return this process's transport: "mpi", or "local" (a world of this process alone).
+def open_transport(
+    name: str,
+    timeout_seconds: float = 600.0,
+    start_timeout_seconds: float = 120.0,
+    *,
+    bootstrap: Transport | None = None,
+) -> Transport:
+    """Return this process's transport, one of TRANSPORTS; "local" is a world of one.
 
-    Raises ValueError for another name, ImportError when "mpi" lacks mpi4py or an MPI library.
+    timeout_seconds: the longest a rank waits for a peer; start_timeout_seconds: for all to arrive
+    (the starts of MPI and Horovod know no limit).
+    bootstrap: a transport of the same ranks, which "nccl" and "staged" need: it carries all but
+    the messages of GPUs. Those travel over NCCL, or through it and pinned host memory.
+    Raises ValueError for another name, ImportError when a package is missing, PeerTimeoutError when
+    a rank is, RuntimeError when "nccl" has no GPU for each rank.
     """
+    if name == "local":
+        return local_world(1, timeout_seconds)[0]
     if name == "mpi":
         from .mpi import MpiTransport
 
         return MpiTransport(timeout_seconds=timeout_seconds)
-    if name == "local":
-        return local_world(1, timeout_seconds)[0]
-    raise ValueError(f"transport must be 'mpi' or 'local', got {name!r}")
+    if name == "torch.distributed":
+        from .torch_distributed import open_torch_distributed
+
+        return open_torch_distributed(timeout_seconds, start_timeout_seconds)
+    if name == "horovod":
+        from .horovod import open_horovod
+
+        return open_horovod(timeout_seconds)
+    if name not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {TRANSPORTS}, got {name!r}")
+    if bootstrap is None:
+        raise ValueError(f"open_transport({name!r}) needs bootstrap=, such as an MPI transport")
+    if name == "staged":
+        from .staged import StagedTransport
+
+        return StagedTransport(bootstrap)
+    from .nccl import NcclTransport
+
+    return NcclTransport(bootstrap, timeout_seconds=timeout_seconds)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..charts.units import about_bandwidth_text, bytes_text, count_text
 from ..launch import LaunchError, explain, rank_environment, run, usable_cores
 from .model import LATENCY_SECONDS, break_even
 from .plan import PROGRESS, TRAIN_IMAGES, Plan
 from .record import PARTS, Record
-from .units import about_bandwidth_text, bytes_text, count_text
 
 if TYPE_CHECKING:
     from rich.console import Console

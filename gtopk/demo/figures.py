@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from ..charts.units import seconds_text
+from .marks import key
 from .markup import prose
 from .model import LATENCY_SECONDS
 from .plots import (
@@ -16,8 +18,6 @@ from .plots import (
     step_time_by_part,
 )
 from .record import PART_NAMES, PARTS, Record
-from .svg import key
-from .units import seconds_text
 from .verdicts import model_verdict
 
 

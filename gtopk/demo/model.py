@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from collectives.cost import (
-    Link,
-    break_even_bits_per_second,
-    dense_seconds,
-    gtopk_seconds,
-    topk_allgather_seconds,
-)
+from collectives.cost import Link, break_even_bits_per_second
+from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
 
+from ..compression import GTopK
 from .record import Record
 
 LATENCY_SECONDS = 50e-6  # assumed: a message over Ethernet and a kernel's TCP
 
-COMMUNICATION: dict[str, Callable[[int, int, Link], float]] = {
-    "dense": dense_seconds,
-    "topk": topk_allgather_seconds,
-    "gtopk": gtopk_seconds,
-    "gtopk-equal-bytes": gtopk_seconds,
+AS_SENT = GTopK().formats()[0]  # the format of the sparse methods, which is the default
+ALGORITHMS = {
+    "dense": "dense",
+    "topk": "topk-allgather",
+    "gtopk": "gtopk",
+    "gtopk-equal-bytes": "gtopk",
 }
 
 
@@ -35,7 +32,13 @@ def shared_compute_seconds(records: Sequence[Record]) -> float:
 
 def modelled_step_seconds(record: Record, compute_seconds: float, link: Link) -> float:
     """Return compute, select and merge as measured plus the wire as modelled, not overlapped."""
-    wire = COMMUNICATION[record["method"]](record["selected"], record["ranks"], link)
+    density = record["selected"] / record["parameters"]
+    wire = predict(
+        Candidate(ALGORITHMS[record["method"]], density, AS_SENT),
+        record["parameters"],
+        Network(record["ranks"], link),
+        DEFAULT_RATES,  # of which only the wire's part is used
+    ).communicate_seconds
     return compute_seconds + record["step_seconds"]["select"] + record["merge_seconds"] + wire
 
 

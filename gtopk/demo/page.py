@@ -8,10 +8,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..charts.units import bytes_text, count_text, digits, points_text, seconds_text
 from .figures import figures
 from .markup import prose
 from .record import Record, checked
-from .units import bytes_text, count_text, digits, points_text, seconds_text
 from .verdicts import (
     accuracy_verdict,
     bytes_verdict,

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 from collectives.cost import Link
 
-from .model import LATENCY_SECONDS, break_even, modelled_step_seconds, shared_compute_seconds
-from .record import PART_NAMES, PARTS, Part, Record
-from .svg import (
+from ..charts.svg import (
     BOTTOM,
     LEFT,
     RIGHT,
@@ -22,11 +20,13 @@ from .svg import (
     drawing,
     frame,
     horizontal,
-    series,
     text,
     vertical,
 )
-from .units import about_bandwidth_text, bandwidth_text, bytes_text, seconds_text
+from ..charts.units import about_bandwidth_text, bandwidth_text, bytes_text, seconds_text
+from .marks import series
+from .model import LATENCY_SECONDS, break_even, modelled_step_seconds, shared_compute_seconds
+from .record import PART_NAMES, PARTS, Part, Record
 
 SLOWEST_LINK, FASTEST_LINK = 1e7, 1e11  # bits per second, the modelled range
 BAR_ROW, BAR_HEIGHT = 74, 18  # units of the drawing

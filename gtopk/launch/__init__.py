@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cores import allowed_cores, core_quota, usable_cores
-from .launched import MPI_SIZE_VARIABLES, Launched, launched_by, launchers
+from .launched import Launched, carried_by, launched_by, launchers
 from .mpirun import (
     LaunchError,
     LaunchTimeoutError,
@@ -18,13 +18,13 @@ from .mpirun import (
 )
 
 __all__ = [
-    "MPI_SIZE_VARIABLES",
     "LaunchError",
     "LaunchTimeoutError",
     "Launched",
     "Mpi",
     "allowed_cores",
     "by_reason",
+    "carried_by",
     "core_quota",
     "explain",
     "find_mpirun",

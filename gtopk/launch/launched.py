@@ -21,7 +21,7 @@ _MPI = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("a PMI launcher", "PMI_RANK", "PMI_SIZE"),  # MPICH's mpirun, or srun
 )
-MPI_SIZE_VARIABLES = tuple(size for _, _, size in _MPI)
+_MPI_SIZES = tuple(size for _, _, size in _MPI)
 _OTHERS = (
     ("torchrun", "RANK", "WORLD_SIZE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -45,6 +45,18 @@ def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Return the launcher whose rank this process is; None when it runs alone."""
     mpi = {name for name, _, _ in _MPI}
     return next((s for s in launchers(environ) if s.launcher in mpi or s.size > 1), None)
+
+
+def carried_by(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the transport that the environment and the launcher ask for."""
+    if wanted := environ.get("GTOPK_TRANSPORT"):
+        return wanted
+    if job is None:
+        return "local"
+    # srun --mpi=pmix leaves only PMIX_RANK.
+    if job.variables[1] in _MPI_SIZES or "PMIX_RANK" in environ:
+        return "mpi"
+    return "torch.distributed" if job.size > 1 else "local"
 
 
 def _read(family: tuple[str, str, str], environ: Mapping[str, str]) -> Launched | None:

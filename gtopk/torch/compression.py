@@ -1,5 +1,25 @@
 """Horovod's import path for the compression choices."""
 
-from ..compression import Compression, Compressor, FP16Compressor, GTopK, NoneCompressor, TopK
+from ..compression import (
+    Automatic,
+    Compression,
+    Compressor,
+    FP16Compressor,
+    GTopK,
+    Hierarchical,
+    NoneCompressor,
+    OkTopK,
+    TopK,
+)
 
-__all__ = ["Compression", "Compressor", "FP16Compressor", "GTopK", "NoneCompressor", "TopK"]
+__all__ = [
+    "Automatic",
+    "Compression",
+    "Compressor",
+    "FP16Compressor",
+    "GTopK",
+    "Hierarchical",
+    "NoneCompressor",
+    "OkTopK",
+    "TopK",
+]

@@ -6,8 +6,10 @@ import importlib.util
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,28 +27,44 @@ from collectives import (
     reduce,
     run_ranks,
 )
-from collectives.transports import LocalTransport, Traffic, local_world
+from collectives.transports import LocalTransport, Traffic, horovod, local_world, torch_distributed
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MESSAGE = np.arange(10, dtype=np.uint8)
 
 
-def load_laws() -> list[Callable[[Transport], None]]:
+def load_laws() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
         "collectives_transports", PROGRAMS / "collectives_transports.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.LAWS
+    return module
 
+
+_PROGRAM = load_laws()
+LAWS, COUNTING, LARGE = _PROGRAM.LAWS, _PROGRAM.COUNTING, _PROGRAM.LARGE
+
+
+every_kind = pytest.mark.parametrize("kind", ["local", "torch.distributed", "horovod"])
 
 # ---- the laws of every transport
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("law", load_laws(), ids=lambda law: law.__name__.removeprefix("test_"))
-def test_in_threads(law: Callable[[Transport], None], size: int) -> None:
-    run_ranks(local_world(size, timeout_seconds=30), law)
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__.removeprefix("test_"))
+@every_kind
+def test_in_threads(
+    in_world, kind: str, law: Callable[[Transport], None], size: int, monkeypatch
+) -> None:
+    # So low that every path is taken.
+    if size % 2 and law not in COUNTING:
+        monkeypatch.setattr(torch_distributed, "NATIVE_BYTES", 64)
+    monkeypatch.setattr(torch_distributed, "PIECE_BYTES", 16 if size == 4 else 1 << 18)
+    monkeypatch.setattr(
+        horovod, "TICK_BYTES", 4 * 20 if size == 4 and law not in LARGE else 1 << 30
+    )
+    in_world(kind, size, law)
 
 
 def assert_every_rank_says(job: Any, ranks: int, sentence: str) -> None:
@@ -59,21 +77,44 @@ def assert_every_rank_says(job: Any, ranks: int, sentence: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_under_mpirun(mpirun, ranks: int) -> None:
-    job = mpirun(ranks, "collectives_transports.py")
-    assert_every_rank_says(job, ranks, rf"{len(load_laws())} laws hold")
+    job = mpirun(ranks, "collectives_transports.py", "mpi")
+    assert_every_rank_says(job, ranks, rf"{len(LAWS)} laws hold")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_under_torchrun(torchrun, ranks: int) -> None:
+    job = torchrun(ranks, "collectives_transports.py", "torch.distributed")
+    assert_every_rank_says(job, ranks, rf"{len(LAWS)} laws hold")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_reductions_under_mpirun_are_those_in_threads(mpirun, ranks: int) -> None:
-    job = mpirun(ranks, "collectives_algorithms.py")
+    job = mpirun(ranks, "collectives_algorithms.py", "mpi")
+    assert_every_rank_says(job, ranks, "nothing is lost")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reductions_under_torchrun_are_those_in_threads(torchrun, ranks: int) -> None:
+    job = torchrun(ranks, "collectives_algorithms.py", "torch.distributed")
     assert_every_rank_says(job, ranks, "nothing is lost")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_under_mpirun_no_wait_for_a_missing_peer_lasts(mpirun, ranks: int) -> None:
-    job = mpirun(ranks, "collectives_peers.py")
+    job = mpirun(ranks, "collectives_peers.py", "mpi")
     assert_every_rank_says(job, ranks, "everyone was missed")
-    stalled = rf"^gtopk: rank 0 has waited \d+ s for rank {ranks - 1} in a long wait$"
+    assert_the_long_wait_was_announced(job, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_under_torchrun_no_wait_for_a_missing_peer_lasts(torchrun, ranks: int) -> None:
+    job = torchrun(ranks, "collectives_peers.py", "torch.distributed")
+    assert_every_rank_says(job, ranks, "everyone was missed")
+    assert_the_long_wait_was_announced(job, ranks)
+
+
+def assert_the_long_wait_was_announced(job: Any, ranks: int) -> None:
+    stalled = rf"^gtopk: rank 0 has waited [\d.]+ s for rank {ranks - 1} in a long wait$"
     assert re.search(stalled, job.stderr, re.MULTILINE)
 
 
@@ -87,8 +128,8 @@ def test_the_local_transport_of_a_process_is_a_world_of_one() -> None:
 
 
 def test_another_transport_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="transport must be 'mpi' or 'local', got 'nccl'"):
-        open_transport("nccl")
+    with pytest.raises(ValueError, match=r"must be one of \('local', .*, got 'pigeon'"):
+        open_transport("pigeon")
 
 
 def test_mpi_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +147,11 @@ def test_a_world_of_no_ranks_is_refused(size: int) -> None:
 # ---- who leaves, and who is silent
 
 
-def test_a_rank_that_left_is_named_with_its_reason_by_whoever_waits_for_it() -> None:
-    def program(transport: LocalTransport) -> None:
+@every_kind
+def test_a_rank_that_left_is_named_with_its_reason_by_whoever_waits_for_it(
+    in_world, kind: str
+) -> None:
+    def program(transport: Transport) -> None:
         if transport.rank == 1:
             transport.leave("its data ran out")
             return
@@ -116,12 +160,15 @@ def test_a_rank_that_left_is_named_with_its_reason_by_whoever_waits_for_it() -> 
             transport.receive(1)
         transport.leave("a peer is gone")
 
-    run_ranks(local_world(2, timeout_seconds=30), program)
+    in_world(kind, 2, program, 30)
 
 
+@every_kind
 @pytest.mark.parametrize("size", [3, 4, 7])
-def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(size: int) -> None:
-    def program(transport: LocalTransport) -> None:
+def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(
+    in_world, kind: str, size: int
+) -> None:
+    def program(transport: Transport) -> None:
         with transport.operation("step 0"):
             transport.barrier()
         if transport.rank == size - 1:
@@ -129,26 +176,29 @@ def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(size: int) ->
             return
         with pytest.raises(PeerError) as caught, transport.operation("step 1"):
             transport.receive((transport.rank + 1) % (size - 1))  # who waits, too
+        # Perhaps by way of another rank, which found that out first and left for that reason.
         assert f"rank {size - 1} left (done early)" in str(caught.value)
         assert not isinstance(caught.value, PeerTimeoutError)
-        transport.leave("a peer is gone")
+        transport.leave(str(caught.value))
 
-    run_ranks(local_world(size, timeout_seconds=30), program)
+    in_world(kind, size, program, 30)
 
 
-def test_who_completed_the_operation_is_not_missed_in_it() -> None:
-    def program(transport: LocalTransport) -> list[np.ndarray]:
+@every_kind
+def test_who_completed_the_operation_is_not_missed_in_it(in_world, kind: str) -> None:
+    def program(transport: Transport) -> list[np.ndarray]:
         with transport.operation("the only step"):
             gathered = transport.allgather(MESSAGE)
         transport.leave("done")
         return gathered
 
-    for gathered in run_ranks(local_world(5, timeout_seconds=30), program):
+    for gathered in in_world(kind, 5, program, 30):
         assert [m.tobytes() for m in gathered] == [MESSAGE.tobytes()] * 5
 
 
-def test_a_rank_that_failed_in_the_operation_has_not_completed_it() -> None:
-    def program(transport: LocalTransport) -> None:
+@every_kind
+def test_a_rank_that_failed_in_the_operation_has_not_completed_it(in_world, kind: str) -> None:
+    def program(transport: Transport) -> None:
         if transport.rank == 0:
             with pytest.raises(ZeroDivisionError), transport.operation("step 0"):
                 raise ZeroDivisionError
@@ -161,23 +211,54 @@ def test_a_rank_that_failed_in_the_operation_has_not_completed_it() -> None:
                 transport.receive(1)
         transport.leave("it failed")
 
-    run_ranks(local_world(3, timeout_seconds=30), program)
+    in_world(kind, 3, program, 30)
 
 
-def test_what_was_sent_before_leaving_still_arrives() -> None:
-    sender, receiver = local_world(2, timeout_seconds=30)
-    sender.send(MESSAGE, 1)()
-    sender.resign("done")
-    assert receiver.receive(0).tobytes() == MESSAGE.tobytes()
-    with pytest.raises(PeerError, match=r"rank 0 left \(done\) .* in an exchange"):
-        receiver.receive(0)
+@every_kind
+def test_what_was_sent_before_leaving_still_arrives(in_world, kind: str) -> None:
+    def program(transport: Transport) -> None:
+        if transport.rank == 0:
+            transport.send(MESSAGE, 1)()
+        else:
+            assert transport.receive(0).tobytes() == MESSAGE.tobytes()
+            with pytest.raises(PeerError, match=r"rank 0 left \(done\) .* in an exchange"):
+                transport.receive(0)
+        transport.leave("done")
+
+    in_world(kind, 2, program)
 
 
-def test_a_silent_rank_is_named_after_the_timeout() -> None:
-    waiting, _ = local_world(2, timeout_seconds=0.2)
-    text = r"rank 0 waited 0\.2 s for rank 1 in a long wait"
-    with pytest.raises(PeerTimeoutError, match=text), waiting.operation("a long wait"):
-        waiting.receive(1)
+@every_kind
+@pytest.mark.parametrize("of_a_view", [False, True])
+def test_a_silent_rank_is_named_after_the_timeout(in_world, kind: str, of_a_view: bool) -> None:
+    def program(transport: Transport) -> None:
+        if transport.rank == 0:
+            waiting = transport.channel(1) if of_a_view else transport
+            text = r"rank 0 has waited 0\.2\d* s for rank 1 in a long wait"
+            with pytest.raises(PeerTimeoutError, match=text), waiting.operation("a long wait"):
+                waiting.receive(1)
+            transport.send(MESSAGE, 1)()  # who gave up one wait can still speak
+        else:
+            time.sleep(0.4)
+            assert transport.receive(0).tobytes() == MESSAGE.tobytes()
+
+    in_world(kind, 2, program, 0.2)
+
+
+@every_kind
+@pytest.mark.parametrize("of_a_view", [False, True])
+def test_a_rank_that_waits_takes_hardly_any_cpu_time(in_world, kind: str, of_a_view: bool) -> None:
+    def program(transport: Transport) -> None:
+        stream = transport.channel(1) if of_a_view else transport
+        if transport.rank == 1:
+            time.sleep(1)
+            stream.send(MESSAGE, 0)()
+        elif transport.rank == 0:
+            begun = time.process_time()
+            stream.receive(1)
+            assert time.process_time() - begun < 0.5, "of all threads, in a second"
+
+    in_world(kind, 3, program)
 
 
 def test_many_ranks_may_leave_while_others_look_who_has_left() -> None:
@@ -197,10 +278,13 @@ def test_many_ranks_may_leave_while_others_look_who_has_left() -> None:
         sys.setswitchinterval(interval)
 
 
-def test_the_exception_of_the_rank_that_failed_is_the_one_that_is_raised() -> None:
+@every_kind
+def test_the_exception_of_the_rank_that_failed_is_the_one_that_is_raised(
+    in_world, kind: str
+) -> None:
     seen = []
 
-    def program(transport: LocalTransport) -> None:
+    def program(transport: Transport) -> None:
         if transport.rank == 1:
             raise ZeroDivisionError("in step 3")
         try:
@@ -210,7 +294,7 @@ def test_the_exception_of_the_rank_that_failed_is_the_one_that_is_raised() -> No
             raise
 
     with pytest.raises(ZeroDivisionError, match="in step 3"):
-        run_ranks(local_world(3, timeout_seconds=30), program)
+        in_world(kind, 3, program, 30)
     assert any("rank 1 left (it raised ZeroDivisionError: in step 3)" in text for text in seen)
 
 
@@ -275,7 +359,9 @@ def test_streams_whose_tags_collide_are_refused_and_named(monkeypatch) -> None:
 def test_errors_of_a_view_name_world_ranks() -> None:
     world = local_world(5, timeout_seconds=0.1)
     view = world[2].subset([4, 2]).channel(1)
-    with pytest.raises(PeerTimeoutError, match=r"rank 2 waited 0\.1 s for rank 4 in an exchange"):
+    with pytest.raises(
+        PeerTimeoutError, match=r"rank 2 has waited 0\.1 s for rank 4 in an exchange"
+    ):
         view.receive(0)
     world[4].subset([4, 2]).channel(1).send(MESSAGE, 1)
     with pytest.raises(MessageError, match="the message from rank 4 is malformed"):
@@ -288,8 +374,11 @@ def test_errors_of_a_view_name_world_ranks() -> None:
         view.receive(0)
 
 
-def test_a_rank_that_left_in_an_operation_of_a_view_is_missed_by_its_members() -> None:
-    def program(transport: LocalTransport) -> None:
+@every_kind
+def test_a_rank_that_left_in_an_operation_of_a_view_is_missed_by_its_members(
+    in_world, kind: str
+) -> None:
+    def program(transport: Transport) -> None:
         if transport.rank == 3:
             transport.leave("it is no member")
             return
@@ -300,11 +389,11 @@ def test_a_rank_that_left_in_an_operation_of_a_view_is_missed_by_its_members() -
             transport.leave("its data ran out")
             return
         text = r"rank 2 left \(its data ran out\) while rank \d waited for it in bucket 1"
-        with pytest.raises(PeerError, match=text), channel.operation("bucket 1"):
+        with pytest.raises(PeerError, match=text) as caught, channel.operation("bucket 1"):
             channel.receive(1 - channel.rank)
-        transport.leave("a peer is gone")
+        transport.leave(str(caught.value))
 
-    run_ranks(local_world(4, timeout_seconds=30), program)
+    in_world(kind, 4, program, 30)
 
 
 def test_a_rank_that_completed_the_operation_of_a_view_is_not_missed_in_it() -> None:

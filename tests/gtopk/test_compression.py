@@ -7,7 +7,13 @@ import torch
 
 from gtopk.compression import Compression, Compressor
 
-SPARSE = [Compression.topk, Compression.gtopk]
+SPARSE = [
+    Compression.topk,
+    Compression.gtopk,
+    Compression.oktopk,
+    Compression.hierarchical,
+    Compression.auto,
+]
 
 
 @pytest.mark.parametrize("kind", SPARSE)
@@ -18,7 +24,7 @@ def test_a_density_outside_0_to_1_is_refused_with_its_value(kind, density):
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-@pytest.mark.parametrize("density", ["0.1", None, True])
+@pytest.mark.parametrize("density", ["0.1", True])
 def test_a_density_must_be_a_number(kind, density):
     with pytest.raises(TypeError, match="density must be a number"):
         kind(density=density)
@@ -35,6 +41,65 @@ def test_a_momentum_that_diverges_is_refused(momentum):
 )
 def test_k_is_the_share_of_the_length_but_never_0(density, length, k):
     assert Compression.gtopk(density).selected(length) == k
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("options", [{"wire": "zip"}, {"values": "int4"}])
+def test_a_code_that_there_is_not_is_refused_with_those_there_are(kind, options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} must be one of .*auto; got '{value}'"):
+        kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Compression.gtopk(growth=0.5), "growth must be a number from 1 on, got 0.5"),
+        (lambda: Compression.gtopk(growth="2"), "growth must be a number, got '2'"),
+        (lambda: Compression.gtopk(put_back="nobody"), "put_back must be one of owners, spread"),
+        (lambda: Compression.gtopk(pieces=0), r"pieces must lie in 1\.\.255, got 0"),
+        (lambda: Compression.gtopk(pieces=1.5), "pieces must be an integer, got 1.5"),
+        (lambda: Compression.oktopk(k_out=float("nan")), "k_out must be a number from 1 on"),
+        (lambda: Compression.hierarchical(across="topk"), "across must be one of gtopk, oktopk"),
+        (
+            lambda: Compression.auto(density=0.1, bytes_per_step=1e6),
+            "give one budget, not several: density=0.1, bytes_per_step=1000000.0",
+        ),
+        (
+            lambda: Compression.auto(bytes_per_step=1e6, hide_behind_backward=True),
+            "give one budget, not several",
+        ),
+        (lambda: Compression.auto(bytes_per_step=0), "bytes_per_step must be above 0"),
+        (lambda: Compression.auto(bytes_per_step="1M"), "bytes_per_step must be a number"),
+        (lambda: Compression.auto(hide_behind_backward=1), "must be True or False, got 1"),
+    ],
+)
+def test_an_option_out_of_bounds_is_refused_with_its_value(make, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        make()
+
+
+def test_without_a_budget_a_thousandth_is_sent():
+    assert Compression.auto().density == 0.001
+    assert Compression.auto(bytes_per_step=1e6).density is None
+
+
+def test_every_option_is_among_the_facts():
+    facts = Compression.gtopk(0.5, momentum_correction=0.9).facts()
+    assert facts == (
+        "gtopk density=0.5 momentum_correction=0.9 wire=blocks values=exact growth=1.0 "
+        "put_back=owners pieces=1"
+    )
+    assert Compression.auto(hide_behind_backward=True).facts() == (
+        "auto momentum_correction=0.0 wire=auto values=exact density=None bytes_per_step=None "
+        "hide_behind_backward=True"
+    )
+
+
+def test_auto_among_codes_means_all_of_them():
+    formats = Compression.gtopk(wire="auto", values="bf16").formats()
+    assert [format.indices for format in formats] == ["raw", "blocks", "packed"]
+    assert {format.values for format in formats} == {"bf16"}
 
 
 def test_fp16_leaves_integers_alone_and_restores_the_dtype():

@@ -8,14 +8,18 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Calibration, Network
 from gtopk import doctor
-from gtopk.doctor import Finding, State, gpu, mpi, ranks
+from gtopk.doctor import Finding, State, basics, gpu, mpi, ranks
 from gtopk.doctor.finding import gist
 from gtopk.doctor.isolation import PROBES, look
+from gtopk.doctor.network import describe
 from gtopk.launch import find_mpirun, run
 
 ROOT = Path(__file__).parents[2]
@@ -233,9 +237,40 @@ def test_launchers_that_contradict_each_other_are_named() -> None:
     assert finding.advice == "unset RANK WORLD_SIZE"
 
 
+@pytest.mark.parametrize(
+    ("exports", "aware"),
+    [
+        ({}, False),
+        ({"MPIX_Query_cuda_support": lambda: 1}, True),
+        ({"MPIX_Query_cuda_support": lambda: 0}, False),
+        ({"MPIX_GPU_query_support": lambda kind, answer: 1}, False),  # an error code
+        ({"MPIX_GPU_query_support": lambda kind, answer: 0}, False),
+    ],
+)
+def test_an_mpi_library_is_asked_whether_it_is_cuda_aware(monkeypatch, exports, aware) -> None:
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: SimpleNamespace(**exports))
+    assert mpi.claims_cuda("libmpi.so") is aware
+
+
+def test_mpichs_answer_is_read_from_where_it_writes_it(monkeypatch) -> None:
+    def says_yes(kind, answer) -> int:
+        answer._obj.value = 1
+        return 0
+
+    library = SimpleNamespace(MPIX_GPU_query_support=says_yes)
+    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: library)
+    assert mpi.claims_cuda("libmpi.so") is True
+
+
 def sums(**changes: Any) -> dict[str, Any]:
     hosts = ["a", "a", "b"]
-    whole = {"size": 3, "right": True, "seconds": 0.001, "hosts": hosts, "threads": "multiple"}
+    whole = {
+        "size": 3,
+        "right": True,
+        "seconds": 0.001,
+        "hosts": hosts,
+        "transport": "mpi (Open MPI)",
+    }
     return whole | {"cores": {"a": 2, "b": 2}} | changes
 
 
@@ -248,7 +283,7 @@ def test_ranks_that_add_up_are_well_and_their_hosts_named() -> None:
 @pytest.mark.parametrize(
     ("reported", "launched", "state", "says"),
     [
-        (sums(size=1), 3, State.FAIL, "3 were started, but MPI sees 1"),
+        (sums(size=1), 3, State.FAIL, "3 were started, but 1 joined"),
         (sums(right=False), 3, State.FAIL, "add up wrongly"),
         (sums(cores={"a": 1, "b": 2}), 3, State.WARN, "2 share 1 core"),
     ],
@@ -286,14 +321,28 @@ def test_ranks_that_fail_are_a_finding(tmp_path: Path, monkeypatch: pytest.Monke
     assert finding.advice
 
 
+@pytest.mark.parametrize(
+    ("bits_per_second", "says"), [(1e8, "compression pays here"), (1e13, "would not pay here")]
+)
+def test_the_network_is_told_with_what_it_means(bits_per_second: float, says: str) -> None:
+    link, inside = Link.of(bits_per_second, 50e-6), Link.of(1e12, 2e-6)
+    text = describe(Calibration(Network(8, link, 2, inside), DEFAULT_RATES, "made up"))
+    assert f"between hosts {bits_per_second / 1e9:.3g} Gbit/s and 50 us" in text
+    assert "inside a host 1e+03 Gbit/s and 2 us" in text
+    assert says in text
+    assert text.endswith("(made up)")
+    assert text.isascii()
+
+
 # ---- under mpirun
 
 
 @needs_mpirun
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_job_prints_one_report_that_says_its_size(
-    size: int, monkeypatch: pytest.MonkeyPatch
+    size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "calibration.json"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     lines: list[str] = []
     program = [sys.executable, "-m", "gtopk.doctor"]
@@ -304,6 +353,9 @@ def test_a_job_prints_one_report_that_says_its_size(
     assert f"rank 0 of {size}" in report
     assert f"{size} ranks on" in report
     assert f"Ready to train on these {size} ranks." in report
+    assert ("inside a host" in report) == (size > 1)
+    assert ("here (measured on" in report) == (size > 1)
+    assert report.isascii()
     assert "\033" not in report
 
 
@@ -316,7 +368,7 @@ def test_a_rank_that_never_joins_does_not_hang_the_report() -> None:
         "from gtopk.launch import launched_by\n"
         "job = launched_by()\n"
         "if job.rank == 0:\n"
-        "    print(look_at_running_ranks(job, seconds=5).detail, flush=True)\n"
+        "    print(look_at_running_ranks(job, seconds=5)[0].detail, flush=True)\n"
         "else:\n"
         "    time.sleep(1000)\n"
     )
@@ -347,3 +399,31 @@ def test_another_rank_than_the_first_prints_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "4")
     job = examine()
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+
+
+# ---- the kernels
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("the C++ core is not built", "pip install -e ."),
+        ("GTOPK_KERNELS=reference asks for NumPy", "unset GTOPK_KERNELS"),
+    ],
+)
+def test_kernels_that_are_not_compiled_come_with_the_way_to_get_them(
+    reason: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: reason)
+    finding = basics.look_at_kernels()
+    assert finding.state is State.WARN
+    assert finding.detail.endswith(f": {reason}")
+    assert advice in finding.advice
+
+
+def test_compiled_kernels_are_named_with_their_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: "")
+    monkeypatch.setattr("collectives.kernels.in_use", lambda: "C++ core, AVX2")
+    assert basics.look_at_kernels() == Finding("kernels", State.OK, "C++ core, AVX2")

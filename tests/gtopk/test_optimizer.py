@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,16 @@ from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Average, Sum
 
 SIZES = [1, 2, 3, 5, 6, 7, 8]
-SPARSE = [Compression.topk, Compression.gtopk]
+SPARSE = [Compression.topk, Compression.gtopk, Compression.oktopk, Compression.hierarchical]
+# Whatever else may be asked for; values that are rounded on the wire stay in the residual.
+VARIANTS = [
+    partial(Compression.topk, values="fp16", wire="raw"),
+    partial(Compression.gtopk, values="int8", wire="packed"),
+    partial(Compression.gtopk, growth=3.0, put_back="spread", values="bf16"),
+    partial(Compression.gtopk, pieces=3),
+    partial(Compression.oktopk, k_out=3.0, values="bf16"),
+    partial(Compression.hierarchical, across="oktopk", values="int8"),
+]
 
 
 def network(seed: int = 0) -> torch.nn.Module:
@@ -90,7 +100,7 @@ def test_keeping_everything_is_sgd_on_the_concatenated_batch(threads, size, comp
     [
         Compression.none,
         Compression.fp16,
-        *(kind(density=0.05) for kind in SPARSE),
+        *(kind(density=0.05) for kind in [*SPARSE, *VARIANTS]),
     ],
     ids=repr,
 )
@@ -108,7 +118,7 @@ def test_a_low_density_changes_the_training(threads, kind):
     assert not torch.allclose(sparse, train_alone(4), rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("kind", [*SPARSE, *VARIANTS], ids=repr)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())

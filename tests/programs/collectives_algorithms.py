@@ -1,8 +1,12 @@
-"""Run on any number of ranks: over MPI the reductions give what they give in threads."""
+"""Run on any number of ranks: the reductions give what they give in threads.
+
+Argument: the transport.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +27,7 @@ from collectives.algorithms import Hierarchy
 from collectives.transports import local_world
 from collectives.wire import EXACT, Format
 
-TRANSPORT = open_transport("mpi", timeout_seconds=60)
+TRANSPORT = open_transport(sys.argv[1], timeout_seconds=60)
 RANK, SIZE = TRANSPORT.rank, TRANSPORT.size
 CASES = [  # length, k, entries picked, dtype
     (1, 1, 1, np.float32),
@@ -99,7 +103,7 @@ def check(
     lost = np.sum(before, axis=0, dtype=float) - np.sum(after, axis=0, dtype=float)
     assert (np.abs(lost) <= bound + 1e-15).all()
 
-    # What threads get. MPI's own allreduce may add in another order, and its messages are reckoned.
+    # What threads get. A library's own allreduce may add in another order, and is reckoned.
     world = local_world(SIZE)
     threads = run_ranks(
         world, lambda t: reduce(picks[t.rank], k, t, algorithm, format=format, **options)
@@ -126,7 +130,7 @@ def check_that_all_refuse_alike(way: tuple[str, Format, dict[str, Any]]) -> None
 
 def check_many_at_once() -> None:
     """Reduce on several channels at the same time, one thread each."""
-    ways = [way for way in WAYS if way[0] != "dense"]  # MPI's own allreduce has no channels
+    ways = [way for way in WAYS if way[0] != "dense"]  # a library's own may have no channels
     picks = picks_of(20_000, 300, np.float64)
 
     def one(number: int) -> SparseVector:
@@ -165,4 +169,4 @@ if __name__ == "__main__":
             check_that_all_refuse_alike(way)
         check_many_at_once()
         check_dense_gradients()
-    print(f"rank {RANK} of {SIZE}: nothing is lost", flush=True)
+    print(f"rank {RANK} of {SIZE}: nothing is lost\n", end="", flush=True)

@@ -1,7 +1,11 @@
-"""Run on two or more ranks: what becomes of the others when a rank leaves, is silent or babbles."""
+"""Run on two or more ranks: what becomes of the others when a rank leaves, is silent or babbles.
+
+Argument: the transport.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -17,12 +21,21 @@ from collectives import (
     PeerTimeoutError,
     SparseVector,
     Transport,
+    open_transport,
     reduce,
 )
-from collectives.transports import mpi
-from collectives.transports.mpi import MpiTransport
+from collectives.transports import mpi, torch_distributed
+from collectives.transports import transport as base
 
-CONTROL = MpiTransport(timeout_seconds=60)
+NAME = sys.argv[1]
+
+
+def new(timeout_seconds: float) -> Transport:
+    """Return a further transport of the same ranks."""
+    return open_transport(NAME, timeout_seconds)
+
+
+CONTROL = new(timeout_seconds=60)
 RANK, SIZE = CONTROL.rank, CONTROL.size
 LAST = SIZE - 1
 MESSAGE = np.arange(10, dtype=np.uint8)
@@ -30,7 +43,7 @@ MESSAGE = np.arange(10, dtype=np.uint8)
 
 def miss_the_last(call: Callable[[Transport], object]) -> None:
     """Check that the last rank's leaving ends what the others do together, on each of them."""
-    transport = MpiTransport(timeout_seconds=60)
+    transport = new(timeout_seconds=60)
     with transport.operation("step 0"):
         transport.barrier()
     if RANK == LAST:
@@ -52,16 +65,19 @@ def test_a_rank_that_left_is_missed_by_all() -> None:
     miss_the_last(lambda transport: reduce(SparseVector.empty(10), 3, transport))
 
 
-def test_a_rank_that_left_is_missed_in_mpis_own_allreduce() -> None:
+def test_a_rank_that_left_is_missed_in_the_librarys_own_allreduce() -> None:
     miss_the_last(lambda transport: transport.allreduce(np.zeros(10)))
-    with mock.patch.object(mpi, "_BLOCKING_BYTES", 64):
+    with (
+        mock.patch.object(mpi, "_BLOCKING_BYTES", 64),
+        mock.patch.object(torch_distributed, "NATIVE_BYTES", 64),
+    ):
         miss_the_last(lambda transport: transport.allreduce(np.zeros(10)))
 
 
 def test_a_rank_is_missed_even_by_those_that_wait_for_another() -> None:
     if SIZE < 3:
         return
-    transport = MpiTransport(timeout_seconds=60)
+    transport = new(timeout_seconds=60)
     if RANK == 0:
         text = rf"rank {LAST} left \(enough\) while rank 0 waited for it in a chain"
         with pytest.raises(PeerError, match=text), transport.operation("a chain"):
@@ -78,7 +94,7 @@ def test_a_rank_that_left_is_missed_by_who_waits_in_a_view() -> None:
 
 
 def test_what_was_sent_before_leaving_still_arrives() -> None:
-    transport = MpiTransport(timeout_seconds=60)
+    transport = new(timeout_seconds=60)
     if RANK == LAST:
         for peer in range(LAST):
             transport.send(MESSAGE, peer)()
@@ -91,7 +107,9 @@ def test_what_was_sent_before_leaving_still_arrives() -> None:
 
 
 def test_what_arrives_together_with_the_farewell_is_not_lost() -> None:
-    transport = MpiTransport(timeout_seconds=60)
+    if NAME != "mpi":
+        return
+    transport = new(timeout_seconds=60)
     if RANK != LAST:
 
         def arrived() -> str | None:
@@ -102,7 +120,7 @@ def test_what_arrives_together_with_the_farewell_is_not_lost() -> None:
 
 
 def test_who_completed_the_operation_may_leave() -> None:
-    transport = MpiTransport(timeout_seconds=60)
+    transport = new(timeout_seconds=60)
     with transport.operation("the only step"):
         gathered = transport.allgather(MESSAGE[:RANK])
     assert [m.size for m in gathered] == list(range(SIZE))
@@ -110,11 +128,12 @@ def test_who_completed_the_operation_may_leave() -> None:
 
 
 def test_a_silent_rank_is_named_after_the_timeout() -> None:
-    transport = MpiTransport(timeout_seconds=0.2)
+    transport = new(timeout_seconds=0.2)
     if RANK == 0:
-        text = rf"rank 0 has waited \d+ s for rank {LAST} in a long wait$"
+        text = rf"rank 0 has waited [\d.]+ s for rank {LAST} in a long wait$"
         with (
             mock.patch.object(mpi, "STALL_WARNING_SECONDS", 0.05),
+            mock.patch.object(base, "STALL_WARNING_SECONDS", 0.05),
             pytest.raises(PeerTimeoutError, match=text),
             transport.operation("a long wait"),
         ):
@@ -123,8 +142,20 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
     transport.leave("done")
 
 
+def test_a_rank_that_waits_takes_hardly_any_cpu_time() -> None:
+    transport = new(timeout_seconds=60)
+    if RANK == LAST:
+        time.sleep(2)
+        transport.send(MESSAGE, 0)()
+    elif RANK == 0:
+        begun = time.process_time()
+        transport.receive(LAST)
+        assert time.process_time() - begun < 1, "of all threads, in two seconds"
+    transport.leave("done")
+
+
 def test_a_malformed_message_ends_the_reduction_on_every_rank() -> None:
-    transport = MpiTransport(timeout_seconds=60)
+    transport = new(timeout_seconds=60)
     paired = 1 << (SIZE.bit_length() - 1)
     partner = LAST ^ 1 if paired > LAST else LAST - paired
     if RANK == LAST:
@@ -143,4 +174,4 @@ if __name__ == "__main__":
         for name, test in list(globals().items()):
             if name.startswith("test_"):
                 test()
-    print(f"rank {RANK} of {SIZE}: everyone was missed", flush=True)
+    print(f"rank {RANK} of {SIZE}: everyone was missed\n", end="", flush=True)

@@ -1,15 +1,16 @@
 """The laws of every transport.
 
-Run on any number of ranks they are those of MPI's; test_transports.py runs them in threads.
+Run on any number of ranks, with the transport's name; test_transports.py runs them in threads, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -76,6 +77,31 @@ def test_partners_swap_messages_of_different_sizes(transport: Transport) -> None
         for size in SIZES:
             received = transport.exchange(message(size * (transport.rank + 1), 2), peer)
             assert received.tobytes() == message(size * (peer + 1), 2).tobytes()
+
+
+def test_all_ranks_exchange_with_all_at_once(transport: Transport) -> None:
+    # To each rank, this one included, as many messages as its number says, of many sizes.
+    size, rank = transport.size, transport.rank
+    parcels = [
+        (message(SIZES[(rank + number) % len(SIZES)], rank, to, number), to)
+        for to in range(size)
+        for number in range(to + 1)
+    ]
+    expected = [
+        (source, message(SIZES[(source + number) % len(SIZES)], source, rank, number))
+        for source in reversed(range(size))
+        for number in range(rank + 1)
+    ]
+    received = transport.exchange_all(iter(parcels), [source for source, _ in expected])
+    assert [m.tobytes() for m in received] == [content.tobytes() for _, content in expected]
+
+
+def test_what_is_exchanged_may_go_one_way_only(transport: Transport) -> None:
+    following, last = transport.rank + 1, transport.size - 1
+    parcels = [(message(100, transport.rank), following)] if transport.rank < last else []
+    sources = [transport.rank - 1] if transport.rank else []
+    received = list(transport.exchange_all(parcels, sources))
+    assert [m.tobytes() for m in received] == [message(100, s).tobytes() for s in sources]
 
 
 def test_everyone_gathers_everyones_message_in_rank_order(transport: Transport) -> None:
@@ -365,7 +391,7 @@ def test_ranks_of_one_host_are_neighbours(transport: Transport) -> None:
 
 
 def check_large_allreduce(transport: Transport, length: int) -> None:
-    """Check the sum and the count of an array from which on MPI blocks, after a barrier."""
+    """Check the sum and the count of an array that the library reduces, after a barrier."""
     transport.barrier()
     transport.traffic.take()
     array = np.full(length, transport.rank + 1, np.float32)
@@ -385,41 +411,82 @@ LARGE = [test_messages_beyond_a_mebibyte_arrive]
 LAWS = [law for name, law in list(globals().items()) if name.startswith("test_")]
 
 
-def check_mpi() -> None:
+def check_torch_distributed(transport: Transport) -> None:
+    from collectives.transports import torch_distributed
+
+    for law in LAWS:
+        law(transport)
+    check_large_allreduce(transport, torch_distributed.NATIVE_BYTES // 4 + 1)
+    assert "gloo of torch" in transport.library()
+
+
+def check_mpi(transport: Transport) -> None:
     """Run the laws on MPI, with its limits as they are and so low that every path is taken."""
     import os
     from unittest import mock
 
     import pytest
-    from collectives_job import job
 
     from collectives import open_transport
     from collectives.transports import mpi
 
-    transport = open_transport("mpi", timeout_seconds=60)
-    with job(transport):
-        blocking_from = mpi._BLOCKING_BYTES
-        for piece_bytes, blocking_bytes in itertools.product(
-            (mpi.PIECE_BYTES, 16), (blocking_from, 64)
-        ):
-            with mock.patch.multiple(mpi, PIECE_BYTES=piece_bytes, _BLOCKING_BYTES=blocking_bytes):
-                for law in LAWS:
-                    other_count = law in COUNTING and blocking_bytes != blocking_from
-                    too_many_pieces = law in LARGE and piece_bytes == 16
-                    if not other_count and not too_many_pieces:
-                        law(transport)
-        check_large_allreduce(transport, blocking_from // 4 + 1)
+    blocking_from = mpi._BLOCKING_BYTES
+    for piece_bytes, blocking_bytes in itertools.product(
+        (mpi.PIECE_BYTES, 16), (blocking_from, 64)
+    ):
+        with mock.patch.multiple(mpi, PIECE_BYTES=piece_bytes, _BLOCKING_BYTES=blocking_bytes):
+            for law in LAWS:
+                other_count = law in COUNTING and blocking_bytes != blocking_from
+                too_many_pieces = law in LARGE and piece_bytes == 16
+                if not other_count and not too_many_pieces:
+                    law(transport)
+    check_large_allreduce(transport, blocking_from // 4 + 1)
+    piece_sizes = mpi.piece_sizes
 
-        assert transport.name == "mpi"
-        assert "MPI" in transport.library()
-        launched = f"{transport.size + 3}"
-        with (
-            mock.patch.dict(os.environ, {"OMPI_COMM_WORLD_SIZE": launched}),
-            pytest.raises(RuntimeError, match=f"started {launched} ranks but MPI sees"),
-        ):
-            open_transport("mpi")
-    print(f"rank {transport.rank} of {transport.size}: {len(LAWS)} laws hold", flush=True)
+    def between_hosts(same_host: bool) -> Iterator[int]:
+        return piece_sizes(same_host=False)
+
+    with (
+        mock.patch.multiple(mpi, EAGER_BYTES=24, _EAGER_PIECES=2),
+        mock.patch.object(mpi, "piece_sizes", between_hosts),
+    ):
+        for law in LAWS:
+            law(transport)
+
+    assert "MPI" in transport.library()
+    launched = f"{transport.size + 3}"
+    with (
+        mock.patch.dict(os.environ, {"OMPI_COMM_WORLD_SIZE": launched}),
+        pytest.raises(RuntimeError, match=f"started {launched} ranks but MPI sees"),
+    ):
+        open_transport("mpi")
+
+
+def check_horovod(transport: Transport) -> None:
+    for law in LAWS:
+        law(transport)
+    assert "Horovod" in transport.library()
+
+
+CHECKS = {
+    "mpi": check_mpi,
+    "torch.distributed": check_torch_distributed,
+    "horovod": check_horovod,
+}
+
+
+def main(name: str) -> None:
+    """Run the laws on the ranks of a transport."""
+    from collectives_job import job
+
+    from collectives import open_transport
+
+    transport = open_transport(name, timeout_seconds=60)
+    assert transport.name == name
+    with job(transport):
+        CHECKS[name](transport)
+    print(f"rank {transport.rank} of {transport.size}: {len(LAWS)} laws hold\n", end="", flush=True)
 
 
 if __name__ == "__main__":
-    check_mpi()
+    main(sys.argv[1])

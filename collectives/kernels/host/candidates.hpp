@@ -49,6 +49,7 @@ template <class T, class I>
 class Candidates {
  public:
   // block: the most hits that one `append` brings.
+  // threshold: the smallest key to collect, at least 1.
   // prunes: how often to prune before the threshold counts as hopeless; then nothing more is
   //         collected, and `overrun` is true.
   void begin(std::size_t k, std::size_t length, std::size_t block, Key<T> threshold, int prunes) {
@@ -60,7 +61,7 @@ class Candidates {
     count_ = 0;
     prunes_left_ = prunes;
     overrun = false;
-    floor = std::max<Key<T>>(threshold, 1) - 1;
+    floor = threshold - 1;
   }
 
   // Take the hits of a block: `dense` is where the block begins, at index `start`.

@@ -8,23 +8,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...vector import Array, SparseVector
+from .. import reference
 from .arguments import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed
 
 _merge = function("merge", *(POINTER, POINTER, COUNT) * 2, COUNT, POINTER, POINTER, POINTER)
 _sum_by_index = function("sum_by_index", *(POINTER,) * 3, COUNT, POINTER, POINTER)
 _contains = function("contains", *(POINTER, COUNT) * 2, POINTER)
-_add_at = function("add_at", POINTER, POINTER, POINTER, COUNT)
-_clear_at = function("clear_at", POINTER, POINTER, COUNT)
+_add_at = function("add_at", POINTER, COUNT, POINTER, POINTER, COUNT)
+_clear_at = function("clear_at", POINTER, COUNT, POINTER, COUNT)
 
 
 def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """Return the k largest entries of a + b, and the other nonzero entries."""
+    suffix = _suffix([a, b])
     a_indices, a_values, b_indices, b_values = map(packed, (*a[:2], *b[:2]))
     room = a_indices.size + b_indices.size
     indices, values = np.empty(room, a_indices.dtype), np.empty(room, a_values.dtype)
     kept = ctypes.c_int64()
     count = enough_memory(
-        _merge[_suffix(a)](
+        _merge[suffix](
             *(address(a_indices), address(a_values), a_indices.size),
             *(address(b_indices), address(b_values), b_indices.size),
             *(k, address(indices), address(values), ctypes.addressof(kept)),
@@ -39,6 +41,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     """Return the nonzero entries of the sum; each index is summed in the order of the list."""
+    suffix = _suffix(vectors)
     lists = [(packed(vector.indices), packed(vector.values)) for vector in vectors]
     counts = [indices.size for indices, _ in lists]
     first = vectors[0]
@@ -46,7 +49,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     values = np.empty(indices.size, first.values.dtype)
     number = len(lists)
     found = enough_memory(
-        _sum_by_index[_suffix(first)](
+        _sum_by_index[suffix](
             (POINTER * number)(*[address(part) for part, _ in lists]),
             (POINTER * number)(*[address(part) for _, part in lists]),
             (COUNT * number)(*counts),
@@ -58,7 +61,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
 
 def contains(indices: Array, wanted: Array) -> Array:
     """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
-    indices, wanted = packed(indices), packed(wanted)
+    indices, wanted = packed(indices), packed(wanted.astype(indices.dtype, copy=False))
     found = np.empty(wanted.size, np.bool_)
     _contains[SUFFIX[indices.dtype.char]](
         *(address(indices), indices.size, address(wanted), wanted.size, address(found)),
@@ -68,22 +71,37 @@ def contains(indices: Array, wanted: Array) -> Array:
 
 def add_at(dense: Array, vector: SparseVector) -> None:
     """Add the vector's entries to a dense array in place."""
-    if not dense.flags.carray:
-        dense[vector.indices] += vector.values
+    if not dense.flags.carray or dense.dtype != vector.values.dtype:
+        reference.add_at(dense, vector)
         return
     indices, values = packed(vector.indices), packed(vector.values)
-    _add_at[_suffix(vector)](address(dense), address(indices), address(values), indices.size)
+    add = _add_at[_suffix([vector])]
+    if not add(address(dense), dense.size, address(indices), address(values), indices.size):
+        raise _outside(dense, indices)
 
 
 def clear_at(dense: Array, indices: Array) -> None:
     """Set the elements of a dense array at these indices to zero."""
     if not dense.flags.carray:
-        dense[indices] = 0
+        reference.clear_at(dense, indices)
         return
     indices = packed(indices)
-    suffix = f"{SUFFIX[dense.dtype.char]}_{SUFFIX[indices.dtype.char]}"
-    _clear_at[suffix](address(dense), address(indices), indices.size)
+    clear = _clear_at[f"{SUFFIX[dense.dtype.char]}_{SUFFIX[indices.dtype.char]}"]
+    if not clear(address(dense), dense.size, address(indices), indices.size):
+        raise _outside(dense, indices)
 
 
-def _suffix(vector: SparseVector) -> str:
-    return f"{SUFFIX[vector.values.dtype.char]}_{SUFFIX[vector.indices.dtype.char]}"
+def _outside(dense: Array, indices: Array) -> IndexError:
+    return IndexError(
+        f"indices must lie in 0..{dense.size - 1}, got {int(indices[0])}..{int(indices[-1])}"
+    )
+
+
+def _suffix(vectors: Sequence[SparseVector]) -> str:
+    """Return the suffix of vectors of one dtype, or raise ValueError: C would misread others."""
+    kinds = {(vector.values.dtype.char, vector.indices.dtype.char) for vector in vectors}
+    if len(kinds) != 1:
+        dtypes = sorted({f"{v.values.dtype} at {v.indices.dtype}" for v in vectors})
+        raise ValueError(f"vectors must be of one dtype, got {' and '.join(dtypes)}")
+    ((value, index),) = kinds
+    return f"{SUFFIX[value]}_{SUFFIX[index]}"

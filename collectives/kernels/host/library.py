@@ -38,3 +38,9 @@ def instructions() -> str:
     loaded.instructions_in_use.restype = ctypes.c_char_p
     name: bytes = loaded.instructions_in_use()
     return name.decode()
+
+
+def use_instructions(name: str) -> bool:
+    """Have the library use "portable", "AVX2" or "AVX-512", and tell whether the processor can."""
+    loaded = library()
+    return loaded is not None and bool(loaded.use_instructions(name.encode()))

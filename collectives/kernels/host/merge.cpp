@@ -20,6 +20,16 @@ struct List {
   std::int64_t count;
 };
 
+// The value, or 0.
+template <class T>
+T masked(T value, bool taken) {
+  Key<T> bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits &= -static_cast<Key<T>>(taken);
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 // Write the sum's nonzero entries, and return how many; room for a.count + b.count.
 //
 // No branch depends on the indices: of two sparse lists every guess would be a coin's.
@@ -29,8 +39,7 @@ std::int64_t add(const List<T, I>& a, const List<T, I>& b, I* indices, T* values
   while (at_a < a.count && at_b < b.count) {
     const I of_a = a.indices[at_a], of_b = b.indices[at_b];
     const bool take_a = of_a <= of_b, take_b = of_b <= of_a;
-    const T addends[2][2] = {{T(0), a.values[at_a]}, {T(0), b.values[at_b]}};
-    const T sum = addends[0][take_a] + addends[1][take_b];
+    const T sum = masked(a.values[at_a], take_a) + masked(b.values[at_b], take_b);
     indices[count] = take_a ? of_a : of_b;
     values[count] = sum;
     count += sum != T(0);

@@ -4,13 +4,36 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define AVX2 __attribute__((target("avx2,bmi")))
+#define AVX2 __attribute__((target("avx2,popcnt")))
 
 namespace gtopk {
 namespace {
 
+// For each mask of eight the lanes that are set, in front: what AVX-512 has an instruction for.
+struct Lanes {
+  std::uint8_t of[256][8];
+  constexpr Lanes() : of{} {
+    for (int mask = 0; mask < 256; mask++) {
+      int found = 0;
+      for (int lane = 0; lane < 8; lane++) {
+        if (mask >> lane & 1) of[mask][found++] = static_cast<std::uint8_t>(lane);
+      }
+    }
+  }
+};
+constexpr Lanes LANES;
+
+AVX2 inline std::size_t emit(int mask, std::size_t start, std::uint32_t* offsets,
+                             std::size_t found) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(LANES.of[mask]));
+  const __m256i lanes = _mm256_cvtepu8_epi32(bytes);
+  const __m256i all = _mm256_add_epi32(lanes, _mm256_set1_epi32(static_cast<int>(start)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(offsets + found), all);
+  return found + static_cast<std::size_t>(__builtin_popcount(static_cast<unsigned>(mask)));
+}
+
 AVX2 std::size_t scan_float(float* dense, const float* addend, std::size_t count,
-                            std::int32_t floor, std::uint32_t* offsets) {
+                            std::int32_t floor, bool many, std::uint32_t* offsets) {
   const __m256i sign = _mm256_set1_epi32(LARGEST<float>), floors = _mm256_set1_epi32(floor);
   std::size_t found = 0, i = 0;
   for (; i + 32 <= count; i += 32) {
@@ -25,21 +48,17 @@ AVX2 std::size_t scan_float(float* dense, const float* addend, std::size_t count
     }
     const __m256i any = _mm256_or_si256(_mm256_or_si256(hits[0], hits[1]),
                                         _mm256_or_si256(hits[2], hits[3]));
-    if (__builtin_expect(_mm256_testz_si256(any, any), 1)) continue;
-    std::uint32_t mask = 0;
+    if (!many && _mm256_testz_si256(any, any)) continue;
     for (int v = 0; v < 4; v++) {
-      mask |= static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(hits[v])))
-              << 8 * v;
-    }
-    for (; mask; mask &= mask - 1) {
-      offsets[found++] = static_cast<std::uint32_t>(i) + __builtin_ctz(mask);
+      const int mask = _mm256_movemask_ps(_mm256_castsi256_ps(hits[v]));
+      found = emit(mask, i + 8 * v, offsets, found);
     }
   }
   return scan_one_by_one(dense, addend, i, count, floor, offsets, found);
 }
 
 AVX2 std::size_t scan_double(double* dense, const double* addend, std::size_t count,
-                             std::int64_t floor, std::uint32_t* offsets) {
+                             std::int64_t floor, bool many, std::uint32_t* offsets) {
   const __m256i sign = _mm256_set1_epi64x(LARGEST<double>), floors = _mm256_set1_epi64x(floor);
   std::size_t found = 0, i = 0;
   for (; i + 16 <= count; i += 16) {
@@ -54,14 +73,11 @@ AVX2 std::size_t scan_double(double* dense, const double* addend, std::size_t co
     }
     const __m256i any = _mm256_or_si256(_mm256_or_si256(hits[0], hits[1]),
                                         _mm256_or_si256(hits[2], hits[3]));
-    if (__builtin_expect(_mm256_testz_si256(any, any), 1)) continue;
-    std::uint32_t mask = 0;
-    for (int v = 0; v < 4; v++) {
-      mask |= static_cast<std::uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(hits[v])))
-              << 4 * v;
-    }
-    for (; mask; mask &= mask - 1) {
-      offsets[found++] = static_cast<std::uint32_t>(i) + __builtin_ctz(mask);
+    if (!many && _mm256_testz_si256(any, any)) continue;
+    for (int v = 0; v < 4; v += 2) {
+      const int low = _mm256_movemask_pd(_mm256_castsi256_pd(hits[v]));
+      const int high = _mm256_movemask_pd(_mm256_castsi256_pd(hits[v + 1]));
+      found = emit(low | high << 4, i + 4 * v, offsets, found);
     }
   }
   return scan_one_by_one(dense, addend, i, count, floor, offsets, found);
@@ -69,7 +85,17 @@ AVX2 std::size_t scan_double(double* dense, const double* addend, std::size_t co
 
 }  // namespace
 
-const Instructions avx2 = {"AVX2", scan_float, scan_double};
+__attribute__((target("f16c"))) void widen_f16c(const std::uint16_t* halves, std::size_t count,
+                                                float* into) {
+  std::size_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i));
+    _mm256_storeu_ps(into + i, _mm256_cvtph_ps(eight));
+  }
+  for (; i < count; i++) into[i] = from_float16(halves[i]);
+}
+
+const Instructions avx2 = {"AVX2", scan_float, scan_double, widen_f16c};
 
 }  // namespace gtopk
 #endif

@@ -21,7 +21,8 @@ AVX512 inline std::size_t emit(unsigned mask, std::size_t start, std::uint32_t* 
 
 // Vectors of half the width: arrays begin anywhere, and whole ones would all straddle cache lines.
 AVX512 std::size_t scan_float(float* dense, const float* addend, std::size_t count,
-                              std::int32_t floor, std::uint32_t* offsets) {
+                              std::int32_t floor, bool many,
+                              std::uint32_t* offsets) {
   const __m256i sign = _mm256_set1_epi32(LARGEST<float>), floors = _mm256_set1_epi32(floor);
   std::size_t found = 0, i = 0;
   for (; i + 32 <= count; i += 32) {
@@ -34,7 +35,7 @@ AVX512 std::size_t scan_float(float* dense, const float* addend, std::size_t cou
       }
       hits[v] = _mm256_cmpgt_epi32_mask(_mm256_and_si256(_mm256_castps_si256(x), sign), floors);
     }
-    if (__builtin_expect((hits[0] | hits[1] | hits[2] | hits[3]) == 0, 1)) continue;
+    if (!many && (hits[0] | hits[1] | hits[2] | hits[3]) == 0) continue;
     for (int v = 0; v < 4; v += 2) {
       found = emit(hits[v] | hits[v + 1] << 8, i + 8 * v, offsets, found);
     }
@@ -43,7 +44,8 @@ AVX512 std::size_t scan_float(float* dense, const float* addend, std::size_t cou
 }
 
 AVX512 std::size_t scan_double(double* dense, const double* addend, std::size_t count,
-                               std::int64_t floor, std::uint32_t* offsets) {
+                               std::int64_t floor, bool many,
+                               std::uint32_t* offsets) {
   const __m256i sign = _mm256_set1_epi64x(LARGEST<double>), floors = _mm256_set1_epi64x(floor);
   std::size_t found = 0, i = 0;
   for (; i + 16 <= count; i += 16) {
@@ -57,14 +59,14 @@ AVX512 std::size_t scan_double(double* dense, const double* addend, std::size_t 
       hits[v] = _mm256_cmpgt_epi64_mask(_mm256_and_si256(_mm256_castpd_si256(x), sign), floors);
     }
     const unsigned mask = hits[0] | hits[1] << 4 | hits[2] << 8 | hits[3] << 12;
-    if (__builtin_expect(mask != 0, 0)) found = emit(mask, i, offsets, found);
+    if (many || mask != 0) found = emit(mask, i, offsets, found);
   }
   return scan_one_by_one(dense, addend, i, count, floor, offsets, found);
 }
 
 }  // namespace
 
-const Instructions avx512 = {"AVX-512", scan_float, scan_double};
+const Instructions avx512 = {"AVX-512", scan_float, scan_double, widen_f16c};
 
 }  // namespace gtopk
 #endif

@@ -30,6 +30,12 @@ void contains(const I* indices, std::int64_t count, const I* wanted, std::int64_
   std::fill(found + i, found + wanted_count, 0);
 }
 
+// Indices ascend, so that the two ends tell of all.
+template <class I>
+bool inside(const I* indices, std::int64_t count, std::int64_t length) {
+  return count == 0 || (indices[0] >= 0 && indices[count - 1] < length);
+}
+
 }  // namespace
 }  // namespace gtopk
 
@@ -42,15 +48,18 @@ void contains(const I* indices, std::int64_t count, const I* wanted, std::int64_
 DEFINE_INDEX(std::int32_t, i32)
 DEFINE_INDEX(std::int64_t, i64)
 
-#define DEFINE(T, I, SUFFIX)                                                            \
-  GTOPK_API std::int64_t add_at_##SUFFIX(T* dense, const I* indices, const T* values,   \
-                                         std::int64_t count) {                          \
-    for (std::int64_t i = 0; i < count; i++) dense[indices[i]] += values[i];            \
-    return 0;                                                                           \
-  }                                                                                     \
-  GTOPK_API std::int64_t clear_at_##SUFFIX(T* dense, const I* indices, std::int64_t count) { \
-    for (std::int64_t i = 0; i < count; i++) dense[indices[i]] = T(0);                  \
-    return 0;                                                                           \
+#define DEFINE(T, I, SUFFIX)                                                                   \
+  GTOPK_API std::int64_t add_at_##SUFFIX(T* dense, std::int64_t length, const I* indices,      \
+                                         const T* values, std::int64_t count) {                \
+    if (!gtopk::inside(indices, count, length)) return 0;                                      \
+    for (std::int64_t i = 0; i < count; i++) dense[indices[i]] += values[i];                   \
+    return 1;                                                                                  \
+  }                                                                                            \
+  GTOPK_API std::int64_t clear_at_##SUFFIX(T* dense, std::int64_t length, const I* indices,    \
+                                           std::int64_t count) {                               \
+    if (!gtopk::inside(indices, count, length)) return 0;                                      \
+    for (std::int64_t i = 0; i < count; i++) dense[indices[i]] = T(0);                         \
+    return 1;                                                                                  \
   }
 DEFINE(float, std::int32_t, f32_i32)
 DEFINE(float, std::int64_t, f32_i64)

@@ -20,7 +20,7 @@ namespace {
 // The next threshold is the value at this multiple of rank k, and some more where k is small. The
 // k selected are cleared, so the next step's picks are today's ranks k+1 and on.
 constexpr double AIM = 2.2;
-constexpr std::size_t AIM_AT_LEAST = 32;
+constexpr std::size_t AIM_AT_LEAST = 256;
 
 // On values in no order the threshold rises 20-fold in rank with each prune: enough for k of 1e7 k.
 constexpr int PRUNES = 6;
@@ -39,12 +39,9 @@ class Search {
   }
 
   void run(const Gradient<T>* gradient, double threshold) {
-    const Key<T> guess = threshold > 0 ? key(static_cast<T>(threshold)) : 1;
-    scan(gradient, guess, PRUNES);
-    if (overrun_ || (found().count() < k_ && guess > 1)) {
-      scan(nullptr, sampled_threshold(), PRUNES);
-      if (overrun_ || found().count() < k_) scan(nullptr, 1, INT_MAX);
-    }
+    scan(gradient, threshold > 0 ? key(static_cast<T>(threshold)) : 1, PRUNES);
+    if (misled()) scan(nullptr, sampled_threshold(), PRUNES);
+    if (misled()) scan(nullptr, 1, INT_MAX);
   }
 
   // Write the k largest, and return how many there are.
@@ -82,12 +79,15 @@ class Search {
   }
   Candidates<T, I>& found() const { return parts()[0]; }
 
+  bool misled() const { return overrun_ || (found().count() < k_ && threshold_ > 1); }
+
   void scan(const Gradient<T>* gradient, Key<T> threshold, int prunes) {
+    threshold_ = std::max<Key<T>>(threshold, 1);
     scans_++;
     auto& all = parts();
     const int used = in_parallel(threads_, blocks_, [&](int part, std::int64_t begin,
                                                         std::int64_t end) {
-      all[part].begin(k_, (end - begin) * BLOCK, BLOCK, threshold, prunes);
+      all[part].begin(k_, (end - begin) * BLOCK, BLOCK, threshold_, prunes);
       collect(gradient, begin * BLOCK, std::min(end * BLOCK, length_), all[part]);
     });
     overrun_ = all[0].overrun;
@@ -101,11 +101,13 @@ class Search {
                Candidates<T, I>& candidates) const {
     const Scan<T> scan_block = gtopk::scan<T>();
     std::uint32_t offsets[BLOCK + SLACK];
+    std::size_t hits = 0;
     const auto walk = [&](auto&& addend) {
       for (std::int64_t start = begin; start < end; start += BLOCK) {
         const std::int64_t count = std::min(BLOCK, end - start);
-        const std::size_t hits = scan_block(dense_ + start, addend(start, count), count,
-                                            candidates.floor, offsets);
+        const bool many = hits > BLOCK / MANY;
+        hits = scan_block(dense_ + start, addend(start, count), count, candidates.floor, many,
+                          offsets);
         if (hits) candidates.append(dense_ + start, start, offsets, hits);
       }
     };
@@ -154,6 +156,7 @@ class Search {
   std::size_t k_;
   std::int64_t blocks_;
   int threads_ = 1, scans_ = 0;
+  Key<T> threshold_ = 1;
   bool overrun_ = false;
 };
 

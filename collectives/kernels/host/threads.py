@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final
 
-# Ranks on this machine, as launchers say it: Open MPI, MPICH and Intel MPI, torchrun, Horovod.
+# Ranks on this machine: Open MPI, MPICH and Intel MPI, MVAPICH, torchrun, Horovod.
 _LOCAL_RANKS: Final = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
     "LOCAL_WORLD_SIZE",
     "HOROVOD_LOCAL_SIZE",
 )
@@ -17,8 +21,26 @@ _LOCAL_RANKS: Final = (
 _MOST: Final = 8
 
 
-@functools.cache
+_forced: ContextVar[int | None] = ContextVar("threads", default=None)
+
+
+@contextmanager
+def using(count: int) -> Iterator[None]:
+    """Have the loops that this thread calls run on so many threads."""
+    token = _forced.set(count)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
 def threads() -> int:
+    """Return how many threads a loop may use now."""
+    return _forced.get() or default_threads()
+
+
+@functools.cache
+def default_threads() -> int:
     """Return GTOPK_THREADS, or this rank's share of the cores that the affinity allows; >= 1.
 
     Raises ValueError for a GTOPK_THREADS that is no positive number.

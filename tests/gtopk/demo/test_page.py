@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.charts.units import bytes_text
 from gtopk.demo.page import page, write_page
 from gtopk.demo.record import Record
-from gtopk.demo.units import bytes_text
 from gtopk.demo.verdicts import spread
 
 VOID = {"meta", "link"}

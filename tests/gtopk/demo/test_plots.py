@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from collectives.cost import Link
+from gtopk.charts.svg import LEFT, RIGHT, horizontal, vertical
 from gtopk.demo.model import LATENCY_SECONDS, break_even, modelled_step_seconds
 from gtopk.demo.plots import (
     accuracy_over_bytes,
@@ -18,7 +19,6 @@ from gtopk.demo.plots import (
     step_time_by_part,
 )
 from gtopk.demo.record import Record
-from gtopk.demo.svg import LEFT, RIGHT, horizontal, vertical
 
 
 @pytest.mark.parametrize(

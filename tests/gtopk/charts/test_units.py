@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.demo.units import (
+from gtopk.charts.units import (
     about_bandwidth_text,
     bandwidth_text,
     bytes_text,

@@ -1,0 +1,98 @@
+"""Cache: a calibration as a small file of JSON, kept for the hosts it was measured on.
+
+    {"facts": what it holds for, "saved": seconds since 1970, "calibration": ...}
+
+A file that is damaged, old or about other facts is as good as none: measuring again takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ..cost import Link
+from ..wire import Format
+from .calibration import Calibration
+from .network import Network
+from .rates import CodingRate, Rates
+
+OLDEST_SECONDS: Final = 7 * 86400.0
+
+Facts = Mapping[str, str]
+
+
+def cache_path(facts: Facts) -> Path:
+    """Return the file for a calibration that holds for these facts."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=8)
+    return Path(base, "gtopk", f"calibration-{digest.hexdigest()}.json")
+
+
+def load(path: Path, facts: Facts) -> Calibration | None:
+    """Return what was saved for these facts; None where there is nothing to be trusted."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        age_seconds = time.time() - record["saved"]
+        if record["facts"] != dict(facts) or not 0 <= age_seconds < OLDEST_SECONDS:
+            return None
+        return calibration_from(record["calibration"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
+    """Write the file beside its place, then move it there; tell whether that worked."""
+    record = {"facts": dict(facts), "saved": time.time(), "calibration": as_json(calibration)}
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        return False
+    return True
+
+
+def as_json(calibration: Calibration) -> dict[str, Any]:
+    """Return a calibration in the types of JSON."""
+    network, rates = calibration.network, calibration.rates
+    return {
+        "origin": calibration.origin,
+        "network": network._asdict(),
+        "rates": {
+            **rates._asdict(),
+            "coding": [[*format, *rate] for format, rate in rates.coding.items()],
+        },
+    }
+
+
+def calibration_from(record: Mapping[str, Any]) -> Calibration:
+    """Return what `as_json` wrote; raise ValueError, TypeError or KeyError for anything else."""
+    network, rates = dict(record["network"]), dict(record["rates"])
+    for name in ("between", "within", "allreduce"):
+        if network[name] is not None:
+            network[name] = Link(*map(_seconds, network[name]))
+    if network["ranks"] < 1 or network["ranks_per_node"] < 1:
+        raise ValueError("a network needs a rank")
+    coding = {
+        Format(indices, values): CodingRate(_seconds(encode), _seconds(decode))
+        for indices, values, encode, decode in rates["coding"]
+    }
+    return Calibration(
+        Network(**network),
+        Rates(_seconds(rates["select_seconds"]), _seconds(rates["merge_seconds"]), coding),
+        str(record["origin"]),
+    )
+
+
+def _seconds(number: Any) -> float:
+    seconds = float(number)
+    if not 0.0 <= seconds < math.inf:
+        raise ValueError(f"seconds must be finite and not negative, got {number!r}")
+    return seconds

@@ -1,0 +1,69 @@
+"""Calibrated: the calibration of this run, from the cache or measured, the same on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ..kernels import in_use
+from ..transports.transport import Transport
+from ..wire import EXACT, Format
+from .cache import Facts, as_json, cache_path, calibration_from, load, save
+from .calibration import Calibration, assumed, measure
+from .probes import Clock
+
+VARIABLE: Final = "GTOPK_CALIBRATION"  # rank 0's counts: off, fresh, or the path of a cache file
+
+
+def calibrate(
+    transport: Transport,
+    formats: Sequence[Format] = (EXACT,),
+    facts: Mapping[str, str] | None = None,
+    clock: Clock = time.perf_counter,
+) -> Calibration:
+    """Return the calibration; every rank must call it, and all get rank 0's.
+
+    facts: what it depends on besides hosts, transport, kernels and formats: versions.
+    GTOPK_CALIBRATION=off assumes Gigabit Ethernet and measures nothing; =fresh measures in any
+    case; =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME.
+    """
+    setting = os.environ.get(VARIABLE, "")
+    known = _facts(transport, formats, facts or {})
+    path = Path(setting) if setting not in ("", "off", "fresh") else cache_path(known)
+    found = None
+    if transport.rank == 0 and setting == "off":
+        found = assumed(transport.size)
+    elif transport.rank == 0 and setting != "fresh":
+        found = load(path, known)
+        if found is not None:
+            found = Calibration(found.network, found.rates, f"{found.origin}, kept in {path}")
+    said = json.dumps(as_json(found) if found else None).encode()
+    said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
+    if (record := json.loads(said)) is not None:
+        return calibration_from(record)
+    calibration = measure(transport, formats, clock)
+    if transport.rank == 0:
+        save(path, known, calibration)
+    return calibration
+
+
+def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, str]) -> Facts:
+    """Return what a calibration holds for, in words; every rank must call it."""
+    host = np.frombuffer(socket.gethostname().encode(), np.uint8)
+    hosts = Counter(message.tobytes().decode() for message in transport.allgather(host))
+    return {
+        "hosts": ", ".join(f"{count} x {host}" for host, count in hosts.items()),
+        "transport": transport.name,
+        "library": transport.library(),
+        "kernels": in_use(),
+        "formats": ", ".join("+".join(format) for format in formats),
+        **more,
+    }

@@ -1,0 +1,218 @@
+"""Calibration: measure links and rates once, in under two seconds, and agree on the result.
+
+    phase       who, all at the same time                          seconds at most
+    within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
+    between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4
+    allreduce   all                                                0.4, and to agree on its time
+    rates       each for itself                                    0.5
+
+The slowest pair and the slowest rank count: they are what a collective waits for. What is added is
+the latency of a few allgathers, and of a probe's first message.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .. import wire
+from ..cost import Link, dense_bytes, rounds
+from ..kernels import accumulate_and_select, contains, merge
+from ..transports.transport import Transport
+from ..vector import SparseVector
+from ..wire import EXACT, Format
+from .network import Network
+from .probes import (
+    SMALLEST_ALLREDUCE_BYTES,
+    Clock,
+    Prepare,
+    agree_on_slowest,
+    answer_ping_pong,
+    lead_ping_pong,
+    seconds_per_unit,
+    time_allreduce,
+)
+from .rates import DEFAULT_RATES, CodingRate, Rates
+
+WITHIN_SECONDS: Final = 0.2
+BETWEEN_SECONDS: Final = 0.4
+ALLREDUCE_SECONDS: Final = 0.4
+SELECT_SECONDS: Final = 0.2
+MERGE_SECONDS: Final = 0.1
+CODE_SECONDS: Final = 0.2  # all formats together
+
+_SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
+_DENSITY: Final = 0.001
+# A link nobody has measured: Gigabit Ethernet.
+ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What every rank takes the network and the machines to be.
+
+    origin: where that comes from, in words.
+    """
+
+    network: Network
+    rates: Rates
+    origin: str
+
+
+def assumed(ranks: int) -> Calibration:
+    """Return what is taken where nothing may be measured."""
+    return Calibration(Network(ranks, ASSUMED_LINK), DEFAULT_RATES, "assumed, not measured")
+
+
+def measure(
+    transport: Transport, formats: Sequence[Format] = (EXACT,), clock: Clock = time.perf_counter
+) -> Calibration:
+    """Return what is measured here and now; every rank must call it, and gets the same."""
+    begun = clock()
+    network, nodes = measure_network(transport, clock)
+    mine = measure_rates(formats, clock)
+    numbers = [mine.select_seconds, mine.merge_seconds]
+    for format in formats:
+        numbers += mine.coding[format]
+    numbers.append(clock() - begun)
+    select_seconds, merge_seconds, *coding, took = agree_on_slowest(transport, numbers)
+    pairs = zip(coding[::2], coding[1::2], strict=True)
+    rates = Rates(
+        select_seconds,
+        merge_seconds,
+        {format: CodingRate(*pair) for format, pair in zip(formats, pairs, strict=True)},
+    )
+    where = (
+        f"on {transport.size} rank{'s' * (transport.size > 1)} of {nodes} host{'s' * (nodes > 1)}"
+    )
+    return Calibration(network, rates, f"measured {where} in {took:.1f} s")
+
+
+def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> tuple[Network, int]:
+    """Return the network, and on how many nodes the ranks are."""
+    node = transport.neighbours()
+    place = node.index(transport.rank)
+    mine = np.array([node[0], len(node)], np.int64)
+    places = [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+    nodes = sorted({first for first, _ in places})
+    ranks_per_node = max(count for _, count in places)
+    in_order = all(first == rank - rank % ranks_per_node for rank, (first, _) in enumerate(places))
+
+    heads = nodes if place == 0 else []  # of a node one rank: what its link carries at all
+    inside = _ping_pong(transport, node, place, WITHIN_SECONDS, clock)
+    transport.barrier()
+    across = _ping_pong(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
+    numbers = agree_on_slowest(transport, [*inside, *across])
+    within, between = (
+        None if math.isnan(pair[0]) else Link(*pair) for pair in (numbers[:2], numbers[2:])
+    )
+    if transport.size == 1:
+        return Network(1, Link(0.0, 0.0)), 1
+    link = between or within
+    assert link is not None  # two ranks are on one node, or two nodes have one each
+    size, messages = transport.size, 2 * rounds(transport.size)
+    allreduce = None
+    smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
+    if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
+        call = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
+        share = 2 * (size - 1) / size
+        if call is not None:
+            allreduce = Link(call.latency_seconds / messages, call.seconds_per_byte / share)
+    if in_order:
+        return Network(size, link, ranks_per_node, within, allreduce), len(nodes)
+    # Any message may leave its node, and share the link with those of the other ranks there.
+    shared = Link(link.latency_seconds, link.seconds_per_byte * ranks_per_node)
+    return Network(size, shared, 1, None, allreduce), len(nodes)
+
+
+_NOT_MEASURED: Final = Link(math.nan, math.nan)
+
+
+def _ping_pong(
+    transport: Transport, ranks: Sequence[int], place: int, budget_seconds: float, clock: Clock
+) -> Link:
+    """Return the link between this rank, at `place` in `ranks`, and its partner there.
+
+    On the rank that leads; the other, and one without a partner, has measured nothing.
+    """
+    partner = place ^ 1
+    if place >= len(ranks) or partner >= len(ranks):
+        return _NOT_MEASURED
+    if place > partner:
+        answer_ping_pong(transport, ranks[partner])
+        return _NOT_MEASURED
+    return lead_ping_pong(transport, ranks[partner], budget_seconds, clock)
+
+
+def measure_rates(
+    formats: Sequence[Format] = (EXACT,),
+    clock: Clock = time.perf_counter,
+    stopwatch: Clock = time.thread_time,
+) -> Rates:
+    """Return this process's own rates, in processor time: others' load does not count."""
+    random = np.random.default_rng(0)
+
+    def selection(size: int) -> Callable[[], object]:
+        residual = random.random(size, np.float32) - np.float32(0.5)
+        gradient = np.roll(residual, 1) / np.float32(100)  # a residual's next step
+        update = np.zeros(size, np.float32)
+        k = max(1, round(size * _DENSITY))
+        threshold = accumulate_and_select(residual, gradient, k)[1]
+
+        def go() -> None:
+            nonlocal threshold
+            picked, threshold = accumulate_and_select(residual, gradient, k, threshold)
+            residual[picked.indices] = 0
+            update.fill(0)
+            update[picked.indices] = picked.values
+
+        return go
+
+    def merging(entries: int) -> Callable[[], object]:
+        k = max(1, entries // 2)
+        a, b = picks(k), picks(k)
+
+        def go() -> None:
+            merged, _ = merge(a, b, k)
+            contains(merged.indices, a.indices)
+
+        return go
+
+    def picks(k: int) -> SparseVector:
+        length = round(k / _DENSITY)
+        indices = np.unique(random.integers(0, length, k)).astype(np.int32)
+        return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
+
+    def encoding(format: Format) -> Prepare:
+        def prepare(entries: int) -> Callable[[], object]:
+            vector = picks(entries)
+            return lambda: wire.encode(vector, vector.entries, format)
+
+        return prepare
+
+    def decoding(format: Format) -> Prepare:
+        def prepare(entries: int) -> Callable[[], object]:
+            vector = picks(entries)
+            message, _ = wire.encode(vector, vector.entries, format)
+            return lambda: wire.decode(message, vector, vector.entries, 0, format)
+
+        return prepare
+
+    def rate(prepare: Prepare, largest: int, budget_seconds: float) -> float:
+        return seconds_per_unit(prepare, _SMALLEST, largest, budget_seconds, clock, stopwatch)
+
+    most = round(_LARGEST * 16 * _DENSITY)  # entries: the k of 64 million elements
+    each = CODE_SECONDS / 2 / len(formats)
+    return Rates(
+        rate(selection, _LARGEST, SELECT_SECONDS),
+        rate(merging, most, MERGE_SECONDS),
+        {
+            f: CodingRate(rate(encoding(f), most, each), rate(decoding(f), most, each))
+            for f in formats
+        },
+    )

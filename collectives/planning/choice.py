@@ -1,0 +1,144 @@
+"""Choice: the candidates under a budget, the one to use first; dense is always asked, too.
+
+    budget           what every sparse candidate gets          the first one
+    density          that density                              takes the least time
+    bytes_per_step   the largest density whose bytes fit       updates the most coordinates
+    seconds          the largest density whose exchange fits   updates the most coordinates
+
+None that takes longer than dense comes before it, where dense keeps the budget. Times that are
+about the same count as the same, and the candidate that updates more coordinates comes first: equal
+k is not equal accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from ..wire import Format
+from .calibration import Calibration
+from .network import Network
+from .prediction import Candidate, Prediction, predict
+
+# Dense is the baseline; gtopk-tree does what gtopk does in twice the rounds, and is never offered.
+SPARSE: Final = ("topk-allgather", "gtopk", "oktopk", "hierarchical")
+LARGEST_DENSITY: Final = 0.5  # beyond, indices alone cost what dense does
+LEAST_DENSITY: Final = 1e-4  # what a budget of time does not go below: little would be learnt
+SAME: Final = 1.05  # times apart by less are taken for the same
+
+
+class Budget(NamedTuple):
+    """What a step may cost: one of these."""
+
+    density: float | None = None  # share of the elements that a rank selects
+    bytes_per_step: float | None = None  # that any rank sends
+    seconds: float | None = None  # from the end of the selection to that of the exchange
+
+
+class Correction(NamedTuple):
+    """Measured over predicted seconds, by part."""
+
+    select: float = 1.0
+    merge: float = 1.0  # and encode and decode
+    communicate: float = 1.0
+
+
+NO_CORRECTION: Final = Correction()
+
+
+def choose(
+    length: int,
+    calibration: Calibration,
+    budget: Budget,
+    formats: Sequence[Format],
+    corrections: Mapping[str, Correction] | None = None,
+    value_bytes: int = 4,
+) -> list[Prediction]:
+    """Return the predictions of the candidates, the one to use first.
+
+    length:      elements of the gradient, of `value_bytes` each.
+    corrections: by algorithm, from measuring it.
+    Raises ValueError when not even one entry fits the bytes. A time too short for any exchange is
+    no error: the shortest comes first.
+    """
+
+    def expected(candidate: Candidate) -> Prediction:
+        found = predict(candidate, length, calibration.network, calibration.rates, value_bytes)
+        return found.scaled(*(corrections or {}).get(candidate.algorithm, NO_CORRECTION))
+
+    dense = expected(Candidate("dense"))
+    found = [
+        expected(Candidate(algorithm, density, format))
+        for algorithm in offered(calibration.network)
+        for format in formats
+        for density in [_density(algorithm, format, length, budget, expected)]
+        if density is not None
+    ]
+    if budget.bytes_per_step is None or keeps(dense, budget):
+        found.append(dense)
+    if not found:
+        one = [
+            expected(Candidate(algorithm, 1.0 / length, format))
+            for algorithm in offered(calibration.network)
+            for format in formats
+        ]
+        raise ValueError(
+            f"bytes_per_step must be at least {min(each.sent.most_bytes for each in one):.0f} on "
+            f"{calibration.network.ranks} ranks (one entry), got {budget.bytes_per_step:g}"
+        )
+    quickest = min(each.seconds for each in found)
+
+    def preference(each: Prediction) -> tuple[bool, bool, float, float]:
+        slow = each.seconds > dense.seconds
+        if budget.density is not None:
+            about_as_quick = each.seconds <= SAME * quickest
+            by = -each.updated if about_as_quick else each.seconds
+            return slow, not about_as_quick, by, each.seconds
+        kept = keeps(each, budget)
+        return slow, not kept, -each.updated if kept else each.seconds, each.seconds
+
+    return sorted(found, key=preference)
+
+
+def offered(network: Network) -> list[str]:
+    """Return the sparse algorithms that do something of their own on a network."""
+    nodes = -(-network.ranks // network.ranks_per_node)
+    is_hierarchy = network.ranks_per_node > 1 and nodes > 1
+    return [name for name in SPARSE if name != "hierarchical" or is_hierarchy]
+
+
+def keeps(found: Prediction, budget: Budget) -> bool:
+    """Tell whether a candidate keeps the budget; any density is kept by sending everything."""
+    if budget.bytes_per_step is not None:
+        return found.sent.most_bytes <= budget.bytes_per_step
+    if budget.seconds is not None:
+        return found.exchange_seconds <= budget.seconds
+    return True
+
+
+def _density(
+    algorithm: str,
+    format: Format,
+    length: int,
+    budget: Budget,
+    expected: Callable[[Candidate], Prediction],
+) -> float | None:
+    """Return the density that a budget leaves to an algorithm; None where that is none."""
+    if budget.density is not None:
+        return budget.density
+
+    def fits(k: int) -> bool:
+        return keeps(expected(Candidate(algorithm, k / length, format)), budget)
+
+    least = 1
+    if budget.seconds is not None:
+        least = min(length, max(1, round(length * LEAST_DENSITY)))
+    most = max(least, round(length * LARGEST_DENSITY))
+    if not fits(least):
+        return least / length if budget.seconds is not None else None
+    if fits(most):
+        return most / length
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least / length

@@ -1,0 +1,36 @@
+"""Network: how many ranks there are, where they sit, and what their links are like."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..cost import Link
+
+
+class Network(NamedTuple):
+    """Ranks on nodes; rank r is on node r // ranks_per_node.
+
+    between: the link of a node, shared by all its ranks. within: a rank's own link to its node.
+    allreduce: the link of which an allreduce of this size makes the most, where one was measured;
+               None: the links above, without loss.
+    """
+
+    ranks: int
+    between: Link
+    ranks_per_node: int = 1
+    within: Link | None = None
+    allreduce: Link | None = None
+
+    def link(self, leaving: int) -> Link:
+        """Return what a rank gets of the link when `leaving` ranks of its node use it at once."""
+        if leaving == 0 and self.within is not None:
+            return self.within
+        return Link(self.between.latency_seconds, self.between.seconds_per_byte * max(1, leaving))
+
+    def scaled(self, factor: float) -> Network:
+        """Return the network on which every message takes `factor` times as long."""
+        return self._replace(
+            between=self.between.scaled(factor),
+            within=self.within and self.within.scaled(factor),
+            allreduce=self.allreduce and self.allreduce.scaled(factor),
+        )

@@ -1,0 +1,146 @@
+"""Prediction: the seconds and bytes of a reduction, from its schedule, the network and the rates.
+
+    seconds = messages * alpha + bytes * beta + entries * gamma
+
+along the rounds: each takes as long as its largest message. alpha is a message's latency, beta the
+seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry. A rank sends
+and receives at once (full duplex); nodes do not share a link (a switch), the ranks of a node do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..wire import EXACT, Format
+from .formats import message_bytes
+from .network import Network
+from .rates import Rates
+from .schedules import SCHEDULES, Order, Round, surplus
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to reduce the gradients.
+
+    density:  share of the elements that a rank selects; dense sends all, whatever it says.
+    widening: entries of the update over those selected: gtopk's growth, oktopk's k_out / k.
+    """
+
+    algorithm: str
+    density: float = 1.0
+    format: Format = EXACT
+    widening: float = 1.0
+
+    def selected(self, length: int) -> int:
+        """Return k for a vector of `length` elements: at least 1."""
+        return max(1, round(length * self.density))
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        if self.algorithm == "dense":
+            return "dense"
+        wider = f" widening={self.widening:g}" if self.widening != 1.0 else ""
+        return f"{self.algorithm} density={self.density:.3g}{wider} {'+'.join(self.format)}"
+
+
+class Traffic(NamedTuple):
+    """What a rank sends: on average, and no rank more than `most_bytes`."""
+
+    messages: float
+    bytes: float
+    most_bytes: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a candidate is expected to take.
+
+    select_seconds:      accumulate, select, apply.
+    code_seconds:        encode and decode.
+    communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
+    merge_seconds:       merge, and keep track of what is alive.
+    updated:             coordinates that the update holds.
+    """
+
+    candidate: Candidate
+    select_seconds: float
+    code_seconds: float
+    communicate_seconds: float
+    merge_seconds: float
+    latency_seconds: float
+    sent: Traffic
+    updated: float
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Return what follows the selection: encode, send, decode, merge."""
+        return self.code_seconds + self.communicate_seconds + self.merge_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Return what all of it takes."""
+        return self.select_seconds + self.exchange_seconds
+
+    def scaled(self, select: float, merge: float, communicate: float) -> Prediction:
+        """Return the prediction with its parts that many times as long."""
+        return replace(
+            self,
+            select_seconds=select * self.select_seconds,
+            code_seconds=merge * self.code_seconds,
+            communicate_seconds=communicate * self.communicate_seconds,
+            merge_seconds=merge * self.merge_seconds,
+            latency_seconds=communicate * self.latency_seconds,
+        )
+
+
+def predict(
+    candidate: Candidate, length: int, network: Network, rates: Rates, value_bytes: int = 4
+) -> Prediction:
+    """Return what a candidate takes for a gradient of `length` values of `value_bytes`."""
+    is_dense = candidate.algorithm == "dense"
+    k = length if is_dense else candidate.selected(length)
+    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, candidate.widening)
+    communicate = latency = code = merge = messages = sent = most = 0.0
+
+    def bytes_of(step: Round) -> float:
+        if not step.lists:
+            return step.plain_bytes
+        each = message_bytes(step.entries, length, candidate.format, value_bytes)
+        return step.plain_bytes + step.lists * each
+
+    for step in SCHEDULES[candidate.algorithm](order):
+        each, times = bytes_of(step), step.times
+        if step.lists:
+            rate = rates.coding[candidate.format]
+            coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
+            code += times * coded
+        link = network.link(step.leaving)
+        if is_dense and network.allreduce is not None:
+            link = network.allreduce
+        communicate += times * (link.latency_seconds + each * link.seconds_per_byte)
+        latency += times * link.latency_seconds
+        merge += times * step.merged * rates.merge_seconds
+        messages += times * step.senders
+        sent += times * step.senders * each
+        most += times * each
+    most += bytes_of(surplus(candidate.algorithm, order))
+    return Prediction(
+        candidate,
+        0.0 if is_dense else length * rates.select_seconds,
+        code,
+        communicate,
+        merge,
+        latency,
+        Traffic(messages / network.ranks, sent / network.ranks, most),
+        updated(candidate, length, network.ranks),
+    )
+
+
+def updated(candidate: Candidate, length: int, ranks: int) -> float:
+    """Return how many coordinates an update holds, for picks that are independent by rank."""
+    if candidate.algorithm == "dense":
+        return float(length)
+    if candidate.algorithm == "topk-allgather":
+        return float(length * (1.0 - (1.0 - candidate.selected(length) / length) ** ranks))
+    return min(float(length), candidate.widening * candidate.selected(length))

@@ -1,0 +1,227 @@
+"""Schedules: the messages of each algorithm, round by round, in entries and bytes.
+
+Every list is taken to be full: k entries picked on every rank, and as many after a merge as it may
+keep; oktopk's regions to be equally full. Formulas: Shi et al. 2019, section II and table I, with
+the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
+
+    algorithm        rounds                        a rank sends
+    dense            2 log2 P                      2(P-1)/P n values
+    topk-allgather   log2 P (Bruck)                (P-1) lists of k entries
+    gtopk-tree       2 log2 P                      a list up, and one down to every child
+    gtopk            log2 P, and 2 to fold         log2 P lists, the last ones longer with growth
+    oktopk           P-1 + some log2 P             2(P-1)/P k entries
+    hierarchical     as gtopk on one rank a node   k entries inside its node twice, k/m across
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ..algorithms.alive import alive_bytes
+from ..algorithms.growth import kept_sizes
+from ..cost import rounds
+from ..transports.reductions import travels_whole
+from ..vector import Array, index_dtype
+
+
+class Round(NamedTuple):
+    """Messages that ranks send at the same time, and what becomes of the largest of them.
+
+    senders: how many ranks send one.
+    leaving: how many of those, on one node, send to other nodes; 0: all stay inside their node.
+    lists:   sparse lists in a message, each with a header, of `entries` entries.
+    plain_bytes: what else is in it: values without indices, bits, sizes.
+    encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
+    times:   how many rounds like this one there are.
+    """
+
+    senders: int
+    leaving: int
+    lists: int = 1
+    entries: int = 0
+    plain_bytes: float = 0.0
+    encoded: int = 0
+    decoded: int = 0
+    merged: int = 0
+    times: int = 1
+
+
+class Order(NamedTuple):
+    """What is to be reduced: k of `length` values of `value_bytes`, on `ranks` ranks.
+
+    widening: entries of the update over k: gtopk's growth, oktopk's k_out / k.
+    """
+
+    length: int
+    k: int
+    ranks: int
+    ranks_per_node: int = 1
+    value_bytes: int = 4
+    widening: float = 1.0
+
+
+def leaving(sources: Array, targets: Array, ranks_per_node: int) -> int:
+    """Return the most messages that leave one node, for messages from ranks to ranks (int [m])."""
+    nodes = sources // ranks_per_node
+    outside = nodes[nodes != targets // ranks_per_node]
+    return int(np.bincount(outside).max()) if outside.size else 0
+
+
+def leaving_by_shift(distance: int, ranks: int, ranks_per_node: int) -> int:
+    """Return `leaving` where every rank r sends to r + distance mod P."""
+    if ranks <= ranks_per_node:
+        return 0
+    return min(distance, ranks - distance, ranks_per_node)
+
+
+def dense(order: Order) -> Iterator[Round]:
+    """Yield a reduce-scatter and an allgather in the fewest rounds and bytes there can be."""
+    ranks, whole_bytes = order.ranks, order.length * order.value_bytes
+    distances = [1 << number for number in range(rounds(ranks))]
+    if travels_whole(whole_bytes, ranks):  # to everyone at once, to be added up there
+        block_bytes: float = whole_bytes
+    else:
+        block_bytes = whole_bytes / ranks
+        distances = [*reversed(distances), *distances]
+    for distance in distances:
+        # One message leaves a node a round: an allreduce that knows the nodes does with that.
+        outside = min(1, leaving_by_shift(distance, ranks, order.ranks_per_node))
+        blocks = min(distance, ranks - distance)
+        yield Round(ranks, outside, lists=0, plain_bytes=blocks * block_bytes)
+
+
+def topk_allgather(order: Order) -> Iterator[Round]:
+    """Yield the allgather of all lists; they are decoded and added up after the last round."""
+    k, ranks = order.k, order.ranks
+    if ranks > 1:
+        *gathered, last = _allgather(ranks, order.ranks_per_node, 0, k)
+        yield from gathered
+        yield last._replace(decoded=ranks * k, merged=ranks * k)
+
+
+def gtopk_tree(order: Order) -> Iterator[Round]:
+    """Yield the merges up to rank 0, then the result down, in reverse."""
+    k, ranks = order.k, order.ranks
+    up = []
+    distance = 1
+    while distance < ranks:
+        sources = np.arange(distance, ranks, 2 * distance)
+        outside = leaving(sources, sources - distance, order.ranks_per_node)
+        up.append(Round(sources.size, outside, 1, k, encoded=k, decoded=k, merged=2 * k))
+        distance *= 2
+    yield from up
+    for step in reversed(up):
+        yield step._replace(plain_bytes=alive_bytes(k), merged=0)
+
+
+def gtopk(order: Order) -> Iterator[Round]:
+    """Yield recursive doubling; ranks beyond the largest power of two are folded in and out."""
+    k, ranks, m = order.k, order.ranks, order.ranks_per_node
+    paired = 1 << (ranks.bit_length() - 1)
+    everyone, guests = np.arange(paired), np.arange(paired, ranks)
+    sizes = [k, *kept_sizes(k, order.widening, paired.bit_length() - 1, order.length)]
+    folded = leaving(guests, guests - paired, m)
+    if guests.size:
+        yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k)
+    for number, size in enumerate(sizes[:-1]):
+        outside = leaving(everyone, everyone ^ (1 << number), m)
+        yield Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size)
+    if guests.size:
+        size = sizes[-1]
+        yield Round(guests.size, folded, 1, size, alive_bytes(k), encoded=size, decoded=size)
+
+
+def oktopk(order: Order) -> Iterator[Round]:
+    """Yield split, threshold and gather, with boundaries that stand and blocks that are even."""
+    k, ranks, m = order.k, order.ranks, order.ranks_per_node
+    if ranks == 1:
+        return
+    part = -(-k // ranks)
+    for outside, times in _splits(ranks, m):
+        yield Round(ranks, outside, 1, part, encoded=part, decoded=part, times=times)
+    # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
+    undecided = k
+    while True:
+        yield from _allgather(ranks, m, 40 + min(64, undecided) * order.value_bytes)
+        if undecided <= 64:
+            break
+        undecided = -(-undecided // 32)
+    block = -(-round(order.widening * k) // ranks)
+    *gathered, last = _allgather(ranks, m, 0, block)
+    yield from gathered
+    yield last._replace(decoded=ranks * block, merged=k + ranks * block)
+
+
+@lru_cache
+def _splits(ranks: int, ranks_per_node: int) -> list[tuple[int, int]]:
+    """Return `leaving` of the shifts by 1..P-1, each with how often it comes."""
+    shifts = (leaving_by_shift(distance, ranks, ranks_per_node) for distance in range(1, ranks))
+    return list(Counter(shifts).items())
+
+
+def hierarchical(order: Order) -> Iterator[Round]:
+    """Yield the picks of a shard to its owner, gtopk of the owners across nodes, and back."""
+    m = min(order.ranks_per_node, order.ranks)
+    nodes = -(-order.ranks // m)
+    part = -(-order.k // m)
+    if m > 1:
+        inside = Round(order.ranks, 0, 1, part, encoded=part, decoded=part, merged=2 * part)
+        yield inside._replace(times=m - 1)
+    shard = order._replace(length=-(-order.length // m), k=part, ranks=nodes, ranks_per_node=1)
+    for step in gtopk(shard):
+        yield step._replace(senders=m * step.senders, leaving=m)
+    result = round(order.widening * part)
+    if m > 1:
+        back = Round(order.ranks, 0, 1, result, alive_bytes(part), encoded=result, decoded=result)
+        yield back._replace(times=m - 1)
+
+
+def _allgather(
+    ranks: int, ranks_per_node: int, plain_bytes: float, entries: int = 0
+) -> Iterator[Round]:
+    """Yield an allgather of messages of so many bytes, or of lists of so many entries."""
+    for number in range(rounds(ranks)):
+        messages = min(1 << number, ranks - (1 << number))
+        yield Round(
+            ranks,
+            leaving_by_shift(1 << number, ranks, ranks_per_node),
+            messages if entries else 0,
+            entries,
+            plain_bytes=8 * (1 + messages) + messages * plain_bytes,
+            encoded=entries if number == 0 else 0,
+        )
+
+
+SCHEDULES: dict[str, Callable[[Order], Iterator[Round]]] = {
+    "dense": dense,
+    "topk-allgather": topk_allgather,
+    "gtopk-tree": gtopk_tree,
+    "gtopk": gtopk,
+    "oktopk": oktopk,
+    "hierarchical": hierarchical,
+}
+
+
+def surplus(algorithm: str, order: Order) -> Round:
+    """Return what a rank may send on top where picks are uneven: no rank sends more.
+
+    oktopk: picks that all lie in other ranks' regions, blocks that all have to be balanced, and the
+    allgather that draws new boundaries. hierarchical: picks that all lie in other ranks' shards.
+    """
+    nothing = Round(0, 0, lists=0)
+    if order.ranks == 1:
+        return nothing
+    others = order.ranks - 1
+    if algorithm == "oktopk":
+        entries = -(-order.k // order.ranks) + round(order.widening * order.k)
+        quantiles = 8 + 4 * order.ranks * index_dtype(order.length).itemsize
+        told = others * (quantiles + 8) + 8 * rounds(order.ranks)
+        return nothing._replace(lists=others, entries=-(-entries // others), plain_bytes=told)
+    if algorithm == "hierarchical":
+        return nothing._replace(lists=1, entries=-(-order.k // order.ranks_per_node))
+    return nothing

@@ -1,0 +1,217 @@
+"""The transport over Horovod: its alltoall carries the messages.
+
+An alltoall needs every rank, a message only two. So a thread of each rank calls one alltoall after
+the other, the ticks; a tick carries what has been queued for each peer since the last one:
+
+    awake  done   of the stream of bytes from this rank to that peer, up to a limit:
+    u8     u8     tag i64, size i64, the message's bytes; tag ...
+
+Ticks follow each other at once while any rank is awake (it waits for a message, or has some to
+send) and ever more slowly while all compute, so that no rank waits long for one that takes no part.
+Channels and subsets share the ticks, told apart by their tags. The ticks end together, on the first
+in which all ranks are done: each has resigned, and knows that all others have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from ..vector import Array
+from .carrier import Carrier
+from .farewell import Farewell
+from .mailbox import Mailbox
+from .transport import Transport
+
+_HEADER: Final = struct.Struct("<qq")
+_FAREWELL: Final = -1  # a tag of no stream
+_FLAG_BYTES: Final = 2
+TICK_BYTES: Final = 1 << 30  # of all peers together: Horovod counts in int32
+_opened = itertools.count()  # equal on all ranks, as all open their transports in one order
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.05
+
+
+class HorovodTransport(Carrier):
+    """The ranks of an initialized Horovod.
+
+    horovod: the module horovod.torch; version: Horovod's.
+    """
+
+    name = "horovod"
+
+    def __init__(self, horovod: Any, version: str, timeout_seconds: float = 600.0) -> None:
+        import torch
+
+        self._torch = torch
+        self._horovod = horovod
+        self._version = version
+        self._tick_name = f"gtopk-{next(_opened)}.tick"
+        super().__init__(self._horovod.rank(), self._horovod.size())
+        self._mailbox = Mailbox(timeout_seconds)
+        self._outgoing: list[list[Array]] = [[] for _ in range(self.size)]
+        self._incoming = [_Incoming() for _ in range(self.size)]
+        self._queueing = threading.Lock()
+        self._awake = threading.Event()
+        self._resigned = False
+        self._ticker = threading.Thread(target=self._tick_on, name="gtopk-ticks", daemon=True)
+        self._ticker.start()
+        hosts = self.allgather(np.frombuffer(socket.gethostname().encode(), np.uint8))
+        here = hosts[self.rank].tobytes()
+        self._neighbours = [rank for rank in range(self.size) if hosts[rank].tobytes() == here]
+
+    def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        stream.traffic.count(message.size)
+        self._queue(stream.tag, message, to)
+        return lambda: None  # it has been copied
+
+    def _queue(self, tag: int, message: Array, to: int) -> None:
+        if to == self.rank:
+            self._mailbox.put(tag, to, np.array(message))
+            return
+        header = np.frombuffer(_HEADER.pack(tag, message.size), np.uint8)
+        with self._queueing:
+            self._outgoing[to].append(np.concatenate([header, message]))
+        self._awake.set()
+
+    def receive_on(self, stream: Transport, source: int) -> Array:
+        self._awake.set()
+        return self._mailbox.take(stream, source)
+
+    def _tick_on(self) -> None:
+        """Tick until all ranks are done, or Horovod has ended."""
+        pause_seconds = _SHORTEST_PAUSE_SECONDS
+        try:
+            while True:
+                anybody_awake, all_done = self._tick()
+                if all_done:
+                    return
+                if anybody_awake:
+                    pause_seconds = _SHORTEST_PAUSE_SECONDS
+                else:
+                    self._awake.wait(pause_seconds)
+                    pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+        except Exception as error:
+            lost = Farewell({}, f"Horovod has ended: {str(error).splitlines()[0]}")
+            for peer in range(self.size):
+                if peer != self.rank:
+                    self._left.setdefault(peer, lost)
+            self._mailbox.wake()
+
+    def _tick(self) -> tuple[bool, bool]:
+        """Exchange what is queued; return whether any rank is awake, and whether all are done."""
+        self._awake.clear()
+        done = self._resigned and len(self._left) >= self.size - 1
+        limit = TICK_BYTES // self.size
+        with self._queueing:
+            parts = [_take(queue, limit) for queue in self._outgoing]
+            sending = any(self._outgoing) or any(part.size for part in parts)
+        awake = sending or self._mailbox.somebody_waits
+        flags = np.array([awake, done and not sending], np.uint8)
+        blocks = [np.concatenate([flags, part]) for part in parts]
+        received, splits = self._horovod.alltoall(
+            self._torch.from_numpy(np.concatenate(blocks)),
+            splits=self._torch.tensor([block.size for block in blocks], dtype=self._torch.int32),
+            name=self._tick_name,
+        )
+        ends = np.cumsum(splits.numpy())[:-1]
+        theirs = np.split(received.numpy(), ends)
+        for source, block in enumerate(theirs):
+            for tag, message in self._incoming[source].feed(block[_FLAG_BYTES:]):
+                if tag == _FAREWELL:
+                    self._left.setdefault(source, Farewell.decode(message))
+                    self._mailbox.wake()
+                else:
+                    self._mailbox.put(tag, source, message)
+        return any(block[0] for block in theirs), all(block[1] for block in theirs)
+
+    def resign(self, reason: str) -> None:
+        if self._resigned:
+            return
+        farewell = self.farewell(reason).encode()
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._queue(_FAREWELL, farewell, peer)
+        self._resigned = True
+
+    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+        staying = super().leave(reason, patience_seconds)
+        if not staying:
+            self._ticker.join()  # the last ticks, which tell the others that this rank is done
+        return staying
+
+    def collect_farewells(self) -> None:
+        """Do nothing: the ticks note who left."""
+
+    def abort(self, exit_code: int) -> None:
+        """End this process; mpirun and horovodrun then end the others."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    def neighbours(self) -> list[int]:
+        return self._neighbours
+
+    def library(self) -> str:
+        return f"Horovod {self._version}"
+
+
+class _Incoming:
+    """The stream of bytes from one peer, cut into ticks anywhere."""
+
+    def __init__(self) -> None:
+        self._held: list[Array] = []
+        self._held_bytes = 0
+        self._wanted_bytes = _HEADER.size
+
+    def feed(self, part: Array) -> Iterator[tuple[int, Array]]:
+        """Add bytes; yield the tag and the message of each that is complete."""
+        if part.size:
+            self._held.append(part)
+            self._held_bytes += part.size
+        while self._held_bytes >= self._wanted_bytes:
+            whole = np.concatenate(self._held)  # a copy: memory of our own
+            tag, size = _HEADER.unpack_from(whole.data)
+            self._wanted_bytes = _HEADER.size + size
+            if whole.size < self._wanted_bytes:
+                self._held = [whole]
+                return
+            yield tag, whole[_HEADER.size : self._wanted_bytes].copy()
+            rest = whole[self._wanted_bytes :]
+            self._held, self._held_bytes = [rest], rest.size
+            self._wanted_bytes = _HEADER.size
+
+
+def _take(queue: list[Array], limit: int) -> Array:
+    """Take bytes from the front of a queue, up to the limit."""
+    taken: list[Array] = [np.empty(0, np.uint8)]
+    room = limit
+    while queue and room:
+        first = queue.pop(0)
+        taken.append(first[:room])
+        if first.size > room:
+            queue.insert(0, first[room:])
+        room -= taken[-1].size
+    return np.concatenate(taken)
+
+
+def open_horovod(timeout_seconds: float) -> HorovodTransport:
+    """Join the ranks of Horovod; initialize it where nobody has."""
+    try:
+        import horovod
+        import horovod.torch
+    except ImportError as error:
+        raise ImportError(
+            f"transport 'horovod' needs Horovod with its torch extension ({error}): "
+            "HOROVOD_WITH_PYTORCH=1 pip install horovod"
+        ) from error
+    if not horovod.torch.is_initialized():
+        horovod.torch.init()
+    return HorovodTransport(horovod.torch, horovod.__version__, timeout_seconds)

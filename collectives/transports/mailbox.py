@@ -1,0 +1,99 @@
+"""Mailbox: the messages that have come in for a rank, and the wait for one that has not."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import PeerError, PeerTimeoutError
+from ..vector import Array
+from . import transport
+from .transport import Transport, say
+
+# What came from one rank on one stream. None is no message: it wakes who waits, as somebody left.
+_Box = queue.SimpleQueue["Array | None"]
+
+
+class Mailbox:
+    """Messages by stream and source, in order; several threads put, one thread per stream takes."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._boxes: dict[tuple[int, int], _Box] = {}
+        self._waited_for: dict[_Box, None] = {}
+
+    def put(self, tag: int, source: int, message: Array) -> None:
+        """Add a message of a world rank to the stream with this tag."""
+        self._box(tag, source).put(message)
+
+    def wake(self) -> None:
+        """Have those who wait look again who has left."""
+        for box in self._waited_for.copy():
+            box.put(None)
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Tell whether a stream waits for a message."""
+        return bool(self._waited_for)
+
+    def take(self, stream: Transport, source: int) -> Array:
+        """Return the next message of a world rank on a stream; count the wait in its traffic.
+
+        Raises PeerError when a rank that is needed left, PeerTimeoutError when none did.
+        """
+        return self._take(stream, stream.tag, source, f"rank {source}", source)
+
+    def take_answer(self, stream: Transport, tag: int) -> Array:
+        """Return what this rank gives itself with this tag, once all ranks of a stream did."""
+        return self._take(stream, tag, stream.ranks[stream.rank], "its peers", None)
+
+    def _take(self, stream: Transport, tag: int, source: int, who: str, peer: int | None) -> Array:
+        begun = time.monotonic()
+        box = self._box(tag, source)
+        try:
+            with self._waiting_for(box):
+                return self._wait(box, stream, who, peer, begun)
+        finally:
+            stream.traffic.count_wait(time.monotonic() - begun)
+
+    def _wait(
+        self, box: _Box, stream: Transport, who: str, peer: int | None, begun: float
+    ) -> Array:
+        next_warning = begun + transport.STALL_WARNING_SECONDS
+        deadline = begun + self._timeout_seconds
+        while True:
+            # Read before the look into the box: whoever leaves has sent all it will ever send.
+            missing = stream.missing(peer)
+            remaining = min(next_warning, deadline) - time.monotonic()
+            try:
+                message = box.get(timeout=0 if missing else max(0.0, remaining))
+            except queue.Empty:
+                if missing:
+                    raise PeerError(missing) from None
+            else:
+                if message is not None:
+                    return message
+            now = time.monotonic()
+            rank = stream.ranks[stream.rank]
+            waiting = f"rank {rank} has waited {now - begun:.3g} s for {who} in {stream.activity}"
+            if now >= deadline:
+                raise PeerTimeoutError(waiting)
+            if now >= next_warning:
+                next_warning = now + transport.STALL_WARNING_SECONDS
+                say(waiting)
+
+    def _box(self, tag: int, source: int) -> _Box:
+        try:
+            return self._boxes[tag, source]
+        except KeyError:
+            return self._boxes.setdefault((tag, source), queue.SimpleQueue())
+
+    @contextmanager
+    def _waiting_for(self, box: _Box) -> Iterator[None]:
+        self._waited_for[box] = None
+        try:
+            yield
+        finally:
+            del self._waited_for[box]

@@ -1,0 +1,149 @@
+"""The automatic exchange: all ranks run what rank 0's judge says, and tell it what that takes.
+
+What looking costs: the calibration, under two seconds or nothing from the cache; some dense steps
+where sparse may be faster; then one allgather of 32 bytes a window of 20 to 640 steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+
+from collectives.planning import Candidate, Format
+from collectives.planning.calibration import assumed
+from collectives.planning.probes import agree_on_slowest
+from collectives.transports import Transport
+
+from .buckets import Bucket
+from .calibration import calibration_of
+from .compression import Automatic, GTopK, Hierarchical, OkTopK, SparseCompression, TopK
+from .exchange import DenseExchange, Exchange, Exchanged, SparseExchange, open_residual
+from .judge import Judge, Measured
+
+_log = logging.getLogger("gtopk")
+
+SETTLING_STEPS: Final = 2  # not measured after a switch: thresholds are guessed, caches filled
+KINDS: Final[Mapping[str, type[SparseCompression]]] = {
+    kind.algorithm: kind for kind in (TopK, GTopK, OkTopK, Hierarchical)
+}
+
+
+class AutomaticExchange:
+    """Exchanges by one of several candidates, and changes over without loss.
+
+    A change to dense sends what sparse steps left in the residual along, in its first step.
+    """
+
+    def __init__(
+        self, bucket: Bucket, compression: Automatic, backward_seconds: Callable[[], float]
+    ) -> None:
+        self.compression = compression
+        self.residual = open_residual(bucket, compression)
+        self.judge: Judge | None = None  # None: the ranks have not met yet
+        self._backward_seconds = backward_seconds
+        self._exchange: Exchange = DenseExchange()
+        self._seen: list[tuple[float, ...]] = []  # seconds: Measured's, and the backward pass's
+        self._to_settle = 0
+
+    @property
+    def facts(self) -> str:
+        """Return the options, and what is about to run."""
+        now = str(self.judge.chosen.candidate) if self.judge else "undecided"
+        return f"{self.compression.facts()}, now {now}"
+
+    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        if self.judge is None:
+            self.judge = self._begin(bucket, transport)
+        predicted_seconds = self.judge.chosen.seconds
+        exchanged = self._exchange(bucket, transport)
+        if transport.size > 1:
+            self._see(exchanged)
+            if len(self._seen) == self.judge.window:
+                self._look(self.judge, bucket, transport)
+        return dataclasses.replace(exchanged, predicted_seconds=predicted_seconds)
+
+    def _begin(self, bucket: Bucket, transport: Transport) -> Judge:
+        alone = transport.size == 1  # nothing is sent, whatever it would take
+        calibration = assumed(1) if alone else calibration_of(transport)
+        (fastest,) = agree_on_slowest(transport, [-self._backward_seconds()])
+        judge = Judge(self.compression, calibration, bucket.flat.size, bucket.flat.itemsize)
+        self._run(judge, agreed(judge.begin(-fastest), transport), bucket)
+        if transport.rank == 0:
+            _log.info(
+                "compression begins with %s, expected to take %.3g ms a step%s; links and rates: "
+                "%s",
+                judge.chosen.candidate,
+                1e3 * judge.chosen.seconds,
+                ", to measure what has to be beaten" if judge.probing else "",
+                calibration.origin,
+            )
+        return judge
+
+    def _see(self, exchanged: Exchanged) -> None:
+        if self._to_settle:
+            self._to_settle -= 1
+            return
+        merge_seconds = exchanged.merge_seconds
+        self._seen.append(
+            (
+                exchanged.select_seconds,
+                merge_seconds,
+                exchanged.communicate_seconds - merge_seconds,
+                self._backward_seconds(),
+            )
+        )
+
+    def _look(self, judge: Judge, bucket: Bucket, transport: Transport) -> None:
+        """Hold what was measured against what was predicted, the same on every rank."""
+        *parts, backward = map(statistics.median, zip(*self._seen, strict=True))
+        self._seen.clear()
+        # The slowest rank decides; for the time to hide behind, the one with the least of it.
+        *parts, minus_backward = agree_on_slowest(transport, [*parts, -backward])
+        measured, before = Measured(*parts), judge.chosen
+        candidate = agreed(judge.judge(measured, -minus_backward), transport)
+        changed = candidate != before.candidate
+        if changed:
+            self._run(judge, candidate, bucket)
+        else:
+            judge.run(candidate)  # with what was learnt of it
+        if transport.rank == 0:
+            _log.log(
+                logging.WARNING if changed else logging.INFO,
+                "compression by %s took %.3g ms a step, expected %.3g%s",
+                before.candidate,
+                1e3 * measured.seconds,
+                1e3 * before.seconds,
+                f"; from now on {judge.chosen.candidate}, expected to take "
+                f"{1e3 * judge.chosen.seconds:.3g}"
+                if changed
+                else "",
+            )
+
+    def _run(self, judge: Judge, candidate: Candidate, bucket: Bucket) -> None:
+        """Run another candidate from now on; the residual stays."""
+        judge.run(candidate)
+        self._to_settle = SETTLING_STEPS
+        if candidate.algorithm == "dense":
+            self._exchange = DenseExchange(self.residual)
+            return
+        compression = KINDS[candidate.algorithm](
+            candidate.density,
+            momentum_correction=self.compression.momentum_correction,
+            wire=candidate.format.indices,
+            values=candidate.format.values,
+        )
+        self._exchange = SparseExchange(bucket, compression, self.residual)
+
+
+def agreed(candidate: Candidate, transport: Transport) -> Candidate:
+    """Return rank 0's candidate, on every rank."""
+    said = json.dumps(dataclasses.asdict(candidate)).encode()
+    said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
+    record = json.loads(said)
+    return Candidate(**{**record, "format": Format(*record["format"])})

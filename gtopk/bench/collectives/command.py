@@ -1,0 +1,181 @@
+"""`gtopk bench collectives` as people call it: alone, or on every rank of a launcher."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from collectives import ALGORITHMS
+from collectives.errors import PeerError
+from collectives.transports import local_world, open_transport, run_ranks
+from collectives.wire.indices import INDEX_CODES
+from collectives.wire.values import VALUE_CODES
+
+from ...launch import launched_by
+from .contenders import BASELINES, parse, spelled
+from .picture import picture
+from .plan import Plan
+from .record import Results, checked
+from .report import markdown, table
+from .run import run
+from .vectors import DISTRIBUTIONS
+
+TRANSPORTS = ("mpi", "torch.distributed", "local")
+TIMEOUT_SECONDS = 3600.0  # ranks that are not measured wait for those that are
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
+        prog="gtopk bench collectives",
+        description="Time every reduction beside the baselines and the model: start it on the "
+        "ranks to measure (mpirun -n 4 gtopk bench collectives), or without a launcher on threads.",
+    )
+    add = described.add_argument
+    add("--transport", choices=TRANSPORTS, help="default: the launcher's; without one, local")
+    add("--ranks", type=whole_numbers, help="subsets to measure, as 2,4,8; default: all ranks")
+    add("--lengths", type=whole_numbers, default=[1_000_000], help="n, as 1000000,25557032")
+    add("--densities", type=shares, default=[0.001], help="k / n, as 0.001,0.01")
+    add("--picks", type=words, default=["uniform"], help=f"of {', '.join(DISTRIBUTIONS)}")
+    add(
+        "--algorithms",
+        nargs="*",
+        default=list(ALGORITHMS),
+        help=f"of {', '.join(ALGORITHMS)}; options as gtopk:growth=2.0; default: all",
+    )
+    add("--baselines", nargs="*", default=list(BASELINES), help=f"of {', '.join(BASELINES)}")
+    add(
+        "--formats",
+        type=words,
+        default=["exact"],
+        help=f"a code of values ({', '.join(VALUE_CODES)}) with the code of indices that the model "
+        f"picks, or both, as packed+bf16 (indices: {', '.join(INDEX_CODES)})",
+    )
+    add("--rounds", type=int, default=9)
+    add("--budget-seconds", type=float, default=20.0, help="of a contender in a case")
+    add("--bandwidth", type=float, help="bits per second for the model; default: measured here")
+    add("--latency", type=float, help="seconds for the model; default: measured here")
+    add("--interface", help="network interface whose sent bytes to note, as eth0")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, help="file to write")
+    add("--plot", type=Path, help="SVG to write; default: next to the JSON")
+    add("--markdown", type=Path, nargs="+", help="measure nothing, print these JSON files' tables")
+    return described
+
+
+def whole_numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def shares(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark on this rank and return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(given)
+    try:
+        if options.markdown:
+            print(markdown([read(path) for path in options.markdown]))
+            return 0
+        plan = plan_of(options, given)
+    except (OSError, ValueError) as error:
+        print(f"gtopk bench collectives: {error}", file=sys.stderr)
+        return 2
+    name = options.transport or default_transport()
+    if name == "local":
+        size = max(plan.ranks or (4,))
+        found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(plan, t))
+        deliver(found[0], options)
+        return 0
+    return on_this_rank(name, plan, options)
+
+
+def on_this_rank(name: str, plan: Plan, options: argparse.Namespace) -> int:
+    """Take part as one rank of a launcher's; a failure here ends the job."""
+    if name == "torch.distributed":
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo")
+    transport = open_transport(name, TIMEOUT_SECONDS)
+    try:
+        results = run(plan, transport)
+        if transport.rank == 0:
+            deliver(results, options)
+    except BaseException as error:
+        if not isinstance(error, PeerError) or transport.rank == 0:
+            traceback.print_exc()
+        sys.stderr.flush()
+        transport.abort(1)
+        raise
+    transport.leave("the benchmark is done")
+    return 0
+
+
+def default_transport() -> str:
+    """Return the transport of the launcher that started this process."""
+    job = launched_by()
+    if job is None:
+        return "local"
+    return "torch.distributed" if job.launcher == "torchrun" else "mpi"
+
+
+def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
+    """Return the plan; raise ValueError for what cannot be measured."""
+    for asked, known in (
+        (options.picks, DISTRIBUTIONS),
+        (options.baselines, BASELINES),
+    ):
+        if strange := [word for word in asked if word not in known]:
+            raise ValueError(f"expected some of {', '.join(known)}; got {', '.join(strange)}")
+    for word in options.algorithms:
+        parse(word)
+    for word in options.formats:
+        spelled(word)
+    return Plan(
+        command=shlex.join(["gtopk", "bench", "collectives", *given]),
+        ranks=tuple(options.ranks or ()),
+        lengths=tuple(options.lengths),
+        densities=tuple(options.densities),
+        distributions=tuple(options.picks),
+        algorithms=tuple(options.algorithms),
+        baselines=tuple(options.baselines),
+        formats=tuple(options.formats),
+        rounds=options.rounds,
+        budget_seconds=options.budget_seconds,
+        bandwidth=options.bandwidth,
+        latency=options.latency,
+        interface=options.interface,
+        seed=options.seed,
+    )
+
+
+def deliver(results: Results, options: argparse.Namespace) -> None:
+    """Print the table; write the JSON and the picture."""
+    print(table(results), flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    plot = options.plot or (options.json and options.json.with_suffix(".svg"))
+    if plot:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        plot.write_text(picture(results), encoding="utf-8")
+
+
+def read(path: Path) -> Results:
+    """Return what a JSON file holds."""
+    return checked(json.loads(path.read_text(encoding="utf-8")), str(path))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Contenders: gtopk's own algorithms in the formats they may use, and the baselines."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from collectives import ALGORITHMS, reduce
+from collectives.cost import rounds
+from collectives.planning import (
+    EXACT,
+    Candidate,
+    Format,
+    Network,
+    Rates,
+    predict,
+)
+from collectives.planning.schedules import SCHEDULES
+from collectives.transports import Transport
+from collectives.vector import Array, SparseVector
+from collectives.wire.format import check
+from collectives.wire.indices import INDEX_CODES
+
+from . import baselines
+from .library import Reckoning
+
+
+class Task(NamedTuple):
+    """What one rank brings to a go."""
+
+    selected: SparseVector
+    k: int
+    transport: Transport
+    library: Reckoning
+
+
+class Outcome(NamedTuple):
+    """What a go leaves: the update, sparse or dense, and what returns; None: nobody tells."""
+
+    update: SparseVector | Array
+    returned: SparseVector | None
+
+
+class Modelled(NamedTuple):
+    """Seconds on the wire, and of encode, decode and merge."""
+
+    wire_seconds: float
+    code_seconds: float
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to reduce what the ranks have selected.
+
+    prepare:   returns what is timed.
+    modelled:  of length, k, network and rates; None where there is no model.
+    selective: whether it looks at the picks only, and not at every coordinate.
+    conserves: what it does not put into the update returns.
+    """
+
+    name: str
+    label: str
+    prepare: Callable[[Task], Callable[[], Outcome]]
+    modelled: Callable[[int, int, Network, Rates], Modelled | None]
+    algorithm: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    format: Format | None = None
+    selective: bool = True
+    conserves: bool = True
+
+
+def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
+    """Return one of gtopk's algorithms."""
+
+    def prepare(task: Task) -> Callable[[], Outcome]:
+        return lambda: Outcome(
+            *reduce(task.selected, task.k, task.transport, algorithm, format=format, **options)
+        )
+
+    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled | None:
+        if algorithm not in SCHEDULES or options:
+            return None
+        found = predict(Candidate(algorithm, k / length, format), length, network, rates)
+        return Modelled(found.communicate_seconds, found.code_seconds + found.merge_seconds)
+
+    words = [f"{name}={value}" for name, value in options.items()]
+    if algorithm != "dense":
+        words.append(f"{format.indices}+{format.values}")
+    name = " ".join([algorithm, *words])
+    return Contender(
+        name,
+        f"gtopk's own {name}" if algorithm == "dense" else name,
+        prepare,
+        modelled,
+        algorithm,
+        options,
+        None if algorithm == "dense" else format,
+        selective=algorithm != "dense",
+    )
+
+
+def parse(words: str) -> tuple[str, dict[str, Any]]:
+    """Return an algorithm and its options from "gtopk" or "gtopk:growth=2.0,pieces=4"."""
+    name, _, rest = words.partition(":")
+    if name not in ALGORITHMS:
+        raise ValueError(f"an algorithm must be one of {', '.join(ALGORITHMS)}; got {name!r}")
+    options = {}
+    for word in filter(None, rest.split(",")):
+        option, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"an option must be written name=value, got {word!r} in {words!r}")
+        try:
+            options[option] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            options[option] = value
+    return name, options
+
+
+def spelled(word: str) -> list[Format]:
+    """Return the formats a word leaves open: "packed+bf16" one, "bf16" one for each index code.
+
+    Raises ValueError for codes that there are not.
+    """
+    indices, plus, values = word.rpartition("+")
+    return [check(Format(code, values)) for code in ([indices] if plus else INDEX_CODES)]
+
+
+def own_contenders(
+    asked: Sequence[str],
+    formats: Sequence[str],
+    length: int,
+    k: int,
+    network: Network,
+    rates: Rates,
+) -> list[Contender]:
+    """Return gtopk's algorithms, each in every format asked for.
+
+    formats: as `spelled`. A code of values alone stands for the format with it whose gtopk the
+             model finds quickest here.
+    """
+    found = [
+        min(spelled(word), key=lambda f: modelled_gtopk(f, length, k, network, rates))
+        for word in formats
+    ]
+    contenders = []
+    for algorithm, options in map(parse, asked):
+        if algorithm == "dense":
+            contenders.append(own("dense", options, EXACT))
+        else:
+            contenders += [own(algorithm, options, format) for format in dict.fromkeys(found)]
+    return contenders
+
+
+def modelled_gtopk(format: Format, length: int, k: int, network: Network, rates: Rates) -> float:
+    """Return the seconds, on the wire and of the cores, that the model gives gtopk in a format."""
+    return predict(Candidate("gtopk", k / length, format), length, network, rates).exchange_seconds
+
+
+def reference_of(
+    contenders: Sequence[Contender], length: int, k: int, network: Network, rates: Rates
+) -> str | None:
+    """Return the name of what ratios are told against: gtopk in the format it is modelled best in.
+
+    None where no plain gtopk takes part.
+    """
+    plain = [(c.format, c.name) for c in contenders if c.algorithm == "gtopk" and not c.options]
+    offers = [
+        (modelled_gtopk(format, length, k, network, rates), name)
+        for format, name in plain
+        if format is not None
+    ]
+    return min(offers)[1] if offers else None
+
+
+def dense_library() -> Contender:
+    def prepare(task: Task) -> Callable[[], Outcome]:
+        array = np.empty(task.selected.length, np.float32)
+        array.fill(0)  # pages that were never written would be made in the go
+        array[task.selected.indices] = task.selected.values
+
+        def go() -> Outcome:
+            task.library.allreduce(array)
+            return Outcome(array, None)
+
+        return go
+
+    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
+        found = predict(Candidate("dense"), length, network, rates)
+        return Modelled(found.communicate_seconds, 0.0)
+
+    return Contender(
+        "dense-library", "the library's own dense allreduce", prepare, modelled, selective=False
+    )
+
+
+def plain_allgather() -> Contender:
+    def prepare(task: Task) -> Callable[[], Outcome]:
+        return lambda: Outcome(
+            baselines.plain_allgather(task.selected, task.k, task.transport.size, task.library),
+            None,
+        )
+
+    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
+        alpha, beta = network.link(1)
+        ranks = network.ranks
+        return Modelled(rounds(ranks) * alpha + (ranks - 1) * k * 8 * beta, 0.0)
+
+    return Contender(
+        "plain-allgather",
+        "top-k allgather of int32 + float32 pairs by the library",
+        prepare,
+        modelled,
+    )
+
+
+def published_tree(broadcast: str) -> Contender:
+    def prepare(task: Task) -> Callable[[], Outcome]:
+        rank, size, library = task.transport.rank, task.transport.size, task.library
+
+        def spread(message: Array) -> None:
+            if broadcast == "library":
+                library.broadcast(message, 0)
+            else:
+                baselines.binomial_broadcast(message, rank, size, library)
+
+        return lambda: Outcome(
+            baselines.published_tree(task.selected, task.k, rank, size, library, spread), None
+        )
+
+    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
+        alpha, beta = network.link(1)
+        steps = rounds(network.ranks)
+        barriers = steps * steps * alpha
+        return Modelled(barriers + 2 * steps * (alpha + 16 * k * beta), 0.0)
+
+    return Contender(
+        f"published-tree {broadcast}-broadcast",
+        "published tree: 16-byte entries and barriers, "
+        + ("the library's broadcast" if broadcast == "library" else "binomial broadcast"),
+        prepare,
+        modelled,
+        conserves=False,
+    )
+
+
+BASELINES: Final[dict[str, tuple[Contender, ...]]] = {
+    "dense-library": (dense_library(),),
+    "plain-allgather": (plain_allgather(),),
+    "published-tree": (published_tree("library"), published_tree("binomial")),
+}

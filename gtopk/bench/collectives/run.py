@@ -1,0 +1,205 @@
+"""Run: a plan on the ranks of a transport, from calibration to records."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from collectives.cost import Link
+from collectives.planning import Calibration, CodingRate, Format, Network, Rates
+from collectives.planning.calibration import measure_network, measure_rates
+from collectives.planning.probes import agree_on_slowest
+from collectives.transports import Transport
+
+from ...machine import load, this_machine
+from . import record, rounds
+from .cases import Case, cases
+from .contenders import BASELINES, Contender, own_contenders, reference_of, spelled
+from .library import Reckoning, open_library
+from .plan import Plan
+from .record import Record, Results
+
+_WARM_UP = Case(ranks=0, length=4096, density=0.01, distribution="uniform")
+
+
+def run(plan: Plan, transport: Transport) -> Results:
+    """Return the results; every rank must call it, rank 0's are whole."""
+    plan.check(transport.size)
+    machine = this_machine()
+    say = progress if transport.rank == 0 else silent
+    formats = [*dict.fromkeys(format for word in plan.formats for format in spelled(word))]
+    say("the link, and what coding and merging take")
+    calibration = calibrate(transport, formats)
+    network, link = modelled_network(plan, calibration)
+    sizes = plan.ranks or (transport.size,)
+    library_name = ""
+    records: list[Record] = []
+    for size in sizes:
+        library = open_library(transport, range(size))
+        library_name = library.name
+        with transport.operation(f"the benchmark of {size} ranks"):
+            if transport.rank < size:
+                some = transport.subset(range(size)) if size < transport.size else transport
+                here = replace(calibration, network=network._replace(ranks=size))
+                records += on_these_ranks(plan, some, library, here, say)
+            transport.barrier()
+    machine["load_after"] = load()
+    return Results(
+        schema=record.SCHEMA,
+        benchmark="collectives",
+        machine=machine,
+        run=record.Run(
+            command=plan.command,
+            transport=transport.name,
+            library=library_name,
+            ranks=transport.size,
+            hosts=count_hosts(transport),
+            link=link,
+            calibration=calibration.origin,
+            seed=plan.seed,
+        ),
+        records=records,
+    )
+
+
+def on_these_ranks(
+    plan: Plan,
+    transport: Transport,
+    library: Reckoning,
+    calibration: Calibration,
+    say: Callable[[str], None],
+) -> list[Record]:
+    """Return the records of all cases with this number of ranks."""
+    records: list[Record] = []
+    network, rates = calibration.network, calibration.rates
+    for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
+        contenders = chosen(plan, case, first, calibration)
+        for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
+            found = rounds.measure(
+                what,
+                contenders,
+                transport,
+                library,
+                times,
+                plan.budget_seconds,
+                plan.seed,
+                plan.interface,
+                say,
+            )
+        reference = reference_of(contenders, case.length, case.k, network, rates)
+        records += [_record(each, case, calibration, reference) for each in found]
+    return records
+
+
+def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
+    """Return link and rates, the same on every rank.
+
+    Unlike `planning.calibrate`, rates are in seconds of a core: where ranks share cores, or others
+    use the machine, the clock would tell more of that than of the codes, and decide on the format.
+    """
+    network, _ = measure_network(transport)
+    mine = measure_rates(formats, time.thread_time)
+    numbers = [mine.select_seconds, mine.merge_seconds]
+    for format in formats:
+        numbers += mine.coding[format]
+    select_seconds, merge_seconds, *coding = agree_on_slowest(transport, numbers)
+    pairs = zip(coding[::2], coding[1::2], strict=True)
+    rates = {format: CodingRate(*pair) for format, pair in zip(formats, pairs, strict=True)}
+    return Calibration(network, Rates(select_seconds, merge_seconds, rates), "measured in this run")
+
+
+def chosen(
+    plan: Plan,
+    case: Case,
+    first: bool,
+    calibration: Calibration,
+) -> list[Contender]:
+    """Return who takes part in a case; the dense ones do in the first only."""
+    network, rates = calibration.network, calibration.rates
+    ours = own_contenders(plan.algorithms, plan.formats, case.length, case.k, network, rates)
+    theirs = [contender for name in plan.baselines for contender in BASELINES[name]]
+    return [contender for contender in (*ours, *theirs) if contender.selective or first]
+
+
+def _warm_up(case: Case) -> Case:
+    """Return a small case of the same ranks: it opens the connections."""
+    return _WARM_UP._replace(ranks=case.ranks, length=min(case.length, _WARM_UP.length))
+
+
+def modelled_network(plan: Plan, calibration: Calibration) -> tuple[Network, record.Link]:
+    """Return the network of the model: one rank a host, its link given or measured."""
+    network = calibration.network
+    measured = network.link(1)
+    latency = measured.latency_seconds if plan.latency is None else plan.latency
+    seconds_per_byte = 8.0 / plan.bandwidth if plan.bandwidth else measured.seconds_per_byte
+    link = Link(latency, seconds_per_byte)
+    told = record.Link(
+        latency_seconds=latency,
+        bits_per_second=8.0 / seconds_per_byte if seconds_per_byte else 0.0,
+        bandwidth_from="given" if plan.bandwidth else "measured",
+        latency_from="measured" if plan.latency is None else "given",
+    )
+    return Network(network.ranks, link), told
+
+
+def count_hosts(transport: Transport) -> int:
+    """Return on how many hosts the ranks are."""
+    first = np.array([min(transport.neighbours())])
+    return len({message.tobytes() for message in transport.allgather(first.view(np.uint8))})
+
+
+def _record(
+    measured: rounds.Measured,
+    case: Case,
+    calibration: Calibration,
+    reference: str | None,
+) -> Record:
+    contender = measured.contender
+    seconds = record.spread(measured.seconds)
+    modelled = contender.modelled(case.length, case.k, calibration.network, calibration.rates)
+    on_interface = measured.interface_bytes
+    return Record(
+        contender=contender.name,
+        label=contender.label,
+        ours=contender.algorithm is not None,
+        reference=contender.name == reference,
+        selective=contender.selective,
+        algorithm=contender.algorithm,
+        options=contender.options,
+        format=None if contender.format is None else "+".join(contender.format),
+        ranks=case.ranks,
+        length=case.length,
+        density=case.density,
+        k=case.k,
+        distribution=case.distribution,
+        rounds=len(measured.seconds),
+        seconds=seconds,
+        seconds_by_round=measured.seconds,
+        cpu_seconds=record.per_rank(measured.cpu_seconds),
+        sent_bytes=record.per_rank(measured.sent_bytes),
+        sent_messages=record.per_rank(measured.sent_messages),
+        counted=measured.counted,
+        interface_bytes=None if on_interface is None else record.per_rank(on_interface),
+        updated=measured.updated,
+        modelled_wire_seconds=modelled and modelled.wire_seconds,
+        modelled_code_seconds=modelled and modelled.code_seconds,
+        measured_over_modelled=(
+            seconds["median"] / modelled.wire_seconds
+            if modelled and modelled.wire_seconds
+            else None
+        ),
+    )
+
+
+def progress(text: str) -> None:
+    """Tell what is being measured: over the same line in a terminal, else not at all."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def silent(text: str) -> None:
+    """Tell nothing."""

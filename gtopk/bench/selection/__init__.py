@@ -1,0 +1,1 @@
+"""`gtopk bench selection`: what accumulating and selecting costs, against `a += g` and others."""

@@ -1,0 +1,171 @@
+"""`gtopk bench selection` as people see it: options, progress, a table, and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from collectives import kernels
+
+from ...launch import usable_cores
+from .gradients import open_source
+from .measure import MergeRecord, Record, measure, measure_merges
+from .methods import FLOOR, all_methods
+
+DATA = ("training", "gaussian", "laplace")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gtopk bench selection",
+        description="Time a step of error feedback (accumulate, select, clear) by our kernels and "
+        "by others, in turn in one run, and check what each of them selects.",
+    )
+    parser.add_argument("--elements", type=int, nargs="+", default=[25_600_000], metavar="N")
+    parser.add_argument("--density", type=float, default=0.001, help="default: %(default)s")
+    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--rounds", type=int, default=7, help="timed; default: %(default)s")
+    parser.add_argument("--warm-up", type=int, default=20, help="not timed; default: %(default)s")
+    parser.add_argument(
+        "--threads", type=int, default=usable_cores(), help="of the threaded one; default: cores"
+    )
+    parser.add_argument("--json", type=Path, help="file to write the records to")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code."""
+    options = parse(arguments)
+    for name in ("rounds", "threads", "warm_up"):
+        if getattr(options, name) < 1:
+            option = name.replace("_", "-")
+            return _refuse(f"--{option} must be at least 1, got {getattr(options, name)}")
+    if min(options.elements) < 1 or not 0.0 < options.density <= 1.0:
+        return _refuse("--elements must be at least 1, and --density lie in (0, 1]")
+    known = [method.name for method in all_methods(options.threads)]
+    unknown = set(options.methods or known) - set(known)
+    if unknown:
+        return _refuse(f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}")
+    torch.set_num_threads(1)
+    machine = describe()
+    print(", ".join(f"{name}: {value}" for name, value in machine.items()))
+    print("times are medians of rounds, with the lowest and the highest of the ratios\n")
+    records: list[Record] = []
+    merges: list[MergeRecord] = []
+    for elements in options.elements:
+        for name in options.data:
+            wanted = [
+                method
+                for method in all_methods(options.threads)
+                if method.name in (FLOOR, *(options.methods or known))
+            ]
+            source = open_source(name, elements)
+            found = measure(
+                source, options.density, wanted, options.rounds, options.warm_up, _progress
+            )
+            _progress("")
+            print(table(found))
+            records += found
+        merged = measure_merges(max(1, round(elements * options.density)), rounds=31)
+        for merge in merged:
+            each = merge.nanoseconds_per_input_entry
+            print(
+                f"merge of two lists of {merge.k:,}, {merge.method}: {each.median:.1f} ns "
+                f"({each.low:.1f}-{each.high:.1f}) per input entry"
+            )
+        print()
+        merges += merged
+    if options.json:
+        options.json.write_text(json.dumps(as_json(machine, records, merges), indent=1) + "\n")
+        print(f"written to {options.json}")
+    return 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"gtopk bench selection: {reason}", file=sys.stderr)
+    return 2
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{text:70}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+
+def describe() -> dict[str, str]:
+    """Return what the figures depend on."""
+    return {
+        "processor": _processor(),
+        "cores": str(usable_cores()),
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "kernels": kernels.in_use(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return the records of one kind of data as lines."""
+    first = records[0]
+    by_name = {record.method: record for record in records}
+    lines = [f"{first.data}, n = {first.n:,}, k = {first.k:,} (density {first.density:g})"]
+    lines.append(f"  {'':28} {'ms':>9} {'over a += g':>22} {'selected / k':>13}")
+    for record in records:
+        ratio = record.over_floor
+        if record.method == FLOOR:
+            ratios, share = "1", ""
+        else:
+            ratios = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+            share = "exact" if record.exact else f"{record.selected / record.k:.3g}"
+        name = record.method + (" [wall]" if record.clock == "wall" else "")
+        lines.append(f"  {name:28} {1e3 * record.seconds.median:9.2f} {ratios:>22} {share:>13}")
+    ours = [by_name[name] for name in ("gtopk-compiled", "gtopk-reference") if name in by_name]
+    if "torch.topk" in by_name:
+        topk = by_name["torch.topk"].seconds.median
+        for record in ours:
+            faster = topk / record.seconds.median
+            lines.append(f"  {record.method} is {faster:.1f} times as fast as torch.topk")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(
+    machine: dict[str, str], records: Sequence[Record], merges: Sequence[MergeRecord]
+) -> dict[str, object]:
+    """Return everything in the form that is written; times as median, with low and high beside."""
+    flat = []
+    for record in records:
+        fields = record._asdict() | {
+            "seconds": record.seconds.median,
+            "seconds_low": record.seconds.low,
+            "seconds_high": record.seconds.high,
+            "over_floor": record.over_floor.median,
+            "over_floor_low": record.over_floor.low,
+            "over_floor_high": record.over_floor.high,
+        }
+        flat.append(fields)
+    listed = [
+        {
+            "method": merge.method,
+            "k": merge.k,
+            "nanoseconds_per_input_entry": merge.nanoseconds_per_input_entry.median,
+        }
+        for merge in merges
+    ]
+    return {"machine": machine, "records": flat, "merges": listed}

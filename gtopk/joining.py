@@ -1,0 +1,132 @@
+"""Joining: from what the launcher says to the transport that joins its ranks.
+
+    launcher                             transport
+    mpirun, srun with PMI or PMIx        mpi
+    torchrun, horovodrun, plain srun     torch.distributed (gloo)
+    none                                 torch.distributed within a process group, else local
+
+GTOPK_TRANSPORT names another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from collectives.errors import PeerTimeoutError
+from collectives.transports import TRANSPORTS, Transport, open_transport
+
+from .launch import Launched, carried_by, launched_by
+from .launch.deadline import deadline
+from .launch.meeting import Address, horovodrun_server, master, srun_address
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch._C._distributed_c10d import TCPStore
+
+# The longest a rank waits for a peer in an operation, and at the start for all to arrive.
+TIMEOUT_SECONDS: Final = {"GTOPK_TIMEOUT": 600.0, "GTOPK_START_TIMEOUT": 120.0}
+
+
+def join(comm: MPI.Intracomm | None = None) -> Transport:
+    """Return the transport of the ranks that were launched with this one.
+
+    comm: an mpi4py communicator of the ranks to join.
+    Raises ImportError when the transport lacks a package, RuntimeError when the launcher does not
+    say enough, PeerTimeoutError (or, inside MPI's start, ends the process) when a rank is missing.
+    """
+    timeouts = _seconds("GTOPK_TIMEOUT"), _seconds("GTOPK_START_TIMEOUT")
+    job = launched_by()
+    name = "mpi" if comm is not None else transport_for(job)
+    if name == "mpi":
+        with deadline(timeouts[1], _late(job, timeouts[1])):
+            return _join_mpi(comm, timeouts[0])
+    if name == "torch.distributed" and job is not None:
+        return _join_torch(job, *timeouts)
+    return open_transport(name, *timeouts)
+
+
+def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the transport that joins the ranks of a job; None: one rank alone."""
+    wanted = environ.get("GTOPK_TRANSPORT")
+    if wanted and wanted not in TRANSPORTS:
+        raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {wanted!r}")
+    if job is None and not wanted:
+        return "torch.distributed" if _has_process_group() else "local"
+    return carried_by(job, environ)
+
+
+def _has_process_group() -> bool:
+    """Tell whether this process is one of a group that its own program made."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _join_mpi(comm: MPI.Intracomm | None, timeout_seconds: float) -> Transport:
+    if comm is None:
+        return open_transport("mpi", timeout_seconds)
+    from collectives.transports.mpi import MpiTransport
+
+    if not hasattr(comm, "Split_type"):
+        raise ValueError(f"comm must be an mpi4py communicator or None, got {comm!r}")
+    return MpiTransport(comm, timeout_seconds)
+
+
+def _late(job: Launched | None, seconds: float) -> str:
+    who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
+    return (
+        f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
+        "another rank has ended before hvd.init(), or cannot be reached"
+    )
+
+
+def _join_torch(job: Launched, timeout_seconds: float, start_timeout_seconds: float) -> Transport:
+    from collectives.transports.torch_distributed import join_at, open_torch_distributed
+
+    if {"RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun, or who does as it does
+        return open_torch_distributed(timeout_seconds, start_timeout_seconds)
+    store = _meet(job, start_timeout_seconds)
+    return join_at(store, job.rank, job.size, timeout_seconds, start_timeout_seconds)
+
+
+def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
+    """Return the store where the ranks meet; rank 0 serves it."""
+    from collectives.transports.torch_distributed import connect
+
+    address = master(os.environ)
+    server = horovodrun_server(os.environ)
+    if address is None and server is not None:
+        if job.rank == 0:
+            host = server.own_host()
+            store = connect(host, 0, 0, start_timeout_seconds)
+            server.tell(Address(host, store.port))
+            return store
+        address = server.ask(start_timeout_seconds)
+        if address is None:
+            raise PeerTimeoutError(
+                f"rank {job.rank} of {job.size} has waited {start_timeout_seconds:g} s at the "
+                "start for rank 0, which has not said where the ranks meet"
+            )
+    elif address is None and job.launcher == "srun":
+        address = srun_address(os.environ)
+    if address is None:
+        raise RuntimeError(
+            f"{job.launcher} started this process as rank {job.rank} of {job.size} and does not "
+            "say where the ranks meet: set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a "
+            f"free port there, or start the ranks with: mpirun -n {job.size} python ..."
+        )
+    return connect(*address, job.rank, start_timeout_seconds)
+
+
+def _seconds(variable: str) -> float:
+    """Return the seconds an environment variable asks for, or its default."""
+    text = os.environ.get(variable, str(TIMEOUT_SECONDS[variable]))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"{variable} must be a number of seconds above 0, got {text!r}")
+    return seconds

@@ -1,0 +1,197 @@
+"""The judge: which candidate to run, from predictions first and from measurements then.
+
+    begin    with what calibration expects to be quickest
+    judge    after a window of steps: where measured and predicted seconds part by more than a
+             third, or dense was measured to be faster, correct the parameters and choose anew
+    probe    either of them: unless sparse is CLEARLY faster than dense is expected to be, some
+             steps of dense first, so that what has to be beaten is measured, not modelled
+
+It learns of other ranks nothing, and asks nobody: given the same numbers, it says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from collectives.planning import (
+    Budget,
+    Calibration,
+    Candidate,
+    Correction,
+    Prediction,
+    choose,
+    predict,
+)
+from collectives.planning.choice import SPARSE
+
+from .agreement import agreement_bytes
+from .compression import Automatic
+
+CLEARLY: Final = 4.0  # a model is hardly wrong by more
+PROBE_STEPS: Final = 5
+FIRST_WINDOW, LONGEST_WINDOW = 20, 640  # steps
+APART: Final = 1 / 3  # of the prediction: beyond, it was wrong
+# What a switch must promise, of the seconds measured now. Less is noise, or not worth the change.
+WORTH_SPARSE: Final = 0.9
+WORTH_DENSE: Final = 0.97
+
+
+class Measured(NamedTuple):
+    """Seconds of a step by part, medians over a window, of the slowest rank."""
+
+    select_seconds: float
+    merge_seconds: float  # and encode and decode
+    communicate_seconds: float  # on the wire, and waiting
+
+    @property
+    def seconds(self) -> float:
+        """Return what all of it takes."""
+        return sum(self)
+
+
+class Judge:
+    """Chooses for one gradient of `length` values of `value_bytes`.
+
+    chosen:      what runs, as predicted with all that is known.
+    window:      how many steps to measure before the next judgement.
+    corrections: by algorithm, measured over predicted, of those that ran.
+    """
+
+    def __init__(
+        self,
+        compression: Automatic,
+        calibration: Calibration,
+        length: int,
+        value_bytes: int = 4,
+    ) -> None:
+        self.compression = compression
+        self.calibration = calibration
+        self.length = length
+        self.formats = compression.formats()
+        self.value_bytes = value_bytes
+        self.corrections: dict[str, Correction] = {}
+        self.window = FIRST_WINDOW
+        self.probing = False
+        self.switches = 0
+        self._elsewhere = Correction()  # of what has not run: links and machine as last measured
+        self._dense_at_best = 1.0  # correction of dense's seconds while it has not run
+        self._backward_seconds = 0.0
+
+    def begin(self, backward_seconds: float) -> Candidate:
+        """Return what to run first."""
+        self._backward_seconds = backward_seconds
+        best, *others = self._choices()
+        return (self._probe(others, best.seconds) or best).candidate
+
+    def _probe(self, choices: Sequence[Prediction], seconds: float) -> Prediction | None:
+        """Return dense, to be measured, where it may be as quick as what takes `seconds`."""
+        dense = next((each for each in choices if each.candidate.algorithm == "dense"), None)
+        known = "dense" in self.corrections
+        self.probing = dense is not None and not known and dense.seconds < CLEARLY * seconds
+        if not self.probing:
+            return None
+        self.window = PROBE_STEPS
+        return dense
+
+    def run(self, candidate: Candidate) -> Prediction:
+        """Take note of what runs from now on, and return what it is expected to take."""
+        self.chosen = self._predicted(candidate).scaled(*self._correction(candidate.algorithm))
+        return self.chosen
+
+    def judge(self, measured: Measured, backward_seconds: float) -> Candidate:
+        """Return what to run next, often what runs now, after a window of measured steps."""
+        running = self.chosen
+        wire, expected = measured.communicate_seconds, running.communicate_seconds
+        apart = (
+            abs(measured.seconds - running.seconds) > APART * running.seconds
+            or abs(wire - expected) > APART * expected  # small beside dense's, but tells of it
+        )
+        self._learn(measured, apart)
+        moved = self.compression.hide_behind_backward and (
+            abs(backward_seconds - self._backward_seconds) > APART * self._backward_seconds
+        )
+        if moved:
+            self._backward_seconds = backward_seconds
+        probed = self.probing
+        best, *others = choices = self._choices()
+        if (dense := self._probe(choices, measured.seconds)) is not None:
+            return dense.candidate
+        dense_wins = any(
+            each.candidate.algorithm == "dense" and each.seconds < WORTH_DENSE * measured.seconds
+            for each in (best, *others)
+        )
+        doubtful = apart or moved or probed or (dense_wins and "dense" in self.corrections)
+        if not (doubtful and self._is_worth(best, measured, moved)):
+            self.window = FIRST_WINDOW if probed else min(2 * self.window, LONGEST_WINDOW)
+            return running.candidate
+        # Where it was in doubt it may be again: the more switches, the later the next.
+        self.switches += 0 if probed else 1
+        self.window = min(FIRST_WINDOW * 2**self.switches, LONGEST_WINDOW)
+        return best.candidate
+
+    def _is_worth(self, best: Prediction, measured: Measured, moved: bool) -> bool:
+        new, old = best.candidate, self.chosen.candidate
+        if new == old:
+            return False
+        if self.compression.density is None and new.algorithm == old.algorithm:
+            return moved or abs(new.density - old.density) > APART * old.density
+        if self.compression.density is None:
+            return True
+        worth = WORTH_DENSE if new.algorithm == "dense" else WORTH_SPARSE
+        return best.seconds < worth * measured.seconds
+
+    def _learn(self, measured: Measured, apart: bool) -> None:
+        """Correct the parameters of what ran; where they were wrong, those of the rest with it."""
+        algorithm = self.chosen.candidate.algorithm
+        expected = self._predicted(self.chosen.candidate)
+        parts = (
+            expected.select_seconds,
+            expected.code_seconds + expected.merge_seconds,
+            expected.communicate_seconds,
+        )
+        correction = Correction(*map(_ratio, measured, parts))
+        self.corrections[algorithm] = correction
+        if apart and algorithm == "dense":  # which tells of the links only
+            self._elsewhere = self._elsewhere._replace(communicate=correction.communicate)
+        elif apart:
+            self._elsewhere = correction
+            # Of links too slow or too fast by an unknown share of latency and bandwidth, the best
+            # for dense: what is not latency as calibrated is the bytes'.
+            of_bytes = expected.communicate_seconds - expected.latency_seconds
+            at_most = measured.communicate_seconds - expected.latency_seconds
+            self._dense_at_best = min(1.0, max(0.0, _ratio(at_most, of_bytes)))
+
+    def _choices(self) -> list[Prediction]:
+        return choose(
+            self.length,
+            self.calibration,
+            self._budget(),
+            self.formats,
+            {name: self._correction(name) for name in ("dense", *SPARSE)},
+            self.value_bytes,
+        )
+
+    def _budget(self) -> Budget:
+        if self.compression.hide_behind_backward:
+            return Budget(seconds=self._backward_seconds)
+        if self.compression.bytes_per_step is not None:
+            agreeing = agreement_bytes(self.calibration.network.ranks)
+            return Budget(bytes_per_step=self.compression.bytes_per_step - agreeing)
+        return Budget(density=self.compression.density)
+
+    def _correction(self, algorithm: str) -> Correction:
+        if algorithm in self.corrections:
+            return self.corrections[algorithm]
+        if algorithm == "dense":
+            return Correction(communicate=self._dense_at_best)  # in doubt it is tried
+        return self._elsewhere
+
+    def _predicted(self, candidate: Candidate) -> Prediction:
+        """Return what the calibration alone says."""
+        network, rates = self.calibration.network, self.calibration.rates
+        return predict(candidate, self.length, network, rates, self.value_bytes)
+
+
+def _ratio(measured: float, predicted: float) -> float:
+    return measured / predicted if predicted > 0 else 1.0

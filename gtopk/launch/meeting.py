@@ -1,0 +1,114 @@
+"""Where ranks meet whose launcher brings no MPI: the address of torch.distributed's store.
+
+MASTER_ADDR, MASTER_PORT    both set: there (torchrun sets them; anyone may)
+horovodrun                  where rank 0 says on horovodrun's own key-value server (HTTP)
+srun                        on the step's first node, at port 20000 + (16 job + step) mod 10000
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+_KEY: Final = "/gtopk/store"
+_ASK_SECONDS: Final = 0.1  # between two looks for rank 0's address
+_REQUEST_SECONDS: Final = 5.0
+
+
+class Address(NamedTuple):
+    """A host, and a port on it."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def master(environ: Mapping[str, str]) -> Address | None:
+    """Return the address that MASTER_ADDR and MASTER_PORT name; None without them."""
+    if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
+        return None
+    return Address(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+
+
+def srun_address(environ: Mapping[str, str]) -> Address:
+    """Return where the ranks of a Slurm step meet, as every one of them can tell for itself.
+
+    Raises RuntimeError when Slurm's variables do not say it.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    try:
+        job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+        return Address(first_node(nodes), 20000 + (16 * job + step) % 10000)
+    except (KeyError, ValueError) as error:
+        raise RuntimeError(
+            f"srun must say SLURM_JOB_ID and SLURM_STEP_NODELIST for the ranks to meet ({error}); "
+            "set MASTER_ADDR and MASTER_PORT to a host of rank 0 and a free port there"
+        ) from None
+
+
+def first_node(nodes: str) -> str:
+    """Return the first host of Slurm's list, e.g. n007 of "n[007-012,30],m1".
+
+    Raises ValueError for what is no such list.
+    """
+    match = re.match(r"([^\s,\[\]]*)(?:\[([^\],-]+)[^\]]*\])?([^\s,\[\]]*)(?:,|$)", nodes)
+    if match is None or not match.group(0).strip(","):
+        raise ValueError(f"no list of nodes: {nodes!r}")
+    return "".join(part or "" for part in match.groups())
+
+
+class HorovodrunServer:
+    """The key-value server with which horovodrun has Horovod's own gloo ranks find each other."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._url = f"http://{address}{_KEY}"
+        # A proxy of the environment is for the world outside.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def own_host(self) -> str:
+        """Return the address under which this host reaches the server, and others reach it."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(self._address)  # sends nothing
+            host: str = probe.getsockname()[0]
+        return host
+
+    def tell(self, address: Address) -> None:
+        """Say where the ranks meet."""
+        request = urllib.request.Request(self._url, str(address).encode(), method="PUT")
+        with self._opener.open(request, timeout=_REQUEST_SECONDS):
+            pass
+
+    def ask(self, timeout_seconds: float) -> Address | None:
+        """Return where the ranks meet, once rank 0 has said it; None after the timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            try:
+                with self._opener.open(self._url, timeout=_REQUEST_SECONDS) as response:
+                    host, port = response.read().decode().rsplit(":", 1)
+                    return Address(host, int(port))
+            except urllib.error.HTTPError as error:
+                if error.code != 404:
+                    raise
+            time.sleep(_ASK_SECONDS)
+        return None
+
+
+def horovodrun_server(environ: Mapping[str, str]) -> HorovodrunServer | None:
+    """Return horovodrun's server, if it has told of one."""
+    try:
+        return HorovodrunServer(
+            Address(
+                environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
+                int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
+            )
+        )
+    except (KeyError, ValueError):
+        return None

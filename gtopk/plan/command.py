@@ -1,0 +1,206 @@
+"""`gtopk plan` as people call it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Network, Prediction, Rates
+from collectives.planning.calibration import measure_rates
+from collectives.planning.formats import FORMATS
+
+from ..compression import check_density
+from .comparison import Cluster, Comparison, compare
+from .models import PARAMETERS
+from .quantities import bandwidth, count, duration
+from .show import render, show
+
+T = TypeVar("T")
+MOST_RANKS = 65_536
+EXACT_FORMATS = [format for format in FORMATS if format.values == "exact"]  # nothing is rounded
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gtopk plan",
+        description="Tell what a step's gradient exchange would take on a cluster, by a model of "
+        "its links, and whether compression would pay there.",
+        epilog="Models: " + ", ".join(f"{name} {n:,}" for name, n in PARAMETERS.items()),
+    )
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--elements", type=as_argument(count), help="parameters of the model")
+    size.add_argument("--model", choices=PARAMETERS, metavar="NAME", help="or its name, see below")
+    parser.add_argument("--ranks", type=as_argument(count), required=True)
+    parser.add_argument(
+        "--bandwidth", type=as_argument(bandwidth), required=True, help="between nodes: 1gbit"
+    )
+    parser.add_argument(
+        "--latency",
+        type=as_argument(duration),
+        default=50e-6,
+        help="of a message between nodes; default: 50us",
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=as_argument(count),
+        default=1,
+        help="which share their node's link; default: %(default)s",
+    )
+    parser.add_argument(
+        "--node-bandwidth",
+        type=as_argument(bandwidth),
+        default=1e11,
+        help="inside a node; default: 100gbit",
+    )
+    parser.add_argument(
+        "--node-latency",
+        type=as_argument(duration),
+        default=5e-6,
+        help="inside a node; default: 5us",
+    )
+    parser.add_argument(
+        "--density", type=as_argument(density), default=0.001, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--backward-ms",
+        type=as_argument(milliseconds),
+        default=0.0,
+        metavar="MS",
+        help="what dense can hide behind, bucket by bucket; default: nothing",
+    )
+    parser.add_argument(
+        "--no-measure", action="store_true", help="take assumed rates, not this machine's"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures; '-': print them only")
+    return parser.parse_args(arguments)
+
+
+def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Return `read` with its ValueError made argparse's."""
+
+    def value(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value
+
+
+def density(text: str) -> float:
+    """Return a share in (0, 1]."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"must be a number, got {text!r}") from None
+    check_density("it", value)
+    return value
+
+
+def milliseconds(text: str) -> float:
+    """Return milliseconds, 0 or more, in seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"must be a number of milliseconds, got {text!r}")
+    return value / 1e3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the comparison and return the exit code."""
+    options = parse(arguments)
+    if options.ranks > MOST_RANKS:
+        return _fail(f"--ranks must be at most {MOST_RANKS:,}, got {options.ranks:,}")
+    if options.ranks_per_node > options.ranks:
+        return _fail(
+            f"--ranks-per-node must be at most --ranks {options.ranks}, "
+            f"got {options.ranks_per_node}"
+        )
+    if options.no_measure:
+        origin = "as assumed, not measured"
+        rates = DEFAULT_RATES._replace(
+            coding={format: DEFAULT_RATES.coding[format] for format in EXACT_FORMATS}
+        )
+    else:
+        from collectives.kernels import in_use
+
+        rates, origin = (
+            measure_rates(EXACT_FORMATS),
+            f"as measured on this machine now ({in_use()})",
+        )
+    network = Network(
+        options.ranks,
+        Link.of(options.bandwidth, options.latency),
+        options.ranks_per_node,
+        Link.of(options.node_bandwidth, options.node_latency),
+    )
+    length = options.elements or PARAMETERS[options.model]
+    comparison = compare(Cluster(length, network, options.density, options.backward_ms), rates)
+    record = json.dumps(as_record(comparison, rates, origin), indent=1)
+    if options.json == "-":
+        print(record)
+        return 0
+    show(render(comparison, origin))
+    if options.json:
+        try:
+            Path(options.json).write_text(record + "\n", encoding="utf-8")
+        except OSError as error:
+            return _fail(f"--json {options.json} cannot be written: {error.strerror}")
+    return 0
+
+
+def _fail(reason: str) -> int:
+    print(f"gtopk plan: {reason}", file=sys.stderr)
+    return 2
+
+
+def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, Any]:
+    """Return the comparison in the types of JSON."""
+    cluster = comparison.cluster
+
+    def method(found: Prediction) -> dict[str, Any]:
+        return {
+            "algorithm": found.candidate.algorithm,
+            "density": found.candidate.density,
+            "format": found.candidate.format._asdict(),
+            "select_seconds": found.select_seconds,
+            "code_seconds": found.code_seconds,
+            "communicate_seconds": found.communicate_seconds,
+            "merge_seconds": found.merge_seconds,
+            "exposed_seconds": comparison.exposed_seconds(found),
+            "speedup": comparison.speedup(found),
+            "sent": found.sent._asdict(),
+            "updated": found.updated,
+        }
+
+    edge = comparison.break_even_bits_per_second
+    return {
+        "modelled": True,
+        "cluster": {
+            **dataclasses.asdict(cluster),
+            "network": {
+                **cluster.network._asdict(),
+                "between": cluster.network.between._asdict(),
+                "within": cluster.network.within and cluster.network.within._asdict(),
+            },
+        },
+        "rates": {
+            **rates._asdict(),
+            "coding": {"+".join(f): rate._asdict() for f, rate in rates.coding.items()},
+            "origin": origin,
+        },
+        "methods": [method(each) for each in (comparison.dense, *comparison.sparse)],
+        "equal_bytes": [method(each) for each in comparison.equal_bytes],
+        "cheapest": comparison.cheapest.candidate.algorithm,
+        "pays": "never" if edge is None else "always" if math.isinf(edge) else "below",
+        "break_even_bits_per_second": None if edge is None or math.isinf(edge) else edge,
+    }

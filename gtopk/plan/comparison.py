@@ -1,0 +1,137 @@
+"""Comparison: what every method is modelled to take on a cluster, and which one pays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from collectives.cost import Link, break_even_bits_per_second
+from collectives.planning import (
+    Budget,
+    Calibration,
+    Candidate,
+    Format,
+    Network,
+    Prediction,
+    Rates,
+    choose,
+    predict,
+)
+from collectives.planning.choice import SPARSE, offered
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What is asked about.
+
+    length:           values of the gradient, float32.
+    backward_seconds: of the backward pass; dense is sent bucket by bucket while it runs, the sparse
+                      methods, which select from the whole gradient, when it has ended.
+    """
+
+    length: int
+    network: Network
+    density: float
+    backward_seconds: float = 0.0
+
+    def on(self, link: Link) -> Cluster:
+        """Return the cluster with another link between its nodes."""
+        return Cluster(
+            self.length, self.network._replace(between=link), self.density, self.backward_seconds
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The answer.
+
+    dense, sparse:    predictions; of each sparse method in its quickest format.
+    equal_bytes:      the sparse methods at the density at which they send what gtopk sends.
+    cheapest:         of all of them.
+    break_even_bits_per_second: below, the quickest sparse method beats dense; infinity: at any
+                      bandwidth; None: at none.
+    """
+
+    cluster: Cluster
+    dense: Prediction
+    sparse: Sequence[Prediction]
+    equal_bytes: Sequence[Prediction]
+    cheapest: Prediction
+    break_even_bits_per_second: float | None
+
+    def exposed_seconds(self, found: Prediction) -> float:
+        """Return by how much a method lengthens a step."""
+        return exposed_seconds(found, self.cluster.backward_seconds)
+
+    def speedup(self, found: Prediction) -> float:
+        """Return dense's time over this method's: of the backward pass and the exchange."""
+        backward = self.cluster.backward_seconds
+        mine = backward + self.exposed_seconds(found)
+        return (backward + self.exposed_seconds(self.dense)) / mine if mine else 1.0
+
+    @property
+    def pays(self) -> bool:
+        """Tell whether to compress."""
+        return self.cheapest.candidate.algorithm != "dense"
+
+
+def exposed_seconds(found: Prediction, backward_seconds: float) -> float:
+    """Return what of a method does not hide behind the backward pass."""
+    if found.candidate.algorithm == "dense":
+        return max(0.0, found.seconds - backward_seconds)
+    return found.seconds
+
+
+def compare(cluster: Cluster, rates: Rates) -> Comparison:
+    """Return the comparison of all methods on a cluster."""
+    formats = list(rates.coding)
+
+    def exposed(found: Prediction) -> float:
+        return exposed_seconds(found, cluster.backward_seconds)
+
+    def dense_on(at: Cluster) -> Prediction:
+        return predict(Candidate("dense"), at.length, at.network, rates)
+
+    def sparse_on(at: Cluster) -> list[Prediction]:
+        compared = ["gtopk-tree", *offered(at.network)]  # the tree only for comparison
+        return [_in_quickest_format(name, at, rates, formats) for name in compared]
+
+    dense, sparse = dense_on(cluster), sparse_on(cluster)
+    gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
+    on = Calibration(cluster.network, rates, "")
+    budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
+    equal = choose(cluster.length, on, budget, [gtopk.candidate.format])[::-1]
+    latency_seconds = cluster.network.between.latency_seconds
+    return Comparison(
+        cluster,
+        dense,
+        sparse,
+        [each for each in equal if each.candidate.algorithm != "dense"],
+        min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
+        break_even_bits_per_second(
+            lambda link: exposed(dense_on(cluster.on(link))),
+            lambda link: min(
+                exposed(each)
+                for each in sparse_on(cluster.on(link))
+                if each.candidate.algorithm in SPARSE
+            ),
+            latency_seconds,
+        ),
+    )
+
+
+def _in_quickest_format(
+    algorithm: str, cluster: Cluster, rates: Rates, formats: Sequence[Format]
+) -> Prediction:
+    return min(
+        (
+            predict(
+                Candidate(algorithm, cluster.density, format),
+                cluster.length,
+                cluster.network,
+                rates,
+            )
+            for format in formats
+        ),
+        key=lambda found: found.seconds,
+    )

@@ -1,0 +1,60 @@
+"""Quantities as people write them: 1gbit, 12.5GB/s, 0.4ms, 25.6M."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+_NUMBER: Final = r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:e[+-]?\d+)?|\.\d+)"
+_BANDWIDTH: Final = re.compile(
+    rf"{_NUMBER}\s*(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)"
+    r"(?P<unit>(?i:bits?|bytes?)|b|B)(?:/s|(?i:ps)|(?i:/sec))?"
+)
+_DURATION: Final = re.compile(rf"{_NUMBER}\s*(?P<unit>ns|us|µs|μs|ms|s)")
+_COUNT: Final = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKmMgGbB]?)")
+
+_PREFIXES: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNTS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+
+
+def bandwidth(text: str) -> float:
+    """Return bits per second of "1gbit", "100Mbit/s", "10Gbps" or "12.5GB/s"."""
+    found = _BANDWIDTH.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"must be a rate such as 1gbit, 100Mbit/s or 12.5GB/s, got {text!r}")
+    unit = found["unit"]
+    bits = 8 if unit == "B" or unit.lower().startswith("byte") else 1
+    base = 1024.0 if found["binary"] else 1000.0
+    return _above_zero(
+        _number(found["number"]) * bits * base ** _PREFIXES[found["prefix"].lower()], text
+    )
+
+
+def duration(text: str) -> float:
+    """Return seconds of "0.4ms", "30us" or "2s"."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"must be a time such as 0.4ms or 30us, got {text!r}")
+    return _number(found["number"]) * _SECONDS[found["unit"]]
+
+
+def count(text: str) -> int:
+    """Return the number in "25557032", "25,557,032", "25.6M" or "1.3B"."""
+    found = _COUNT.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"must be a number such as 25557032 or 25.6M, got {text!r}")
+    return round(
+        _above_zero(_number(found["number"]) * _COUNTS[found["prefix"].lower()], text, 1.0)
+    )
+
+
+def _number(text: str) -> float:
+    return float(text.replace("_", "").replace(",", ""))
+
+
+def _above_zero(value: float, text: str, least: float = 0.0) -> float:
+    if not (value > 0.0 and least <= value < math.inf):
+        raise ValueError(f"must be {f'at least {least:g}' if least else 'above 0'}, got {text!r}")
+    return value

@@ -1,0 +1,150 @@
+"""A comparison as text of 80 columns, with colours where rich is installed and a terminal is."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from collectives.planning import Prediction
+
+from ..charts.units import (
+    about_bandwidth_text,
+    bandwidth_text,
+    bytes_text,
+    count_text,
+    digits,
+    seconds_text,
+)
+from .comparison import Comparison
+
+LABELS = {
+    "dense": "dense allreduce",
+    "topk-allgather": "top-k allgather",
+    "gtopk-tree": "gTop-k, a tree",
+    "gtopk": "gTop-k",
+    "oktopk": "Ok-Topk",
+    "hierarchical": "hierarchical",
+}
+_WIDTH = 80
+_HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step", "speed")
+_EQUAL_HEADINGS = ("method", "density", "updates", "step", "speed")
+
+
+def render(comparison: Comparison, rates_origin: str) -> list[str]:
+    """Return the lines; those of the cheapest method begin with ">"."""
+    cluster, network = comparison.cluster, comparison.cluster.network
+    link = network.between
+    where = f"{count_text(network.ranks)} rank{'s' * (network.ranks > 1)}"
+    if network.ranks_per_node > 1:
+        where += f", {network.ranks_per_node} a node"
+    size = f"{count_text(cluster.length)} float32 values ({bytes_text(4.0 * cluster.length)})"
+    backward = _time(cluster.backward_seconds)
+    hidden = f" Dense hides behind {backward} of backward." if cluster.backward_seconds else ""
+    methods = (comparison.dense, *comparison.sparse)
+    lines = [
+        *_wrapped(
+            f"Modelled, not measured: {size}, {where}, {bandwidth_text(link.bits_per_second)} and "
+            f"{_time(link.latency_seconds)} between nodes, density {cluster.density:g}."
+            f"{hidden} Selecting, coding, merging: {rates_origin}."
+        ),
+        "",
+        *_aligned([_HEADINGS, *(_row(each, comparison) for each in methods)]),
+        "bytes: a rank's mean. merge: coding, too. step: what a method adds to one.",
+        "",
+        *_wrapped(verdict(comparison)),
+    ]
+    if comparison.equal_bytes:
+        sent = comparison.equal_bytes[0].sent.most_bytes
+        rows = (_equal_row(each, comparison) for each in comparison.equal_bytes)
+        lines += [
+            "",
+            f"Equal k is not equal accuracy. For {bytes_text(sent)} a rank, these update:",
+            *_aligned([_EQUAL_HEADINGS, *rows]),
+        ]
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(seconds) if seconds < 10_000 else f"{count_text(seconds / 3600)} h"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_on_hyphens=False)
+
+
+def _row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
+    mark = "> " if found is comparison.cheapest else "  "
+    sparse = found.candidate.algorithm != "dense"
+    return (
+        mark + LABELS[found.candidate.algorithm],
+        bytes_text(found.sent.bytes),
+        f"{found.sent.messages:.3g}",
+        _time(found.select_seconds) if sparse else "-",
+        _time(found.code_seconds + found.merge_seconds) if sparse else "-",
+        _time(found.communicate_seconds),
+        _time(comparison.exposed_seconds(found)),
+        f"{digits(comparison.speedup(found))} x",
+    )
+
+
+def _equal_row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
+    return (
+        "  " + LABELS[found.candidate.algorithm],
+        f"{found.candidate.density:.3g}",
+        count_text(found.updated),
+        _time(comparison.exposed_seconds(found)),
+        f"{digits(comparison.speedup(found))} x",
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines, the first column to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def verdict(comparison: Comparison) -> str:
+    """Return what to do, in words."""
+    cheapest, dense = comparison.cheapest, comparison.dense
+    if comparison.cluster.network.ranks == 1:
+        return "One rank has nobody to send to: there is nothing to compress."
+    dense_adds, adds = map(_time, map(comparison.exposed_seconds, (dense, cheapest)))
+    if comparison.pays:
+        algorithm = cheapest.candidate.algorithm
+        name = {"topk-allgather": "topk"}.get(algorithm, algorithm)
+        found = (
+            f"Compression.{name}(density={cheapest.candidate.density:g}) pays here: it adds "
+            f"{adds} to a step, dense {dense_adds}."
+        )
+    else:
+        found = (
+            f"Do not compress here: dense adds {dense_adds} to a step, and no sparse method less."
+        )
+    edge = comparison.break_even_bits_per_second
+    if edge is None:
+        return f"{found} At this latency it would pay at no bandwidth."
+    if math.isinf(edge):
+        return f"{found} At this latency it pays at every bandwidth."
+    return f"{found} At this latency it pays below {about_bandwidth_text(edge)}, and not above."
+
+
+def show(lines: Sequence[str]) -> None:
+    """Print the lines, the cheapest method's in bold on a terminal."""
+    if not (sys.stdout.isatty() and importlib.util.find_spec("rich")):
+        print("\n".join(lines))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for line in lines:
+        style = "bold green" if line.startswith(">") else None
+        console.print(line, style=style, markup=False, soft_wrap=True)

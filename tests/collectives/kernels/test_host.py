@@ -1,0 +1,376 @@
+"""What only the C++ core has: instructions, threads, forks, foreign memory, and a build."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collectives import SparseVector
+from collectives.kernels import Momentum, host, reference
+from collectives.kernels.host import entries, library, selection
+from collectives.kernels.host.threads import default_threads, threads, using
+from collectives.vector import check
+
+ROOT = Path(__file__).parents[3]
+PROGRAMS = ROOT / "tests" / "programs"
+LARGE = 900_000  # elements enough for three threads
+INSTRUCTIONS = ["portable", "AVX2", "AVX-512"]
+
+pytestmark = pytest.mark.skipif(bool(library.absence()), reason=library.absence())
+
+
+@pytest.fixture(params=INSTRUCTIONS)
+def _instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    best = host.instructions()
+    if not library.use_instructions(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield
+    library.use_instructions(best)
+
+
+def vectors(random: np.random.Generator, size: int, dtype: type) -> dict[str, np.ndarray]:
+    """Return vectors that make a search go wrong in every way."""
+    normal = random.standard_normal(size)
+    few = np.zeros(size)
+    few[random.integers(0, size, 3)] = 1
+    holes = np.where(random.random(size) < 0.1, np.nan, normal)
+    holes[random.integers(0, size, 3)] = -np.inf
+    denormal = np.finfo(dtype).smallest_subnormal * random.integers(-9, 9, size)
+    everything = {
+        "normal": normal,
+        "ascending": np.sort(normal),
+        "descending": np.sort(np.abs(normal))[::-1],
+        "layered": normal * np.repeat(2.0 ** np.arange(-20, 21), size // 41 + 1)[:size],
+        "equal": np.full(size, -3.0),
+        "tied": np.round(normal),
+        "zeros": np.zeros(size),
+        "few": few,
+        "not finite": holes,
+        "denormal": denormal,
+    }
+    return {name: values.astype(dtype) for name, values in everything.items()}
+
+
+def assert_same(a: SparseVector, b: SparseVector) -> None:
+    assert a.indices.tolist() == b.indices.tolist()
+    assert np.array_equal(a.values, b.values, equal_nan=True)
+    assert a.indices.dtype == b.indices.dtype
+    assert a.length == b.length
+
+
+@pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 7, 31, 33, 95, 2047, 2049, 30_011])
+def test_all_instructions_select_what_the_reference_selects(
+    size: int, dtype: type, random: np.random.Generator
+) -> None:
+    for values in vectors(random, size, dtype).values():
+        for k in sorted({1, size // 1000 + 1, size // 3 + 1, size}):
+            expected, following = reference.select(values, k)
+            for threshold in (0.0, following, 1e-3, 5.0, np.inf):
+                assert_same(host.select(values, k, threshold)[0], expected)
+        added = values[::-1].copy()
+        with np.errstate(invalid="ignore"):
+            expected, _ = reference.select(values + added, size // 3 + 1)
+        residual = values.copy()
+        assert_same(host.accumulate_and_select(residual, added, size // 3 + 1, 0.5)[0], expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_result_does_not_depend_on_the_number_of_threads(
+    count: int, dtype: type, random: np.random.Generator
+) -> None:
+    for values in vectors(random, LARGE, dtype).values():
+        for k in (5, 900, LARGE // 10):
+            expected, following = reference.select(values, k)
+            for threshold in (0.0, following, 5.0):
+                with using(count):
+                    assert_same(host.select(values, k, threshold)[0], expected)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parts_and_velocity_are_the_same_on_every_thread(
+    count: int, random: np.random.Generator
+) -> None:
+    gradient = random.standard_normal(LARGE).astype(np.float16)
+    parts = np.split(gradient, np.sort(random.integers(0, LARGE, 40)))
+    both = []
+    for twin in (reference, host):
+        residual, velocity = np.ones((2, LARGE), np.float32)
+        momentum = Momentum(velocity, 0.9)
+        with using(count):
+            picked, guess = twin.accumulate_and_select(residual, parts, 1000, 0.0, momentum)
+            again, _ = twin.accumulate_and_select(residual, parts, 1000, guess, momentum)
+        both.append((residual, velocity, picked, again))
+    for a, b in zip(both[0][:2], both[1][:2], strict=True):
+        assert a.tobytes() == b.tobytes()
+    for a, b in zip(both[0][2:], both[1][2:], strict=True):
+        assert_same(a, b)
+
+
+def test_the_squared_norm_does_not_depend_on_the_number_of_threads(
+    random: np.random.Generator,
+) -> None:
+    values = random.standard_normal(LARGE).astype(np.float32)
+    for count in (1, 2, 3):
+        with using(count):
+            assert host.squared_norm(values) == reference.squared_norm(values)
+
+
+def test_callers_at_the_same_time_do_not_disturb_each_other(random: np.random.Generator) -> None:
+    inputs = [random.standard_normal(LARGE).astype(np.float32) for _ in range(4)]
+    expected = [reference.select(values, 900)[0] for values in inputs]
+    found: list[list[SparseVector]] = [[] for _ in inputs]
+
+    def search(number: int) -> None:
+        with using(3):
+            found[number].extend(host.select(inputs[number], 900)[0] for _ in range(10))
+
+    callers = [threading.Thread(target=search, args=(number,)) for number in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    for results, right in zip(found, expected, strict=True):
+        assert len(results) == 10
+        for result in results:
+            assert_same(result, right)
+
+
+def test_threads_begin_where_they_pay_and_forked_children_begin_their_own() -> None:
+    program = str(PROGRAMS / "kernels_threads.py")
+    environment = {**os.environ, "GTOPK_THREADS": "3", "PYTHONPATH": str(ROOT)}
+    job = subprocess.run(
+        [sys.executable, "-W", "ignore", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (job.returncode, job.stdout) == (0, "the child searched\n"), job.stderr
+
+
+# ---- how often the vector is read
+
+
+def scans(dense: np.ndarray, k: int, threshold: float) -> int:
+    zeros = np.zeros_like(dense)
+    return selection.search(dense.copy(), zeros, k, threshold)[1].scans
+
+
+def test_the_threshold_of_the_last_step_makes_one_scan_enough(random: np.random.Generator) -> None:
+    residual = np.zeros(100_000, np.float32)
+    threshold = 0.0
+    for _ in range(20):
+        gradient = random.standard_normal(residual.size).astype(np.float32)
+        picked, report = selection.search(residual, gradient, 100, threshold)
+        assert report.scans == 1
+        threshold = report.next_threshold
+        host.clear_at(residual, picked.indices)
+
+
+def test_a_threshold_that_misleads_costs_one_scan_more(random: np.random.Generator) -> None:
+    values = vectors(random, 1_000_000, np.float32)
+    for name, dense in values.items():
+        assert scans(dense, 1000, 1e30) <= 2, name
+    for name in ("normal", "equal", "tied", "not finite"):  # pruned on the way
+        assert scans(values[name], 1000, 1e-30) == 1
+    for name in ("ascending", "layered"):  # larger ones keep coming: given up, and sampled
+        assert scans(values[name], 1000, 1e-30) == 2
+
+
+def test_without_enough_nonzeros_there_is_nothing_to_scan_again() -> None:
+    dense = np.zeros(100_000, np.float32)
+    dense[:3] = 1
+    assert scans(dense, 1000, 0.0) == 1
+    assert host.select(dense, 1000)[1] == 0.0
+
+
+# ---- memory of others
+
+
+def test_64_bit_indices_select_the_same(
+    random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What vectors of 2^31 elements and more take; too large for a test.
+    values = vectors(random, 30_011, np.float32)
+    expected = {name: host.select(dense, 300)[0] for name, dense in values.items()}
+    monkeypatch.setattr(selection, "index_dtype", lambda length: np.dtype(np.int64))
+    for name, dense in values.items():
+        found, _ = host.select(dense, 300)
+        assert found.indices.dtype == np.int64
+        assert found.indices.tolist() == expected[name].indices.tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("length", [2**20, 2**40])
+def test_long_lists_merge_and_add_up_as_in_the_reference(
+    dtype: type, length: int, random: np.random.Generator
+) -> None:
+    index = np.int32 if length < 2**31 else np.int64
+    lists = []
+    for count in (3000, 5000, 1, 0, 2000):
+        indices = np.unique(random.integers(0, min(length, 20_000), count)) * (length // 20_000)
+        values = np.round(random.standard_normal(indices.size), 1).astype(dtype)
+        lists.append(SparseVector(indices.astype(index), values, length))
+    assert_same(host.sum_by_index(lists), reference.sum_by_index(lists))
+    for a in lists:
+        for b in lists:
+            for k in (1, 100, 4000, 10_000):
+                for one, other in zip(host.merge(a, b, k), reference.merge(a, b, k), strict=True):
+                    assert_same(check(one), other)
+            found = host.contains(a.indices, b.indices)
+            assert found.tolist() == reference.contains(a.indices, b.indices).tolist()
+
+
+def test_entries_that_begin_off_their_alignment_are_used_like_others() -> None:
+    # As a message holds them whose header and indices are not a multiple of eight bytes long.
+    message = np.zeros(4 + 3 * 8, np.uint8)
+    values = message[4:].view(np.float64)
+    values[:] = 1, -3, 2
+    assert not values.flags.aligned
+    vector = SparseVector(np.array([2, 5, 7], np.int32), values, 9)
+    kept, dropped = host.merge(vector, vector, 2)
+    assert kept.values.tolist() == [-6, 4]
+    assert dropped.values.tolist() == [2]
+    assert host.sum_by_index([vector, vector]).values.tolist() == [2, -6, 4]
+    assert host.squared_norm(values) == 14
+    dense = np.zeros(9)
+    host.add_at(dense, vector)
+    assert host.select(dense, 1)[0].indices.tolist() == [5]
+    off = np.zeros(4 + 9 * 8, np.uint8)[4:].view(np.float64)
+    host.add_at(off, vector)
+    host.clear_at(off, np.array([5], np.int32))
+    assert off.tolist() == [0, 0, 1, 0, 0, 0, 0, 2, 0]
+
+
+@pytest.mark.parametrize("indices", [[-1, 2], [2, 9]])
+def test_indices_outside_the_vector_touch_nothing(indices: list[int]) -> None:
+    dense = np.zeros(9)
+    outside = SparseVector(np.array(indices, np.int32), np.ones(2), 9)
+    for call in (
+        lambda: host.add_at(dense, outside),
+        lambda: host.clear_at(dense, outside.indices),
+    ):
+        with pytest.raises(IndexError, match=r"indices must lie in 0\.\.8, got"):
+            call()
+    assert not dense.any()
+
+
+def test_vectors_of_other_dtypes_are_converted_or_refused_and_never_misread() -> None:
+    narrow = SparseVector(np.array([1, 3], np.int32), np.array([1, 2], np.float32), 9)
+    wide = SparseVector(np.array([1, 4], np.int64), np.array([1.0, 2.0]), 9)
+    dense = np.zeros(9)
+    host.add_at(dense, narrow)
+    assert dense.tolist() == [0, 1, 0, 2, 0, 0, 0, 0, 0]
+    assert host.contains(narrow.indices, wide.indices).tolist() == [True, False]
+    for call in (lambda: host.merge(narrow, wide, 2), lambda: host.sum_by_index([narrow, wide])):
+        with pytest.raises(ValueError, match="float32 at int32 and float64 at int64"):
+            call()
+
+
+def test_running_out_of_memory_is_an_error_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "_merge", {"f32_i32": lambda *_: -1})
+    vector = SparseVector.empty(4)
+    with pytest.raises(MemoryError, match=r"C\+\+ core"):
+        host.merge(vector, vector, 1)
+
+
+# ---- which one is in use
+
+
+def kernels_in_use(**variables: str) -> subprocess.CompletedProcess[str]:
+    code = "from collectives import kernels as k; print(k.in_use(), k.why_not_compiled(), sep='|')"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_compiled_core_is_used_unless_numpy_is_asked_for() -> None:
+    assert kernels_in_use(GTOPK_KERNELS="").stdout == f"C++ core, {host.instructions()}|\n"
+    asked = kernels_in_use(GTOPK_KERNELS="reference").stdout
+    assert asked == "NumPy reference|GTOPK_KERNELS=reference asks for NumPy\n"
+    wrong = kernels_in_use(GTOPK_KERNELS="fast")
+    assert wrong.returncode != 0
+    assert "ValueError: GTOPK_KERNELS must be 'reference' (NumPy) or unset" in wrong.stderr
+
+
+@pytest.fixture
+def _look_again() -> Iterator[None]:
+    library.absence.cache_clear()
+    yield
+    library.absence.cache_clear()
+
+
+@pytest.mark.usefixtures("_look_again")
+@pytest.mark.parametrize(
+    ("name", "replacement", "reason"),
+    [
+        ("fingerprint", lambda: "another", "is not built from the sources beside it"),
+        ("LIBRARY", Path("/nowhere/core.so"), "is not built"),
+        ("LIBRARY", Path(__file__), "cannot be loaded: .*"),
+    ],
+)
+def test_a_core_that_does_not_fit_is_not_used(
+    name: str, replacement: object, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, name, replacement)
+    assert re.fullmatch(rf"the C\+\+ core {reason}", library.absence())
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Return the environment of a process that no launcher started, with four cores."""
+    for name in list(os.environ):
+        if "LOCAL" in name or name.startswith("GTOPK_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr("collectives.kernels.host.threads._cores", lambda: 4)
+    default_threads.cache_clear()
+    yield monkeypatch
+    default_threads.cache_clear()
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(None, 4), (1, 4), (2, 2), (3, 1), (9, 1)])
+def test_ranks_share_the_cores(ranks: int | None, expected: int, alone: pytest.MonkeyPatch) -> None:
+    if ranks is not None:
+        alone.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
+    assert threads() == expected
+
+
+def test_the_number_of_threads_can_be_asked_for(alone: pytest.MonkeyPatch) -> None:
+    alone.setenv("GTOPK_THREADS", "3")
+    assert threads() == 3
+    with using(2):
+        assert threads() == 2
+    assert threads() == 3
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", ""])
+def test_what_is_no_number_of_threads_is_refused(text: str, alone: pytest.MonkeyPatch) -> None:
+    alone.setenv("GTOPK_THREADS", text)
+    with pytest.raises(ValueError, match=f"GTOPK_THREADS must be .*, got '{text}'"):
+        threads()
+
+
+# ---- what a compiler can find out
+
+
+def test_no_access_is_out_of_bounds_and_nothing_is_undefined(
+    sanitized: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GTOPK_THREADS", "3")
+    assert sanitized("kernels_random.py") == "all the same\n"

@@ -1,0 +1,72 @@
+"""A world of threads whose messages take modelled seconds: nothing waits, clocks are set on."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from collectives.cost import Link
+from collectives.transports import LocalTransport, local_world
+
+
+class VirtualWorld:
+    """Ranks with a clock each, on nodes of `ranks_per_node`.
+
+    A message leaves its sender when the last one is gone, takes latency + bytes * seconds per byte,
+    waits where the receiver's link is busy, and sets the receiver's clock on to its end.
+    """
+
+    def __init__(
+        self, size: int, between: Link, within: Link | None = None, ranks_per_node: int = 1
+    ) -> None:
+        self.world = local_world(size, timeout_seconds=30)
+        self.seconds = [0.0] * size
+        self.between, self.within, self.ranks_per_node = between, within, ranks_per_node
+        self._gone = [0.0] * size  # when the last message of a rank had left it
+        self._come = [0.0] * size  # when the last message to a rank had reached it
+        self._flights: dict[tuple[int, int], deque[tuple[float, float]]] = defaultdict(deque)
+        for transport in self.world:
+            self._slow_down(transport)
+
+    def link(self, a: int, b: int) -> Link:
+        same = a // self.ranks_per_node == b // self.ranks_per_node
+        return self.within if same and self.within is not None else self.between
+
+    def clock(self, rank: int) -> Callable[[], float]:
+        """Return the clock of a rank."""
+        return lambda: self.seconds[rank]
+
+    def _slow_down(self, transport: LocalTransport) -> None:
+        rank, send, receive = transport.rank, transport.send, transport.receive
+        first = rank // self.ranks_per_node * self.ranks_per_node
+        size = len(self.world)
+
+        def neighbours() -> list[int]:
+            return list(range(first, min(first + self.ranks_per_node, size)))
+
+        def slow_send(message: np.ndarray, to: int) -> Callable[[], None]:
+            link = self.link(rank, to)
+            begun = max(self.seconds[rank], self._gone[rank])
+            taken = message.size * link.seconds_per_byte
+            self._gone[rank] = begun + taken
+            self._flights[rank, to].append((begun + link.latency_seconds, taken))
+            return send(message, to)
+
+        def slow_receive(source: int) -> np.ndarray:
+            message = receive(source)
+            first_byte, taken = self._flights[source, rank].popleft()
+            self._come[rank] = max(first_byte, self._come[rank]) + taken
+            self.seconds[rank] = max(self.seconds[rank], self._come[rank])
+            return message
+
+        transport.send, transport.receive = slow_send, slow_receive
+        transport.neighbours = neighbours
+
+
+@pytest.fixture
+def virtual() -> type[VirtualWorld]:
+    """Return the class of worlds with virtual time."""
+    return VirtualWorld

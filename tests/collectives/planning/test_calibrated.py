@@ -1,0 +1,118 @@
+"""A calibration is kept, found again, and forgotten when it no longer holds."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from collectives import run_ranks
+from collectives.cost import Link
+from collectives.planning import CodingRate, Format, Network, Rates, cache, calibrate
+from collectives.planning.calibrated import VARIABLE
+from collectives.planning.calibration import Calibration
+from collectives.transports import local_world
+
+FACTS = {"hosts": "2 x a", "kernels": "fast"}
+KEPT = Calibration(
+    Network(2, Link(1e-5, 1e-9), 2, Link(1e-6, 1e-10), None),
+    Rates(1e-9, 2e-8, {Format(): CodingRate(1e-9, 2e-9)}),
+    "measured once",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return tmp_path
+
+
+def on_ranks(size: int, **options) -> list[Calibration]:
+    return run_ranks(local_world(size, 30), lambda t: calibrate(t, **options))
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = tmp_path / "deep" / "kept.json"
+    assert cache.save(path, FACTS, KEPT)
+    assert cache.load(path, FACTS) == KEPT
+    assert [entry.name for entry in path.parent.iterdir()] == ["kept.json"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "null",
+        lambda text: text.replace('"saved": ', '"saved": -'),
+        lambda text: text.replace("1e-09", "NaN"),
+        lambda text: text.replace("1e-09", "-1"),
+        lambda text: text.replace("1e-09", '"x"'),
+        lambda text: text.replace('"ranks"', '"rank"'),
+        lambda text: text.replace('"rates"', '"rate"'),
+        lambda text: text.replace('"ranks": 2', '"ranks": 0'),
+        lambda text: "\udcff",
+    ],
+)
+def test_a_damaged_file_is_as_good_as_none(tmp_path, damage):
+    path = tmp_path / "kept.json"
+    cache.save(path, FACTS, KEPT)
+    text = path.read_text()
+    damaged = damage(text)
+    assert damaged != text
+    path.write_bytes(damaged.encode(errors="surrogateescape"))
+    assert cache.load(path, FACTS) is None
+
+
+def test_a_file_for_other_facts_or_from_long_ago_is_as_good_as_none(tmp_path):
+    path = tmp_path / "kept.json"
+    cache.save(path, FACTS, KEPT)
+    assert cache.load(path, {**FACTS, "hosts": "2 x b"}) is None
+    record = json.loads(path.read_text())
+    for saved in (time.time() - cache.OLDEST_SECONDS - 1, time.time() + 1000):
+        path.write_text(json.dumps({**record, "saved": saved}))
+        assert cache.load(path, FACTS) is None
+    assert cache.load(tmp_path / "nothing.json", FACTS) is None
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert not cache.save(tmp_path / "file" / "kept.json", FACTS, KEPT)
+
+
+def test_the_second_run_finds_what_the_first_one_measured():
+    first = on_ranks(3)
+    second = on_ranks(3)
+    assert first == [first[0]] * 3
+    assert second == [second[0]] * 3
+    assert second[0].network == first[0].network
+    assert second[0].rates == first[0].rates
+    assert "kept in" in second[0].origin
+    other = on_ranks(2)  # of as many ranks as never before
+    assert "kept in" not in other[0].origin
+    assert "kept in" not in on_ranks(3, facts={"gtopk": "another version"})[0].origin
+
+
+def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
+    monkeypatch.setenv(VARIABLE, "off")
+    assert "assumed" in on_ranks(2)[0].origin
+    assert not list(cache_home.iterdir())
+    monkeypatch.setenv(VARIABLE, "fresh")
+    assert "kept in" not in on_ranks(2)[0].origin
+    assert "kept in" not in on_ranks(2)[0].origin
+    monkeypatch.delenv(VARIABLE)
+    assert "kept in" in on_ranks(2)[0].origin
+
+
+def test_the_cache_may_be_a_file_of_ones_own(monkeypatch, tmp_path):
+    path = tmp_path / "mine.json"
+    monkeypatch.setenv(VARIABLE, str(path))
+    on_ranks(2)
+    assert path.exists()
+    assert str(path) in on_ranks(2)[0].origin
+    path.write_text("{")
+    assert "kept in" not in on_ranks(2)[0].origin
+    assert str(path) in on_ranks(2)[0].origin

@@ -1,0 +1,180 @@
+"""Calibration finds the links there are, takes its time and no more, and all ranks agree."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from collectives import run_ranks
+from collectives.cost import Link
+from collectives.planning import Network
+from collectives.planning.calibration import (
+    ALLREDUCE_SECONDS,
+    BETWEEN_SECONDS,
+    WITHIN_SECONDS,
+    assumed,
+    measure,
+    measure_network,
+    measure_rates,
+)
+from collectives.planning.probes import GROWTH, REPEATS, grow, link_of, seconds_per_unit
+from collectives.transports import local_world
+
+FAST = Link(2e-6, 1e-10)
+ETHERNET = Link.of(1e9, 50e-6)
+
+
+def found_on(world) -> list[Network]:
+    return [
+        network
+        for network, _ in run_ranks(world.world, lambda t: measure_network(t, world.clock(t.rank)))
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("link", [FAST, ETHERNET, Link.of(5e6, 5e-3)], ids=repr)
+def test_the_link_that_is_there_is_found_by_every_rank(virtual, size, link):
+    everyones = found_on(virtual(size, link))
+    assert everyones == [everyones[0]] * size
+    assert everyones[0].between == pytest.approx(link, rel=1e-6)
+    assert everyones[0].within is None
+    assert everyones[0].ranks_per_node == 1
+
+
+@pytest.mark.parametrize("size", [4, 6, 9])
+def test_links_within_and_between_nodes_are_told_apart(virtual, size):
+    network, *_ = found_on(virtual(size, ETHERNET, FAST, ranks_per_node=3))
+    assert network.between == pytest.approx(ETHERNET, rel=1e-6)
+    assert network.within == pytest.approx(FAST, rel=1e-6)
+    assert network.ranks_per_node == 3
+
+
+def test_ranks_that_are_not_in_node_order_share_their_link_always(virtual):
+    world = virtual(4, ETHERNET, FAST, ranks_per_node=2)
+    world.link = lambda a, b: FAST if a % 2 == b % 2 else ETHERNET
+    for transport in world.world:
+        transport.neighbours = lambda rank=transport.rank: [rank % 2, rank % 2 + 2]
+    network, *_ = found_on(world)
+    assert network.ranks_per_node == 1
+    assert network.within is None
+    assert network.between.seconds_per_byte == pytest.approx(2 * ETHERNET.seconds_per_byte)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_allreduce_is_worth_its_link(virtual, size):
+    """Its messages and bytes are known."""
+    network, *_ = found_on(virtual(size, ETHERNET))
+    latency_seconds, seconds_per_byte = network.allreduce
+    assert seconds_per_byte == pytest.approx(ETHERNET.seconds_per_byte, rel=0.01)
+    # Where agreeing takes an odd number of ranks unequally long, they do not begin together.
+    assert latency_seconds == pytest.approx(ETHERNET.latency_seconds, rel=0.3)
+
+
+def test_an_allreduce_too_slow_to_be_long_is_not_taken_for_a_long_one(virtual):
+    network, *_ = found_on(virtual(3, Link.of(5e6, 1e-3)))
+    assert network.allreduce is None
+    assert network.between.bits_per_second == pytest.approx(5e6)
+
+
+# The fixture is a class: there is nothing to reset.
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    size=st.integers(2, 9),
+    latency=st.floats(1e-6, 10e-3),
+    bits_per_second=st.floats(1e5, 1e12),
+)
+def test_a_slow_network_is_measured_in_the_same_time(virtual, size, latency, bits_per_second):
+    link = Link.of(bits_per_second, latency)
+    world = virtual(size, link)
+    found_on(world)
+    budget = WITHIN_SECONDS + BETWEEN_SECONDS + ALLREDUCE_SECONDS
+    # What no budget can spare: each probe's first message, and the allgathers to agree.
+    first = 64 * link.seconds_per_byte + latency
+    gathers = (4 + 0.5 * ALLREDUCE_SECONDS / (2 * latency)) * math.ceil(math.log2(size)) * latency
+    assert max(world.seconds) <= budget + 4 * first + gathers
+    if latency <= 1e-3 and bits_per_second >= 1e6:
+        assert max(world.seconds) < 1.5
+
+
+@settings(max_examples=200)
+@given(
+    st.floats(1e-9, 10),
+    st.floats(0, 1e-2),
+    st.integers(1, 100),
+    st.integers(100, 10**7),
+    st.floats(1e-3, 2),
+)
+def test_growing_keeps_its_budget_whatever_a_go_takes(alpha, beta, smallest, largest, budget):
+    spent = []
+
+    def go(size: int) -> float:
+        spent.append(alpha + beta * size)
+        return spent[-1]
+
+    samples = grow(go, smallest, largest, budget)
+    # The last go may be begun with just its own time left.
+    assert sum(spent) <= max(budget, 0) + max(spent[0], max(spent))
+    assert sum(spent[:-1]) <= max(budget, spent[0])
+    sizes = sorted(samples)
+    assert sizes[0] == smallest
+    assert all(b <= GROWTH * a for a, b in itertools.pairwise(sizes))
+    assert all(len(seconds) <= REPEATS for seconds in samples.values())
+
+
+def test_a_hold_up_changes_neither_latency_nor_bandwidth():
+    link = link_of({64: [1.0, 9.0, 1.0], 512: [1.0], 1064: [3.0, 2.0, 2.0, 50.0, 2.0]})
+    assert link == pytest.approx((1.0 - 64 * 1e-3, 1e-3))
+
+
+def test_a_link_too_slow_for_a_second_size_is_taken_at_its_worst():
+    assert link_of({64: [0.64]}) == (0.64, 0.01)
+
+
+def test_the_rate_is_that_of_the_work_without_its_preparation():
+    now = 0.0
+
+    def prepare(size: int):
+        nonlocal now
+        now += 5e-8 * size
+
+        def work() -> None:
+            nonlocal now
+            now += 3e-9 * size
+
+        return work
+
+    rate = seconds_per_unit(prepare, 1 << 10, 1 << 22, 0.2, lambda: now, lambda: now)
+    assert rate == pytest.approx(3e-9)
+    assert now <= 0.2 + 1e-6
+
+
+def test_every_rank_gets_the_same_and_the_slowest_ranks_rates(virtual):
+    size = 3
+    world = virtual(size, ETHERNET)
+    everyones = run_ranks(world.world, measure)
+    assert everyones == [everyones[0]] * size
+    rates = everyones[0].rates
+    numbers = [rates.select_seconds, rates.merge_seconds, *next(iter(rates.coding.values()))]
+    assert all(0 < number < 1e-3 for number in numbers)
+    assert "measured on 3 ranks of 3 hosts" in everyones[0].origin
+
+
+def test_a_machine_whose_clocks_stand_still_measures_no_time():
+    rates = measure_rates(clock=lambda: 0.0, stopwatch=lambda: 0.0)
+    assert rates.select_seconds == rates.merge_seconds == 0.0
+
+
+def test_a_rank_alone_has_rates_but_no_links():
+    (calibration,) = run_ranks(local_world(1), measure)
+    assert calibration.network == Network(1, Link(0.0, 0.0))
+    assert calibration.rates.select_seconds > 0
+    assert np.isfinite(calibration.rates.merge_seconds)
+
+
+def test_what_is_assumed_says_so():
+    assert "assumed" in assumed(4).origin

@@ -1,0 +1,56 @@
+"""Approximate selectors: what they find is there, and about as much as was asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from collectives import SELECTORS, select
+from collectives.selectors import fixed_threshold
+from collectives.vector import check
+
+by_name = pytest.mark.parametrize("name", list(SELECTORS))
+
+
+@by_name
+@given(arrays(np.float32, st.integers(1, 200), elements=st.floats(-9, 9, width=32)), st.data())
+def test_what_is_found_are_nonzero_entries_of_the_vector(
+    name: str, dense: np.ndarray, data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, dense.size))
+    dense.setflags(write=False)
+    found = check(SELECTORS[name](dense, k))
+    assert found.values.tobytes() == dense[found.indices].tobytes()
+    assert found.values.all()
+
+
+@by_name
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_of_normal_values_about_k_are_found(
+    name: str, dtype: type, random: np.random.Generator
+) -> None:
+    dense = random.standard_normal(200_000).astype(dtype)
+    found = SELECTORS[name](dense, 2000)
+    assert 0.5 * 2000 <= found.entries <= 1.5 * 2000
+    # The larger of those are all among them.
+    sure, _ = select(dense, 500)
+    assert np.isin(sure.indices, found.indices).all()
+
+
+def test_on_residuals_with_a_cliff_a_fitted_threshold_is_far_off() -> None:
+    # Error feedback leaves many entries just under the threshold, where no fitted tail sees them.
+    dense = np.full(100_000, 1e-3, np.float32)
+    dense[:2000] = 0.95
+    dense[:100] = 1.0
+    assert SELECTORS["gaussian-k"](dense, 100).entries == 2000
+    assert SELECTORS["sidco"](dense, 100).entries == 0
+    assert select(dense, 100)[0].indices.tolist() == list(range(100))
+
+
+def test_a_fixed_threshold_includes_itself_and_no_zeros() -> None:
+    dense = np.array([0, 1, -2, 3, -0.5], np.float32)
+    assert fixed_threshold(dense, 1.0).indices.tolist() == [1, 2, 3]
+    assert fixed_threshold(dense, 0.0).indices.tolist() == [1, 2, 3, 4]

@@ -1,0 +1,40 @@
+"""A stand-in for horovodrun's key-value server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from gtopk.launch.meeting import Address
+
+
+@pytest.fixture
+def key_value_server() -> Iterator[Address]:
+    """Serve values under paths by PUT and GET, as horovodrun does."""
+    values: dict[str, bytes] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(200, b"")
+
+        def do_GET(self) -> None:
+            found = self.path in values
+            self.answer(200 if found else 404, values.get(self.path, b""))
+
+        def answer(self, code: int, value: bytes) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(value)))
+            self.end_headers()
+            self.wfile.write(value)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Address("127.0.0.1", server.server_port)
+        server.shutdown()

@@ -1,0 +1,72 @@
+"""Where ranks meet whose launcher brings no MPI."""
+
+from __future__ import annotations
+
+import pytest
+
+from gtopk.launch.meeting import (
+    Address,
+    HorovodrunServer,
+    first_node,
+    horovodrun_server,
+    master,
+    srun_address,
+)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[007-012,30],m1", "n007"),
+        ("n[3,5]", "n3"),
+        ("rack-2-n[10-11]-ib,m[1-2]", "rack-2-n10-ib"),
+        ("gpu07.example.org", "gpu07.example.org"),
+    ],
+)
+def test_the_first_node_of_slurms_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", ",", "n[1-", "a b"])
+def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
+    with pytest.raises(ValueError, match="no list of nodes"):
+        first_node(nodes)
+
+
+def test_ranks_of_a_step_meet_on_its_first_node_at_a_port_of_its_own() -> None:
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-4]"}
+    assert srun_address(job) == Address("n1", 20000 + 16 * 4711 % 10000)
+    step = job | {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_STEP_ID": "2"}
+    assert srun_address(step) == Address("n3", 20002 + 16 * 4711 % 10000)
+
+
+@pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "1"}, {"SLURM_JOB_NODELIST": "n1"}])
+def test_half_of_slurms_variables_are_an_error_with_the_way_out(environ: dict[str, str]) -> None:
+    with pytest.raises(RuntimeError, match="set MASTER_ADDR and MASTER_PORT"):
+        srun_address(environ)
+
+
+def test_an_address_is_named_by_both_variables() -> None:
+    assert master({"MASTER_ADDR": "n1", "MASTER_PORT": "7"}) == Address("n1", 7)
+    assert master({"MASTER_ADDR": "n1"}) is None
+
+
+def test_what_rank_0_tells_horovodruns_server_the_others_are_told(key_value_server) -> None:
+    server = HorovodrunServer(key_value_server)
+    assert server.own_host() == "127.0.0.1"
+    assert server.ask(0.3) is None
+    server.tell(Address("10.0.0.1", 4711))
+    assert server.ask(5) == Address("10.0.0.1", 4711)
+
+
+def test_horovodrun_names_its_server_in_two_variables(monkeypatch, key_value_server) -> None:
+    host, port = key_value_server
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is not asked
+    server = horovodrun_server(
+        {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
+    )
+    server.tell(Address("10.0.0.1", 4711))
+    assert server.ask(5) == Address("10.0.0.1", 4711)
+    assert horovodrun_server({"HOROVOD_GLOO_RENDEZVOUS_ADDR": host}) is None

@@ -1,0 +1,146 @@
+"""`gtopk plan` tells what pays, in 80 columns, and refuses what it cannot read."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from gtopk.cli import main
+from gtopk.plan.models import PARAMETERS
+
+SLOW = ["--model", "resnet50", "--ranks", "32", "--bandwidth", "1gbit", "--latency", "0.4ms"]
+FAST = ["--model", "resnet50", "--ranks", "4", "--bandwidth", "800gbit", "--latency", "2us"]
+assumed = "--no-measure"
+
+
+def said(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def prose(out: str) -> str:
+    return " ".join(out.split())
+
+
+def test_on_a_slow_network_it_names_what_pays_and_up_to_where(capsys):
+    out = said(capsys, *SLOW, assumed)
+    text = prose(out)
+    assert "Modelled, not measured: 25,557,032 float32 values (102 MB), 32 ranks," in text
+    assert "1 Gbit/s and 400 µs between nodes, density 0.001" in text
+    assert "Selecting, coding, merging: as assumed, not measured." in text
+    (cheapest,) = [line for line in out.splitlines() if line.startswith(">")]
+    assert "gTop-k" in cheapest
+    assert "Compression.gtopk(density=0.001) pays here" in text
+    assert "At this latency it pays below about" in text
+
+
+def test_on_a_fast_network_it_says_plainly_not_to_compress(capsys):
+    out = said(capsys, *FAST, assumed)
+    (cheapest,) = [line for line in out.splitlines() if line.startswith(">")]
+    assert "dense" in cheapest
+    assert "Do not compress here" in out
+
+
+def test_dense_hides_behind_backward(capsys):
+    args = ["--model", "resnet50", "--ranks", "8", "--bandwidth", "10gbit", assumed]
+    assert "Do not compress" not in said(capsys, *args)
+    out = prose(said(capsys, *args, "--backward-ms", "200"))
+    assert "Do not compress here: dense adds 0 µs to a step" in out
+    assert "Dense hides behind 200 ms of backward" in out
+
+
+def test_one_rank_has_nothing_to_compress(capsys):
+    out = said(capsys, "--elements", "1M", "--ranks", "1", "--bandwidth", "1gbit", assumed)
+    assert "nothing to compress" in out
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--ranks-per-node", "8"], ["--backward-ms", "150"], ["--density", "0.0001"]],
+)
+@pytest.mark.parametrize("model", ["resnet20", "llama-7b"])
+@pytest.mark.parametrize("ranks", ["8", "4096"])
+@pytest.mark.parametrize("rate", ["1mbit", "33.3MB/s", "400gbit"])
+def test_it_fits_80_columns(capsys, model, ranks, rate, more):
+    command = ["--model", model, "--ranks", ranks, "--bandwidth", rate, "--latency", "123us"]
+    out = said(capsys, *command, assumed, *more)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_at_equal_bytes_the_allgather_updates_more(capsys):
+    out = said(capsys, *SLOW, assumed)
+    assert "Equal k is not equal accuracy" in out
+    table = out.split("these update:")[1].splitlines()
+    updates = {
+        line[2:19].strip(): int(line.split()[-5].replace(",", ""))
+        for line in table
+        if line.startswith("  ")
+    }
+    assert updates["top-k allgather"] > updates["gTop-k"]
+
+
+def test_the_figures_are_the_same_as_json(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    said(capsys, *SLOW, assumed, "--json", str(path))
+    record = json.loads(path.read_text())
+    assert record == json.loads(said(capsys, *SLOW, assumed, "--json", "-"))
+    assert record["modelled"]
+    assert record["cheapest"] == "gtopk"
+    assert record["pays"] == "below"
+    dense, *sparse = record["methods"]
+    assert dense["algorithm"] == "dense"
+    assert dense["sent"]["bytes"] == pytest.approx(2 * 31 / 32 * 4 * 25_557_032)
+    parts = ("select", "code", "communicate", "merge")
+    for each in sparse:
+        total = sum(each[f"{part}_seconds"] for part in parts)
+        assert each["exposed_seconds"] == pytest.approx(total)
+        assert each["speedup"] == pytest.approx(dense["exposed_seconds"] / total)
+
+
+def test_the_rates_are_this_machines_unless_told_otherwise(capsys):
+    out = said(capsys, "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit")
+    assert "as measured on this machine now (" in prose(out)
+
+
+def test_without_rich_the_same_is_printed(capsys, monkeypatch):
+    plain = said(capsys, *SLOW, assumed)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert said(capsys, *SLOW, assumed) == plain
+
+
+@pytest.mark.parametrize("text", PARAMETERS)
+def test_every_model_can_be_asked_about(capsys, text):
+    command = ["--model", text, "--ranks", "8", "--bandwidth", "1gbit", assumed]
+    assert f"{PARAMETERS[text]:,} float32 values" in prose(said(capsys, *command))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "--ranks, --bandwidth"),
+        (["--elements", "1M", "--model", "vgg16"], "not allowed with"),
+        (["--elements", "many"], "--elements: must be a number such as 25557032 or 25.6M"),
+        (["--model", "resnet51"], "invalid choice"),
+        ([*SLOW, "--bandwidth", "1 foo"], "--bandwidth: must be a rate such as 1gbit"),
+        ([*SLOW, "--latency", "0.4"], "--latency: must be a time such as 0.4ms or 30us"),
+        ([*SLOW, "--density", "0"], "it must lie in (0, 1], got 0"),
+        ([*SLOW, "--density", "x"], "must be a number, got 'x'"),
+        ([*SLOW, "--backward-ms", "-1"], "must be a number of milliseconds"),
+        ([*SLOW, "--ranks", "0"], "must be at least 1, got '0'"),
+        ([*SLOW, "--ranks-per-node", "33"], "--ranks-per-node must be at most --ranks 32, got 33"),
+        ([*SLOW, "--ranks", "1M"], "--ranks must be at most 65,536, got 1,000,000"),
+        ([*SLOW, "--json", "/no/such/folder/x.json"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_sentence(capsys, arguments, reason):
+    try:
+        code = main(["plan", *arguments, assumed])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert reason in capsys.readouterr().err

@@ -1,0 +1,53 @@
+"""The comparison agrees with itself on both sides of its break-even."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Network
+from gtopk.plan.comparison import Cluster, Comparison, compare
+
+
+def ask(
+    bits_per_second: float, ranks: int = 32, length: int = 25_557_032, backward: float = 0.0
+) -> Comparison:
+    network = Network(ranks, Link.of(bits_per_second, 50e-6))
+    return compare(Cluster(length, network, 0.001, backward), DEFAULT_RATES)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(2, 200),
+    st.integers(10**4, 10**9),
+    st.sampled_from([0.0, 0.01, 1.0]),
+    st.floats(1e6, 1e12),
+)
+def test_it_pays_below_the_break_even_and_not_above(ranks, length, backward, bits_per_second):
+    edge = ask(bits_per_second, ranks, length, backward).break_even_bits_per_second
+    if edge is None:
+        assert not ask(1e3, ranks, length, backward).pays
+    elif not math.isinf(edge):
+        assert ask(0.99 * edge, ranks, length, backward).pays
+        assert not ask(1.01 * edge, ranks, length, backward).pays
+
+
+def test_a_speedup_is_of_backward_and_exchange_together():
+    comparison = ask(1e9, backward=0.1)
+    dense, gtopk = comparison.dense, comparison.sparse[2]
+    expected = (0.1 + dense.seconds - 0.1) / (0.1 + gtopk.seconds)
+    assert comparison.speedup(gtopk) == pytest.approx(expected)
+    assert comparison.speedup(dense) == 1
+
+
+def test_equal_bytes_are_no_more_than_those_of_gtopk():
+    comparison = ask(1e9)
+    gtopk = next(each for each in comparison.sparse if each.candidate.algorithm == "gtopk")
+    sent = {each.candidate.algorithm: each for each in comparison.equal_bytes}
+    assert sent.keys() == {"gtopk", "topk-allgather", "oktopk"}
+    assert all(each.sent.most_bytes <= gtopk.sent.most_bytes for each in sent.values())
+    assert sent["gtopk"].candidate.selected(25_557_032) == gtopk.candidate.selected(25_557_032)

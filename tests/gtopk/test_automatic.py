@@ -1,0 +1,359 @@
+"""Compression.auto: measured, agreed, changed over without loss, and within its budget."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import run_ranks
+from collectives.cost import Link
+from collectives.planning import (
+    DEFAULT_RATES,
+    Calibration,
+    Candidate,
+    CodingRate,
+    Format,
+    Network,
+    cache,
+)
+from collectives.planning.calibrated import VARIABLE
+from collectives.transports import LocalTransport, local_world
+from gtopk import automatic, calibration, exchange, world
+from gtopk.compression import Compression
+from gtopk.exceptions import HorovodInternalError
+from gtopk.judge import FIRST_WINDOW, Judge
+from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Sum
+
+FREE = Link(1e-7, 1e-11)  # or nearly so
+# The fewer bytes, the more seconds.
+CODED = DEFAULT_RATES._replace(
+    coding={
+        Format(indices): CodingRate(seconds, seconds)
+        for indices, seconds in (("raw", 1e-9), ("blocks", 1e-8), ("packed", 1e-7))
+    }
+)
+
+
+@pytest.fixture
+def calibrated(monkeypatch):
+    """Return a function that makes every transport's calibration one with such a link."""
+
+    def be(link: Link, latency_of_selection: float = DEFAULT_RATES.select_seconds) -> None:
+        rates = DEFAULT_RATES._replace(select_seconds=latency_of_selection)
+        monkeypatch.setattr(
+            automatic,
+            "calibration_of",
+            lambda transport: Calibration(Network(transport.size, link), rates, "made up"),
+        )
+
+    return be
+
+
+def parameters(size: int = 400, seed: int = 0) -> torch.nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.nn.Parameter(torch.randn(size, generator=generator, dtype=torch.float64))
+
+
+def gradient_of(rank: int, step: int, size: int = 400) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(size, generator=generator, dtype=torch.float64)
+
+
+def optimizer_of(parameter: torch.nn.Parameter, compression: Any, **options: Any) -> Any:
+    return DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=0.1), compression=compression, op=Sum, **options
+    )
+
+
+class Slow:
+    """A transport whose sends take time."""
+
+    def __init__(self, transport: LocalTransport, seconds_per_byte: float) -> None:
+        send = transport.send
+
+        def slow_send(message: np.ndarray, to: int) -> Any:
+            time.sleep(message.size * seconds_per_byte)
+            return send(message, to)
+
+        transport.send = slow_send
+
+
+def test_links_that_lie_are_found_out_and_compression_is_switched_on(calibrated, threads):
+    """Links are said to be free and take 10 us a byte: dense 64 ms, sparse a few."""
+    calibrated(FREE)
+
+    def program(transport: LocalTransport) -> list[str]:
+        Slow(transport, 1e-5)
+        parameter = parameters(1600)
+        ran = []
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(density=0.005))
+            for step in range(FIRST_WINDOW + 4):
+                parameter.grad = gradient_of(transport.rank, step, 1600)
+                optimizer.step()
+                ran.append(optimizer.last_step.algorithm)
+        return ran
+
+    everyones = threads(2, program)
+    assert everyones[0] == everyones[1]
+    assert everyones[0][: FIRST_WINDOW + 2] == ["dense"] * (FIRST_WINDOW + 2)
+    assert everyones[0][-1] != "dense"
+
+
+CANDIDATES = [
+    Candidate("gtopk", 0.05),
+    Candidate("dense"),
+    Candidate("topk-allgather", 0.02),
+    Candidate("dense"),
+    Candidate("gtopk", 0.01),
+]
+
+
+class Restless(Judge):
+    """Says something else after every step."""
+
+    def begin(self, backward_seconds: float) -> Candidate:
+        self.window = 1
+        self.said = 0
+        return CANDIDATES[0]
+
+    def judge(self, measured: Any, backward_seconds: float) -> Candidate:
+        self.said += 1
+        # Two steps of each: one in which it changes over, and one after it.
+        return CANDIDATES[self.said // 2 % len(CANDIDATES)]
+
+
+@pytest.fixture
+def restless(monkeypatch, calibrated):
+    calibrated(FREE)
+    monkeypatch.setattr(automatic, "Judge", Restless)
+    monkeypatch.setattr(automatic, "SETTLING_STEPS", 0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_nothing_is_lost_when_it_changes_over(restless, threads, size, momentum):
+    def program(transport: LocalTransport) -> Any:
+        parameter = parameters()
+        steps = []
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(momentum_correction=momentum))
+            residual = optimizer._exchange.residual
+            for step in range(25):
+                gradient = gradient_of(transport.rank, step)
+                parameter.grad = gradient.clone()
+                before = residual.values.copy()
+                added = gradient.numpy().copy()
+                if momentum:
+                    added += momentum * residual.velocity
+                optimizer.step()
+                update = parameter.grad.numpy().copy()
+                steps.append(
+                    (optimizer.last_step.algorithm, before, added, update, residual.values.copy())
+                )
+        return steps
+
+    ran = set()
+    for ranks in zip(*threads(size, program), strict=True):
+        algorithms, before, added, updates, after = zip(*ranks, strict=True)
+        ran |= set(algorithms)
+        assert len(set(algorithms)) == 1
+        assert all((update == updates[0]).all() for update in updates)
+        np.testing.assert_allclose(
+            updates[0] + np.sum(after, 0), np.sum(before, 0) + np.sum(added, 0), rtol=0, atol=1e-12
+        )
+        if algorithms[0] == "dense":
+            assert not np.any(after)
+    assert ran == {"dense", "gtopk", "topk-allgather"}
+
+
+def test_dense_steps_take_momentum_as_sgd_does(calibrated, threads):
+    calibrated(FREE)
+
+    def program(transport: LocalTransport, compression: Any, momentum: float) -> torch.Tensor:
+        parameter = parameters()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=0.1, momentum=momentum),
+                compression=compression,
+                op=Sum,
+            )
+            for step in range(6):
+                parameter.grad = gradient_of(transport.rank, step)
+                optimizer.step()
+        return parameter.detach()
+
+    auto = Compression.auto(momentum_correction=0.9)
+    corrected, *_ = threads(3, lambda t: program(t, auto, 0.0))
+    plain, *_ = threads(3, lambda t: program(t, Compression.none, 0.9))
+    torch.testing.assert_close(corrected, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sum_that_overflows_leaves_the_residual_as_it_was(restless, threads):
+    def program(transport: LocalTransport) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(40))
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto())
+            residual = optimizer._exchange.residual
+            for _ in range(2):  # gtopk, and it leaves something
+                parameter.grad = torch.arange(40, dtype=torch.float32)
+                optimizer.step()
+            left = residual.values.copy()
+            assert left.any()
+            parameter.grad = torch.full((40,), 3e38)
+            optimizer.step()  # dense
+            assert optimizer.last_step.skipped
+            assert optimizer.last_step.algorithm == "dense"
+            np.testing.assert_array_equal(residual.values, left)
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("budget_bytes", [2_000, 6_000, 100_000])
+def test_no_rank_sends_more_than_the_budget(calibrated, threads, size, budget_bytes):
+    calibrated(Link.of(1e6, 1e-3))
+
+    def program(transport: LocalTransport) -> list[int]:
+        parameter = parameters(2000)
+        sent = []
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(bytes_per_step=budget_bytes))
+            for step in range(5):
+                parameter.grad = gradient_of(transport.rank, step, 2000)
+                optimizer.step()
+                sent.append(optimizer.last_step.sent_bytes)
+        return sent[1:]  # in the first the ranks also agree on what to do
+
+    for sent in threads(size, program):
+        assert max(sent) <= budget_bytes
+
+
+def test_a_budget_that_nothing_keeps_is_an_error_on_every_rank(calibrated, threads):
+    calibrated(FREE)
+
+    def program(transport: LocalTransport) -> str:
+        parameter = parameters()
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(bytes_per_step=10))
+            parameter.grad = gradient_of(transport.rank, 0)
+            with pytest.raises((ValueError, HorovodInternalError)) as error:
+                optimizer.step()
+        return str(error.value)
+
+    for text in threads(2, program):
+        assert "bytes_per_step must be at least" in text
+
+
+def test_predicted_and_measured_stand_side_by_side(calibrated, threads):
+    calibrated(Link.of(1e9, 1e-3))
+
+    def program(transport: LocalTransport) -> Any:
+        parameter = parameters()
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(density=0.01))
+            parameter.grad = gradient_of(transport.rank, 0)
+            optimizer.step()
+            return optimizer.last_step
+
+    for report in threads(2, program):
+        assert report.predicted_seconds >= 1e-3  # a message's latency
+        assert report.exchange_seconds > 0
+
+
+def test_ranks_with_other_options_are_told_so(calibrated, threads):
+    calibrated(FREE)
+
+    def program(transport: LocalTransport) -> str:
+        parameter = parameters()
+        with world.entered(transport):
+            density = 0.01 if transport.rank else 0.02
+            optimizer = optimizer_of(parameter, Compression.auto(density=density))
+            parameter.grad = gradient_of(transport.rank, 0)
+            with pytest.raises(HorovodInternalError) as error:
+                optimizer.step()
+        return str(error.value)
+
+    for text in threads(2, program):
+        assert "auto density=0.01" not in text or "undecided" in text
+        assert "density=0.01" in text
+        assert "density=0.02" in text
+
+
+@pytest.mark.parametrize(("link", "indices"), [(Link.of(1e6, 0), "packed"), (FREE, "raw")])
+def test_a_sparse_method_may_leave_its_wire_to_the_model(monkeypatch, threads, link, indices):
+    monkeypatch.setattr(
+        exchange,
+        "calibration_of",
+        lambda transport: Calibration(Network(transport.size, link), CODED, "made up"),
+    )
+
+    def program(transport: LocalTransport) -> Any:
+        parameter = parameters()
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.gtopk(0.1, wire="auto"))
+            parameter.grad = gradient_of(transport.rank, 0)
+            optimizer.step()
+            return optimizer._exchange.format
+
+    assert threads(2, program) == [Format(indices)] * 2
+
+
+def test_alone_nothing_is_measured_and_nothing_compressed(monkeypatch):
+    monkeypatch.setattr(automatic, "calibration_of", None)  # would fail if called
+    parameter = parameters()
+    (transport,) = local_world(1)
+    with world.entered(transport):
+        optimizer = optimizer_of(parameter, Compression.auto())
+        for step in range(3):
+            parameter.grad = gradient_of(0, step)
+            optimizer.step()
+            assert optimizer.last_step.algorithm == "dense"
+
+
+def test_a_transport_is_calibrated_once(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept.json"))
+
+    def program(transport: LocalTransport) -> Any:
+        first = calibration.calibration_of(transport)
+        return first, calibration.calibration_of(transport) is first
+
+    (first, same), (second, also) = run_ranks(local_world(2, 30), program)
+    assert first == second
+    assert same
+    assert also
+    record = json.loads((tmp_path / "kept.json").read_text())
+    assert "gtopk" in record["facts"]
+    assert cache.load(tmp_path / "kept.json", record["facts"]).rates == first.rates
+
+
+def test_the_backward_pass_is_timed(threads):
+    """From its first gradient to its last; it is what an exchange can hide behind."""
+
+    class Sleepy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return gradient
+
+    def program(transport: LocalTransport) -> float:
+        first, last = (torch.nn.Parameter(torch.ones(3)) for _ in "ab")
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(torch.optim.SGD([first, last], lr=0.1))
+            for _ in range(2):
+                optimizer.zero_grad()
+                (Sleepy.apply(first * 2) * last).sum().backward()
+                optimizer.step()
+            return optimizer._backward_seconds
+
+    assert min(threads(2, program)) >= 0.02

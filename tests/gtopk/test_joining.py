@@ -1,0 +1,183 @@
+"""From what the launcher says to the transport that joins its ranks.
+
+torchrun and mpirun are real; horovodrun and srun are SIMULATED: the same variables, set by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gtopk.joining import join, transport_for
+from gtopk.launch import launched_by
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+HOROVODRUN = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+OF_LAUNCHERS = [*OPEN_MPI, *PMI, *TORCHRUN, *HOROVODRUN, *SRUN, "PMIX_RANK", "GTOPK_TRANSPORT"]
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch) -> None:
+    for variable in (*OF_LAUNCHERS, "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "transport"),
+    [
+        ({}, "local"),
+        (OPEN_MPI, "mpi"),
+        (PMI, "mpi"),
+        (SRUN | {"PMIX_RANK": "1"}, "mpi"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, "mpi"),
+        (TORCHRUN, "torch.distributed"),
+        (HOROVODRUN, "torch.distributed"),
+        (SRUN, "torch.distributed"),
+        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, "local"),
+        (OPEN_MPI | {"GTOPK_TRANSPORT": "torch.distributed"}, "torch.distributed"),
+        (TORCHRUN | {"GTOPK_TRANSPORT": "mpi"}, "mpi"),
+        (TORCHRUN | {"GTOPK_TRANSPORT": ""}, "torch.distributed"),
+    ],
+)
+def test_the_launcher_decides_the_transport(environ: dict[str, str], transport: str) -> None:
+    assert transport_for(launched_by(environ), environ) == transport
+
+
+def test_a_transport_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"GTOPK_TRANSPORT must be one of .*, got 'pigeon'"):
+        transport_for(None, {"GTOPK_TRANSPORT": "pigeon"})
+
+
+@pytest.mark.parametrize(
+    "environ", [HOROVODRUN, OPEN_MPI | {"GTOPK_TRANSPORT": "torch.distributed"}]
+)
+def test_a_launcher_that_does_not_say_where_to_meet_is_named(monkeypatch, environ) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    text = "started this process as rank 1 of 2 and does not say where .* set MASTER_ADDR"
+    with pytest.raises(RuntimeError, match=text):
+        join()
+
+
+def test_a_process_group_of_the_programs_own_is_joined() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        transport = join()
+        assert (transport.name, transport.size) == ("torch.distributed", 1)
+        transport.leave("done")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_without_mpi4py_mpi_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setenv("GTOPK_TRANSPORT", "mpi")
+    with pytest.raises(ImportError, match="pip install mpi4py"):
+        join()
+
+
+# ---- real ranks
+
+
+def places_and_weights(output: str) -> tuple[list[str], set[str]]:
+    """Return what the ranks of trains.py said: their places, in order, and the weights' hashes."""
+    lines = sorted(line.split() for line in output.splitlines() if "cross" in line)
+    return [" ".join(words[:-1]) for words in lines], {words[-1] for words in lines}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_torchrun_trains_to_the_bit_what_mpirun_trains(mpirun, torchrun, ranks: int) -> None:
+    by_mpi = mpirun(ranks, "trains.py")
+    by_torch = torchrun(ranks, "trains.py")
+    assert (by_mpi.returncode, by_torch.returncode) == (0, 0), by_mpi.stderr + by_torch.stderr
+    _, mpi_weights = places_and_weights(by_mpi.stdout)
+    places, torch_weights = places_and_weights(by_torch.stdout)
+    assert len(mpi_weights) == 1
+    assert torch_weights == mpi_weights
+    name = "torch.distributed" if ranks > 1 else "local"
+    assert places == [f"{name} {r}/{ranks} local {r}/{ranks} cross 0/1" for r in range(ranks)]
+
+
+def start(ranks: int, started: int, variables: Callable[[int], dict[str, str]]) -> list[str]:
+    """Start trains.py on the first `started` of so many ranks; return what each printed."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAMS / "trains.py")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(PROGRAMS.parents[1]), **variables(rank)},
+        )
+        for rank in range(started)
+    ]
+    try:
+        return [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def as_srun(ranks: int) -> Callable[[int], dict[str, str]]:
+    return lambda rank: {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "GTOPK_START_TIMEOUT": "60",
+    }
+
+
+def test_ranks_of_a_simulated_srun_train() -> None:
+    places, weights = places_and_weights("".join(start(2, 2, as_srun(2))))
+    assert places == [f"torch.distributed {r}/2 local {r}/2 cross 0/1" for r in range(2)]
+    assert len(weights) == 1
+
+
+@pytest.fixture
+def horovodruns_server(key_value_server) -> Iterator[Callable[[int], dict[str, str]]]:
+    host, port = key_value_server
+    return lambda rank: {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": "3",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "GTOPK_START_TIMEOUT": "60",
+    }
+
+
+def test_ranks_of_a_simulated_horovodrun_train(horovodruns_server) -> None:
+    places, weights = places_and_weights("".join(start(3, 3, horovodruns_server)))
+    assert places == [f"torch.distributed {r}/3 local {r}/3 cross 0/1" for r in range(3)]
+    assert len(weights) == 1
+
+
+def test_a_rank_that_does_not_come_is_named_on_every_rank() -> None:
+    def variables(rank: int) -> dict[str, str]:
+        return as_srun(3)(rank) | {"SLURM_STEP_ID": "1", "GTOPK_START_TIMEOUT": "8"}
+
+    for rank, said in enumerate(start(3, 2, variables)):
+        text = (
+            rf"PeerTimeoutError: rank {rank} of 3 has waited [\d.]+ s at the start for (rank 2|the)"
+        )
+        assert re.search(text, said), said
+
+
+def test_when_rank_0_does_not_come_the_others_say_where_they_waited() -> None:
+    def variables(rank: int) -> dict[str, str]:
+        return as_srun(2)(1) | {"SLURM_STEP_ID": "2", "GTOPK_START_TIMEOUT": "3"}
+
+    (said,) = start(2, 1, variables)
+    assert re.search(r"PeerTimeoutError: rank 1 could not reach localhost:\d+, .* within 3 s", said)

@@ -1,0 +1,183 @@
+"""The judge believes the model first and the clock last."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.cost import Link
+from collectives.planning import EXACT, Calibration, Candidate, CodingRate, Network, Rates
+from gtopk.compression import Compression
+from gtopk.judge import FIRST_WINDOW, LONGEST_WINDOW, PROBE_STEPS, Judge, Measured
+
+RESNET50 = 25_557_032
+RATES = Rates(1.2e-9, 3.5e-8, {EXACT: CodingRate(1e-9, 3e-9)})
+SLOW, MIDDLING, FAST = 1e8, 2e10, 1e12  # bits per second: sparse wins, who knows, dense wins
+
+
+def judge(bits_per_second: float, ranks: int = 8, **options) -> Judge:
+    network = Network(ranks, Link.of(bits_per_second, 50e-6))
+    calibration = Calibration(network, RATES, "made up")
+    return Judge(Compression.auto(wire="raw", **options), calibration, RESNET50)
+
+
+class Truth:
+    """What the algorithms really take: seconds to select, to merge and to communicate."""
+
+    def __init__(self, **seconds: tuple[float, float, float]) -> None:
+        self.seconds = {name.replace("_", "-"): parts for name, parts in seconds.items()}
+
+    def of(self, one: Judge) -> Measured:
+        return Measured(*self.seconds[one.chosen.candidate.algorithm])
+
+
+def as_predicted(one: Judge) -> Measured:
+    chosen = one.chosen
+    merge_seconds = chosen.code_seconds + chosen.merge_seconds
+    return Measured(chosen.select_seconds, merge_seconds, chosen.communicate_seconds)
+
+
+def run(one: Judge, truth: Truth, steps: int, backward_seconds: float = 0.0) -> list[str]:
+    """Return the algorithm of every step."""
+    ran: list[str] = []
+    candidate = one.begin(backward_seconds)
+    one.run(candidate)
+    while len(ran) < steps:
+        ran += [candidate.algorithm] * one.window
+        candidate = one.judge(truth.of(one), backward_seconds)
+        one.run(candidate)
+    return ran
+
+
+def test_a_clear_matter_is_not_probed():
+    one = judge(SLOW)
+    assert one.begin(0.0).algorithm != "dense"
+    assert not one.probing
+    one = judge(FAST)
+    assert one.begin(0.0).algorithm == "dense"
+    assert not one.probing
+
+
+def test_what_is_no_clear_matter_begins_with_some_steps_of_dense():
+    one = judge(MIDDLING)
+    assert one.begin(0.0).algorithm == "dense"
+    assert one.probing
+    assert one.window == PROBE_STEPS
+
+
+@pytest.mark.parametrize("bits_per_second", [SLOW, MIDDLING, FAST])
+def test_what_comes_true_stays(bits_per_second):
+    one = judge(bits_per_second)
+    candidate = one.begin(0.0)
+    one.run(candidate)
+    before = None
+    for _ in range(10):
+        before, candidate = candidate, one.judge(as_predicted(one), 0.0)
+        one.run(candidate)
+    assert candidate == before
+    assert one.switches == 0
+    assert one.window == LONGEST_WINDOW
+
+
+def test_a_network_that_is_slower_than_measured_ends_in_compression():
+    one = judge(FAST)
+    sparse = (0.03, 0.01, 0.02)
+    ran = run(
+        one, Truth(dense=(0, 0, 2.0), topk_allgather=sparse, gtopk=sparse, oktopk=sparse), 300
+    )
+    assert ran[0] == "dense"
+    assert ran[-1] != "dense"
+    assert ran.count("dense") == FIRST_WINDOW
+
+
+def test_a_network_that_is_faster_than_measured_ends_dense():
+    one = judge(SLOW)
+    sparse = (0.03, 0.01, 0.0003)
+    ran = run(
+        one, Truth(dense=(0, 0, 0.03), topk_allgather=sparse, gtopk=sparse, oktopk=sparse), 300
+    )
+    assert ran[0] != "dense"
+    assert ran[-1] == "dense"
+
+
+def test_merging_that_is_slower_than_measured_ends_dense():
+    """The links are as measured: dense must not be taken to be as much slower."""
+    one = judge(SLOW)
+    dense = 2 * 7 / 8 * RESNET50 * 4 * 8 / SLOW
+    sparse = (0.1, 20.0, 0.1)
+    truth = Truth(dense=(0, 0, dense), topk_allgather=sparse, gtopk=sparse, oktopk=sparse)
+    assert run(one, truth, 2000)[-1] == "dense"
+
+
+seconds = st.floats(1e-4, 10.0)
+of_sparse = st.tuples(seconds, seconds, seconds)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    bits_per_second=st.sampled_from([SLOW, MIDDLING, FAST]),
+    dense=seconds,
+    topk=of_sparse,
+    gtopk=of_sparse,
+    oktopk=of_sparse,
+    seed=st.integers(0, 100),
+)
+def test_it_settles_and_not_on_what_was_seen_to_be_slower_than_dense(
+    bits_per_second, dense, topk, gtopk, oktopk, seed
+):
+    random = np.random.default_rng(seed)
+    truth = Truth(dense=(0.0, 0.0, dense), topk_allgather=topk, gtopk=gtopk, oktopk=oktopk)
+    one = judge(bits_per_second)
+    candidate = one.begin(0.0)
+    one.run(candidate)
+    ran, steps = {candidate.algorithm}, 0
+    while steps < 5000:
+        steps += one.window
+        noise = random.uniform(0.97, 1.03)
+        candidate = one.judge(Measured(*(noise * part for part in truth.of(one))), 0.0)
+        one.run(candidate)
+        ran.add(candidate.algorithm)
+    assert one.switches <= math.log2(steps / FIRST_WINDOW) + 1
+    if "dense" in ran:
+        assert truth.of(one).seconds <= 1.15 * dense
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(0.1, 10))
+def test_whatever_was_measured_of_the_links_it_ends_no_slower_than_dense(said, true, slower):
+    """The model holds, but for its links and the speed of the machine."""
+    one, real = judge(said), judge(true)
+    candidate = one.begin(0.0)
+    one.run(candidate)
+    real.begin(0.0)
+    for _ in range(12):
+        real.run(candidate)
+        select, merge, communicate = as_predicted(real)
+        candidate = one.judge(Measured(slower * select, slower * merge, communicate), 0.0)
+        one.run(candidate)
+    final = real.run(candidate).scaled(slower, slower, 1.0)
+    dense = real.run(Candidate("dense"))
+    assert final.seconds <= 1.15 * dense.seconds
+
+
+def test_a_longer_backward_pass_hides_a_higher_density():
+    one = judge(SLOW, hide_behind_backward=True)
+    first = one.begin(0.1)
+    predicted = one.run(first)
+    assert predicted.exchange_seconds <= 0.1
+    measured = as_predicted(one)
+    assert one.judge(measured, 0.11) == first  # about the same
+    one.run(first)
+    second = one.judge(measured, 0.3)
+    assert second.density > 2 * first.density
+    assert one.run(second).exchange_seconds <= 0.3
+
+
+def test_bytes_leave_room_for_the_agreement():
+    one = judge(SLOW, bytes_per_step=1e5)
+    predicted = one.run(one.begin(0.0))
+    assert 0.99e5 < predicted.sent.most_bytes < 1e5 - 7 * 24
