@@ -17,6 +17,7 @@ mkdir -p "$folder"
 for launcher in mpirun torchrun; do
     "$here/emulated_network.sh" 8 100mbit "$launcher" "${bench[@]}" \
         --ranks 2,4,8 --lengths 25557032 --formats bf16,exact,raw+exact --rounds 9 \
-        --bandwidth 100e6 --interface eth0 --json "$folder/$launcher.json"
+        --bandwidth 100e6 --shared-cores "$(nproc)" --interface eth0 \
+        --json "$folder/$launcher.json"
 done
 "${bench[@]}" --markdown "$folder/mpirun.json" "$folder/torchrun.json" >"$folder/results.md"
