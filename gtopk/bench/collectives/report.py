@@ -145,7 +145,9 @@ def _cell(label: str, rows: Sequence[Record]) -> str:
     if row["rounds"] > 1:
         words[0] += f" ({seconds_text(seconds['min'])}-{seconds_text(seconds['max'])})"
     if ratio is not None:
-        words.append(f"{ratio:.2f}x model")
+        words.append(f"{ratio:.2f}x wire")
+    if row["ours"] and row["measured_over_wire_and_code"] is not None:
+        words.append(f"{row['measured_over_wire_and_code']:.2f}x with code")
     if row["reference"]:
         words[0] = f"**{words[0]}**"
     elif against is not None:
