@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,11 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 VALUE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def module_of(array: Array) -> Any:
+    """Return the module that an array's kind of arrays comes from: numpy, or cupy."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def index_dtype(length: int) -> np.dtype[Any]:
@@ -23,6 +29,8 @@ class SparseVector(NamedTuple):
     indices: int32 (int64 from 2^31 elements on) [k], strictly increasing, in 0..length-1.
     values:  float32 or float64 [k], in the order of the indices.
 
+    Both are NumPy's arrays, or both CuPy's.
+
     Functions take it and return it; none of them changes the arrays of its arguments.
     """
 
@@ -31,25 +39,39 @@ class SparseVector(NamedTuple):
     length: int
 
     @classmethod
-    def empty(cls, length: int, dtype: np.dtype[Any] | type = np.float32) -> SparseVector:
-        """Return the vector of zeros."""
-        return cls(np.empty(0, index_dtype(length)), np.empty(0, dtype), length)
+    def empty(
+        cls, length: int, dtype: np.dtype[Any] | type = np.float32, like: Array | None = None
+    ) -> SparseVector:
+        """Return the vector of zeros; its arrays are of the kind of `like`, or NumPy's."""
+        arrays = np if like is None else module_of(like)
+        return cls(arrays.empty(0, index_dtype(length)), arrays.empty(0, dtype), length)
 
     @classmethod
     def from_dense(cls, dense: Array) -> SparseVector:
         """Return every nonzero entry of a one-dimensional array."""
-        indices = np.flatnonzero(dense).astype(index_dtype(dense.size))
+        indices = module_of(dense).flatnonzero(dense).astype(index_dtype(dense.size))
         return cls(indices, dense[indices], dense.size)
 
     def to_dense(self) -> Array:
         """Return the vector as an array of `length` elements."""
-        dense = np.zeros(self.length, self.values.dtype)
+        dense: Array = module_of(self.values).zeros(self.length, self.values.dtype)
         dense[self.indices] = self.values
         return dense
 
     def where(self, mask: Array) -> SparseVector:
         """Return the entries whose position in `indices` is true in `mask` (bool [k])."""
         return SparseVector(self.indices[mask], self.values[mask], self.length)
+
+    def on_host(self) -> SparseVector:
+        """Return the vector with NumPy arrays: itself, or from a GPU a copy that was waited for."""
+        if isinstance(self.values, np.ndarray):
+            return self
+        return SparseVector(self.indices.get(), self.values.get(), self.length)
+
+    def beside(self, array: Array) -> SparseVector:
+        """Return a vector of NumPy arrays with arrays of the kind of `array`, copied if need be."""
+        kind = module_of(array)
+        return SparseVector(kind.asarray(self.indices), kind.asarray(self.values), self.length)
 
     def minus(self, other: SparseVector) -> SparseVector:
         """Return the nonzero differences to a vector of the same indices."""
@@ -83,7 +105,8 @@ class SparseVector(NamedTuple):
 def check(vector: SparseVector) -> SparseVector:
     """Return the vector, or raise ValueError naming what makes it none.
 
-    For vectors that come from outside: a caller of `reduce`, or a peer's message.
+    For vectors that come from outside: a caller of `reduce`, or a peer's message. On a GPU it waits
+    for the answer.
     """
     indices, values, length = vector
     if values.dtype not in VALUE_DTYPES:
@@ -102,7 +125,7 @@ def check(vector: SparseVector) -> SparseVector:
         raise ValueError(
             f"indices must lie in 0..{length - 1}, got {int(indices.min())}..{int(indices.max())}"
         )
-    falls = np.flatnonzero(indices[1:] <= indices[:-1])
+    falls = module_of(indices).flatnonzero(indices[1:] <= indices[:-1])
     if falls.size:
         before, after = indices[falls[0] : falls[0] + 2]
         raise ValueError(f"indices must be strictly increasing, got {before} before {after}")

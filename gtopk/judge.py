@@ -19,7 +19,6 @@ from collectives.planning import (
     Calibration,
     Candidate,
     Correction,
-    Format,
     Prediction,
     choose,
     predict,
@@ -64,13 +63,12 @@ class Judge:
         compression: Automatic,
         calibration: Calibration,
         length: int,
-        formats: Sequence[Format],
         value_bytes: int = 4,
     ) -> None:
         self.compression = compression
         self.calibration = calibration
         self.length = length
-        self.formats = formats
+        self.formats = compression.formats()
         self.value_bytes = value_bytes
         self.corrections: dict[str, Correction] = {}
         self.window = FIRST_WINDOW

@@ -1,6 +1,7 @@
 """The few hot loops: one contract, and the twins that keep it.
 
-`reference` is NumPy: the truth for tests, and what runs where nothing is compiled. `host` is C++.
+`reference` is NumPy: the truth for tests, and what runs where nothing is compiled. `host` is C++;
+`device` is CUDA, for CuPy arrays.
 Twins give the same results to the bit; which one works on an array is decided in `_twin` alone.
 
 An order holds throughout: the larger |value| first, among equals the lower index. NaN counts as
@@ -12,6 +13,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from ..vector import Array, SparseVector
 from . import reference
@@ -53,7 +56,11 @@ _for_numpy: Final = _choose()
 
 def _twin(array: object) -> Any:
     """Return the module whose functions work on arrays of this kind."""
-    return _for_numpy
+    if isinstance(array, np.ndarray):
+        return _for_numpy
+    from . import device
+
+    return device
 
 
 def accumulate_and_select(

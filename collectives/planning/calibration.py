@@ -46,7 +46,7 @@ SELECT_SECONDS: Final = 0.2
 MERGE_SECONDS: Final = 0.1
 CODE_SECONDS: Final = 0.2  # all formats together
 
-_SMALLEST, _LARGEST = 1 << 10, 1 << 22  # elements; beyond, nothing fits a cache anyway
+_SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
 _DENSITY: Final = 0.001
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
@@ -120,8 +120,9 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
         call = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
-        share = dense_bytes(1 << 20, size, 1) / (1 << 20)
-        allreduce = Link(call.latency_seconds / messages, call.seconds_per_byte / share)
+        share = 2 * (size - 1) / size
+        if call is not None:
+            allreduce = Link(call.latency_seconds / messages, call.seconds_per_byte / share)
     if in_order:
         return Network(size, link, ranks_per_node, within, allreduce), len(nodes)
     # Any message may leave its node, and share the link with those of the other ranks there.
@@ -148,8 +149,12 @@ def _ping_pong(
     return lead_ping_pong(transport, ranks[partner], budget_seconds, clock)
 
 
-def measure_rates(formats: Sequence[Format] = (EXACT,), clock: Clock = time.perf_counter) -> Rates:
-    """Return this process's own rates."""
+def measure_rates(
+    formats: Sequence[Format] = (EXACT,),
+    clock: Clock = time.perf_counter,
+    stopwatch: Clock = time.thread_time,
+) -> Rates:
+    """Return this process's own rates, in processor time: others' load does not count."""
     random = np.random.default_rng(0)
 
     def selection(size: int) -> Callable[[], object]:
@@ -183,22 +188,31 @@ def measure_rates(formats: Sequence[Format] = (EXACT,), clock: Clock = time.perf
         indices = np.unique(random.integers(0, length, k)).astype(np.int32)
         return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
 
-    def encoding(entries: int) -> Callable[[], object]:
-        vector = picks(entries)
-        return lambda: wire.encode(vector, vector.entries)
+    def encoding(format: Format) -> Prepare:
+        def prepare(entries: int) -> Callable[[], object]:
+            vector = picks(entries)
+            return lambda: wire.encode(vector, vector.entries, format)
 
-    def decoding(entries: int) -> Callable[[], object]:
-        vector = picks(entries)
-        message, _ = wire.encode(vector, vector.entries)
-        return lambda: wire.decode(message, vector, vector.entries, sender=0)
+        return prepare
+
+    def decoding(format: Format) -> Prepare:
+        def prepare(entries: int) -> Callable[[], object]:
+            vector = picks(entries)
+            message, _ = wire.encode(vector, vector.entries, format)
+            return lambda: wire.decode(message, vector, vector.entries, 0, format)
+
+        return prepare
 
     def rate(prepare: Prepare, largest: int, budget_seconds: float) -> float:
-        return seconds_per_unit(prepare, _SMALLEST, largest, budget_seconds, clock)
+        return seconds_per_unit(prepare, _SMALLEST, largest, budget_seconds, clock, stopwatch)
 
     most = round(_LARGEST * 16 * _DENSITY)  # entries: the k of 64 million elements
     each = CODE_SECONDS / 2 / len(formats)
     return Rates(
         rate(selection, _LARGEST, SELECT_SECONDS),
         rate(merging, most, MERGE_SECONDS),
-        {f: CodingRate(rate(encoding, most, each), rate(decoding, most, each)) for f in formats},
+        {
+            f: CodingRate(rate(encoding(f), most, each), rate(decoding(f), most, each))
+            for f in formats
+        },
     )

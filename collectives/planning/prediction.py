@@ -110,19 +110,20 @@ def predict(
         return step.plain_bytes + step.lists * each
 
     for step in SCHEDULES[candidate.algorithm](order):
-        each = bytes_of(step)
+        each, times = bytes_of(step), step.times
         if step.lists:
             rate = rates.coding[candidate.format]
-            code += step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
+            coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
+            code += times * coded
         link = network.link(step.leaving)
         if is_dense and network.allreduce is not None:
             link = network.allreduce
-        communicate += link.latency_seconds + each * link.seconds_per_byte
-        latency += link.latency_seconds
-        merge += step.merged * rates.merge_seconds
-        messages += step.senders
-        sent += step.senders * each
-        most += each
+        communicate += times * (link.latency_seconds + each * link.seconds_per_byte)
+        latency += times * link.latency_seconds
+        merge += times * step.merged * rates.merge_seconds
+        messages += times * step.senders
+        sent += times * step.senders * each
+        most += times * each
     most += bytes_of(surplus(candidate.algorithm, order))
     return Prediction(
         candidate,

@@ -21,6 +21,7 @@ REPEATS: Final = 7  # at the smallest and the largest size, as far as the time l
 SMALLEST_BYTES: Final = 64
 LARGEST_BYTES: Final = 1 << 22
 SMALLEST_ALLREDUCE_BYTES: Final = 1 << 13  # smaller ones may take fewer messages
+LONG_ALLREDUCE_BYTES: Final = 1 << 19
 
 Clock = Callable[[], float]
 Prepare = Callable[[int], Callable[[], object]]  # of a size, to the function to time
@@ -78,10 +79,11 @@ def answer_ping_pong(transport: Transport, peer: int) -> None:
         transport.send(ball, peer)()
 
 
-def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) -> Link:
+def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) -> Link | None:
     """Return seconds per call, and per byte, of the transport's allreduce.
 
-    Every rank must call it; all are told the time of the slowest.
+    None where only short ones fit the time: what they take says little about a gradient's. Every
+    rank must call it; all are told the time of the slowest.
     """
 
     def go(size: int) -> float:
@@ -90,7 +92,8 @@ def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) ->
         transport.allreduce(array)
         return float(agree_on_slowest(transport, [clock() - begun])[0])
 
-    return link_of(grow(go, SMALLEST_ALLREDUCE_BYTES, 4 * LARGEST_BYTES, budget_seconds))
+    samples = grow(go, SMALLEST_ALLREDUCE_BYTES, 4 * LARGEST_BYTES, budget_seconds)
+    return link_of(samples) if max(samples) >= LONG_ALLREDUCE_BYTES else None
 
 
 def agree_on_slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:
@@ -107,10 +110,12 @@ def seconds_per_unit(
     largest: int,
     budget_seconds: float,
     clock: Clock,
+    stopwatch: Clock,
 ) -> float:
     """Return the median seconds per unit of work, at the largest size that the time allows.
 
-    Preparing counts against the time, as if it were done before every go.
+    Preparing counts against the time, as if it were done before every go. The budget is kept by the
+    clock; work is timed by the stopwatch, which may stand still while others have the processor.
     """
     timed: Samples = {}
     prepared: dict[int, tuple[Callable[[], object], float]] = {}
@@ -121,11 +126,10 @@ def seconds_per_unit(
             prepared.clear()
             prepared[size] = prepare(size), clock() - begun
         work, preparing_seconds = prepared[size]
-        begun = clock()
+        begun, at_work = clock(), stopwatch()
         work()
-        seconds = clock() - begun
-        timed.setdefault(size, []).append(seconds)
-        return seconds + preparing_seconds
+        timed.setdefault(size, []).append(stopwatch() - at_work)
+        return clock() - begun + preparing_seconds
 
     grow(go, smallest, largest, budget_seconds)
     size = max(timed)

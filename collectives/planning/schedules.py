@@ -15,7 +15,9 @@ the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +37,7 @@ class Round(NamedTuple):
     lists:   sparse lists in a message, each with a header, of `entries` entries.
     plain_bytes: what else is in it: values without indices, bits, sizes.
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
+    times:   how many rounds like this one there are.
     """
 
     senders: int
@@ -45,6 +48,7 @@ class Round(NamedTuple):
     encoded: int = 0
     decoded: int = 0
     merged: int = 0
+    times: int = 1
 
 
 class Order(NamedTuple):
@@ -138,10 +142,8 @@ def oktopk(order: Order) -> Iterator[Round]:
     if ranks == 1:
         return
     part = -(-k // ranks)
-    for distance in range(1, ranks):
-        outside = leaving_by_shift(distance, ranks, m)
-        last = distance == ranks - 1
-        yield Round(ranks, outside, 1, part, encoded=part, decoded=part, merged=k if last else 0)
+    for outside, times in _splits(ranks, m):
+        yield Round(ranks, outside, 1, part, encoded=part, decoded=part, times=times)
     # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
     undecided = k
     while True:
@@ -150,9 +152,16 @@ def oktopk(order: Order) -> Iterator[Round]:
             break
         undecided = -(-undecided // 32)
     block = -(-round(order.widening * k) // ranks)
-    *gathered, last_round = _allgather(ranks, m, 0, block)
+    *gathered, last = _allgather(ranks, m, 0, block)
     yield from gathered
-    yield last_round._replace(decoded=ranks * block, merged=ranks * block)
+    yield last._replace(decoded=ranks * block, merged=k + ranks * block)
+
+
+@lru_cache
+def _splits(ranks: int, ranks_per_node: int) -> list[tuple[int, int]]:
+    """Return `leaving` of the shifts by 1..P-1, each with how often it comes."""
+    shifts = (leaving_by_shift(distance, ranks, ranks_per_node) for distance in range(1, ranks))
+    return list(Counter(shifts).items())
 
 
 def hierarchical(order: Order) -> Iterator[Round]:
@@ -160,14 +169,16 @@ def hierarchical(order: Order) -> Iterator[Round]:
     m = min(order.ranks_per_node, order.ranks)
     nodes = -(-order.ranks // m)
     part = -(-order.k // m)
-    for _ in range(m - 1):
-        yield Round(order.ranks, 0, 1, part, encoded=part, decoded=part, merged=2 * part)
+    if m > 1:
+        inside = Round(order.ranks, 0, 1, part, encoded=part, decoded=part, merged=2 * part)
+        yield inside._replace(times=m - 1)
     shard = order._replace(length=-(-order.length // m), k=part, ranks=nodes, ranks_per_node=1)
     for step in gtopk(shard):
         yield step._replace(senders=m * step.senders, leaving=m)
     result = round(order.widening * part)
-    for _ in range(m - 1):
-        yield Round(order.ranks, 0, 1, result, alive_bytes(part), encoded=result, decoded=result)
+    if m > 1:
+        back = Round(order.ranks, 0, 1, result, alive_bytes(part), encoded=result, decoded=result)
+        yield back._replace(times=m - 1)
 
 
 def _allgather(

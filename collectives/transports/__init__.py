@@ -7,7 +7,7 @@ from .local import LocalTransport, local_world, run_ranks
 from .traffic import Traffic
 from .transport import Transport
 
-TRANSPORTS = ("local", "mpi", "torch.distributed", "horovod")
+TRANSPORTS = ("local", "mpi", "torch.distributed", "horovod", "nccl", "staged")
 
 __all__ = [
     "Carrier",
@@ -21,14 +21,20 @@ __all__ = [
 
 
 def open_transport(
-    name: str, timeout_seconds: float = 600.0, start_timeout_seconds: float = 120.0
+    name: str,
+    timeout_seconds: float = 600.0,
+    start_timeout_seconds: float = 120.0,
+    *,
+    bootstrap: Transport | None = None,
 ) -> Transport:
     """Return this process's transport, one of TRANSPORTS; "local" is a world of one.
 
     timeout_seconds: the longest a rank waits for a peer; start_timeout_seconds: for all to arrive
     (the starts of MPI and Horovod know no limit).
+    bootstrap: a transport of the same ranks, which "nccl" and "staged" need: it carries all but
+    the messages of GPUs. Those travel over NCCL, or through it and pinned host memory.
     Raises ValueError for another name, ImportError when a package is missing, PeerTimeoutError when
-    a rank is.
+    a rank is, RuntimeError when "nccl" has no GPU for each rank.
     """
     if name == "local":
         return local_world(1, timeout_seconds)[0]
@@ -44,4 +50,14 @@ def open_transport(
         from .horovod import open_horovod
 
         return open_horovod(timeout_seconds)
-    raise ValueError(f"transport must be one of {TRANSPORTS}, got {name!r}")
+    if name not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {TRANSPORTS}, got {name!r}")
+    if bootstrap is None:
+        raise ValueError(f"open_transport({name!r}) needs bootstrap=, such as an MPI transport")
+    if name == "staged":
+        from .staged import StagedTransport
+
+        return StagedTransport(bootstrap)
+    from .nccl import NcclTransport
+
+    return NcclTransport(bootstrap, timeout_seconds=timeout_seconds)

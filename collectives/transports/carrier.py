@@ -21,9 +21,9 @@ _LOOK_SECONDS: Final = 0.001  # how often a rank that leaves looks who else has
 class Carrier(Transport):
     """One rank of a world; a subclass connects it to the others.
 
-    It implements `send_on`, `receive_on`, `resign`, `collect_farewells`, `abort`, `neighbours` and
-    `library`. `send_on` and `receive_on` are called by one thread per stream, and by the threads of
-    several streams at once.
+    It implements `send_on`, `receive_on`, `resign`, `collect_farewells` (into `_left`), `abort`,
+    `neighbours` and `library`. `send_on` and `receive_on` are called by one thread per stream, and
+    by the threads of several streams at once.
     tag_limit: tags of streams lie below it.
     """
 
@@ -49,10 +49,6 @@ class Carrier(Transport):
 
         Looks at `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
         """
-
-    @abstractmethod
-    def collect_farewells(self) -> None:
-        """Note in `_left` who has resigned since the last look."""
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         return self.send_on(self, message, to)

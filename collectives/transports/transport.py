@@ -14,7 +14,7 @@ import itertools
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -109,6 +109,12 @@ class Transport(ABC):
             raise ValueError(f"channel must lie in 0..{CHANNELS - 1}, got {number}")
         return self.view(number, self.ranks)
 
+    def connect(self) -> None:  # noqa: B027
+        """Prepare for messages in GPU memory, where that takes anything; all ranks do so together.
+
+        A view that nobody connected may pass them through the hosts.
+        """
+
     @abstractmethod
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         """Return the view one step on from this transport; the same step, the same object.
@@ -129,6 +135,10 @@ class Transport(ABC):
 
         patience_seconds: how long to wait for them; None: for ever, with a word now and then.
         """
+
+    @abstractmethod
+    def collect_farewells(self) -> None:
+        """Look who has resigned since the last look, for `farewells`."""
 
     @abstractmethod
     def abort(self, exit_code: int) -> None:
@@ -180,10 +190,33 @@ class Transport(ABC):
 
     def exchange(self, message: Array, peer: int) -> Array:
         """Swap messages with a rank that does the same."""
-        sent = self.send(message, peer)
-        received = self.receive(peer)
-        sent()
-        return received
+        return next(self.exchange_all([(message, peer)], [peer]))
+
+    def exchange_all(
+        self, messages: Iterable[tuple[Array, int]], sources: Sequence[int]
+    ) -> Iterator[Array]:
+        """Send messages, each to its rank, and yield the next one of each source, in that order.
+
+        Whoever is sent to expects it in an `exchange_all` of its own, and who is received from
+        sends it in one: together they are one step, in which nobody waits for a turn. The messages
+        may be made while the first of them travel.
+        """
+        sends = [self.send(message, to) for message, to in messages]
+        if sources:
+            return self._receive_each(sources, sends)
+        for sent in sends:
+            sent()
+        return iter(())
+
+    def _receive_each(
+        self, sources: Sequence[int], sends: list[Callable[[], None]]
+    ) -> Iterator[Array]:
+        for source in sources[:-1]:
+            yield self.receive(source)
+        last = self.receive(sources[-1])
+        for sent in sends:
+            sent()
+        yield last
 
     def allgather(self, message: Array) -> list[Array]:
         """Return every rank's message (uint8, of any size), in rank order.

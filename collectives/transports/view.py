@@ -50,6 +50,9 @@ class View(Transport):
     def farewells(self) -> Mapping[int, Farewell]:
         return self._carrier.farewells()
 
+    def collect_farewells(self) -> None:
+        self._carrier.collect_farewells()
+
     def resign(self, reason: str) -> None:
         self._carrier.resign(reason)
 

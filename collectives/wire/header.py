@@ -55,7 +55,7 @@ class Header(NamedTuple):
 def write(header: Header, message: Array) -> None:
     """Fill in the header of a message whose other bytes are in place."""
     _FIELDS.pack_into(message.data, 0, MAGIC, VERSION, *header)
-    _CHECKSUM.pack_into(message.data, _FIELDS.size, _checksum(message))
+    _CHECKSUM.pack_into(message.data, _FIELDS.size, checksum(message))
 
 
 def read(message: Array) -> Header:
@@ -67,10 +67,11 @@ def read(message: Array) -> Header:
         raise ValueError(f"it begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
         raise ValueError(f"it has format version {version}; this rank speaks version {VERSION}")
-    if _CHECKSUM.unpack_from(message.data, _FIELDS.size) != (_checksum(message),):
+    if _CHECKSUM.unpack_from(message.data, _FIELDS.size) != (checksum(message),):
         raise ValueError("its checksum does not match its content")
     return Header(*fields)
 
 
-def _checksum(message: Array) -> int:
+def checksum(message: Array) -> int:
+    """Return the checksum that belongs into the message."""
     return codes.checksum(message[HEADER_BYTES:], codes.checksum(message[: _FIELDS.size]))

@@ -112,12 +112,10 @@ def _decode(
 ) -> Decoded:
     header = headers.read(message)
     count, float_bytes = header.entries, header.float_bytes
-    theirs = numbered(header.index_code, header.value_code)
-    _agree("format", "/".join(theirs), "/".join(format))
-    _agree("values' dtype", f"float{8 * float_bytes}", str(like.values.dtype))
-    _agree("length", header.length, like.length)
-    _agree("k", header.k, k)
-    _agree("number of bytes behind the values", header.extra_bytes, extra_bytes)
+    theirs = (*header[:3], header.length, header.k, header.extra_bytes)
+    ours = (*numbers(format), like.values.itemsize, like.length, k, extra_bytes)
+    if theirs != ours:
+        raise _disagreement(theirs, ours)
     if not 0 <= count <= header.length:
         raise ValueError(f"it announces {count} entries of a vector of {header.length}")
     if header.refused_by < NOBODY:
@@ -135,7 +133,8 @@ def _decode(
         )
     part = message[HEADER_BYTES:values_from]
     indices, used = index_code.unpack(part, count, header.length)
-    if part.size != _padded(used, value_code.element_bytes(float_bytes)) or part[used:].any():
+    padded = _padded(used, value_code.element_bytes(float_bytes))
+    if part.size != padded or (padded != used and part[used:].any()):
         raise ValueError(f"{used} bytes of indices are followed by more than padding")
     values = value_code.unpack(
         message[values_from:extra_from], count, header.exponent, like.values.dtype
@@ -144,11 +143,22 @@ def _decode(
     return Decoded(vector, message[extra_from:], header.refused_by)
 
 
-def _agree(what: str, theirs: object, ours: object) -> None:
-    if theirs != ours:
-        raise ValueError(
-            f"its {what} is {theirs} where this rank's is {ours}; it must be the same on every rank"
+def _disagreement(theirs: tuple[int, ...], ours: tuple[int, ...]) -> ValueError:
+    """Return the error that says what the ranks do not have in common."""
+    said = [
+        (
+            ("format", "/".join(numbered(index_code, value_code))),
+            ("values' dtype", f"float{8 * float_bytes}"),
+            ("length", length),
+            ("k", k),
+            ("number of bytes behind the values", extra_bytes),
         )
+        for index_code, value_code, float_bytes, length, k, extra_bytes in (theirs, ours)
+    ]
+    what, got, wanted = next((a[0], a[1], b[1]) for a, b in zip(*said, strict=True) if a != b)
+    return ValueError(
+        f"its {what} is {got} where this rank's is {wanted}; it must be the same on every rank"
+    )
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -18,10 +18,17 @@ def _selection(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _wire(arguments: Sequence[str]) -> int:
+    from .wire.command import main
+
+    return main(arguments)
+
+
 # Each imports what it needs only when it is called.
 _BENCHMARKS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "collectives": (_collectives, "every reduction beside the baselines and the model"),
     "selection": (_selection, "accumulate and select beside other selectors, on this machine"),
+    "wire": (_wire, "bytes and time per entry of each format, and where it pays"),
 }
 
 

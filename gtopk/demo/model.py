@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from collectives.cost import Link, break_even_bits_per_second
 from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
 
+from ..compression import GTopK
 from .record import Record
 
 LATENCY_SECONDS = 50e-6  # assumed: a message over Ethernet and a kernel's TCP
 
+AS_SENT = GTopK().formats()[0]  # the format of the sparse methods, which is the default
 ALGORITHMS = {
     "dense": "dense",
     "topk": "topk-allgather",
@@ -32,7 +34,7 @@ def modelled_step_seconds(record: Record, compute_seconds: float, link: Link) ->
     """Return compute, select and merge as measured plus the wire as modelled, not overlapped."""
     density = record["selected"] / record["parameters"]
     wire = predict(
-        Candidate(ALGORITHMS[record["method"]], density),
+        Candidate(ALGORITHMS[record["method"]], density, AS_SENT),
         record["parameters"],
         Network(record["ranks"], link),
         DEFAULT_RATES,  # of which only the wire's part is used

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _examine(job: Launched | None, run: bool) -> Iterator[Finding]:
     if job is not None:  # first, as the other ranks wait
         yield look_at_launcher()
-        yield ranks.look_at_running_ranks(job)
+        yield from ranks.look_at_running_ranks(job)
         yield from look(list(PROBES))
         return
     yield from look(list(PROBES))

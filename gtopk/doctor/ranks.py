@@ -29,6 +29,7 @@ from .isolation import how_it_ended, like_this_process
 from .mpi import INSTALL_MPI
 
 NAME: Final = "ranks"
+NETWORK: Final = "network"
 JOB_SECONDS: Final = 60.0
 _RANKS_ALONE: Final = 2
 _MARK: Final = "gtopk doctor: "
@@ -68,12 +69,15 @@ def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     return finding._replace(detail=f"{finding.detail}; {took:.1f} s with their start")
 
 
-def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> Finding:
-    """Join the ranks of the running job; every one of its processes must call this."""
+def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
+    """Join the ranks of the running job; every one of its processes must call this.
+
+    Finds out whether they add up, and where they are several, whether compression would pay.
+    """
     with tempfile.TemporaryFile() as errors:
         # close_fds: MPICH's ranks inherit the descriptor over which they reach their launcher.
         child = subprocess.Popen(
-            like_this_process(__name__, add_up.__name__),
+            like_this_process(__name__, add_up.__name__, True),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -85,12 +89,15 @@ def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> Findin
             child.kill()
             child.communicate()
             detail = f"the {job.size} of them did not come together in {seconds:g} s"
-            return Finding(NAME, State.FAIL, detail, _see_all(job.size))
+            return [Finding(NAME, State.FAIL, detail, _see_all(job.size))]
         sums = _find_report(output.decode(errors="replace").splitlines())
         if child.returncode != 0 or sums is None:
             advice = _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
-            return Finding(NAME, State.FAIL, how_it_ended(child, errors), advice)
-    return judge(sums, job.size)
+            return [Finding(NAME, State.FAIL, how_it_ended(child, errors), advice)]
+    findings = [judge(sums, job.size)]
+    if "network" in sums:
+        findings.append(Finding(NETWORK, State.OK, sums["network"]))
+    return findings
 
 
 def judge(sums: dict[str, Any], launched: int) -> Finding:
@@ -122,7 +129,7 @@ def _see_all(ranks: int) -> str:
     return f"see all it says: {_mpirun()} -n {ranks} python -m mpi4py.bench helloworld"
 
 
-def add_up() -> None:
+def add_up(measure_network: bool = False) -> None:
     """Add up numbers with all ranks, and print on rank 0 what came of it; this is the program."""
     import numpy as np
 
@@ -153,6 +160,12 @@ def add_up() -> None:
         "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in places},
         "transport": f"{world.name} ({world.library()})",
     }
+    if measure_network and world.size > 1:
+        from collectives.transports import open_transport
+
+        from .network import describe_network
+
+        sums["network"] = describe_network(open_transport("mpi"))
     if world.rank == 0:
         print(_MARK + json.dumps(sums), flush=True)
     world.leave("the sum is done", JOB_SECONDS)

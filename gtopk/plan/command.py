@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Network, Prediction, Rates
 from collectives.planning.calibration import measure_rates
+from collectives.planning.formats import FORMATS
 
 from ..compression import check_density
 from .comparison import Cluster, Comparison, compare
@@ -23,6 +24,7 @@ from .show import render, show
 
 T = TypeVar("T")
 MOST_RANKS = 65_536
+EXACT_FORMATS = [format for format in FORMATS if format.values == "exact"]  # nothing is rounded
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -124,11 +126,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"got {options.ranks_per_node}"
         )
     if options.no_measure:
-        rates, origin = DEFAULT_RATES, "as assumed, not measured"
+        origin = "as assumed, not measured"
+        rates = DEFAULT_RATES._replace(
+            coding={format: DEFAULT_RATES.coding[format] for format in EXACT_FORMATS}
+        )
     else:
         from collectives.kernels import in_use
 
-        rates, origin = measure_rates(), f"as measured on this machine now ({in_use()})"
+        rates, origin = (
+            measure_rates(EXACT_FORMATS),
+            f"as measured on this machine now ({in_use()})",
+        )
     network = Network(
         options.ranks,
         Link.of(options.bandwidth, options.latency),

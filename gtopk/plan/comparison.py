@@ -17,9 +17,7 @@ from collectives.planning import (
     choose,
     predict,
 )
-from collectives.planning.choice import SPARSE
-
-COMPARED = ("topk-allgather", "gtopk-tree", "gtopk")  # the tree only for comparison
+from collectives.planning.choice import SPARSE, offered
 
 
 @dataclass(frozen=True)
@@ -95,28 +93,20 @@ def compare(cluster: Cluster, rates: Rates) -> Comparison:
         return predict(Candidate("dense"), at.length, at.network, rates)
 
     def sparse_on(at: Cluster) -> list[Prediction]:
-        return [_in_quickest_format(name, at, rates, formats) for name in COMPARED]
+        compared = ["gtopk-tree", *offered(at.network)]  # the tree only for comparison
+        return [_in_quickest_format(name, at, rates, formats) for name in compared]
 
     dense, sparse = dense_on(cluster), sparse_on(cluster)
     gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
+    on = Calibration(cluster.network, rates, "")
     budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
-    equal = (
-        {}
-        if cluster.network.ranks == 1
-        else {
-            each.candidate.algorithm: each
-            for each in reversed(
-                choose(cluster.length, Calibration(cluster.network, rates, ""), budget, formats)
-            )
-            if each.candidate.algorithm != "dense"
-        }
-    )
+    equal = choose(cluster.length, on, budget, [gtopk.candidate.format])[::-1]
     latency_seconds = cluster.network.between.latency_seconds
     return Comparison(
         cluster,
         dense,
         sparse,
-        list(equal.values()),
+        [each for each in equal if each.candidate.algorithm != "dense"],
         min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
         break_even_bits_per_second(
             lambda link: exposed(dense_on(cluster.on(link))),

@@ -25,6 +25,8 @@ LABELS = {
     "topk-allgather": "top-k allgather",
     "gtopk-tree": "gTop-k, a tree",
     "gtopk": "gTop-k",
+    "oktopk": "Ok-Topk",
+    "hierarchical": "hierarchical",
 }
 _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step", "speed")

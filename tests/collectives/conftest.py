@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from collectives.transports import LocalTransport, local_world
+
+ROOT = Path(__file__).parents[2]
 
 # A busy machine is no failure.
 settings.register_profile(
@@ -83,3 +89,29 @@ class Witness:
 def witness() -> Callable[[int], Witness]:
     """Return a function that makes a witnessed world of so many ranks."""
     return Witness
+
+
+@pytest.fixture(scope="session")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return `sanitized(program, *arguments)`: what it prints on a C++ core that checks itself."""
+    folder = tmp_path_factory.mktemp("sanitized")
+    programs = ROOT / "tests" / "programs"
+
+    def run(program: str, *arguments: str) -> str:
+        job = subprocess.run(
+            [
+                *(sys.executable, str(programs / "sanitized.py")),
+                *(str(folder), str(programs / program), *arguments),
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=170,
+        )
+        if job.returncode == 77:
+            pytest.skip("needs g++ and its sanitizers")
+        assert job.returncode == 0, job.stdout + job.stderr
+        return job.stdout
+
+    return run

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from collectives import SparseVector
 from collectives.vector import check, index_dtype
+
+
+class Foreign(np.ndarray):
+    """An array of another library, to those who ask where it comes from."""
+
+    __module__ = "library.core"
 
 
 def entries(indices: list[int], values: list[float], length: int) -> SparseVector:
@@ -46,6 +54,28 @@ def test_a_mask_keeps_the_entries_where_it_is_true() -> None:
     assert kept.values.tolist() == [1, 3]
     assert kept.length == 5
     assert vector.entries == 3
+
+
+def test_on_the_host_a_vector_is_on_the_host() -> None:
+    vector = entries([1, 3], [1, 2], 5)
+    assert vector.on_host() is vector
+    assert vector.beside(np.empty(0)).values is vector.values
+    assert SparseVector.empty(5, np.float64, like=vector.values).values.dtype == np.float64
+
+
+def test_the_arrays_of_another_library_are_met_with_its_own_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = ModuleType("library")
+    library.zeros = lambda size, dtype: np.zeros(size, dtype).view(Foreign)
+    library.flatnonzero = lambda array: np.flatnonzero(array).view(Foreign)
+    library.asarray = lambda array: np.asarray(array).view(Foreign)
+    monkeypatch.setitem(sys.modules, "library", library)
+    dense = np.array([0, 2, 0, -1], np.float32).view(Foreign)
+    vector = check(SparseVector.from_dense(dense))
+    assert type(vector.indices) is type(vector.to_dense()) is Foreign
+    assert vector.to_dense().tolist() == [0, 2, 0, -1]
+    assert type(entries([1], [1], 4).beside(dense).values) is Foreign
 
 
 @pytest.mark.parametrize(

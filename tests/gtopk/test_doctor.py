@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Calibration, Network
 from gtopk import doctor
 from gtopk.doctor import Finding, State, basics, gpu, mpi, ranks
 from gtopk.doctor.finding import gist
 from gtopk.doctor.isolation import PROBES, look
+from gtopk.doctor.network import describe
 from gtopk.launch import find_mpirun, run
 
 ROOT = Path(__file__).parents[2]
@@ -318,14 +321,28 @@ def test_ranks_that_fail_are_a_finding(tmp_path: Path, monkeypatch: pytest.Monke
     assert finding.advice
 
 
+@pytest.mark.parametrize(
+    ("bits_per_second", "says"), [(1e8, "compression pays here"), (1e13, "would not pay here")]
+)
+def test_the_network_is_told_with_what_it_means(bits_per_second: float, says: str) -> None:
+    link, inside = Link.of(bits_per_second, 50e-6), Link.of(1e12, 2e-6)
+    text = describe(Calibration(Network(8, link, 2, inside), DEFAULT_RATES, "made up"))
+    assert f"between hosts {bits_per_second / 1e9:.3g} Gbit/s and 50 us" in text
+    assert "inside a host 1e+03 Gbit/s and 2 us" in text
+    assert says in text
+    assert text.endswith("(made up)")
+    assert text.isascii()
+
+
 # ---- under mpirun
 
 
 @needs_mpirun
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_job_prints_one_report_that_says_its_size(
-    size: int, monkeypatch: pytest.MonkeyPatch
+    size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "calibration.json"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     lines: list[str] = []
     program = [sys.executable, "-m", "gtopk.doctor"]
@@ -336,6 +353,9 @@ def test_a_job_prints_one_report_that_says_its_size(
     assert f"rank 0 of {size}" in report
     assert f"{size} ranks on" in report
     assert f"Ready to train on these {size} ranks." in report
+    assert ("inside a host" in report) == (size > 1)
+    assert ("here (measured on" in report) == (size > 1)
+    assert report.isascii()
     assert "\033" not in report
 
 
@@ -348,7 +368,7 @@ def test_a_rank_that_never_joins_does_not_hang_the_report() -> None:
         "from gtopk.launch import launched_by\n"
         "job = launched_by()\n"
         "if job.rank == 0:\n"
-        "    print(look_at_running_ranks(job, seconds=5).detail, flush=True)\n"
+        "    print(look_at_running_ranks(job, seconds=5)[0].detail, flush=True)\n"
         "else:\n"
         "    time.sleep(1000)\n"
     )

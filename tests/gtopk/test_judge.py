@@ -10,18 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, EXACT, Calibration, Candidate, Network
+from collectives.planning import EXACT, Calibration, Candidate, CodingRate, Network, Rates
 from gtopk.compression import Compression
 from gtopk.judge import FIRST_WINDOW, LONGEST_WINDOW, PROBE_STEPS, Judge, Measured
 
 RESNET50 = 25_557_032
+RATES = Rates(1.2e-9, 3.5e-8, {EXACT: CodingRate(1e-9, 3e-9)})
 SLOW, MIDDLING, FAST = 1e8, 2e10, 1e12  # bits per second: sparse wins, who knows, dense wins
 
 
 def judge(bits_per_second: float, ranks: int = 8, **options) -> Judge:
     network = Network(ranks, Link.of(bits_per_second, 50e-6))
-    calibration = Calibration(network, DEFAULT_RATES, "made up")
-    return Judge(Compression.auto(**options), calibration, RESNET50, [EXACT])
+    calibration = Calibration(network, RATES, "made up")
+    return Judge(Compression.auto(wire="raw", **options), calibration, RESNET50)
 
 
 class Truth:

@@ -79,6 +79,31 @@ def test_partners_swap_messages_of_different_sizes(transport: Transport) -> None
             assert received.tobytes() == message(size * (peer + 1), 2).tobytes()
 
 
+def test_all_ranks_exchange_with_all_at_once(transport: Transport) -> None:
+    # To each rank, this one included, as many messages as its number says, of many sizes.
+    size, rank = transport.size, transport.rank
+    parcels = [
+        (message(SIZES[(rank + number) % len(SIZES)], rank, to, number), to)
+        for to in range(size)
+        for number in range(to + 1)
+    ]
+    expected = [
+        (source, message(SIZES[(source + number) % len(SIZES)], source, rank, number))
+        for source in reversed(range(size))
+        for number in range(rank + 1)
+    ]
+    received = transport.exchange_all(iter(parcels), [source for source, _ in expected])
+    assert [m.tobytes() for m in received] == [content.tobytes() for _, content in expected]
+
+
+def test_what_is_exchanged_may_go_one_way_only(transport: Transport) -> None:
+    following, last = transport.rank + 1, transport.size - 1
+    parcels = [(message(100, transport.rank), following)] if transport.rank < last else []
+    sources = [transport.rank - 1] if transport.rank else []
+    received = list(transport.exchange_all(parcels, sources))
+    assert [m.tobytes() for m in received] == [message(100, s).tobytes() for s in sources]
+
+
 def test_everyone_gathers_everyones_message_in_rank_order(transport: Transport) -> None:
     for size in (0, 1, 16, 100):  # rank 0's is empty; for 0 everyone's is
         gathered = transport.allgather(message(size * transport.rank, transport.rank))

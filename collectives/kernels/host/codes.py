@@ -50,12 +50,12 @@ def _index_code(name: str) -> tuple[Callable[..., int], Callable[..., tuple[Arra
 
     def unpack(data: Array, count: int, length: int) -> tuple[Array, int]:
         """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
-        # An entry takes a bit at least: nobody can ask for more memory than they sent, by much.
-        if count > 8 * data.size:
-            raise ValueError(f"{count} entries take more than {data.size} bytes")
-        indices = np.empty(count, index_dtype(length))
+        # An entry takes a bit at least: nobody can have us reserve memory for much more than that.
+        indices = np.empty(min(count, 8 * data.size), index_dtype(length))
         unpack_indices = unpack_in_c[SUFFIX[indices.dtype.char]]
-        used = unpack_indices(address(data), data.size, count, length, address(indices))
+        used = -1
+        if indices.size == count:
+            used = unpack_indices(address(data), data.size, count, length, address(indices))
         if used < 0:
             reasons(data, count, length)
             raise AssertionError(f"the twins of unpack_{name} differ")

@@ -8,29 +8,13 @@
 
 #include <algorithm>
 
-#include "keys.hpp"
+#include "scan.hpp"
 
 namespace gtopk {
 
 constexpr std::int64_t BLOCK = 1 << 11;
 
 enum class Format : std::int32_t { SAME, FLOAT16, BFLOAT16 };
-
-inline float from_float16(std::uint16_t half) {
-  const std::uint32_t magnitude = (half & 0x7fffu) << 13;
-  const std::uint32_t exponent = magnitude & 0x0f800000u;
-  std::uint32_t bits = magnitude + (112u << 23);           // the exponent's bias: 127 - 15
-  bits += exponent == 0x0f800000u ? 112u << 23 : 0u;       // infinity and NaN
-  std::uint32_t denormal = bits + (1u << 23);              // 2^-14 + the fraction's value,
-  const float smallest_normal = 0x1p-14f;
-  float value;
-  std::memcpy(&value, &denormal, sizeof value);
-  value -= smallest_normal;                                // less 2^-14
-  std::memcpy(&denormal, &value, sizeof value);
-  bits = (exponent == 0 ? denormal : bits) | (half & 0x8000u) << 16;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
 
 inline float from_bfloat16(std::uint16_t half) {
   const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
@@ -86,6 +70,11 @@ class GradientBlocks {
     while (position >= begin_ + gradient_.lengths[at_]) begin_ += gradient_.lengths[at_++];
   }
 
+  static void widen(const std::uint16_t* halves, std::int64_t length, float* into) {
+    instructions().widen(halves, static_cast<std::size_t>(length), into);
+  }
+  static void widen(const std::uint16_t*, std::int64_t, double*) {}  // Python refuses these
+
   void read(const void* array, std::int64_t offset, std::int64_t length, T* into) const {
     const auto* halves = static_cast<const std::uint16_t*>(array) + offset;
     switch (gradient_.format) {
@@ -93,7 +82,7 @@ class GradientBlocks {
         std::copy_n(static_cast<const T*>(array) + offset, length, into);
         break;
       case Format::FLOAT16:
-        for (std::int64_t i = 0; i < length; i++) into[i] = from_float16(halves[i]);
+        widen(halves, length, into);
         break;
       case Format::BFLOAT16:
         for (std::int64_t i = 0; i < length; i++) into[i] = from_bfloat16(halves[i]);

@@ -11,8 +11,8 @@ namespace {
 
 bool available(const Instructions& set) {
 #if defined(__x86_64__)
-  if (&set == &avx512) return __builtin_cpu_supports("avx512vl");
-  if (&set == &avx2) return __builtin_cpu_supports("avx2");
+  if (&set == &avx512) return __builtin_cpu_supports("avx512vl") && available(avx2);
+  if (&set == &avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
 #endif
   return &set == &portable;
 }

@@ -16,15 +16,35 @@ constexpr std::size_t MANY = 256;  // one hit in so many elements
 
 constexpr std::size_t SLACK = 16;  // a vector of offsets is stored whole
 
+// float16 to float32.
+using Widen = void (*)(const std::uint16_t* halves, std::size_t count, float* into);
+
+inline float from_float16(std::uint16_t half) {
+  const std::uint32_t magnitude = (half & 0x7fffu) << 13;
+  const std::uint32_t exponent = magnitude & 0x0f800000u;
+  std::uint32_t bits = magnitude + (112u << 23);      // the exponent's bias: 127 - 15
+  bits += exponent == 0x0f800000u ? 112u << 23 : 0u;  // infinity and NaN
+  std::uint32_t denormal = bits + (1u << 23);         // 2^-14 + the fraction's value,
+  float value;
+  std::memcpy(&value, &denormal, sizeof value);
+  value -= 0x1p-14f;                                  // less 2^-14
+  std::memcpy(&denormal, &value, sizeof value);
+  bits = (exponent == 0 ? denormal : bits) | (half & 0x8000u) << 16;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 // One set of instructions; each scan_*.cpp defines one, and `scan.cpp` chooses.
 struct Instructions {
   const char* name;
   Scan<float> scan_float;
   Scan<double> scan_double;
+  Widen widen;
 };
 extern const Instructions portable;
 #if defined(__x86_64__)
 extern const Instructions avx2, avx512;
+void widen_f16c(const std::uint16_t* halves, std::size_t count, float* into);
 #endif
 
 const Instructions& instructions();

@@ -85,7 +85,17 @@ AVX2 std::size_t scan_double(double* dense, const double* addend, std::size_t co
 
 }  // namespace
 
-const Instructions avx2 = {"AVX2", scan_float, scan_double};
+__attribute__((target("f16c"))) void widen_f16c(const std::uint16_t* halves, std::size_t count,
+                                                float* into) {
+  std::size_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i));
+    _mm256_storeu_ps(into + i, _mm256_cvtph_ps(eight));
+  }
+  for (; i < count; i++) into[i] = from_float16(halves[i]);
+}
+
+const Instructions avx2 = {"AVX2", scan_float, scan_double, widen_f16c};
 
 }  // namespace gtopk
 #endif

@@ -66,7 +66,7 @@ AVX512 std::size_t scan_double(double* dense, const double* addend, std::size_t 
 
 }  // namespace
 
-const Instructions avx512 = {"AVX-512", scan_float, scan_double};
+const Instructions avx512 = {"AVX-512", scan_float, scan_double, widen_f16c};
 
 }  // namespace gtopk
 #endif

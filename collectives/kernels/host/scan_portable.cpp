@@ -22,8 +22,13 @@ std::size_t scan_portable(T* dense, const T* addend, std::size_t count, Key<T> f
   return scan_one_by_one(dense, addend, i, count, floor, offsets, found);
 }
 
+void widen_portable(const std::uint16_t* halves, std::size_t count, float* into) {
+  for (std::size_t i = 0; i < count; i++) into[i] = from_float16(halves[i]);
+}
+
 }  // namespace
 
-const Instructions portable = {"portable", scan_portable<float>, scan_portable<double>};
+const Instructions portable = {"portable", scan_portable<float>, scan_portable<double>,
+                               widen_portable};
 
 }  // namespace gtopk

@@ -41,7 +41,7 @@ def pack_bf16(values: Array, out: Array) -> int:
 def unpack_bf16(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
     """Return the values, of the dtype, [count]."""
     bits = data.view(np.uint16).astype(np.uint32) << 16
-    return scaled(bits.view(np.float32).astype(dtype), exponent)
+    return scaled(_cast(bits.view(np.float32), dtype), exponent)
 
 
 def pack_fp16(values: Array, out: Array) -> int:
@@ -55,4 +55,9 @@ def pack_fp16(values: Array, out: Array) -> int:
 
 def unpack_fp16(data: Array, count: int, exponent: int, dtype: np.dtype[Any]) -> Array:
     """Return the values, of the dtype, [count]."""
-    return scaled(data.view(np.float16).astype(dtype), exponent)
+    return scaled(_cast(data.view(np.float16), dtype), exponent)
+
+
+def _cast(narrow: Array, dtype: np.dtype[Any]) -> Array:
+    with np.errstate(invalid="ignore"):  # a NaN that signals, from whoever sends one
+        return narrow.astype(dtype)

@@ -6,6 +6,7 @@ difference of a value and its rounding to a grid of powers of two is a float of 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ TOP: Final = {
 }
 
 
+@functools.cache
 def exponent_range(code: str, dtype: np.dtype[Any]) -> range:
     """Return the scales that values of a dtype may have."""
     info = np.finfo(dtype)

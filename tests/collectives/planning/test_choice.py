@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from collectives import SparseVector, reduce, run_ranks
 from collectives.cost import Link
 from collectives.planning import (
-    DEFAULT_RATES,
     EXACT,
     Budget,
     Calibration,
@@ -27,9 +26,8 @@ from collectives.transports import local_world
 
 RESNET50 = 25_557_032
 BLOCKS = Format("blocks")
-RATES = DEFAULT_RATES._replace(
-    coding={EXACT: CodingRate(1e-9, 1e-9), BLOCKS: CodingRate(2e-9, 2e-9)}
-)
+CODING = {EXACT: CodingRate(1e-9, 1e-9), BLOCKS: CodingRate(2e-9, 2e-9)}
+RATES = Rates(1.2e-9, 3.5e-8, CODING)
 AT_A_THOUSANDTH = Budget(density=0.001)
 rank_counts = st.integers(2, 300)
 latencies = st.floats(1e-6, 1e-2)

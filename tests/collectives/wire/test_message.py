@@ -11,11 +11,21 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, SparseVector
 from collectives.kernels import codes
-from collectives.wire import HEADER_BYTES, NOBODY, decode, encode
+from collectives.wire import (
+    HEADER_BYTES,
+    INDEX_CODES,
+    NOBODY,
+    VALUE_CODES,
+    Format,
+    decode,
+    encode,
+)
 
 EXTRA = np.array([7, 255, 0], np.uint8)
 NO_EXTRA = np.empty(0, np.uint8)
 K = 3
+FORMATS = [Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES]
+every_format = pytest.mark.parametrize("format", FORMATS, ids="/".join)
 
 
 def entries(indices: list[int], values: list[float], length: int, dtype=np.float32) -> SparseVector:
@@ -86,6 +96,9 @@ def by_hand(
 
 def checksum_of(content: bytes, seed: int) -> int:
     return codes.checksum(np.frombuffer(content, np.uint8), seed)
+
+
+LIKE = entries([1, 4, 9], [1, -2, 3], 10)
 
 
 # ---- the layout
@@ -173,9 +186,97 @@ def test_sending_changes_nothing() -> None:
     assert same(decode(message, vector, K, 0, extra_bytes=EXTRA.size).vector, vector)
 
 
-# ---- what is malformed
+# ---- every format
 
-LIKE = entries([1, 4, 9], [1, -2, 3], 10)
+
+@st.composite
+def vectors(draw: st.DrawFn) -> SparseVector:
+    """Return a vector of any length and density, of either dtype."""
+    length = draw(st.sampled_from([0, 1, 9, 1000, 2**20, 2**31 - 1, 2**31, 2**40]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    count = min(length, draw(st.integers(0, 150)))
+    span = draw(st.sampled_from([length, 5 * count, count]))
+    indices = np.unique(random.integers(0, max(1, min(span, length)), count))
+    values = random.standard_normal(indices.size) * 10.0 ** draw(st.integers(-30, 30))
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    return entries(indices.tolist(), values.tolist(), length, dtype)
+
+
+@every_format
+@settings(max_examples=60)
+@given(vector=vectors(), extra=st.binary(max_size=9), spare=st.integers(0, 3))
+def test_a_receiver_sees_what_the_sender_was_told(
+    format: Format, vector: SparseVector, extra: bytes, spare: int
+) -> None:
+    behind = np.frombuffer(extra, np.uint8)
+    k = vector.entries + spare
+    encoded = encode(vector, k, format, extra=behind, refused_by=spare)
+    assert encoded.vector.indices.tolist() == vector.indices.tolist()
+    if format.values == "exact":
+        assert same(encoded.vector, vector)
+    like = SparseVector.empty(vector.length, vector.values.dtype)
+    decoded = decode(encoded.message, like, k, 3, format, behind.size)
+    assert same(decoded.vector, encoded.vector)
+    assert decoded.extra.tobytes() == extra
+    assert decoded.refused_by == spare
+
+
+@every_format
+def test_entries_shrink_to_what_their_codes_promise(format: Format) -> None:
+    count, length = 25_600, 25_600_000
+    random = np.random.default_rng(1)
+    indices = np.sort(random.choice(length, count, replace=False))
+    vector = entries(indices.tolist(), random.standard_normal(count).tolist(), length)
+    index_bytes = {"raw": 4, "blocks": 2.02, "packed": 1.46}[format.indices]
+    value_bytes = {"exact": 4, "bf16": 2, "fp16": 2, "int8": 1 + 1 / 64}[format.values]
+    message = encode(vector, count, format).message
+    assert message.size <= 64 + count * (index_bytes + value_bytes)
+
+
+@every_format
+def test_a_message_without_entries_is_a_header(format: Format) -> None:
+    for length in (0, 10, 2**40):
+        nothing = SparseVector.empty(length)
+        message = encode(nothing, 5, format).message
+        assert message.size == HEADER_BYTES
+        assert same(decode(message, nothing, 5, 0, format).vector, nothing)
+
+
+@every_format
+def test_parts_that_can_be_views_are_aligned_views(format: Format) -> None:
+    for dtype in (np.float32, np.float64):
+        vector = entries([0, 2, 70000], [1, 2, 3], 2**20, dtype)
+        message = encode(vector, K, format).message
+        indices, values, _ = decode(message, vector, K, 0, format).vector
+        assert np.shares_memory(indices, message) == (format.indices == "raw")
+        assert np.shares_memory(values, message) == (format.values == "exact")
+        assert indices.flags.aligned
+        assert values.flags.aligned
+
+
+@pytest.mark.parametrize("ours", FORMATS, ids="/".join)
+@pytest.mark.parametrize("theirs", FORMATS, ids="/".join)
+def test_ranks_with_different_formats_are_told_both(ours: Format, theirs: Format) -> None:
+    message = encode(LIKE, K, theirs).message
+    if ours == theirs:
+        assert decode(message, LIKE, K, 7, ours).vector.entries == 3
+        return
+    text = f"from rank 7 is malformed: its format is {'/'.join(theirs)} .*'s is {'/'.join(ours)};"
+    with pytest.raises(MessageError, match=text):
+        decode(message, LIKE, K, 7, ours)
+
+
+@every_format
+def test_in_every_format_no_change_of_a_bit_goes_unnoticed(format: Format) -> None:
+    message = encode(LIKE, K, format).message
+    for at in range(8 * message.size):
+        damaged = message.copy()
+        damaged[at // 8] ^= 1 << at % 8
+        with pytest.raises(MessageError, match="from rank 5"):
+            decode(damaged, LIKE, K, 5, format)
+
+
+# ---- what is malformed
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def ask(
     return compare(Cluster(length, network, 0.001, backward), DEFAULT_RATES)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(2, 200),
     st.integers(10**4, 10**9),
@@ -38,7 +38,7 @@ def test_it_pays_below_the_break_even_and_not_above(ranks, length, backward, bit
 
 def test_a_speedup_is_of_backward_and_exchange_together():
     comparison = ask(1e9, backward=0.1)
-    dense, gtopk = comparison.dense, comparison.sparse[-1]
+    dense, gtopk = comparison.dense, comparison.sparse[2]
     expected = (0.1 + dense.seconds - 0.1) / (0.1 + gtopk.seconds)
     assert comparison.speedup(gtopk) == pytest.approx(expected)
     assert comparison.speedup(dense) == 1
@@ -46,8 +46,8 @@ def test_a_speedup_is_of_backward_and_exchange_together():
 
 def test_equal_bytes_are_no_more_than_those_of_gtopk():
     comparison = ask(1e9)
-    gtopk = comparison.sparse[-1]
+    gtopk = next(each for each in comparison.sparse if each.candidate.algorithm == "gtopk")
     sent = {each.candidate.algorithm: each for each in comparison.equal_bytes}
-    assert sent.keys() == {"gtopk", "topk-allgather"}
+    assert sent.keys() == {"gtopk", "topk-allgather", "oktopk"}
     assert all(each.sent.most_bytes <= gtopk.sent.most_bytes for each in sent.values())
     assert sent["gtopk"].candidate.selected(25_557_032) == gtopk.candidate.selected(25_557_032)

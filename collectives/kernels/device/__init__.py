@@ -1,0 +1,130 @@
+"""The hot loops of CuPy arrays in CUDA C++: function for function the twins of `reference`.
+
+Everything runs on CuPy's current stream. What waits for the GPU, once and for a few bytes: the
+functions whose result's size or value the host must know (accumulate_and_select, select, merge,
+sum_by_index, all_finite, squared_norm). The others only launch, and so does `Step`.
+
+    source.py     the .cu files as texts, and which kernels there are
+    machine.py    what a launch sequence needs of a GPU
+    cuda.py       that, through CuPy
+    selection.py  select and split: the sequence of launches
+    sums.py       merge and sum_by_index
+    entries.py    single entries, and a vector in one number
+    packing.py    16-bit offsets and values
+    step.py       a selection for CUDA graphs
+    timing.py     what each of them takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...vector import Array, SparseVector
+from ..gradients import Gradient, Momentum
+from . import cuda, entries, packing, selection, sums
+from .cuda import from_dlpack, on_stream
+from .step import Step
+
+__all__ = [
+    "Step",
+    "accumulate_and_select",
+    "add_at",
+    "all_finite",
+    "clear_at",
+    "contains",
+    "from_dlpack",
+    "merge",
+    "new_step",
+    "on_stream",
+    "pack_offsets",
+    "round_values",
+    "select",
+    "squared_norm",
+    "sum_by_index",
+    "take_at",
+    "unpack_offsets",
+    "widen_values",
+]
+
+
+def accumulate_and_select(
+    residual: Array,
+    gradient: Gradient,
+    k: int,
+    threshold: float = 0.0,
+    momentum: Momentum | None = None,
+) -> tuple[SparseVector, float]:
+    """Add to `residual` in place and select from the sum."""
+    scratch = cuda.scratch(residual)
+    return selection.accumulate_and_select(scratch, residual, gradient, k, threshold, momentum)
+
+
+def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
+    """Return the k largest entries of `dense` and a threshold to begin the next search at."""
+    return selection.select(cuda.scratch(dense), dense, k, threshold)
+
+
+def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+    """Return the k largest entries of a + b, and the other nonzero entries of a + b."""
+    return sums.merge(cuda.scratch(a.values), a, b, k)
+
+
+def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
+    """Return the nonzero entries of the sum; each index is summed in the order of the list."""
+    return sums.sum_by_index(cuda.scratch(vectors[0].values), vectors)
+
+
+def contains(indices: Array, wanted: Array) -> Array:
+    """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
+    return entries.contains(cuda.scratch(indices), indices, wanted)
+
+
+def add_at(dense: Array, vector: SparseVector) -> None:
+    """Add the vector's entries to a dense array in place."""
+    entries.add_at(cuda.scratch(dense), dense, vector)
+
+
+def clear_at(dense: Array, indices: Array) -> None:
+    """Set the elements at unique indices to zero."""
+    entries.clear_at(cuda.scratch(dense), dense, indices)
+
+
+def take_at(dense: Array, indices: Array) -> Array:
+    """Return the elements at unique indices, and leave zeros in their place."""
+    return entries.take_at(cuda.scratch(dense), dense, indices)
+
+
+def all_finite(array: Array) -> bool:
+    """Tell whether a one-dimensional array holds neither NaN nor infinity."""
+    return entries.all_finite(cuda.scratch(array), array)
+
+
+def squared_norm(array: Array) -> float:
+    """Return the sum of squares of a one-dimensional array, in float64."""
+    return entries.squared_norm(cuda.scratch(array), array)
+
+
+def pack_offsets(indices: Array, length: int) -> tuple[Array, Array]:
+    """Return how many indices lie in each block of 64Ki elements, and their offsets in it."""
+    return packing.pack_offsets(cuda.scratch(indices), indices, length)
+
+
+def unpack_offsets(counts: Array, offsets: Array, length: int) -> Array:
+    """Return the indices that `pack_offsets` packed."""
+    return packing.unpack_offsets(cuda.scratch(offsets), counts, offsets, length)
+
+
+def round_values(values: Array, dtype: Any) -> Array:
+    """Return float32 values in 16 bits: float16, or bfloat16's bits as uint16."""
+    return packing.round_values(cuda.scratch(values), values, dtype)
+
+
+def widen_values(narrow: Array) -> Array:
+    """Return float16 values, or bfloat16's bits as uint16, as float32; exact."""
+    return packing.widen_values(cuda.scratch(narrow), narrow)
+
+
+def new_step(residual: Array, k: int) -> Step:
+    """Return a step for vectors like the residual, for CUDA graphs."""
+    return Step(cuda.machine(), residual.size, k, residual.dtype)

@@ -1,0 +1,28 @@
+// Begin a search: the request, a clean histogram, clean tallies.
+//
+// launch: 1 block.
+#include "tally.cuh"
+
+// k:       how many to keep
+// entries: entries of a list to search; 0 when a dense vector is to be marked first
+// guess:   about the k-th largest |value|; 0 or less: none; NaN: the last search's `next`
+template <class Real>
+__global__ __launch_bounds__(THREADS) void begin(
+    Search* search, u32* histogram, Tally* groups, u32 group_count, u64 k, u64 capacity,
+    u64 entries, double guess) {
+  typedef Keys<Real> K;
+  for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
+  for (u32 group = threadIdx.x; group < group_count; group += THREADS)
+    groups[group] = Tally{0, 0, 0};
+  if (threadIdx.x) return;
+  const u64 key = guess == guess ? (guess > 0 ? (u64)K::of((Real)guess) : 0) : search->next;
+  Search fresh = {};
+  fresh.k = k;
+  fresh.capacity = capacity;
+  fresh.listed = entries;
+  fresh.exact = entries && k >= entries;
+  // Zeros are no candidates; to guess the smallest number is to guess nothing.
+  fresh.lo = fresh.guess = key > 1 ? key : 1;
+  fresh.shift = key > 1 ? Shift<Real>::MARKING : Shift<Real>::WIDEST;
+  *search = fresh;
+}

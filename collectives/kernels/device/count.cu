@@ -1,0 +1,28 @@
+// Count, tile by tile of a list, what the search keeps; the last block knows the outcome.
+//
+// launch: any number of blocks; a block takes tiles of THREADS entries, strided. Zeros (what a sum
+// left of its addends) are no entries: neither kept nor rest.
+#include "tally.cuh"
+
+template <class Real>
+__global__ __launch_bounds__(THREADS) void count(
+    const Real* list_values_m, Search* search, Tally* tallies, Tally* groups) {
+  const u64 floor = search->floor, quota = search->quota, listed = search->listed;
+  const u64 tiles = (listed + THREADS - 1) / THREADS;
+  for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const u64 at = tile * THREADS + threadIdx.x;
+    const u64 key = at < listed ? (u64)Keys<Real>::of(list_values_m[at]) : 0;
+    const Tally tally = {(u32)__syncthreads_count(key > floor),
+                         (u32)__syncthreads_count(key && key == floor),
+                         (u32)__syncthreads_count(key > 0)};
+    if (threadIdx.x == 0) note(tallies, groups, tile, tally);
+  }
+  if (!last_block(&search->ticket)) return;
+  const Tally total = scan_groups(groups, tiles);
+  if (threadIdx.x) return;
+  search->kept = total.above + at_most(total.ties, quota);
+  search->rest = total.nonzero - search->kept;
+  if (search->next > floor) search->next = floor;
+  // No guess where there are fewer than k, or where it would not be finite.
+  if (search->kept < search->k || search->next >= Keys<Real>::INFINITE) search->next = 0;
+}

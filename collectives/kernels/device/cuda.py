@@ -1,0 +1,125 @@
+"""The CUDA machine, through CuPy: the one file here that imports it, at first use."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...vector import Array
+from .machine import Scratch, require_packed
+from .source import FILES, OPTIONS, THREADS, text
+
+# Two full waves of the busiest kernel: four blocks of `mark` have room on a multiprocessor.
+BLOCKS_PER_MULTIPROCESSOR: Final = 8
+
+_mine: Final = threading.local()
+
+
+@functools.cache
+def cupy() -> Any:
+    """Return CuPy, or raise ImportError with the way out."""
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        raise ImportError(
+            "arrays on a GPU need cupy: pip install gtopk[cuda12], or gtopk[cuda13] for CUDA 13"
+        ) from error
+
+
+class CudaMachine:
+    """The current device and stream, as CuPy has them."""
+
+    threads = THREADS
+
+    def __init__(self) -> None:
+        self.device = cupy().cuda.Device()
+        self.blocks = BLOCKS_PER_MULTIPROCESSOR * self.device.attributes["MultiProcessorCount"]
+
+    def empty(self, size: int, dtype: Any) -> Array:
+        """Return memory from CuPy's pool."""
+        array: Array = cupy().empty(size, dtype)
+        return array
+
+    def zeros(self, size: int, dtype: Any) -> Array:
+        """Return memory from CuPy's pool, all zero bytes."""
+        array: Array = cupy().zeros(size, dtype)
+        return array
+
+    def put(self, array: NDArray[Any]) -> Array:
+        """Return a copy of a host array in memory from CuPy's pool."""
+        copy: Array = cupy().asarray(array)
+        return copy
+
+    def packed(self, array: Array) -> Array:
+        """Return the array, or a copy where its elements lie apart."""
+        whole: Array = cupy().ascontiguousarray(array)
+        return whole
+
+    def address(self, array: Array) -> int:
+        """Return the device pointer."""
+        return int(array.data.ptr)  # type: ignore[attr-defined]
+
+    def launch(self, kernel: str, blocks: int, *arguments: Array | np.generic | None) -> None:
+        """Enqueue a kernel on the current stream."""
+        require_packed(*arguments)
+        null = np.uint64(0)
+        given = tuple(null if argument is None else argument for argument in arguments)
+        _load(self.device.id, kernel)((blocks,), (self.threads,), given)
+
+    def fetch(self, array: Array) -> NDArray[Any]:
+        """Return a copy on the host; waits for the current stream only."""
+        copy: NDArray[Any] = cupy().asnumpy(array)
+        return copy
+
+
+@functools.cache
+def _load(device: int, kernel: str) -> Any:
+    """Return a kernel for the current device; CuPy keeps what it compiled on disk."""
+    source = text(FILES[kernel.partition("<")[0]])
+    module = cupy().RawModule(code=source, options=OPTIONS, name_expressions=(kernel,))
+    return module.get_function(kernel)
+
+
+def machine() -> CudaMachine:
+    """Return the current device."""
+    return CudaMachine()
+
+
+def scratch(array: Array) -> Scratch:
+    """Return the scratch memory of this thread on the current stream of the array's device."""
+    device = cupy().cuda.Device()
+    holder = array.device.id  # type: ignore[attr-defined]
+    if holder != device.id:
+        raise ValueError(
+            f"the array is on GPU {holder} while GPU {device.id} is the current one; "
+            f"use it inside `with cupy.cuda.Device({holder}):`"
+        )
+    held: dict[tuple[int, int], Scratch] = _mine.__dict__.setdefault("scratch", {})
+    key = (device.id, cupy().cuda.get_current_stream().ptr)
+    if key not in held:
+        held[key] = Scratch(CudaMachine())
+    return held[key]
+
+
+@contextmanager
+def on_stream(pointer: int, device: int) -> Iterator[None]:
+    """Let everything here run on a stream of another library: a CUDA stream's address."""
+    with cupy().cuda.Device(device), cupy().cuda.ExternalStream(pointer, device):
+        yield
+
+
+def from_dlpack(tensor: Any) -> Array:
+    """Return another library's device array as CuPy's, in the same memory.
+
+    What that library has still to do with it on its current stream comes before what the current
+    stream here does next: the protocol orders them with an event.
+    """
+    array: Array = cupy().from_dlpack(tensor)
+    return array

@@ -1,0 +1,102 @@
+"""The small ones on a GPU: single entries of a dense vector, and a whole vector in one number."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...vector import Array, SparseVector
+from .machine import Scratch, blocks_for, ceil_divide
+from .source import instance
+
+
+def contains(scratch: Scratch, indices: Array, wanted: Array) -> Array:
+    """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
+    machine = scratch.machine
+    found = machine.empty(wanted.size, np.bool_)
+    if wanted.size:
+        machine.launch(
+            instance("contains", indices.dtype),
+            blocks_for(machine, wanted.size),
+            indices,
+            np.uint64(indices.size),
+            wanted,
+            np.uint64(wanted.size),
+            found,
+        )
+    return found
+
+
+def add_at(scratch: Scratch, dense: Array, vector: SparseVector) -> None:
+    """Add the vector's entries to a dense array in place."""
+    if vector.entries:
+        scratch.machine.launch(
+            instance("add_at", dense.dtype, vector.indices.dtype),
+            blocks_for(scratch.machine, vector.entries),
+            dense,
+            vector.indices,
+            vector.values,
+            np.uint64(vector.entries),
+        )
+
+
+def clear_at(scratch: Scratch, dense: Array, indices: Array) -> None:
+    """Set the elements at unique indices to zero."""
+    if indices.size:
+        scratch.machine.launch(
+            instance("clear_at", dense.dtype, indices.dtype),
+            blocks_for(scratch.machine, indices.size),
+            dense,
+            indices,
+            np.uint64(indices.size),
+        )
+
+
+def take_at(scratch: Scratch, dense: Array, indices: Array) -> Array:
+    """Return the elements at unique indices, and leave zeros in their place."""
+    machine = scratch.machine
+    values = machine.empty(indices.size, dense.dtype)
+    if indices.size:
+        machine.launch(
+            instance("take_at", dense.dtype, indices.dtype),
+            blocks_for(machine, indices.size),
+            dense,
+            indices,
+            values,
+            np.uint64(indices.size),
+        )
+    return values
+
+
+def all_finite(scratch: Scratch, array: Array) -> bool:
+    """Tell whether a one-dimensional array holds neither NaN nor infinity. Waits for the answer."""
+    machine = scratch.machine
+    if not array.size:
+        return True
+    flag = machine.zeros(1, np.uint32)
+    machine.launch(
+        instance("find_nonfinite", array.dtype),
+        blocks_for(machine, array.size, each=4),
+        array,
+        np.uint64(array.size),
+        flag,
+    )
+    return not machine.fetch(flag).item()
+
+
+def squared_norm(scratch: Scratch, array: Array) -> float:
+    """Return the sum of squares in float64, added in the reference's order. Waits for it."""
+    machine = scratch.machine
+    chunks = ceil_divide(array.size, 1 << 16)
+    squares = scratch.array("squares", chunks, np.float64)
+    ticket = scratch.array("ticket", 1, np.uint32)
+    total = machine.empty(1, np.float64)
+    machine.launch(
+        instance("sum_squares", array.dtype),
+        blocks_for(machine, chunks * 16),
+        array,
+        np.uint64(array.size),
+        squares,
+        ticket,
+        total,
+    )
+    return float(machine.fetch(total).item())

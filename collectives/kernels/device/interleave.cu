@@ -1,0 +1,25 @@
+// Interleave two sorted lists: one sorted list, with an index of both in it twice, a's first.
+//
+// launch: any number of blocks, an entry a thread, strided.
+//
+//   a   1  4        an entry's place = its own position + how many of the other list come before:
+//   b      4  6     of b the smaller ones; of a the smaller ones and the equal one
+//       1  4  4  6
+#include "sorted.cuh"
+
+template <class Real, class Index>
+__global__ __launch_bounds__(THREADS) void interleave(
+    const Index* a_indices, const Real* a_values, u64 a_count, const Index* b_indices,
+    const Real* b_values, u64 b_count, Index* indices, Real* values) {
+  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < a_count + b_count;
+       at += (u64)gridDim.x * THREADS) {
+    const bool of_a = at < a_count;
+    const u64 own = of_a ? at : at - a_count;
+    const Index index = of_a ? a_indices[own] : b_indices[own];
+    // Indices are whole numbers: not larger is smaller than the next.
+    const u64 to = own + (of_a ? smaller(b_indices, b_count, index)
+                               : smaller(a_indices, a_count, (Index)(index + 1)));
+    indices[to] = index;
+    values[to] = of_a ? a_values[own] : b_values[own];
+  }
+}

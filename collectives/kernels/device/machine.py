@@ -1,0 +1,81 @@
+"""Machine: what the launch sequences need of a GPU, and nothing more.
+
+CUDA is one (cuda.py). Another is the tests': it runs the same kernels on the host, on NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...vector import Array
+
+
+class Machine(Protocol):
+    """One device and one stream on it: launches run one after the other."""
+
+    threads: int  # of every block
+    blocks: int  # that the device runs at once, about
+
+    def empty(self, size: int, dtype: Any) -> Array:
+        """Return device memory with whatever is in it."""
+
+    def zeros(self, size: int, dtype: Any) -> Array:
+        """Return device memory, all zero bytes."""
+
+    def put(self, array: NDArray[Any]) -> Array:
+        """Return a copy of a host array in device memory."""
+
+    def packed(self, array: Array) -> Array:
+        """Return the array, or a copy where its elements lie apart."""
+
+    def address(self, array: Array) -> int:
+        """Return where an array's data begins, as the device counts."""
+
+    def launch(self, kernel: str, blocks: int, *arguments: Array | np.generic | None) -> None:
+        """Enqueue a kernel, by its name with template arguments; None is a null pointer."""
+
+    def fetch(self, array: Array) -> NDArray[Any]:
+        """Return a copy on the host: waits for all that was launched."""
+
+
+def require_packed(*arguments: Array | np.generic | None) -> None:
+    """Raise ValueError for an array whose elements lie apart: kernels count from its beginning."""
+    for array in arguments:
+        if not (array is None or isinstance(array, np.generic) or array.flags.c_contiguous):
+            raise ValueError(
+                "kernels work on arrays whose elements lie side by side, got strides "
+                f"{array.strides} for {array.dtype} {list(array.shape)}; copy it first"
+            )
+
+
+def blocks_for(machine: Machine, work: int, each: int = 1) -> int:
+    """Return how many blocks to launch where a thread does `each` units of work, strided."""
+    return max(1, min(machine.blocks, ceil_divide(work, machine.threads * each)))
+
+
+def ceil_divide(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+class Scratch:
+    """Named device memory of one machine that outlives a call and only grows.
+
+    A CUDA graph keeps the addresses it was captured with: capture with a Scratch of its own.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.arrays: dict[str, Array] = {}
+
+    def array(self, name: str, size: int, dtype: Any) -> Array:
+        """Return `size` elements of the memory of that name and dtype; zeros where it grew."""
+        dtype = np.dtype(dtype)
+        key = f"{name} {dtype}"
+        held = self.arrays.get(key)
+        if held is None or held.size < size:
+            held = self.arrays[key] = self.machine.zeros(max(size, 1), dtype)
+        return held[:size]

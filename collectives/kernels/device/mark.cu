@@ -1,0 +1,205 @@
+// Accumulate and mark: one pass over memory adds the gradient to the residual, and leaves one bit
+// for each element whose key reaches the guess.
+//
+// launch: any number of blocks; a block takes tiles of 32 * THREADS elements, strided.
+//
+//   tile     | round 0              | round 1 | ... | round 7 |     4 elements a thread and round
+//   warp     |lane 0|lane 1| ... |31|                              128 neighbours
+//   nibbles   m0     m1           m31                              4 bits a lane ...
+//   bits      word 0 (lanes 0..7) | word 1 | word 2 | word 3       ... 8 lanes a word
+//
+// For float32: 12 bytes an element, and 1/8 for its bit. The hits also go into a histogram, in
+// shared memory, from the guess on; the last block to finish judges from it whether the guess was
+// any good.
+//
+//   gradient  | part 0 | part 1 |    part 2    | ...    one array, or one for each parameter: a
+//   tiles     |    0    |    1    |    2    |  ...      tile of one part alone is read as fast
+#include "tally.cuh"
+
+// Where the search goes on after the marks: in the list of candidates, or in the vector itself.
+template <class Real>
+__device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) {
+  const u64 k = search->k, guess = search->guess, aim = aimed_rank(k);
+  const bool guessed = guess > 1;
+  const Crossing at_k = crossing(histogram, k);
+  const bool few = at_k.total < k, many = at_k.total > search->capacity;
+  if (few && guessed) {  // the guess was too high: begin anew, without one
+    for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
+    if (threadIdx.x == 0) {
+      search->lo = 1;
+      search->shift = Shift<Real>::WIDEST;
+      search->dense = 1;
+    }
+  } else {
+    if (threadIdx.x == 0) {
+      search->dense = many;
+      search->listed = at_k.total;
+    }
+    narrow(search, histogram);
+    if (threadIdx.x == 0) {
+      if (!many) search->floor = guess - 1;  // of the list: all that is marked
+      if (guessed && at_k.bin == BINS - 1) {  // the last bin is open upwards
+        search->lo = guess + ((u64)(BINS - 1) << Shift<Real>::MARKING);
+        search->shift = Shift<Real>::WIDEST;
+        search->above = 0;
+      }
+      if (at_k.total < aim && guessed) {  // the marks do not reach that far: extrapolate
+        const Real lowest = Keys<Real>::value((typename Keys<Real>::Key)guess), half = lowest / 2;
+        const Real at = Keys<Real>::value((typename Keys<Real>::Key)search->lo);
+        const Real slope = (at - lowest) / (Real)(at_k.total - k);
+        const Real next = lowest - slope * (Real)(aim - at_k.total);
+        search->next = Keys<Real>::of(next > half ? next : half);
+      }
+    }
+  }
+  __syncthreads();
+  if (!search->dense) {
+    scan_groups(groups, tiles);
+  } else {  // `remark` counts anew
+    for (u64 group = threadIdx.x; group * THREADS < tiles; group += THREADS)
+      groups[group] = Tally{0, 0, 0};
+  }
+}
+
+// One of the arrays that follow each other in the gradient.
+struct Part {
+  u64 start, address;
+};
+
+// The part that holds an element: the last that starts there or before, so empty ones are skipped.
+static __device__ u32 part_of(const Part* parts_p, u32 p, u64 element) {
+  u32 from = 0, to = p;
+  while (to - from > 1) {
+    const u32 middle = (from + to) / 2;
+    if (parts_p[middle].start <= element)
+      from = middle;
+    else
+      to = middle;
+  }
+  return from;
+}
+
+// What `mark` reads and writes; SOURCES: 0 marks what is there; 1 adds the gradient; 2 adds the
+// velocity, which becomes momentum * velocity + gradient (Lin et al. 2018, section 3.1).
+template <class Real, class Gradient> struct Vectors {
+  Real* residual_n;
+  Real* velocity_n;
+  const Gradient* gradient_n;  // null where a tile spans several parts
+  const Part* parts_p;
+  u32 p;
+  Real momentum;
+  u64 n;
+};
+
+// Four gradients from several parts, one after the other.
+template <class Real, class Gradient>
+__device__ Four<Gradient> gather(const Vectors<Real, Gradient>& vectors, u64 from) {
+  Four<Gradient> four;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u64 at = from + i < vectors.n ? from + i : vectors.n - 1;
+    const Part part = vectors.parts_p[part_of(vectors.parts_p, vectors.p, at)];
+    four.at[i] = ((const Gradient*)part.address)[at - part.start];
+  }
+  return four;
+}
+
+// Accumulate and mark one tile; return the thread's hits. WHOLE: aligned, and inside the vector,
+// so that all loads of a round can be under way at once.
+template <class Real, class Gradient, int SOURCES, bool WHOLE>
+__device__ u32 mark_tile(
+    const Vectors<Real, Gradient>& vectors, u64 tile, typename Keys<Real>::Key guess, int shift,
+    u32* bits, u32* bins) {
+  typedef Keys<Real> K;
+  constexpr int ROUNDS = 8, AT_ONCE = 16 / sizeof(Real);
+  const u64 n = vectors.n;
+  const u32 lane = threadIdx.x % 32;
+  u32 hits = 0;
+  for (int first = 0; first < ROUNDS; first += AT_ONCE) {
+    Four<Real> sum[AT_ONCE], velocity[AT_ONCE];
+    Four<Gradient> gradient[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const u64 from = ((tile * ROUNDS + first + i) * THREADS + threadIdx.x) * 4;
+      sum[i] = load(vectors.residual_n, from, n, WHOLE);
+      if (SOURCES > 0)
+        gradient[i] = WHOLE || vectors.gradient_n ? load(vectors.gradient_n, from, n, WHOLE)
+                                                  : gather(vectors, from);
+      if (SOURCES > 1) velocity[i] = load(vectors.velocity_n, from, n, WHOLE);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const u64 from = ((tile * ROUNDS + first + i) * THREADS + threadIdx.x) * 4;
+      u32 nibble = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (SOURCES > 1) {
+          const Real fading = velocity[i].at[j] * vectors.momentum;
+          velocity[i].at[j] = fading + widened(gradient[i].at[j]);
+          sum[i].at[j] += velocity[i].at[j];
+        } else if (SOURCES > 0) {
+          sum[i].at[j] += widened(gradient[i].at[j]);
+        }
+        nibble |= (u32)(K::of(sum[i].at[j]) >= guess && (WHOLE || from + j < n)) << j;
+      }
+      if (SOURCES > 0) store(vectors.residual_n, from, n, WHOLE, sum[i]);
+      if (SOURCES > 1) store(vectors.velocity_n, from, n, WHOLE, velocity[i]);
+      u32 packed = 0;
+      if (__any_sync(ALL_LANES, nibble)) {
+        packed = nibble << lane % 8 * 4;
+        packed |= __shfl_xor_sync(ALL_LANES, packed, 1);
+        packed |= __shfl_xor_sync(ALL_LANES, packed, 2);
+        packed |= __shfl_xor_sync(ALL_LANES, packed, 4);
+        hits += __popc(nibble);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (nibble >> j & 1) {
+            const typename K::Key bin = (K::of(sum[i].at[j]) - guess) >> shift;
+            atomicAdd(&bins[bin < BINS ? (u32)bin : BINS - 1], 1u);
+          }
+      }
+      if (lane % 8 == 0) bits[from / 32] = packed;
+    }
+  }
+  return hits;
+}
+
+// gradient_n: null where the gradient comes in parts. Four blocks of a multiprocessor have more
+// loads under way than its memory needs; left alone, the compiler aims at more and spills.
+template <class Real, class Gradient, int SOURCES>
+__global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
+    Real* residual_n, Real* velocity_n, const Gradient* gradient_n, const Part* parts_p, u32 p,
+    double momentum, u64 n, Search* search, u32* histogram, u32* bits, Tally* tallies,
+    Tally* groups) {
+  typedef typename Keys<Real>::Key Key;
+  __shared__ u32 bins[BINS];
+  for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
+  __syncthreads();
+
+  Vectors<Real, Gradient> vectors = {residual_n, velocity_n, gradient_n, parts_p, p,
+                                     (Real)momentum, n};
+  const Key guess = (Key)search->guess;
+  const int shift = (int)search->shift;
+  const u64 tiles = (n + 32 * THREADS - 1) / (32 * THREADS);
+  for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const u64 start = tile * 32 * THREADS, end = start + 32 * THREADS;
+    if (SOURCES > 0 && p) {
+      const u32 at = part_of(parts_p, p, start);
+      const bool alone = at + 1 == p || parts_p[at + 1].start >= end;
+      vectors.gradient_n =
+          alone ? (const Gradient*)parts_p[at].address - parts_p[at].start : nullptr;
+    }
+    const bool whole = end <= n && aligned(residual_n) && (SOURCES < 2 || aligned(velocity_n)) &&
+                       (SOURCES < 1 || (vectors.gradient_n && aligned(vectors.gradient_n + start)));
+    u32 hits = whole
+        ? mark_tile<Real, Gradient, SOURCES, true>(vectors, tile, guess, shift, bits, bins)
+        : mark_tile<Real, Gradient, SOURCES, false>(vectors, tile, guess, shift, bits, bins);
+    hits = block_sum(hits);
+    if (threadIdx.x == 0) note(tallies, groups, tile, Tally{hits, 0, 0});
+  }
+
+  // Every hit is in: the sum of each tile's was a barrier.
+  for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS)
+    if (bins[bin]) atomicAdd(&histogram[bin], bins[bin]);
+  if (last_block(&search->ticket)) judge<Real>(search, histogram, groups, tiles);
+}

@@ -1,0 +1,99 @@
+// The numbers: |value| as an integer key, and the 16-bit formats, without any header.
+//
+//   float   s eeeeeeee mmm...   key = the bits without s: ordered like |value|, infinity above
+//                               every number, NaN above infinity, and 0 for both zeros
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+template <class Real> struct Keys;
+
+template <> struct Keys<float> {
+  typedef u32 Key;
+  static constexpr int BITS = 31, MANTISSA_BITS = 23;
+  static constexpr Key INFINITE = 0x7f800000u;
+  static __device__ Key of(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+  static __device__ float value(Key key) { return __uint_as_float(key); }
+};
+
+template <> struct Keys<double> {
+  typedef u64 Key;
+  static constexpr int BITS = 63, MANTISSA_BITS = 52;
+  static constexpr Key INFINITE = 0x7ff0000000000000ull;
+  static __device__ Key of(double value) {
+    return (u64)__double_as_longlong(value) & 0x7fffffffffffffffull;
+  }
+  static __device__ double value(Key key) { return __longlong_as_double((long long)key); }
+};
+
+struct Half {
+  u16 bits;
+};
+
+struct Bfloat {
+  u16 bits;
+};
+
+#ifdef __CUDACC__
+static __device__ __forceinline__ float half_to_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+static __device__ __forceinline__ u16 float_to_half(float value) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+#endif  // elsewhere whoever includes this file brings the two
+
+static __device__ __forceinline__ float widened(float value) { return value; }
+static __device__ __forceinline__ double widened(double value) { return value; }
+static __device__ __forceinline__ float widened(Half value) { return half_to_float(value.bits); }
+static __device__ __forceinline__ float widened(Bfloat value) {
+  return __uint_as_float((u32)value.bits << 16);
+}
+
+static __device__ __forceinline__ void narrow_to(Half& narrow, float value) {
+  narrow.bits = float_to_half(value);
+}
+
+// To nearest, ties to even; NaN stays one, whatever bits it loses.
+static __device__ __forceinline__ void narrow_to(Bfloat& narrow, float value) {
+  const u32 bits = __float_as_uint(value);
+  const bool nan = (bits & 0x7fffffffu) > Keys<float>::INFINITE;
+  narrow.bits = (u16)((nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// Four neighbours of one memory transaction.
+template <class T> struct alignas(sizeof(T) == 2 ? 8 : 16) Four {
+  T at[4];
+};
+
+template <class T> __device__ __forceinline__ bool aligned(const T* array) {
+  return ((u64)array & (alignof(Four<T>) - 1)) == 0;
+}
+
+// The four elements from `from` on. Beyond the end the last one is repeated: callers mask it.
+template <class T>
+__device__ __forceinline__ Four<T> load(const T* array_n, u64 from, u64 n, bool whole) {
+  if (whole) return *reinterpret_cast<const Four<T>*>(array_n + from);
+  Four<T> four;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) four.at[i] = array_n[from + i < n ? from + i : n - 1];
+  return four;
+}
+
+template <class T>
+__device__ __forceinline__ void store(T* array_n, u64 from, u64 n, bool whole, const Four<T>& four) {
+  if (whole) {
+    *reinterpret_cast<Four<T>*>(array_n + from) = four;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (from + i < n) array_n[from + i] = four.at[i];
+}

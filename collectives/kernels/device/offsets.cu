@@ -1,0 +1,35 @@
+// Indices as 16-bit offsets in blocks of 64Ki elements, and back.
+//
+// launch: any number of blocks, an entry (or a 64Ki block) a thread, strided.
+//
+//   indices   3  9  70000            counts    2  1        of block 0, block 1
+//   offsets   3  9   4464            starts    0  2        their running sum, before each block
+#include "sorted.cuh"
+
+template <class Index>
+__global__ __launch_bounds__(THREADS) void pack_offsets(
+    const Index* indices_k, u64 k, u16* offsets_k) {
+  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS)
+    offsets_k[at] = (u16)(indices_k[at] & 0xffff);
+}
+
+// Two searches a block: no atomics, and blocks without an entry get their 0 too.
+template <class Index>
+__global__ __launch_bounds__(THREADS) void count_blocks(
+    const Index* indices_k, u64 k, u32* counts_b, u64 b) {
+  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < b; at += (u64)gridDim.x * THREADS) {
+    const u64 end = (at + 1) << 16;
+    const u64 until = at + 1 == b ? k : smaller(indices_k, k, (Index)end);
+    counts_b[at] = (u32)(until - smaller(indices_k, k, (Index)(at << 16)));
+  }
+}
+
+template <class Index>
+__global__ __launch_bounds__(THREADS) void unpack_offsets(
+    const u16* offsets_k, u64 k, const u32* starts_b, u64 b, Index* indices_k) {
+  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS) {
+    // The last block that starts here or before; empty ones before it start here too.
+    const u64 block = smaller(starts_b, b, (u32)at + 1) - 1;
+    indices_k[at] = (Index)(block << 16 | offsets_k[at]);
+  }
+}

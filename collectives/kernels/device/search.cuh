@@ -1,0 +1,105 @@
+// The search for the k-th largest key: what is known of it so far, on the device all the time.
+//
+//      0        lo      lo + (bin << shift)                       lo + (BINS << shift)
+//      +---------+--------+--------+--------+-- ... --+--------+-----------------------+
+//      |         |  bin 0 |  bin 1 |  k-th  |         |        |  `above` larger keys   |
+//      +---------+--------+--------+--------+-- ... --+--------+-----------------------+
+//
+// A histogram of the keys in the range tells the bin that holds the k-th; that bin is the next
+// range, 2048 times as narrow, until a bin is one key wide. `exact` then: kept are all keys above
+// `floor`, and the first `quota` that equal it.
+#pragma once
+#include "block.cuh"
+
+constexpr int BIN_BITS = 11;
+constexpr u32 BINS = 1u << BIN_BITS;
+
+// The next guess aims at this rank. The k selected are cleared, so the next step's picks are
+// today's ranks k+1 and on; aiming nearer to rank k misses too often. The constant is for tiny k.
+static __device__ u64 aimed_rank(u64 k) { return k * 11 / 5 + 32; }
+
+struct Search {
+  // The outcome: what the host reads, in this order.
+  u64 kept, rest, next;  // entries kept and not kept; the next guess, a key
+  // The request.
+  u64 k, capacity, guess;  // how many to keep; how many the list can hold; mark keys from here on
+  // What is known.
+  u64 lo, shift, above;
+  u64 exact;
+  u64 dense;         // the marks are of no use (too few, or too many): search the array itself
+  u64 floor, quota;  // which marked elements become entries of the list, and which of those are kept
+  u64 listed;        // entries in the list
+  u32 ticket, unused;
+};
+
+// How wide a bin is, as a power of two: multiples of BIN_BITS, so that a bin is the next range.
+template <class Real> struct Shift {
+  static constexpr int WIDEST = (Keys<Real>::BITS - 1) / BIN_BITS * BIN_BITS;  // all keys there are
+  // From a guess on: 1/256 octave or less. The last bin is open upwards.
+  static constexpr int MARKING = (Keys<Real>::MANTISSA_BITS - 8) / BIN_BITS * BIN_BITS;
+};
+
+// How many came before, tile by tile: of keys above the floor, equal to it, and nonzero at all.
+struct Tally {
+  u32 above, ties, nonzero;
+};
+
+struct Crossing {
+  u32 bin, before, inside;  // the bin that holds the rank, how many in bins above it, and in it
+  u32 total;                // fewer than the rank: it is in no bin
+};
+
+// Find the bin of the rank-th largest key (from 1 on) in a histogram; for the whole block.
+static __device__ Crossing crossing(const u32* histogram, u64 rank) {
+  constexpr u32 EACH = BINS / THREADS;
+  __shared__ Crossing found;
+  const u32 top = BINS - 1 - threadIdx.x * EACH;
+  u32 sum = 0, total;
+  for (u32 i = 0; i < EACH; ++i) sum += histogram[top - i];
+  u32 before = block_exclusive(sum, total);
+  if (threadIdx.x == 0) found.total = total;
+  if (before < rank && rank <= (u64)before + sum) {
+    u32 bin = top;
+    while (rank > (u64)before + histogram[bin]) before += histogram[bin--];
+    found.bin = bin;
+    found.before = before;
+    found.inside = histogram[bin];
+  }
+  __syncthreads();
+  const Crossing answer = found;
+  __syncthreads();
+  return answer;
+}
+
+// The key of a rank inside its bin, as if the bin's keys lay evenly.
+static __device__ u64 key_inside(const Search* search, const Crossing& at, u64 rank) {
+  const double below = (double)(search->above + at.before + at.inside - rank) / at.inside;
+  return search->lo + ((u64)at.bin << search->shift) + (u64)(below * (double)(1ull << search->shift));
+}
+
+// Narrow the range to the bin of the k-th key, and clear the histogram; for the last block.
+static __device__ void narrow(Search* search, u32* histogram) {
+  const u64 aim = aimed_rank(search->k);
+  const Crossing at_aim = crossing(histogram, aim - search->above);
+  const Crossing at_k = crossing(histogram, search->k - search->above);
+  for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
+  if (threadIdx.x == 0) {
+    if (search->above + at_aim.total >= aim) search->next = key_inside(search, at_aim, aim);
+    if (search->above + at_k.total < search->k) {  // fewer than k there are: all are kept
+      search->above += at_k.total;
+      search->lo = search->shift = 0;
+      search->exact = 1;
+    } else {
+      search->above += at_k.before;
+      search->lo += (u64)at_k.bin << search->shift;
+      search->exact = search->shift == 0;
+      if (search->shift) search->shift -= BIN_BITS;
+    }
+    if (search->exact) {
+      search->floor = search->lo;
+      search->quota = search->lo ? search->k - search->above : 0;
+      if (search->dense) search->listed = search->above + search->quota;
+    }
+  }
+  __syncthreads();
+}

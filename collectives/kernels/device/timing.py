@@ -1,0 +1,166 @@
+"""Time the kernels on a GPU with CUDA events, beside a copy of the same bytes and beside others.
+
+One residual goes on from step to step, as error feedback has it; its gradients are normal numbers
+(synthetic). Each round times every row once, in turn, so that ratios are of one run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...vector import Array, SparseVector
+from . import entries, packing, selection, sums
+from .cuda import CudaMachine, cupy
+from .machine import Scratch
+from .step import Step
+
+COPY = "copy"
+
+
+class Row(NamedTuple):
+    """What one thing took, in seconds of the GPU's clock.
+
+    bytes: that it must read and write at least; 0 where that says nothing.
+    """
+
+    name: str
+    n: int
+    k: int
+    median: float
+    low: float
+    high: float
+    bytes: int
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Return the rate of the bytes that it must move."""
+        return self.bytes / self.median
+
+
+class WatchedMachine(CudaMachine):
+    """The CUDA machine, with an event before and after each launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[tuple[str, Any, Any]] = []
+
+    def launch(self, kernel: str, blocks: int, *arguments: Array | np.generic | None) -> None:
+        """Enqueue a kernel between two events."""
+        before, after = (cupy().cuda.Event() for _ in range(2))
+        before.record()
+        super().launch(kernel, blocks, *arguments)
+        after.record()
+        self.launches.append((kernel.partition("<")[0], before, after))
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return how long the current stream worked on it."""
+    before, after = (cupy().cuda.Event() for _ in range(2))
+    before.record()
+    work()
+    after.record()
+    after.synchronize()
+    return float(cupy().cuda.get_elapsed_time(before, after)) / 1e3
+
+
+def measure(
+    length: int,
+    k: int,
+    rounds: int = 20,
+    others: Mapping[str, Callable[[Array, Array, int], object]] | None = None,
+) -> list[Row]:
+    """Return the rows of one size: float32 [length], k entries.
+
+    others: what else to time, by name: (residual, gradient, k), which it may change.
+    """
+    arrays = cupy()
+    stream = arrays.cuda.Stream(non_blocking=True)  # the null stream cannot be captured
+    with stream:
+        residual, gradient, spare = (arrays.zeros(length, np.float32) for _ in range(3))
+        step, watched = Step(CudaMachine(), length, k, np.float32), WatchedMachine()
+        scratch, other = Scratch(CudaMachine()), Scratch(watched)
+        fresh = arrays.random.default_rng(0).standard_normal
+        step(residual, gradient)
+        stream.begin_capture()
+        step(spare, gradient)
+        graph = stream.end_capture()
+
+        found: dict[str, list[float]] = {}
+
+        def note(name: str, seconds: float) -> None:
+            found.setdefault(name, []).append(seconds)
+
+        threshold = 0.0
+        for number in range(rounds + 5):
+            gradient[:] = fresh(length, dtype=np.float32)
+
+            again = partial(arrays.copyto, spare, residual)
+            note(COPY, seconds_of(again))
+            note("step, in a CUDA graph", seconds_of(graph.launch))
+            again()
+            launched = partial(
+                selection.accumulate_and_select, scratch, spare, gradient, k, threshold
+            )
+            note("step, launched and waited for", seconds_of(launched))
+            for name, work in (others or {}).items():
+                again()
+                note(name, seconds_of(partial(work, spare, gradient, k)))
+
+            watched.launches.clear()
+            picked, threshold = selection.accumulate_and_select(
+                other, residual, gradient, k, threshold
+            )
+            for name in dict.fromkeys(name for name, *_ in watched.launches):
+                spans = [pair for kernel, *pair in watched.launches if kernel == name]
+                note(
+                    f"kernel {name}",
+                    sum(arrays.cuda.get_elapsed_time(*pair) for pair in spans) / 1e3,
+                )
+            entries.clear_at(scratch, residual, picked.indices)
+            for name, seconds in _of_lists(scratch, picked, k).items():
+                note(name, seconds)
+            if number < 5:  # caches, clocks and the guess settle
+                found.clear()
+
+    moved = {COPY: 8 * length, "kernel mark": 12 * length + length // 8}
+    moved |= {name: 12 * length for name in found if name.startswith("step")}
+    return [
+        Row(name, length, k, statistics.median(times), min(times), max(times), moved.get(name, 0))
+        for name, times in found.items()
+    ]
+
+
+def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float]:
+    """Return the seconds of what is done with lists of k entries: a tenth of them overlap."""
+    moved = (picked.indices + (picked.indices % 10 > 0)).astype(picked.indices.dtype)
+    apart = moved[1:] > moved[:-1]
+    positions = cupy().concatenate((cupy().ones(1, np.bool_), apart))
+    theirs = SparseVector(moved[positions], picked.values[positions], picked.length + 1)
+    ours = SparseVector(picked.indices, picked.values, picked.length + 1)
+    return {
+        "merge, waited for": seconds_of(lambda: sums.merge(scratch, ours, theirs, k)),
+        "pack offsets": seconds_of(
+            lambda: packing.pack_offsets(scratch, picked.indices, picked.length)
+        ),
+        "round to bfloat16": seconds_of(
+            lambda: packing.round_values(scratch, picked.values, np.uint16)
+        ),
+    }
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Return the rows as lines; a rate as a share of the copy's."""
+    copy = next(row for row in rows if row.name == COPY)
+    lines = [f"n = {copy.n:,}, k = {copy.k:,}, float32, normal numbers (synthetic)"]
+    for row in rows:
+        share = f"{row.bytes_per_second / copy.bytes_per_second:6.0%} of copy" if row.bytes else ""
+        lines.append(
+            f"  {row.name:30} {1e6 * row.median:10.1f} us "
+            f"({1e6 * row.low:.1f}-{1e6 * row.high:.1f}) {share}"
+        )
+    return lines

@@ -1,0 +1,52 @@
+"""Announcement: the host message that says how a message of a GPU's memory will follow.
+
+    byte 0            8     16              24
+         +------------+-----+---------------+
+         | "GTKDEV/1" | way | message_bytes |     little-endian
+         +------------+-----+---------------+
+
+A host message needs none, unless it reads like one.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ..vector import Array
+
+_FIELDS: Final = struct.Struct("<8sqq")
+_MAGIC: Final = b"GTKDEV/1"
+ANNOUNCEMENT_BYTES: Final = _FIELDS.size
+
+
+class Way(IntEnum):
+    """How the announced message travels, and where it belongs."""
+
+    NCCL = 0  # from GPU to GPU
+    STAGED = 1  # as the next host message, into the receiver's GPU
+    HOST = 2  # as the next host message, which stays one
+
+
+class Announcement(NamedTuple):
+    """What will follow."""
+
+    way: Way
+    message_bytes: int
+
+    def encode(self) -> Array:
+        """Return the host message, uint8 [ANNOUNCEMENT_BYTES]."""
+        return np.frombuffer(_FIELDS.pack(_MAGIC, self.way, self.message_bytes), np.uint8)
+
+    @classmethod
+    def read(cls, message: Array) -> Announcement | None:
+        """Return what a host message announces; None when it is no announcement."""
+        if message.size != ANNOUNCEMENT_BYTES:
+            return None
+        magic, way, message_bytes = _FIELDS.unpack(message.data)
+        if magic != _MAGIC or way not in tuple(Way) or message_bytes < 0:
+            return None
+        return cls(Way(way), message_bytes)

@@ -1,0 +1,158 @@
+"""Communicator: NCCL's, with a CUDA stream of its own and an end to every wait.
+
+    caller's stream   ... produce the message | ready
+                                                v
+    own stream                                  wait for ready | NCCL's kernel | done <- polled
+
+Nothing waits for the whole device. The host polls `done`, so that whatever the caller does next
+comes after it on any stream. A kernel whose peer is gone never ends by itself: it is ended by an
+abort of the communicator, which is of no use from then on. NCCL's calls block, too, where ranks
+meet for the first time; such a call is made by a thread, so that this one can look who has left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import PeerError
+from ..vector import Array
+from .gpu import Gpu
+from .patience import wait_until
+from .transport import Transport
+
+_GRACE_SECONDS: Final = 1.0  # what a rank sent before it left may still be on its way
+_ABORT_SECONDS: Final = 5.0  # how long an abort may take; a GPU that hangs must not hang us
+
+Enqueue = Callable[[Any, int], None]  # (NcclCommunicator, stream's address): NCCL's calls
+
+
+class Communicator:
+    """NCCL among the ranks of a host transport, which must all make one together."""
+
+    def __init__(self, host: Transport, gpu: Gpu, timeout_seconds: float) -> None:
+        self._host = host
+        self._gpu = gpu
+        self._timeout_seconds = timeout_seconds
+        self._nccl: Any = None
+        self._broken = ""
+        self._met: set[Hashable] = set()
+        # What a kernel may read or write, until it is known to have ended.
+        self._touched: Sequence[Array] = ()
+        own_id = np.frombuffer(gpu.nccl.get_unique_id(), np.uint8) if host.rank == 0 else None
+        unique_id = host.broadcast(own_id, root=0).tobytes()
+        with gpu.device:
+            self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
+        self._nccl = self._patiently(
+            lambda: gpu.nccl.NcclCommunicator(host.size, unique_id, host.rank), ()
+        )
+
+    def run(
+        self,
+        enqueue: Enqueue,
+        touched: Sequence[Array],
+        peers: Sequence[int],
+        meets: frozenset[Hashable] | None = None,
+    ) -> None:
+        """Run one group of NCCL's calls; return when it has ended.
+
+        touched: the arrays it reads and writes; ready on the caller's current stream.
+        peers:   whom it waits for; none when it is all ranks.
+        meets:   with whom NCCL must be connected for it; None when NCCL alone knows.
+        Raises PeerError after an abort, this one or an earlier one.
+        """
+        if self._broken:
+            raise PeerError(self._broken)
+        event = self._gpu.cupy.cuda.Event
+        with self._gpu.device:
+            caller = self._gpu.cupy.cuda.get_current_stream()
+            self._stream.wait_event(caller.record(event(disable_timing=True)))
+            self._touched = touched
+            if meets is not None and meets <= self._met:
+                self._unless_broken(lambda: self._group(enqueue), peers)
+            else:
+                self._patiently(lambda: self._group(enqueue), peers)
+                self._met |= meets or set()
+            done = self._stream.record(event(disable_timing=True))
+            self._wait(lambda: done.done or None, peers)
+            self._touched = ()
+        if self._broken:  # by another thread: an abort ends a kernel, too
+            raise PeerError(self._broken)
+
+    def _group(self, enqueue: Enqueue) -> None:
+        self._gpu.nccl.groupStart()
+        try:
+            enqueue(self._nccl, self._stream.ptr)
+        finally:
+            self._gpu.nccl.groupEnd()
+
+    def _patiently(self, call: Callable[[], Any], peers: Sequence[int]) -> Any:
+        """Return what a call returns that may block; made by a thread, abandoned if need be."""
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                with self._gpu.device:
+                    results.append(call())
+            except BaseException as error:
+                errors.append(error)
+
+        def outcome() -> Any:
+            for error in errors:
+                raise error
+            return results or None
+
+        threading.Thread(target=make, daemon=True).start()
+        return self._wait(outcome, peers)[0]
+
+    def _wait(self, test: Callable[[], Any], peers: Sequence[int]) -> Any:
+        return self._unless_broken(
+            lambda: wait_until(
+                test, self._host, peers, self._timeout_seconds, self._look, _GRACE_SECONDS
+            ),
+            peers,
+        )
+
+    def _look(self) -> None:
+        """Raise what NCCL noticed by itself, or what ended it while this thread waited."""
+        nccl = self._nccl
+        if self._broken:
+            raise PeerError(self._broken)
+        if nccl is not None:
+            nccl.check_async_error()
+
+    def _unless_broken(self, action: Callable[[], Any], peers: Sequence[int]) -> Any:
+        """Return what an action returns; abort when it fails."""
+        try:
+            return action()
+        except PeerError as error:
+            self.abort(str(error))
+            raise
+        # KeyError: CuPy has no name for NCCL's newest statuses.
+        except (self._gpu.nccl.NcclError, KeyError) as error:
+            ranks = [self._host.ranks[peer] for peer in peers] or list(self._host.ranks)
+            text = (
+                f"NCCL failed on rank {self._host.ranks[self._host.rank]} in "
+                f"{self._host.activity}, between it and ranks {ranks}: {error}"
+            )
+            self.abort(text)
+            raise PeerError(text) from error
+
+    def abort(self, reason: str) -> None:
+        """End what is under way and free the communicator; it says the reason from then on."""
+        self._broken = self._broken or reason
+        nccl, self._nccl = self._nccl, None
+        if nccl is None:
+            return
+
+        def end() -> None:
+            nccl.abort()
+            self._touched = ()  # not before: a kernel may still write there
+
+        thread = threading.Thread(target=end, daemon=True)
+        thread.start()
+        thread.join(_ABORT_SECONDS)

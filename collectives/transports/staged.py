@@ -1,0 +1,147 @@
+"""The staged transport: any transport, and messages of GPUs through pinned host memory.
+
+Host messages travel as ever; one of a GPU is copied to the host and announced, so that it ends
+in the receiver's current GPU. All copies are ordered by the caller's current stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..errors import MismatchError
+from ..vector import Array
+from .announcement import Announcement, Way
+from .farewell import Farewell
+from .gpu import is_on_device, load_cupy
+from .transport import Path, Step, Transport
+
+
+class StagedTransport(Transport):
+    """The ranks of another transport, its `host`, which also keeps all the accounts."""
+
+    supports_device_messages = True
+
+    def __init__(self, host: Transport, parent: StagedTransport | None = None) -> None:
+        """parent: the transport that this one is a view of."""
+        super().__init__(host.ranks, host.rank, host.path, host.tag, host.traffic)
+        self.name = host.name
+        self.counts_allreduce = host.counts_allreduce
+        self.host = host
+        self._cupy: Any = load_cupy(self.name) if parent is None else parent._cupy
+        self._views: dict[Path, StagedTransport] = {} if parent is None else parent._views
+        self._making_a_view: threading.Lock = parent._making_a_view if parent else threading.Lock()
+
+    def send(self, message: Array, to: int) -> Callable[[], None]:
+        if is_on_device(message):
+            return self._send_announced(Way.STAGED, self._to_host(message), to)
+        if Announcement.read(message):
+            return self._send_announced(Way.HOST, message, to)
+        return self.host.send(message, to)
+
+    def _send_announced(self, way: Way, message: Array, to: int) -> Callable[[], None]:
+        announced = self.host.send(Announcement(way, message.size).encode(), to)
+        sent = self.host.send(message, to)
+
+        def finish() -> None:
+            announced()
+            sent()
+
+        return finish
+
+    def receive(self, source: int) -> Array:
+        message = self.host.receive(source)
+        announcement = Announcement.read(message)
+        return message if announcement is None else self._follow(announcement, source)
+
+    def _follow(self, announcement: Announcement, source: int) -> Array:
+        """Return the message that was announced."""
+        if announcement.way is Way.NCCL:
+            raise MismatchError(
+                f"rank {self.ranks[source]} sends over NCCL, which rank {self.ranks[self.rank]} is "
+                "not connected to; all ranks must open the same transport, and `connect` together"
+            )
+        message = self.host.receive(source)
+        return self._to_device(message) if announcement.way is Way.STAGED else message
+
+    def _to_host(self, array: Array) -> Array:
+        pinned = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1)), np.uint8)
+        host = pinned[: array.nbytes].view(array.dtype)
+        array.get(out=host)  # type: ignore[attr-defined]
+        return host
+
+    def _to_device(self, array: Array) -> Array:
+        device: Array = self._cupy.asarray(array)  # through pinned memory of CuPy's
+        return device
+
+    def allgather(self, message: Array) -> list[Array]:
+        if not is_on_device(message):
+            return self.host.allgather(message)
+        return [self._to_device(m) for m in self.host.allgather(self._to_host(message))]
+
+    def allreduce(self, array: Array, reduction: str = "sum") -> None:
+        self._on_host(array, lambda host: self.host.allreduce(host, reduction))
+
+    def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
+        self._on_host(array, lambda host: self.host.reduce_scatter(host, bounds, reduction))
+
+    def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
+        self._on_host(array, lambda host: self.host.allgather_into(host, bounds))
+
+    def _on_host(self, array: Array, collective: Callable[[Array], None]) -> None:
+        if not is_on_device(array):
+            collective(array)
+            return
+        host = self._to_host(array)
+        collective(host)
+        array[...] = self._to_device(host)
+
+    def barrier(self) -> None:
+        self.host.barrier()
+
+    def view(self, step: Step, ranks: Sequence[int]) -> Transport:
+        host = self.host.view(step, ranks)
+        with self._making_a_view:
+            if host.path not in self._views:
+                self._views[host.path] = self._over(host)
+            return self._views[host.path]
+
+    def _over(self, host: Transport) -> StagedTransport:
+        return StagedTransport(host, parent=self)
+
+    @property
+    def activity(self) -> str:
+        return self.host.activity
+
+    @contextmanager
+    def operation(self, activity: str) -> Iterator[None]:
+        with self.host.operation(activity):
+            yield
+
+    def missing(self, peer: int | None) -> str | None:
+        return self.host.missing(peer)
+
+    def farewells(self) -> Mapping[int, Farewell]:
+        return self.host.farewells()
+
+    def collect_farewells(self) -> None:
+        self.host.collect_farewells()
+
+    def resign(self, reason: str) -> None:
+        self.host.resign(reason)
+
+    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+        return self.host.leave(reason, patience_seconds)
+
+    def abort(self, exit_code: int) -> None:
+        self.host.abort(exit_code)
+
+    def neighbours(self) -> list[int]:
+        return self.host.neighbours()
+
+    def library(self) -> str:
+        return self.host.library()

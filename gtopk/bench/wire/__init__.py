@@ -1,0 +1,1 @@
+"""`gtopk bench wire`: what each format takes of the link, and what of the processor."""

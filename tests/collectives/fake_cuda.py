@@ -1,0 +1,516 @@
+"""A model of what the transports use of CuPy, CUDA and NCCL, strict about what goes wrong there.
+
+All GPUs are in this process, and ranks are threads of it. Streams run in threads of their own, and
+late. What a program must not do is noted in `wrongs`, or has the effect that it has on a GPU:
+
+    what is read before its event holds garbage; memory just taken is still written by its last user
+    an address is looked up when the kernel runs; memory freed by then is a wrong
+    a communicator's groups run one after the other, each when all before it have ended
+    sends and receives of other counts, or collectives of other shapes, never end
+    the first call between two ranks, and a communicator's making, block until the other side comes
+    after an abort, and on another device than the communicator's, calls fail
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sys
+import threading
+import time
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+LATE_SECONDS = 0.0005  # a kernel's, so that nothing is right by luck
+OPERATORS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
+_INTEGERS = [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64]
+DTYPES = dict(enumerate([*_INTEGERS, np.float16, np.float32, np.float64]))
+NAMES = {
+    **{f"NCCL_{np.dtype(dtype).name.upper()}": number for number, dtype in DTYPES.items()},
+    "NCCL_BFLOAT16": 9,
+    "NCCL_SUM": 0,
+    "NCCL_PROD": 1,
+    "NCCL_MAX": 2,
+    "NCCL_MIN": 3,
+}
+
+
+class NcclError(RuntimeError):
+    """What cupy.cuda.nccl raises."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"NCCL_ERROR {status}")
+        self.status = status
+
+
+class Off(BaseException):
+    """The model has been switched off."""
+
+
+class Cuda:
+    """The machine: its GPUs, their streams and memory, and NCCL between them."""
+
+    def __init__(self, gpus: int) -> None:
+        self.gpus = gpus
+        self.wrongs: list[str] = []
+        self.off = threading.Event()
+        self.changed = threading.Condition()
+        self.streams: dict[int, Stream] = {}
+        self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+        self.thread = threading.local()
+        self.null_streams = [Stream(self, gpu) for gpu in range(gpus)]
+        self.cliques: dict[bytes, Clique] = {}
+        self.moved_bytes = 0
+        self.communicators: list[Communicator] = []
+        self.abort_hangs = False
+        self.random = np.random.default_rng(7)
+
+    @property
+    def device(self) -> int:
+        return getattr(self.thread, "device", 0)
+
+    def wrong(self, text: str) -> None:
+        self.wrongs.append(text)
+
+    def wait(self, test: Callable[[], bool]) -> None:
+        """Wait for a change that makes the test true; the model's end ends the thread."""
+        with self.changed:
+            while not test():
+                if self.off.is_set():
+                    raise Off
+                self.changed.wait(0.1)
+
+    def change(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def garbage(self, count: int) -> np.ndarray:
+        return self.random.integers(0, 256, count, np.uint8)
+
+    def bytes_at(self, address: int, count: int, device: int) -> np.ndarray:
+        """Return the memory there, when it is alive and that device's."""
+        for start, memory in list(self.memories.items()):
+            if start <= address and address + count <= start + memory.content.size:
+                if memory.device != device:
+                    self.wrong(f"an address of GPU {memory.device} was given to GPU {device}")
+                return memory.content[address - start : address - start + count]
+        self.wrong(f"{count} bytes were used after they were freed")
+        return np.zeros(count, np.uint8)
+
+    def modules(self) -> dict[str, types.ModuleType]:
+        """Return what to put into sys.modules."""
+        cupy, cuda, nccl = map(types.ModuleType, ("cupy", "cupy.cuda", "cupy.cuda.nccl"))
+        cupy.cuda, cuda.nccl = cuda, nccl
+        cupy.ndarray = ndarray
+        cupy.empty = lambda length, dtype: empty(self, length, np.dtype(dtype))
+        cupy.asarray = lambda host: asarray(self, host)
+        cupy.asnumpy = lambda array: array.get()
+        cuda.Device = lambda number: Device(self, number)
+        cuda.Event = Event
+        cuda.Stream = lambda non_blocking: Stream(self, self.device)
+        cuda.get_current_stream = lambda: current_stream(self)
+        cuda.alloc_pinned_memory = lambda count: bytearray(count + 512)
+        cuda.runtime = types.SimpleNamespace(getDeviceCount=lambda: self.gpus)
+        nccl.available = True
+        nccl.NcclError = NcclError
+        nccl.get_version = lambda: 23203
+        nccl.get_unique_id = lambda: self.random.bytes(128)
+        nccl.groupStart = lambda: group_start(self)
+        nccl.groupEnd = lambda: group_end(self)
+        nccl.NcclCommunicator = lambda size, unique_id, rank: Communicator(
+            self, size, unique_id, rank
+        )
+        for name, number in NAMES.items():
+            setattr(nccl, name, number)
+        return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
+
+
+# ---- CUDA
+
+
+class Device:
+    def __init__(self, cuda: Cuda, number: int) -> None:
+        self.cuda = cuda
+        self.id = number
+        self.pci_bus_id = f"0000:{number:02x}:00.0"
+        self._before = threading.local()
+
+    def __enter__(self) -> Device:
+        stack = self._before.__dict__.setdefault("stack", [])
+        stack.append(self.cuda.device)
+        self.cuda.thread.device = self.id
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cuda.thread.device = self._before.stack.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and other.id == self.id
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"<CUDA Device {self.id}>"
+
+    def synchronize(self) -> None:
+        self.cuda.wrong("the whole device was waited for")
+
+
+class Event:
+    def __init__(self, *, disable_timing: bool = False) -> None:
+        self._reached: threading.Event | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._reached is None or self._reached.is_set()
+
+
+class Stream:
+    """Tasks in their order, in a thread of their own."""
+
+    numbers = itertools.count(0x5000)
+
+    def __init__(self, cuda: Cuda, device: int) -> None:
+        self.cuda = cuda
+        self.device = device
+        self.ptr = next(self.numbers)
+        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        cuda.streams[self.ptr] = self
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self.cuda.off.is_set():
+            try:
+                task = self.tasks.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            with suppress(Off):
+                task()
+            del task  # and what it keeps alive
+
+    def __enter__(self) -> Stream:
+        self.cuda.thread.__dict__.setdefault("current", []).append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cuda.thread.current.pop()
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event._reached = reached = threading.Event()
+        self.tasks.put(reached.set)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        reached = event._reached
+        if reached is not None:
+            self.tasks.put(lambda: self._until(reached))
+
+    def synchronize(self) -> None:
+        reached = threading.Event()
+        self.tasks.put(reached.set)
+        self._until(reached)
+
+    def _until(self, reached: threading.Event) -> None:
+        while not reached.wait(0.1) and not self.cuda.off.is_set():
+            pass
+
+
+def current_stream(cuda: Cuda) -> Stream:
+    current = getattr(cuda.thread, "current", [])
+    return current[-1] if current else cuda.null_streams[cuda.device]
+
+
+class Memory:
+    def __init__(self, content: np.ndarray, device: int) -> None:
+        self.content = content
+        self.device = device
+
+
+class ndarray:
+    """A one-dimensional array of a GPU. Writes are kernels; the host reads by `get` alone."""
+
+    ndim = 1
+
+    def __init__(self, cuda: Cuda, memory: Memory, content: np.ndarray) -> None:
+        self.cuda = cuda
+        self.memory = memory
+        self._content = content  # for kernels only
+        self.dtype = content.dtype
+        self.size = content.size
+        self.nbytes = content.nbytes
+        self.itemsize = content.itemsize
+        self.shape = content.shape
+        self.strides = content.strides
+        self.flags = types.SimpleNamespace(c_contiguous=content.flags.c_contiguous)
+        self.data = types.SimpleNamespace(ptr=content.__array_interface__["data"][0])
+        self.device = Device(cuda, memory.device)
+
+    def __getitem__(self, part: slice) -> ndarray:
+        return ndarray(self.cuda, self.memory, self._content[part])
+
+    def __setitem__(self, part: Any, value: ndarray) -> None:
+        def kernel() -> None:
+            time.sleep(LATE_SECONDS)
+            self._content[part] = value._content
+
+        current_stream(self.cuda).tasks.put(kernel)
+
+    def view(self, dtype: Any) -> ndarray:
+        return ndarray(self.cuda, self.memory, self._content.view(dtype))
+
+    def get(self, out: np.ndarray | None = None) -> np.ndarray:
+        current_stream(self.cuda).synchronize()
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        out[...] = self._content
+        return out
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("a GPU's array was read entry by entry")
+
+
+def empty(cuda: Cuda, length: int, dtype: np.dtype[Any]) -> ndarray:
+    content = np.zeros(max(length * dtype.itemsize, 1), np.uint8)
+    memory = Memory(content, cuda.device)
+    cuda.memories[content.__array_interface__["data"][0]] = memory
+    garbage = cuda.garbage(content.size)
+
+    def last_user() -> None:
+        time.sleep(LATE_SECONDS)
+        content[:] = garbage
+
+    current_stream(cuda).tasks.put(last_user)
+    return ndarray(cuda, memory, content[: length * dtype.itemsize].view(dtype))
+
+
+def asarray(cuda: Cuda, host: np.ndarray) -> ndarray:
+    array = empty(cuda, host.size, host.dtype)
+    copy = ndarray(cuda, Memory(np.empty(0), 0), host.copy())
+    array[...] = copy
+    return array
+
+
+# ---- NCCL
+
+
+class Operation:
+    """One call between groupStart and groupEnd."""
+
+    def __init__(self, shape: tuple[Any, ...], source: int, into: int, count: int, dtype: int):
+        self.shape = shape  # what all ranks of a collective must agree on
+        self.source = source
+        self.into = into
+        self.count = count
+        self.dtype = np.dtype(DTYPES[dtype])
+        self.done = False
+
+
+class Clique:
+    """The communicators made of one unique id."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.members: dict[int, Communicator] = {}
+        self.status = 0
+        self.met: set[tuple[Any, ...]] = set()
+        self.sends: dict[tuple[int, int], list[Operation]] = defaultdict(list)
+        self.receives: dict[tuple[int, int], list[Operation]] = defaultdict(list)
+        self.collectives: dict[int, dict[int, Operation]] = defaultdict(dict)
+
+
+class Communicator:
+    def __init__(self, cuda: Cuda, size: int, unique_id: bytes, rank: int) -> None:
+        assert isinstance(unique_id, bytes)
+        assert len(unique_id) == 128
+        self.cuda, self.rank, self.device = cuda, rank, cuda.device
+        self.aborted = False
+        self.async_status = 0
+        self.begun = self.ended = 0  # groups
+        self.collectives = 0
+        with cuda.changed:
+            self.clique = clique = cuda.cliques.setdefault(unique_id, Clique(size))
+            if any(other.device == self.device for other in clique.members.values()):
+                clique.status = 5
+            clique.members[rank] = self
+            cuda.communicators.append(self)
+            cuda.changed.notify_all()
+        cuda.wait(lambda: len(clique.members) == size or clique.status > 0)
+        if clique.status:
+            raise NcclError(clique.status)
+
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._add(("send", peer), source, 0, count, dtype, stream)
+
+    def recv(self, into: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._add(("recv", peer), 0, into, count, dtype, stream)
+
+    def allReduce(
+        self, source: int, into: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        self._add(("allreduce", count, dtype, op), source, into, count, dtype, stream)
+
+    def reduce(
+        self, source: int, into: int, count: int, dtype: int, op: int, root: int, stream: int
+    ) -> None:
+        self._add(("reduce", count, dtype, op, root), source, into, count, dtype, stream)
+
+    def broadcast(
+        self, source: int, into: int, count: int, dtype: int, root: int, stream: int
+    ) -> None:
+        self._add(("broadcast", count, dtype, root), source, into, count, dtype, stream)
+
+    def _add(
+        self, shape: tuple[Any, ...], source: int, into: int, count: int, dtype: int, stream: int
+    ) -> None:
+        self._require_use()
+        group_start(self.cuda)
+        operation = Operation(shape, source, into, count, dtype)
+        self.cuda.thread.group.append((self, self.cuda.streams[stream], operation))
+        group_end(self.cuda)
+
+    def _require_use(self) -> None:
+        if self.cuda.device != self.device:
+            self.cuda.wrong(f"GPU {self.device}'s communicator was used on GPU {self.cuda.device}")
+        if self.aborted:
+            raise NcclError(4)
+
+    def check_async_error(self) -> None:
+        if self.aborted or self.async_status:
+            raise NcclError(self.async_status or 4)
+
+    def abort(self) -> None:
+        if self.cuda.abort_hangs:
+            self.cuda.off.wait()
+        self.aborted = True
+        self.cuda.change()
+
+    def destroy(self) -> None:
+        self.cuda.wrong("destroy waits for peers")
+
+    def meet(self, operations: list[Operation]) -> None:
+        """Block until all whom these operations need have come to theirs, for the first time."""
+        met, size, rank = self.clique.met, self.clique.size, self.rank
+        needed: set[tuple[Any, ...]] = set()
+        with self.cuda.changed:
+            for operation in operations:
+                match operation.shape:
+                    case ("send", peer):
+                        met.add(("to", rank, peer))
+                        needed.add(("from", peer, rank))
+                    case ("recv", peer):
+                        met.add(("from", rank, peer))
+                        needed.add(("to", peer, rank))
+                    case (kind, *_):
+                        met.add((kind, rank))
+                        needed |= {(kind, other) for other in range(size)}
+            self.cuda.changed.notify_all()
+        self.cuda.wait(lambda: needed <= met or self.aborted)
+        if self.aborted:
+            raise NcclError(2)
+
+    def run(self, number: int, operations: list[Operation]) -> None:
+        """A group's kernel."""
+        self.cuda.wait(lambda: self.ended == number or self.aborted)
+        time.sleep(LATE_SECONDS)
+        if not self.aborted:
+            with self.cuda.changed:
+                for operation in operations:
+                    self._begin(operation)
+                self.cuda.changed.notify_all()
+            self.cuda.wait(lambda: self.aborted or all(o.done for o in operations))
+        self.ended += 1
+        self.cuda.change()
+
+    def _begin(self, operation: Operation) -> None:
+        clique = self.clique
+        match operation.shape:
+            case ("send", peer):
+                clique.sends[self.rank, peer].append(operation)
+                self._match(self.rank, peer)
+            case ("recv", peer):
+                clique.receives[peer, self.rank].append(operation)
+                self._match(peer, self.rank)
+            case _:
+                everyones = clique.collectives[self.collectives]
+                self.collectives += 1
+                everyones[self.rank] = operation
+                if len(everyones) == clique.size:
+                    self._collect([everyones[rank] for rank in range(clique.size)])
+
+    def _match(self, source: int, to: int) -> None:
+        sends, receives = self.clique.sends[source, to], self.clique.receives[source, to]
+        if not sends or not receives or sends[0].count != receives[0].count:
+            return
+        send, receive = sends.pop(0), receives.pop(0)
+        self._at(to, receive.into, receive)[:] = self._at(source, send.source, send)
+        self.cuda.moved_bytes += send.count
+        send.done = receive.done = True
+
+    def _collect(self, operations: list[Operation]) -> None:
+        shape = operations[0].shape
+        if any(operation.shape != shape for operation in operations):
+            return
+        rows = [self._at(rank, o.source, o) for rank, o in enumerate(operations)]
+        match shape:
+            case ("broadcast", _, _, root):
+                result, receivers = rows[root].copy(), range(len(operations))
+            case ("allreduce", _, _, op):
+                result, receivers = _reduce(rows, op), range(len(operations))
+            case ("reduce", _, _, op, root):
+                result, receivers = _reduce(rows, op), [root]
+        for rank in receivers:
+            self._at(rank, operations[rank].into, operations[rank])[:] = result
+        for operation in operations:
+            operation.done = True
+
+    def _at(self, rank: int, address: int, operation: Operation) -> np.ndarray:
+        device = self.clique.members[rank].device
+        count = operation.count * operation.dtype.itemsize
+        return self.cuda.bytes_at(address, count, device).view(operation.dtype)
+
+
+def _reduce(rows: list[np.ndarray], op: int) -> np.ndarray:
+    total = rows[0].copy()
+    for row in rows[1:]:
+        OPERATORS[op](total, row, out=total)
+    return total
+
+
+def group_start(cuda: Cuda) -> None:
+    thread = cuda.thread
+    thread.depth = getattr(thread, "depth", 0) + 1
+    if thread.depth == 1:
+        thread.group = []
+
+
+def group_end(cuda: Cuda) -> None:
+    thread = cuda.thread
+    thread.depth -= 1
+    if thread.depth:
+        return
+    by_communicator: dict[int, list[tuple[Communicator, Stream, Operation]]] = defaultdict(list)
+    for entry in thread.group:
+        by_communicator[id(entry[0])].append(entry)
+    for entries in by_communicator.values():
+        communicator, stream, _ = entries[0]
+        operations = [operation for _, _, operation in entries]
+        communicator.meet(operations)
+        if stream.device != communicator.device:
+            cuda.wrong(f"GPU {communicator.device}'s kernel ran on a stream of {stream.device}")
+        number, communicator.begun = communicator.begun, communicator.begun + 1
+        stream.tasks.put(lambda c=communicator, n=number, o=operations: c.run(n, o))
+
+
+def install(monkeypatch: Any, cuda: Cuda) -> None:
+    """Let `import cupy` find this machine."""
+    for name, module in cuda.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)

@@ -1,0 +1,122 @@
+"""Compile every kernel for every architecture without a GPU, and tell what each one takes.
+
+python tests/collectives/device/compile_kernels.py [architecture ...]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from collectives.kernels.device.source import FILES, FOLDER, OPTIONS, instances, text
+
+# Turing, Ampere (A100, then its small sisters), Ada, Hopper, Blackwell (B200, then its sisters).
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+
+
+class Taken(NamedTuple):
+    """What one kernel takes on one architecture."""
+
+    kernel: str
+    registers: int
+    spilled_bytes: int
+
+
+def nvcc(architecture: int) -> list[Taken]:
+    """Compile all kernels at once, and read the assembler's account of them."""
+    names = instances()
+    # A kernel whose address is taken is instantiated.
+    lines = [f'#include "{file}"' for file in sorted(set(FILES.values()))]
+    lines += ["void* kernels[] = {", *(f"  (void*){name}," for name in names), "};"]
+    with TemporaryDirectory() as folder:
+        source = Path(folder, "kernels.cu")
+        source.write_text("\n".join(lines) + "\n")
+        command = ["nvcc", *OPTIONS, f"-arch=sm_{architecture}", "-cubin", "-Xptxas", "-v"]
+        command += ["-Werror", "all-warnings", f"-I{FOLDER}", "-o", f"{folder}/out", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"nvcc for sm_{architecture}: {done.stderr}")
+    taken = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
+        done.stderr,
+        re.DOTALL,
+    )
+    filt = subprocess.run(
+        ["c++filt"], input="\n".join(name for name, *_ in taken), capture_output=True, text=True
+    )
+    readable = filt.stdout.split("\n")
+    return [
+        Taken(re.sub(r"^void |\(.*", "", name), int(registers), int(spilled))
+        for name, (_, spilled, registers) in zip(readable, taken, strict=True)
+    ]
+
+
+def nvrtc(architecture: int) -> list[Taken]:
+    """Compile one kernel after the other, as CuPy does; it keeps no account."""
+    path = nvrtc_library()
+    assert path is not None
+    for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins))  # NVRTC opens it by its bare name
+    library = ctypes.CDLL(str(path))
+    for name in instances():
+        program = ctypes.c_void_p()
+        source = text(FILES[name.partition("<")[0]]).encode()
+        library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None)
+        library.nvrtcAddNameExpression(program, name.encode())
+        options = [option.encode() for option in (*OPTIONS, f"-arch=sm_{architecture}")]
+        failed = library.nvrtcCompileProgram(
+            program, len(options), (ctypes.c_char_p * len(options))(*options)
+        )
+        size = ctypes.c_size_t()
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, log)
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+        if failed:
+            raise RuntimeError(f"nvrtc for sm_{architecture}, {name}: {log.value.decode()}")
+    return []
+
+
+def nvrtc_library() -> Path | None:
+    """Return the NVRTC of the wheel nvidia-cuda-nvrtc; None without one."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations if spec else None
+    found = [path for folder in folders or () for path in Path(folder).rglob("libnvrtc.so.*[0-9]")]
+    return min(found, default=None, key=lambda path: len(path.name))
+
+
+def available() -> dict[str, object]:
+    """Return the compilers that are here, by name."""
+    compilers: dict[str, object] = {}
+    if shutil.which("nvcc"):
+        compilers["nvcc"] = nvcc
+    if nvrtc_library():
+        compilers["nvrtc"] = nvrtc
+    return compilers
+
+
+def table(architectures: tuple[int, ...]) -> Iterator[str]:
+    """Return the registers of each kernel, a column an architecture; + for spilled bytes."""
+    columns = {
+        architecture: {taken.kernel: taken for taken in nvcc(architecture)}
+        for architecture in architectures
+    }
+    yield f"{'registers':42}" + "".join(f"{f'sm_{column}':>8}" for column in columns)
+    for kernel in sorted(next(iter(columns.values()))):
+        cells = [
+            f"{column[kernel].registers}{'+' * bool(column[kernel].spilled_bytes)}"
+            for column in columns.values()
+        ]
+        yield f"{kernel:42}" + "".join(f"{cell:>8}" for cell in cells)
+
+
+if __name__ == "__main__":
+    print("\n".join(table(tuple(map(int, sys.argv[1:])) or ARCHITECTURES)))

@@ -1,0 +1,129 @@
+"""The machine of the tests: the CUDA kernels, compiled for the host, on NumPy arrays.
+
+Its memory begins as garbage and has red zones on both sides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import subprocess
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from collectives.kernels.device.machine import require_packed
+from collectives.kernels.device.source import FILES, FOLDER, instances
+
+HERE = Path(__file__).parent
+ZONE, GARBAGE = 64, 0xCD  # bytes
+
+
+LAUNCH = """
+extern "C" __attribute__((visibility("default")))
+const char* launch(const char* name, unsigned blocks, unsigned threads, void** arguments,
+                   const size_t* sizes, unsigned count, uint64_t seed) {
+  return host::launch(name, blocks, threads, arguments, sizes, count, seed);
+}
+"""
+
+
+def build(folder: Path, threads: int) -> ctypes.CDLL:
+    """Return the kernels as a library of the host, for blocks of so many threads."""
+    lines = ["#include <algorithm>", '#include "cuda_on_host.hpp"']
+    lines += [f'#include "{file}"' for file in sorted(set(FILES.values()))]
+    lines += ["std::map<std::string, host::Entry> host::kernels = {"]
+    lines += [f'  {{"{name}", host::kernel_of({name})}},' for name in instances()]
+    return compiled(folder / f"kernels_{threads}", "\n".join([*lines, "};"]), threads)
+
+
+def compiled(path: Path, source: str, threads: int) -> ctypes.CDLL:
+    """Return a source with its table of kernels as a library."""
+    path.with_suffix(".cpp").write_text(source + LAUNCH)
+    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+    command += ["-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
+    # Several libraries of the same names in one process: they must not share their statics.
+    command += ["-fvisibility=hidden", "-fno-gnu-unique", f"-DTHREADS={threads}"]
+    command += [f"-I{HERE}", f"-I{FOLDER}"]
+    command += ["-o", str(path.with_suffix(".so")), str(path.with_suffix(".cpp"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    library = ctypes.CDLL(str(path.with_suffix(".so")))
+    library.launch.restype = ctypes.c_char_p
+    return library
+
+
+class HostMachine:
+    """A machine as the launch sequences know it. A seed shuffles threads, blocks and atomics."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int, blocks: int, seed: int = 0) -> None:
+        self.library = library
+        self.threads = threads
+        self.blocks = blocks
+        self.seeds = itertools.repeat(0) if seed == 0 else itertools.count(seed)
+        self.launched: list[str] = []
+        self.fetched = 0
+        self._buffers: list[weakref.ref[np.ndarray]] = []
+
+    def empty(self, size: int, dtype: Any) -> np.ndarray:
+        count = size * np.dtype(dtype).itemsize
+        buffer = np.full(count + 2 * ZONE, GARBAGE, np.uint8)
+        self._buffers.append(weakref.ref(buffer))
+        return buffer[ZONE : ZONE + count].view(dtype)
+
+    def zeros(self, size: int, dtype: Any) -> np.ndarray:
+        array = self.empty(size, dtype)
+        array.view(np.uint8)[:] = 0
+        return array
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        """Return a copy in this machine's memory."""
+        copy = self.empty(array.size, array.dtype)
+        copy[:] = array
+        return copy
+
+    def packed(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array)
+
+    def address(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def launch(self, kernel: str, blocks: int, *arguments: np.ndarray | np.generic | None) -> None:
+        assert 1 <= blocks <= self.blocks
+        require_packed(*arguments)
+        given = [np.uint64(0) if argument is None else argument for argument in arguments]
+        held = [
+            ctypes.c_void_p(argument.ctypes.data)
+            if isinstance(argument, np.ndarray)
+            else (ctypes.c_char * argument.nbytes).from_buffer_copy(argument.tobytes())
+            for argument in given
+        ]
+        pointers = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+        sizes = (ctypes.c_size_t * len(held))(*map(ctypes.sizeof, held))
+        error = self.library.launch(
+            kernel.encode(),
+            blocks,
+            self.threads,
+            pointers,
+            sizes,
+            len(held),
+            ctypes.c_uint64(next(self.seeds)),
+        )
+        assert error is None, f"{kernel}: {error.decode()}"
+        self.launched.append(kernel)
+        self.look_at_red_zones(kernel)
+
+    def fetch(self, array: np.ndarray) -> np.ndarray:
+        self.fetched += 1
+        return array.copy()
+
+    def look_at_red_zones(self, kernel: str) -> None:
+        """Fail when something was written beside the memory that was asked for."""
+        self._buffers = [buffer for buffer in self._buffers if buffer() is not None]
+        for reference in self._buffers:
+            buffer = reference()
+            if buffer is not None:
+                zones = np.concatenate([buffer[:ZONE], buffer[-ZONE:]])
+                assert (zones == GARBAGE).all(), f"{kernel} wrote beside its memory"

@@ -1,0 +1,177 @@
+"""The CUDA machine: what it says without CuPy, what it asks of it, and all of it on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from collectives import SparseVector, kernels
+from collectives.kernels import Momentum, device, reference
+from collectives.kernels.device import cuda
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Nothing of CuPy is remembered, before and after."""
+    for cache in (cuda.cupy, cuda._load):
+        cache.cache_clear()
+    with mock.patch.object(cuda, "_mine", SimpleNamespace()):
+        yield
+    for cache in (cuda.cupy, cuda._load):
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_cupy_one_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match=r"needs? cupy: pip install gtopk\[cuda12\]"):
+        kernels.select(object(), 1)
+
+
+def test_the_kernels_are_there_before_cupy_is_imported() -> None:
+    program = "import sys, collectives.kernels.device; print('cupy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_numpy_arrays_stay_on_the_host() -> None:
+    assert kernels._twin(np.empty(1)) is not device
+    assert kernels._twin(object()) is device
+
+
+@pytest.fixture
+def stand_in(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A CuPy of which one can ask what it was asked."""
+    launched: list[Any] = []
+    compiled: list[Any] = []
+
+    class Module:
+        def __init__(self, code: str, options: tuple[str, ...], name_expressions: Any) -> None:
+            compiled.append((code, options, name_expressions))
+
+        def get_function(self, name: str) -> Callable[..., None]:
+            return lambda *call: launched.append((name, *call))
+
+    state = SimpleNamespace(device=0, stream=7, launched=launched, compiled=compiled)
+    processors = {"MultiProcessorCount": 10}
+    module = SimpleNamespace(
+        RawModule=Module,
+        zeros=np.zeros,
+        cuda=SimpleNamespace(
+            Device=lambda: SimpleNamespace(id=state.device, attributes=processors),
+            get_current_stream=lambda: SimpleNamespace(ptr=state.stream),
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return state
+
+
+def on(number: int) -> Any:
+    """Return what has a device as CuPy's arrays have one."""
+    return SimpleNamespace(device=SimpleNamespace(id=number))
+
+
+def test_a_kernel_is_compiled_once_and_launched_as_asked(stand_in: Any) -> None:
+    machine = cuda.CudaMachine()
+    array = np.zeros(3, np.float32)
+    for _ in range(2):
+        machine.launch("find_nonfinite<float>", 4, array, None, np.uint64(3))
+    ((code, options, names),) = stand_in.compiled
+    assert "void find_nonfinite(" in code
+    assert "--fmad=false" in options
+    assert names == ("find_nonfinite<float>",)
+    (name, grid, block, arguments), again = stand_in.launched
+    assert (name, grid, block) == ("find_nonfinite<float>", (4,), (256,))
+    assert arguments[0] is array
+    assert arguments[1:] == (0, 3)
+    assert arguments[1].nbytes == 8  # a null pointer
+    assert again[0] == name
+
+
+def test_each_stream_and_each_thread_has_scratch_of_its_own(stand_in: Any) -> None:
+    mine = cuda.scratch(on(0))
+    assert cuda.scratch(on(0)) is mine
+    stand_in.stream = 8
+    assert cuda.scratch(on(0)) is not mine
+    stand_in.stream = 7
+    assert cuda.scratch(on(0)) is mine
+
+
+def test_threads_share_no_scratch() -> None:
+    # The stand-in above replaces the thread's memory; this is the real one.
+    cuda._mine.seen = True
+    others: list[bool] = []
+    thread = Thread(target=lambda: others.append(hasattr(cuda._mine, "seen")))
+    thread.start()
+    thread.join()
+    del cuda._mine.seen
+    assert others == [False]
+
+
+def test_an_array_of_another_gpu_is_refused(stand_in: Any) -> None:
+    with pytest.raises(ValueError, match=r"on GPU 1 while GPU 0 .*with cupy\.cuda\.Device\(1\)"):
+        cuda.scratch(on(1))
+
+
+# ---- on a GPU
+
+
+@pytest.fixture
+def cupy(on_gpu: Any) -> Any:
+    return cuda.cupy()
+
+
+def same(got: SparseVector, expected: SparseVector) -> bool:
+    return (
+        got.indices.get().tolist() == expected.indices.tolist()
+        and got.values.get().tobytes() == expected.values.tobytes()
+    )
+
+
+@pytest.mark.gpu
+def test_the_public_functions_are_the_reference_s(cupy: Any, random: np.random.Generator) -> None:
+    length, k = 1_000_003, 1000
+    residual, velocity = np.zeros((2, length), np.float32)
+    held, held_velocity = cupy.zeros(length, np.float32), cupy.zeros(length, np.float32)
+    threshold = 0.0
+    for _ in range(5):
+        gradient = random.standard_normal(length).astype(np.float32)
+        expected, _ = reference.accumulate_and_select(
+            residual, gradient, k, momentum=Momentum(velocity, 0.9)
+        )
+        picked, threshold = kernels.accumulate_and_select(
+            held, cupy.asarray(gradient), k, threshold, Momentum(held_velocity, 0.9)
+        )
+        assert same(picked, expected)
+        reference.clear_at(residual, expected.indices)
+        kernels.clear_at(held, picked.indices)
+        assert held.get().tobytes() == residual.tobytes()
+    other, _ = reference.select(random.standard_normal(length).astype(np.float32), k)
+    theirs = SparseVector(cupy.asarray(other.indices), cupy.asarray(other.values), length)
+    for got, wanted in zip(
+        kernels.merge(picked, theirs, k), reference.merge(expected, other, k), strict=True
+    ):
+        assert same(got, wanted)
+    assert same(
+        kernels.sum_by_index([picked, theirs, picked]),
+        reference.sum_by_index([expected, other, expected]),
+    )
+    assert kernels.squared_norm(held) == reference.squared_norm(residual)
+    assert kernels.all_finite(held)
+
+
+@pytest.mark.gpu
+def test_a_vector_of_cupy_is_one_too(cupy: Any) -> None:
+    dense = cupy.asarray([0, 2, 0, -1], np.float32)
+    vector = SparseVector.from_dense(dense)
+    assert vector.to_dense().get().tolist() == [0, 2, 0, -1]
+    assert vector.where(vector.values > 0).indices.get().tolist() == [1]
+    assert SparseVector.empty(4, like=dense).to_dense().get().tolist() == [0] * 4

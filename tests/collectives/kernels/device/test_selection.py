@@ -1,0 +1,334 @@
+"""Selection on a GPU against a sort: the sequence of launches, and every way it can go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from collectives.kernels import Momentum
+from collectives.kernels.device import selection
+from collectives.kernels.device.machine import Scratch
+from collectives.kernels.device.selection import accumulate_and_select, select
+from collectives.vector import SparseVector, check
+
+TILE = 32 * 64  # elements a tile of the host's machines with 64 threads
+FEW = [-2.0, -1.0, -0.5, 0.0, -0.0, 0.5, 1.0, 2.0]  # many ties and zeros
+ODD = [np.inf, -np.inf, np.nan, 1e-45, 3e38, -3e38]
+by_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+thresholds = st.floats(0, 3) | st.sampled_from([np.inf, np.nan, -1.0, 1e-320, 1e39, 1e300])
+
+
+def keys(dense: np.ndarray) -> np.ndarray:
+    """Return the bits without the sign: the order that is promised."""
+    unsigned = np.uint32 if dense.dtype == np.float32 else np.uint64
+    return dense.view(unsigned) & (np.iinfo(unsigned).max >> 1)
+
+
+def top(dense: np.ndarray, k: int) -> SparseVector:
+    """Return the k largest entries by a sort: the oracle."""
+    order = np.lexsort((np.arange(dense.size), -keys(dense).astype(np.int64)))
+    indices = np.sort(order[keys(dense)[order] != 0][:k]).astype(np.int32)
+    return SparseVector(indices, dense[indices], dense.size)
+
+
+def assert_selects(scratch: Scratch, dense: np.ndarray, k: int, threshold: float = 0.0) -> float:
+    """Fail unless the machine selects what the sort puts first; return the next threshold."""
+    machine: Any = scratch.machine
+    held = machine.put(dense)
+    picked, following = select(scratch, held, k, threshold)
+    assert_same(machine, picked, top(dense, k))
+    assert machine.fetch(held).tobytes() == dense.tobytes()
+    return following
+
+
+def assert_same(machine: Any, picked: SparseVector, expected: SparseVector) -> None:
+    got = SparseVector(machine.fetch(picked.indices), machine.fetch(picked.values), picked.length)
+    assert got.indices.tolist() == expected.indices.tolist()
+    assert got.values.tobytes() == expected.values.tobytes()
+    assert got.length == expected.length
+    check(got)
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> np.ndarray:
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    width = np.dtype(dtype).itemsize * 8
+    anything = st.floats(width=width) | st.sampled_from(FEW)
+    values = draw(st.sampled_from([st.sampled_from(FEW), anything]))
+    return draw(arrays(dtype, draw(st.integers(1, 300)), elements=values))
+
+
+@settings(max_examples=80)
+@given(vectors(), st.integers(1, 300), thresholds)
+def test_what_is_selected_is_what_a_sort_puts_first(
+    scratch: Scratch, dense: np.ndarray, k: int, threshold: float
+) -> None:
+    k = min(k, dense.size)
+    following = assert_selects(scratch, dense, k, threshold)
+    expected = top(dense, k)
+    lowest = keys(expected.values).min() if expected.entries == k else 0
+    assert type(following) is float
+    assert 0 <= keys(np.array([following], dense.dtype))[0] <= lowest
+
+
+@settings(max_examples=40)
+@given(vectors(), st.data())
+def test_a_guess_at_a_value_that_is_there_includes_it(
+    scratch: Scratch, dense: np.ndarray, data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, dense.size))
+    guess = abs(float(dense[data.draw(st.integers(0, dense.size - 1))]))
+    assert_selects(scratch, dense, k, guess)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [1, 2, 3, 4, 5, 31, 32, 33, 127, 128, 129, TILE - 1, TILE, TILE + 1, 7 * TILE + 5],
+)
+@by_dtype
+def test_tiles_leave_no_seam(
+    scratch: Scratch, size: int, dtype: type, random: np.random.Generator
+) -> None:
+    dense = random.standard_normal(size).astype(dtype)
+    dense[[0, -1]] = 9, -9  # at both ends
+    if size > TILE:
+        dense[TILE - 1 : TILE + 1] = 8, -8  # on both sides of the seam
+    for k in {1, 2, max(1, size // 50), max(1, size // 3), size} & set(range(1, size + 1)):
+        at_k = float(np.abs(top(dense, k).values).min())
+        for threshold in (0.0, at_k, at_k * 0.9, at_k * 0.1, at_k * 2, np.inf):
+            assert_selects(scratch, dense, k, threshold)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+@by_dtype
+def test_a_vector_need_not_be_aligned(
+    scratch: Scratch, offset: int, dtype: type, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    memory = random.standard_normal(2 * TILE + 9).astype(dtype)
+    gradient = random.standard_normal(memory.size - offset).astype(dtype)
+    held = machine.put(memory)
+    picked, _ = accumulate_and_select(scratch, held[offset:], machine.put(gradient), 99, 1.5)
+    assert_same(machine, picked, top(memory[offset:] + gradient, 99))
+    assert machine.fetch(held[:offset]).tobytes() == memory[:offset].tobytes()
+
+
+def hostile(random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return vectors that mislead guesses, histograms or the order of ties."""
+    n = 3 * TILE + 17
+    noise = random.standard_normal(n).astype(np.float32)
+    few = np.zeros(n, np.float32)
+    few[random.choice(n, 40, replace=False)] = 1.0
+    cliff = np.where(np.arange(n) % 20, 0.99, 1.01).astype(np.float32) * np.sign(noise)
+    broken = noise.copy()
+    broken[[3, 700, TILE]] = np.nan, -np.inf, np.inf
+    ulps = np.nextafter(np.float32(1), np.float32(2)) * np.ones(n, np.float32)
+    ulps[::3] = 1.0
+    return {
+        "all equal": np.full(n, -3.25, np.float32),
+        "all the largest number": np.full(n, np.finfo(np.float32).max, np.float32),
+        "all NaN": np.full(n, np.nan, np.float32),
+        "all zero": np.where(np.arange(n) % 2, 0.0, -0.0).astype(np.float32),
+        "few that are not zero": few,
+        "ascending": np.sort(np.abs(noise)),
+        "descending": np.sort(np.abs(noise))[::-1].copy(),
+        "a cliff below the k-th": cliff,
+        "NaN and infinities": broken,
+        "one bit apart": ulps,
+        "denormal": (noise * 1e-42).astype(np.float32),
+        "of every magnitude": (noise * 10.0 ** random.integers(-37, 37, n)).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(hostile(np.random.default_rng(0))))
+def test_no_vector_is_too_hostile(scratch: Scratch, name: str, random: np.random.Generator) -> None:
+    dense = hostile(random)[name]
+    for k in (1, 60, 700, dense.size):
+        threshold = 0.0
+        for guess in (0.0, 1e-45, 0.5, 0.995, 1.0, 3.25, 1e30, np.inf):
+            threshold = assert_selects(scratch, dense, k, guess)
+        assert_selects(scratch, dense, k, threshold)  # whatever came before
+
+
+def test_more_candidates_than_the_list_holds_lose_nothing(
+    scratch: Scratch, random: np.random.Generator
+) -> None:
+    # Its capacity is 8 k + 4096: with k = 10 these overflow it, and the vector is searched.
+    dense = random.standard_normal(10_000).astype(np.float32)
+    for guess in (0.0, 0.01, 0.3):
+        assert_selects(scratch, dense, 10, guess)
+    assert_selects(scratch, np.abs(dense) + 100, 10, 50.0)
+
+
+def test_equal_magnitudes_pick_the_lower_index(scratch: Scratch) -> None:
+    dense = np.array([1, -2, 2, -1, 3, 1], np.float32)
+    for guess in (0.0, 1.0, 1.5, 2.0, 2.5, 9.0):
+        picked, _ = select(scratch, scratch.machine.put(dense), 4, guess)
+        assert picked.indices.tolist() == [0, 1, 2, 4]
+        assert picked.values.tolist() == [1, -2, 2, 3]
+
+
+def test_the_threshold_of_the_last_step_spares_a_second_look(
+    on_host: Any, random: np.random.Generator
+) -> None:
+    """Only the first step may read the vector again; the kernels say so in the search's words."""
+    scratch = Scratch(on_host())
+    residual, threshold = np.zeros(40_000, np.float32), 0.0
+    for step in range(12):
+        gradient = random.standard_normal(residual.size).astype(np.float32)
+        held = scratch.machine.put(residual)
+        picked, threshold = accumulate_and_select(
+            scratch, held, scratch.machine.put(gradient), 40, threshold
+        )
+        assert_same(scratch.machine, picked, top(residual + gradient, 40))
+        residual += gradient
+        residual[picked.indices] = 0
+        searched_densely = scratch.array("search", 15, np.uint64)[10]
+        assert searched_densely == (step == 0)
+
+
+@by_dtype
+def test_accumulating_adds_exactly_once_whatever_the_threshold(
+    scratch: Scratch, dtype: type, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    before = random.standard_normal(TILE + 77).astype(dtype)
+    gradient = random.standard_normal(before.size).astype(dtype)
+    for threshold in (0.0, 0.001, 2.0, 100.0):
+        residual, addend = machine.put(before), machine.put(gradient)
+        picked, _ = accumulate_and_select(scratch, residual, addend, 20, threshold)
+        assert machine.fetch(residual).tobytes() == (before + gradient).tobytes()
+        assert machine.fetch(addend).tobytes() == gradient.tobytes()
+        assert_same(machine, picked, top(before + gradient, 20))
+
+
+def bfloat16(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return float32 values cut to bfloat16: their bits as uint16, and the values."""
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return bits, (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_gradients_of_16_bits_are_widened_exactly(
+    scratch: Scratch, kind: str, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    before = random.standard_normal(TILE + 3).astype(np.float32)
+    gradient = random.standard_normal(before.size).astype(np.float32) * 1e-3
+    if kind == "float16":
+        sent = gradient.astype(np.float16)
+        wide = sent.astype(np.float32)
+    else:
+        sent, wide = bfloat16(gradient)
+    residual = machine.put(before)
+    picked, _ = accumulate_and_select(scratch, residual, machine.put(sent), 50, 1.9)
+    assert machine.fetch(residual).tobytes() == (before + wide).tobytes()
+    assert_same(machine, picked, top(before + wide, 50))
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 0, 3], [TILE, 0, TILE + 4, 1, 5], [3, 2 * TILE, 0, 0]])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_gradient_in_parts_is_the_parts_joined(
+    scratch: Scratch, sizes: list[int], dtype: type, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    parts = [random.standard_normal(size).astype(dtype) for size in sizes]
+    joined = np.concatenate(parts).astype(np.float32)
+    before = random.standard_normal(joined.size).astype(np.float32)
+    velocity = random.standard_normal(joined.size).astype(np.float32)
+    k = min(5, joined.size)
+    held = [machine.put(part) for part in parts]
+    for momentum in (None, Momentum(machine.put(velocity), 0.5)):
+        added = joined if momentum is None else velocity * np.float32(0.5) + joined
+        residual = machine.put(before)
+        picked, _ = accumulate_and_select(scratch, residual, held, k, 1.0, momentum)
+        assert machine.fetch(residual).tobytes() == (before + added).tobytes()
+        assert_same(machine, picked, top(before + added, k))
+
+
+def test_elements_that_lie_apart_are_copied_or_refused(scratch: Scratch) -> None:
+    machine: Any = scratch.machine
+    gradient = machine.put(np.arange(20, dtype=np.float32))[::2]
+    residual = machine.zeros(10, np.float32)
+    picked, _ = accumulate_and_select(scratch, residual, gradient, 2)
+    assert machine.fetch(picked.values).tolist() == [16, 18]
+    apart = machine.zeros(20, np.float32)[::2]
+    with pytest.raises(ValueError, match=r"side by side, got strides \(8,\) for float32 \[10\]"):
+        accumulate_and_select(scratch, apart, residual, 2)
+    assert not machine.fetch(apart).any()
+
+
+@by_dtype
+def test_momentum_correction_is_in_the_same_pass(
+    scratch: Scratch, dtype: type, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    size = 2 * TILE + 1
+    residual, velocity = np.zeros(size, dtype), np.zeros(size, dtype)
+    held, held_velocity = machine.put(residual), machine.put(velocity)
+    threshold = 0.0
+    for _ in range(3):
+        gradient = random.standard_normal(size).astype(dtype)
+        velocity = velocity * dtype(0.9) + gradient
+        residual = residual + velocity
+        picked, threshold = accumulate_and_select(
+            scratch, held, machine.put(gradient), 30, threshold, Momentum(held_velocity, 0.9)
+        )
+        assert machine.fetch(held_velocity).tobytes() == velocity.tobytes()
+        assert machine.fetch(held).tobytes() == residual.tobytes()
+        assert_same(machine, picked, top(residual, 30))
+
+
+def test_long_vectors_have_wide_indices(
+    scratch: Scratch, monkeypatch: pytest.MonkeyPatch, random: np.random.Generator
+) -> None:
+    # None as long fits here: what counts 2^31 elements is told that these are as many.
+    monkeypatch.setattr(selection, "index_dtype", lambda length: np.dtype(np.int64))
+    dense = random.standard_normal(5000).astype(np.float32)
+    for guess in (0.0, 2.5, 9.0):
+        picked, _ = select(scratch, scratch.machine.put(dense), 40, guess)
+        assert picked.indices.dtype == np.int64
+        assert picked.indices.tolist() == top(dense, 40).indices.tolist()
+
+
+@pytest.mark.parametrize("k", [0, -1, 6])
+def test_k_outside_the_vector_is_refused(scratch: Scratch, k: int) -> None:
+    dense = scratch.machine.put(np.ones(5, np.float32))
+    with pytest.raises(ValueError, match=rf"k must lie in 1\.\.5 .*, got {k}"):
+        select(scratch, dense, k)
+
+
+@pytest.mark.parametrize(
+    ("residual", "gradient", "velocity", "message"),
+    [
+        (np.float32, (np.float32, 3), None, r"gradient .*, float32 \[4\], got float32 \[3\]"),
+        (np.float32, (np.float64, 4), None, r"gradient .*, float32 \[4\], got float64 \[4\]"),
+        (np.float64, (np.float16, 4), None, r"gradient .*, float64 \[4\], got float16 \[4\]"),
+        (np.float32, (np.float32, 4), (np.float64, 4), r"velocity .*, got float64 \[4\]"),
+        (np.float32, (np.float32, 4), (np.float32, 5), r"velocity .*, got float32 \[5\]"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_untouched(
+    scratch: Scratch, residual: type, gradient: Any, velocity: Any, message: str
+) -> None:
+    machine: Any = scratch.machine
+    held = machine.put(np.zeros(4, residual))
+    addend = machine.put(np.ones(gradient[1], gradient[0]))
+    momentum = velocity and Momentum(machine.put(np.ones(velocity[1], velocity[0])), 0.9)
+    with pytest.raises(ValueError, match=message):
+        accumulate_and_select(scratch, held, addend, 1, 0.0, momentum)
+    assert not machine.fetch(held).any()
+
+
+def test_the_host_waits_once(scratch: Scratch, random: np.random.Generator) -> None:
+    machine: Any = scratch.machine
+    dense = machine.put(random.standard_normal(5000).astype(np.float32))
+    for guess in (0.0, 2.0, 50.0):
+        before = machine.fetched
+        select(scratch, dense, 25, guess)
+        assert machine.fetched == before + 1

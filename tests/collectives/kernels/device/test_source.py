@@ -1,0 +1,73 @@
+"""The CUDA sources compile for every GPU we name, and what they take is what they may."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from collectives.kernels.device import source
+from collectives.kernels.device.source import FILES, FOLDER, THREADS, instances, text
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+REGISTERS = 65_536  # of a multiprocessor, for all its threads
+
+
+@pytest.fixture(scope="module")
+def compilers(beside: Any) -> Any:
+    """The module that compiles without a GPU."""
+    return beside("compile_kernels")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles_without_a_spill(compilers: Any, architecture: int) -> None:
+    if "nvcc" not in compilers.available():
+        pytest.skip("no nvcc here")
+    taken = compilers.nvcc(architecture)
+    assert len(taken) == len(instances())
+    assert [kernel for kernel in taken if kernel.spilled_bytes] == []
+    # Two blocks on a multiprocessor at least: else nothing hides the latency of a barrier.
+    assert [kernel for kernel in taken if kernel.registers * THREADS * 2 > REGISTERS] == []
+
+
+def test_every_kernel_compiles_as_cupy_compiles_it(compilers: Any) -> None:
+    if "nvrtc" not in compilers.available():
+        pytest.skip("no NVRTC here: pip install nvidia-cuda-nvrtc")
+    compilers.nvrtc(90)
+
+
+def test_every_file_belongs_to_a_kernel_and_every_kernel_to_a_file() -> None:
+    assert {path.name for path in FOLDER.glob("*.cu")} == set(FILES.values())
+    for kernel, file in FILES.items():
+        assert re.search(rf"\bvoid {kernel}\(", (FOLDER / file).read_text(encoding="utf-8"))
+    assert {name.partition("<")[0] for name in instances()} == set(FILES)
+    assert len(set(instances())) == len(instances())
+
+
+@pytest.mark.parametrize("file", sorted(set(FILES.values())))
+def test_a_text_holds_each_file_once_and_needs_no_other(file: str) -> None:
+    whole = text(file)
+    assert "#include" not in whole
+    assert whole.count("struct Keys<float>") == 1
+
+
+@pytest.mark.parametrize("file", sorted(set(FILES.values())))
+def test_a_file_opens_with_its_idea_and_its_launch(file: str) -> None:
+    opening = (FOLDER / file).read_text(encoding="utf-8").partition("#include")[0]
+    assert re.match(r"// [A-Z].*[.,:]", opening)
+    assert "// launch: " in opening
+
+
+def test_numbers_that_two_languages_share_are_the_same() -> None:
+    from collectives.kernels.device import packing, selection
+
+    assert f"#define THREADS {THREADS}\n" in text("mark.cu")
+    assert 1 << int(re.search(r"BIN_BITS = (\d+)", text("search.cu"))[1]) == selection.BINS
+    words = re.search(r"struct Search \{(.*?)\n\};", text("search.cu"), re.DOTALL)[1]
+    fields = re.findall(r"^  (u64|u32) ([\w, ]+);", words, re.MULTILINE)
+    halves = sum((2 if kind == "u64" else 1) * len(names.split(",")) for kind, names in fields)
+    assert halves == 2 * selection.SEARCH_WORDS
+    assert [name.strip() for name in fields[0][1].split(",")] == ["kept", "rest", "next"]
+    assert packing.BLOCK == 1 << 16
+    assert source.OPTIONS[1] == "--fmad=false"

@@ -1,0 +1,117 @@
+"""Merging and summing on a GPU against the NumPy reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from collectives.kernels import reference
+from collectives.kernels.device.machine import Scratch
+from collectives.kernels.device.sums import merge, sum_by_index
+from collectives.vector import SparseVector
+
+FEW = [-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0]  # many ties, and sums that cancel
+dtypes = st.sampled_from([np.float32, np.float64])
+
+
+def sparse(dense: np.ndarray) -> SparseVector:
+    return SparseVector.from_dense(dense)
+
+
+def put(machine: Any, vector: SparseVector) -> SparseVector:
+    return SparseVector(machine.put(vector.indices), machine.put(vector.values), vector.length)
+
+
+def assert_same(machine: Any, got: SparseVector, expected: SparseVector) -> None:
+    assert machine.fetch(got.indices).tolist() == expected.indices.tolist()
+    assert machine.fetch(got.values).tobytes() == expected.values.tobytes()
+    assert got.indices.dtype == expected.indices.dtype
+    assert got.length == expected.length
+
+
+@st.composite
+def lists(draw: st.DrawFn, counts: st.SearchStrategy[int]) -> list[SparseVector]:
+    dtype, length = draw(dtypes), draw(st.integers(1, 200))
+    values = st.sampled_from(FEW) | st.floats(-(2.0**100), 2.0**100, width=32)
+    return [
+        sparse(draw(arrays(dtype, length, elements=values, fill=st.just(0.0))))
+        for _ in range(draw(counts))
+    ]
+
+
+@settings(max_examples=60)
+@given(lists(st.just(2)), st.integers(1, 250))
+def test_a_merge_is_the_reference_s_to_the_bit(
+    scratch: Scratch, pair: list[SparseVector], k: int
+) -> None:
+    a, b = (put(scratch.machine, vector) for vector in pair)
+    expected = reference.merge(*pair, k)
+    for got in (merge(scratch, a, b, k), merge(scratch, b, a, k)):  # both partners
+        for part, whole in zip(got, expected, strict=True):
+            assert_same(scratch.machine, part, whole)
+
+
+@pytest.mark.parametrize("overlap", [0, 100, 3000])
+@pytest.mark.parametrize("k", [1, 2500, 3000, 4000, 6000])
+def test_lists_longer_than_all_threads_merge(
+    scratch: Scratch, overlap: int, k: int, random: np.random.Generator
+) -> None:
+    length = 100_000
+    a = random.choice(length, 3000, replace=False)
+    b = np.concatenate([a[:overlap], np.setdiff1d(np.arange(length), a)[: 3000 - overlap]])
+    pair = []
+    for indices in (a, b):
+        dense = np.zeros(length, np.float32)
+        dense[indices] = random.standard_normal(indices.size)
+        pair.append(sparse(dense))
+    got = merge(scratch, *(put(scratch.machine, vector) for vector in pair), k)
+    for part, whole in zip(got, reference.merge(*pair, k), strict=True):
+        assert_same(scratch.machine, part, whole)
+
+
+def test_wide_indices_merge_as_narrow_ones(scratch: Scratch) -> None:
+    far = 2**31 + 5
+    a = SparseVector(np.array([3, far], np.int64), np.array([1, 2], np.float32), 2**32)
+    b = SparseVector(np.array([far, far + 1], np.int64), np.array([5, -1], np.float32), 2**32)
+    kept, dropped = merge(scratch, put(scratch.machine, a), put(scratch.machine, b), 2)
+    assert kept.indices.tolist() == [3, far]
+    assert kept.values.tolist() == [1, 7]
+    assert dropped.indices.tolist() == [far + 1]
+
+
+def test_nan_and_infinity_are_kept_before_numbers(scratch: Scratch) -> None:
+    a = SparseVector(np.array([1, 4], np.int32), np.array([np.nan, 9], np.float32), 9)
+    b = SparseVector(np.array([2, 6], np.int32), np.array([-np.inf, 8], np.float32), 9)
+    kept, dropped = merge(scratch, put(scratch.machine, a), put(scratch.machine, b), 3)
+    assert kept.indices.tolist() == [1, 2, 4]
+    assert dropped.indices.tolist() == [6]
+
+
+@settings(max_examples=40)
+@given(lists(st.integers(1, 20)))
+def test_each_index_is_summed_in_the_order_of_the_list(
+    scratch: Scratch, vectors: list[SparseVector]
+) -> None:
+    got = sum_by_index(scratch, [put(scratch.machine, vector) for vector in vectors])
+    assert_same(scratch.machine, got, reference.sum_by_index(vectors))
+
+
+def test_nothing_and_nothing_is_nothing(scratch: Scratch) -> None:
+    nothing = put(scratch.machine, SparseVector.empty(7))
+    kept, dropped = merge(scratch, nothing, nothing, 3)
+    assert (kept.entries, dropped.entries, kept.length) == (0, 0, 7)
+    assert sum_by_index(scratch, [nothing] * 3).entries == 0
+
+
+def test_a_merge_waits_once(scratch: Scratch, random: np.random.Generator) -> None:
+    machine: Any = scratch.machine
+    a, b = (put(machine, sparse(random.standard_normal(900))) for _ in range(2))
+    before = machine.fetched
+    merge(scratch, a, b, 300)
+    sum_by_index(scratch, [a, b, a])
+    assert machine.fetched == before + 2

@@ -1,0 +1,457 @@
+"""The contract of the wire's hot loops, kept by every twin: bytes, errors, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import kernels
+from collectives.kernels import codes, host, reference, reference_codes
+from collectives.kernels.host.library import absence, use_instructions
+from collectives.kernels.reference_codes import rice, scale
+from collectives.kernels.reference_codes.checksum import STEP, mix
+from collectives.vector import index_dtype
+
+CANARY = 0xA5
+LENGTHS = [1, 2, 100, 65535, 65536, 65537, 10**6, 2**31 - 1, 2**31, 2**40, 2**63 - 1]
+VALUE_CODES = ["bf16", "fp16", "int8"]
+
+compiled = pytest.mark.skipif(bool(absence()), reason=absence())
+by_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+by_value_code = pytest.mark.parametrize("code", VALUE_CODES)
+
+
+@pytest.fixture(
+    scope="module",
+    autouse=True,
+    params=[
+        pytest.param((reference, ""), id="reference"),
+        *(pytest.param((host, name), id=name, marks=compiled) for name in ("portable", "AVX2")),
+    ],
+)
+def _twin(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have every twin keep the contract, and C++ with either set of instructions."""
+    twin, instructions = request.param
+    widest = host.instructions() if twin is host else ""
+    if twin is host and not use_instructions(instructions):
+        pytest.skip(f"this processor has no {instructions}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_for_numpy", twin)
+        yield
+    if twin is host:
+        use_instructions(widest)
+
+
+# Drawn by NumPy from a seed: element by element would take hypothesis ten times as long.
+seeds = st.integers(0, 2**32)
+
+
+@st.composite
+def index_lists(draw: st.DrawFn) -> tuple[np.ndarray, int]:
+    """Return indices, spread or in clusters, and the length of their vector."""
+    length, count = draw(st.sampled_from(LENGTHS)), draw(st.integers(0, 200))
+    random = np.random.default_rng(draw(seeds))
+    steps = np.where(random.random(count) < 0.1, random.integers(1, 200_000, count), 1)
+    found = draw(
+        st.sampled_from(
+            [
+                random.integers(0, length, count),
+                random.integers(0, length) + np.cumsum(steps) - count,
+                np.arange(min(count, length)),
+                length - 1 - np.arange(min(count, length)),
+            ]
+        )
+    )
+    kept = np.unique(found[(found >= 0) & (found < length)])
+    return kept.astype(index_dtype(length)), length
+
+
+@st.composite
+def floats(draw: st.DrawFn, dtype: type, finite: bool = True) -> np.ndarray:
+    """Return values: any bits there are, subnormal, huge, of one size, or many alike."""
+    random, count = np.random.default_rng(draw(seeds)), draw(st.integers(0, 200))
+    info = np.finfo(dtype)
+    integers = random.integers(-70, 70, count)
+    values = draw(
+        st.sampled_from(
+            [
+                random.bytes(count * info.bits // 8),
+                integers * info.smallest_subnormal,
+                info.max * (1 - random.integers(0, 4096, count) * 2.0**-14),
+                random.standard_normal(count),
+                random.standard_normal(count) * 2.0 ** random.integers(-60, 60, count),
+                integers / 16,
+                integers * 0.0,
+            ]
+        )
+    )
+    bits = isinstance(values, bytes)
+    found = np.frombuffer(values, dtype).copy() if bits else values.astype(dtype)
+    if finite:
+        found[~np.isfinite(found)] = 1
+    return found
+
+
+def packed_indices(code: str, indices: np.ndarray, length: int) -> np.ndarray:
+    """Return the bytes, and see to it that nothing is written beyond the capacity."""
+    capacity = getattr(codes, f"{code}_capacity")(indices.size, length)
+    out = np.full(capacity + 16, CANARY, np.uint8)
+    used = getattr(codes, f"pack_{code}")(indices, length, out)
+    assert used <= capacity
+    assert (out[used:] == CANARY).all()
+    return out[:used]
+
+
+def packed_values(code: str, values: np.ndarray) -> tuple[np.ndarray, int]:
+    size = codes.int8_bytes(values.size) if code == "int8" else 2 * values.size
+    out = np.full(size, CANARY, np.uint8)
+    exponent = getattr(codes, f"pack_{code}")(values, out)
+    assert exponent in codes.exponent_range(code, values.dtype)
+    return out, exponent
+
+
+def rounded(code: str, values: np.ndarray) -> np.ndarray:
+    """Return the values as who receives them sees them."""
+    data, exponent = packed_values(code, values)
+    return getattr(codes, f"unpack_{code}")(data, values.size, exponent, values.dtype)
+
+
+# ---- indices
+
+
+@pytest.mark.parametrize("code", ["blocks", "rice"])
+@given(index_lists())
+def test_indices_come_back(code: str, case: tuple[np.ndarray, int]) -> None:
+    indices, length = case
+    data = packed_indices(code, indices, length)
+    found, used = getattr(codes, f"unpack_{code}")(data, indices.size, length)
+    assert found.dtype == indices.dtype
+    assert found.tolist() == indices.tolist()
+    assert used == data.size
+
+
+@pytest.mark.parametrize("code", ["blocks", "rice"])
+@given(index_lists())
+def test_twins_write_the_same_bytes_for_indices(code: str, case: tuple[np.ndarray, int]) -> None:
+    indices, length = case
+    expected = np.empty(getattr(codes, f"{code}_capacity")(indices.size, length), np.uint8)
+    used = getattr(reference_codes, f"pack_{code}")(indices, length, expected)
+    assert packed_indices(code, indices, length).tobytes() == expected[:used].tobytes()
+
+
+def test_the_bytes_of_blocks_are_those_of_the_picture() -> None:
+    indices = np.array([0, 1, 65535, *range(4 * 65536, 4 * 65536 + 200)], np.int32)
+    data = packed_indices("blocks", indices, 10**6)
+    assert data[: 2 * 203].view(np.uint16).tolist() == [0, 1, 65535, *range(200)]
+    assert data[2 * 203 :].tobytes() == bytes.fromhex("03 00 03 C8 01")
+
+
+def test_the_bytes_of_rice_are_those_of_the_picture() -> None:
+    # Gaps 2, 0, 1 and none wider than their mean: width 0, quotients 2, 0, 1.
+    data = packed_indices("rice", np.array([2, 3, 5], np.int32), 10)
+    assert data.tobytes() == bytes(8) + (0b101100).to_bytes(8, "little")
+    # 63 gaps of 0 and one of 1000: at width 0 it escapes, and 16 + 984 is what it is.
+    data = packed_indices("rice", np.array([*range(63), 1063], np.int32), 2000)
+    unary = (2**63 - 1) | 1 << (63 + 16)
+    expected = bytes(8) + unary.to_bytes(16, "little") + (984).to_bytes(8, "little")
+    assert data.tobytes() == expected
+    # At width 3 the rests of 64 entries take three words.
+    indices = np.cumsum(np.arange(64) % 8 + 1).astype(np.int32) - 1
+    data = packed_indices("rice", indices, 1000)
+    assert data[0] == 2
+    rests = int.from_bytes(data[8:24].tobytes(), "little")
+    assert [rests >> 2 * i & 3 for i in range(64)] == [i % 8 % 4 for i in range(64)]
+
+
+@given(index_lists())
+def test_in_order_is_what_a_sort_says(case: tuple[np.ndarray, int]) -> None:
+    indices, length = case
+    assert codes.in_order(indices, length)
+    for bad in (np.repeat(indices, 2), indices[::-1].copy(), indices - 1 - length // 2):
+        wanted = sorted({index for index in bad.tolist() if 0 <= index < length})
+        assert codes.in_order(bad, length) == (bad.tolist() == wanted)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "tail", "text"),
+    [
+        ([1, 2, 6], "", "do not have 3 entries"),
+        ([1, 2, 6], "02", "do not have 3 entries"),
+        ([1, 2, 6], "04", "do not have 3 entries"),
+        ([1, 2, 6], "02 00", "do not have 3 entries"),
+        ([1, 2, 6], "02 00 02 02", "do not have 3 entries"),
+        ([1, 2, 6], "82", "do not have 3 entries"),
+        ([1, 2, 6], "02 00 00 01 01", "stretch of empty blocks has length 0"),
+        ([1, 2, 6], "02 00 0F 01", "go on beyond the 1000000 elements"),
+        ([1, 2, 6], "02 00 FF FF FF FF FF FF 7F 01", "go on beyond the 1000000 elements"),
+        ([1, 2, 6], "02 00 82 80 80 80 80 80 80 00 01", "too large"),
+        ([1, 2, 60000], "02 00 0E 01", "strictly increasing"),
+        ([2, 1, 6], "03", "strictly increasing"),
+        ([1, 2, 2], "01 02", "strictly increasing"),
+    ],
+)
+def test_blocks_that_say_anything_else_are_refused(
+    offsets: list[int], tail: str, text: str
+) -> None:
+    data = np.array(offsets, np.uint16).tobytes() + bytes.fromhex(tail)
+    with pytest.raises(ValueError, match=text):
+        codes.unpack_blocks(np.frombuffer(data, np.uint8), 3, 10**6)
+
+
+def test_blocks_next_to_what_is_refused_are_read() -> None:
+    data = np.array([1, 2, 2], np.uint16).tobytes() + bytes.fromhex("02 00 0E 01 00")
+    indices, used = codes.unpack_blocks(np.frombuffer(data, np.uint8), 3, 10**6)
+    assert (indices.tolist(), used) == ([1, 2, 15 * 65536 + 2], 10)
+
+
+def test_blocks_too_short_for_their_offsets_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 offsets take 6 bytes, there are 5"):
+        codes.unpack_blocks(np.zeros(5, np.uint8), 3, 10**6)
+
+
+def test_a_block_holds_no_more_than_it_has_places() -> None:
+    offsets = np.concatenate([np.arange(65536), [65535]]).astype(np.uint16).view(np.uint8)
+    data = np.concatenate([offsets, np.frombuffer(bytes.fromhex("81 80 04"), np.uint8)])
+    with pytest.raises(ValueError, match="too large"):
+        codes.unpack_blocks(data, 65537, 10**6)
+
+
+def rice_bytes(widths: list[int], rests: int, rest_words: int, unary: int, tail: bytes = b""):
+    parts = [bytes(widths).ljust(8, b"\0"), rests.to_bytes(8 * rest_words, "little")]
+    return np.frombuffer(b"".join([*parts, unary.to_bytes(8, "little"), tail]), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (np.zeros(7, np.uint8), "1 widths take 8 bytes, there are 7"),
+        (rice_bytes([53], 0, 3, 0b111), "widths must lie in 0..52, got 53"),
+        (rice_bytes([0, 1], 0, 0, 0b111), "padding behind its widths"),
+        (rice_bytes([50], 0, 1, 0)[:-8], "rests take 32 bytes, there are 16"),
+        (rice_bytes([2], 1 << 6, 1, 0b111), "padding behind its rests"),
+        (rice_bytes([2], 0, 1, 0b111)[:16], "has 0 quotients of 3"),
+        (rice_bytes([0], 0, 0, 0b11), "has 2 quotients of 3"),
+        (rice_bytes([0], 0, 0, 0b1111), "padding behind its quotients"),
+        (rice_bytes([0], 0, 0, 1 << 63 | 0b111), "padding behind its quotients"),
+        (rice_bytes([0], 0, 0, 0b111)[:15], "padding behind its quotients"),
+        (rice_bytes([0], 0, 0, 0b11 | 1 << 19), "quotients must lie in 0..16, got 17"),
+        (rice_bytes([0], 0, 0, 0b11 | 1 << 18), "its escapes end at byte 24, there are 16"),
+        (rice_bytes([0], 0, 0, 0b11 | 1 << 18, b"\0\0\0\0\0\0\1\0"), "behind its escapes"),
+        (rice_bytes([0], 0, 0, 0b11 | 1 << 18, b"\x65".ljust(8, b"\0")), "gap is larger than"),
+        (rice_bytes([0], 0, 0, 0b11 | 1 << 18, b"\x63".ljust(8, b"\0")), "must lie in 0..99"),
+        (rice_bytes([7], 99 << 14, 1, 0b111), "must lie in 0..99"),
+        (rice_bytes([52], 0, 3, 1 << 15 | 1 << 31 | 1 << 47), "must lie in 0..99"),
+    ],
+)
+def test_rice_codes_that_say_anything_else_are_refused(data: np.ndarray, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        codes.unpack_rice(data, 3, 100)
+
+
+def test_rice_codes_next_to_what_is_refused_are_read() -> None:
+    indices, used = codes.unpack_rice(rice_bytes([7], 97 << 14, 1, 0b111), 3, 100)
+    assert (indices.tolist(), used) == ([0, 1, 99], 24)
+    tail = b"\x51".ljust(8, b"\0")
+    indices, used = codes.unpack_rice(rice_bytes([0], 0, 0, 0b11 | 1 << 18, tail), 3, 100)
+    assert (indices.tolist(), used) == ([0, 1, 99], 24)
+
+
+@pytest.mark.parametrize("code", ["blocks", "rice"])
+def test_a_count_that_no_bytes_stand_behind_reserves_no_memory(code: str) -> None:
+    with pytest.raises(ValueError, match="bytes, there are 100"):
+        getattr(codes, f"unpack_{code}")(np.zeros(100, np.uint8), 2**50, 2**60)
+
+
+@pytest.mark.parametrize("code", ["blocks", "rice"])
+@given(st.binary(max_size=200), st.integers(0, 70), st.sampled_from(LENGTHS))
+def test_any_bytes_are_indices_or_refused(code: str, data: bytes, count: int, length: int) -> None:
+    content = np.frombuffer(data, np.uint8)
+    try:
+        indices, used = getattr(codes, f"unpack_{code}")(content, count, length)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"."):
+            getattr(reference_codes, f"unpack_{code}")(content, count, length)
+        return
+    expected, taken = getattr(reference_codes, f"unpack_{code}")(content, count, length)
+    assert (indices.tolist(), used) == (expected.tolist(), taken)
+    assert indices.size == count
+    assert reference_codes.in_order(indices, length)
+
+
+def test_a_group_is_as_narrow_as_its_gaps() -> None:
+    # A dense layer behind a sparse one: each group has its own width, and one gap escapes.
+    random = np.random.default_rng(1)
+    sparse = np.cumsum(random.geometric(1 / 4000, 640))
+    dense = sparse[-1] + 10**6 + np.cumsum(random.geometric(1 / 8, 640))
+    indices = np.concatenate([sparse, dense]).astype(np.int32)
+    data = packed_indices("rice", indices, 10**7)
+    assert data[:10].min() >= 10
+    assert data[10:20].max() <= 3
+    assert indices.size == 20 * rice.GROUP
+
+
+# ---- values
+
+
+@by_value_code
+@by_dtype
+def test_the_rounding_error_is_exact(code: str, dtype: type) -> None:
+    @given(floats(dtype))
+    def check(values: np.ndarray) -> None:
+        seen = rounded(code, values)
+        assert seen.dtype == values.dtype
+        error = values - seen
+        # Knuth's TwoSum: `lost` is what the addition rounds away, and no more than that.
+        total = seen + error
+        part = total - seen
+        lost = (seen - (total - part)) + (error - part)
+        assert total.tolist() == values.tolist()
+        assert not lost.any()
+
+    check()
+
+
+@by_value_code
+@by_dtype
+def test_rounding_is_to_the_nearest_within_the_range_that_is_promised(
+    code: str, dtype: type
+) -> None:
+    @given(floats(dtype))
+    def check(values: np.ndarray) -> None:
+        seen = rounded(code, values)
+        sizes, error = np.abs(values), np.abs(values - seen)
+        if code == "int8":
+            blocks = np.pad(sizes, (0, -values.size % 64)).reshape(-1, 64).max(axis=1)
+            largest = np.repeat(blocks, 64)[: values.size]
+            # Half a step; a whole one beyond the last integer, 127.
+            bound = largest / np.where(sizes > largest * dtype(0.99), 64, 128)
+        else:
+            bound = sizes * dtype(2.0 ** -{"bf16": 8, "fp16": 11}[code])
+            # Where rounding up would be infinite, it is down.
+            bound *= np.where(sizes > np.finfo(dtype).max / 1.01, dtype(2), dtype(1))
+        smallest = np.ldexp(sizes.max(initial=0), -{"bf16": 232, "fp16": 37, "int8": 248}[code])
+        assert (error <= np.maximum(bound, smallest)).all()
+
+    check()
+
+
+@by_value_code
+@by_dtype
+def test_twins_write_and_read_the_same_values(code: str, dtype: type) -> None:
+    @given(floats(dtype, finite=False))
+    def check(values: np.ndarray) -> None:
+        data, exponent = packed_values(code, values)
+        expected = np.empty_like(data)
+        assert getattr(reference_codes, f"pack_{code}")(values, expected) == exponent
+        assert data.tobytes() == expected.tobytes()
+        unpack = getattr(reference_codes, f"unpack_{code}")
+        theirs = unpack(data, values.size, exponent, values.dtype)
+        assert rounded(code, values).tobytes() == theirs.tobytes()
+
+    check()
+
+
+@pytest.mark.parametrize("code", ["bf16", "fp16"])
+@by_dtype
+def test_rounding_twice_is_rounding_once(code: str, dtype: type) -> None:
+    @given(floats(dtype))
+    def check(values: np.ndarray) -> None:
+        once = rounded(code, values)
+        largest = np.frexp([np.abs(once).max(initial=0), np.abs(values).max(initial=0)])[1]
+        if largest[0] == largest[1]:  # else the scale is another
+            assert rounded(code, once).tobytes() == once.tobytes()
+
+    check()
+
+
+@by_value_code
+@by_dtype
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(code: str, dtype: type, bad: float) -> None:
+    values = np.linspace(-3, 3, 200, dtype=dtype)
+    values[70] = bad
+    seen = rounded(code, values)
+    assert not np.isfinite(seen[70])
+    if code == "int8":
+        assert np.isnan(seen[64:128]).all()
+    else:
+        assert np.isnan(seen[70]) == np.isnan(bad)
+        assert np.isfinite(np.delete(seen, 70)).all()
+
+
+@by_dtype
+def test_sixteen_bits_are_the_standard_formats_scaled(dtype: type) -> None:
+    values = np.array([1.0, 1.999, -0.37, 2.0**-14, 0.0, -0.0], dtype)
+    data, exponent = packed_values("fp16", values)
+    assert exponent == -scale.TOP["fp16"]
+    halves = (values * dtype(2.0**14)).astype(np.float16)
+    assert data.tobytes() == halves.tobytes()
+    data, exponent = packed_values("bf16", values)
+    assert exponent == -scale.TOP["bf16"]
+    upper = (values.astype(np.float32) * np.float32(2.0**100)).view(np.uint32) + 0x8000 >> 16
+    assert data.view(np.uint16).tolist() == upper.tolist()
+
+
+def test_an_int8_block_has_its_own_step() -> None:
+    values = np.concatenate([np.full(64, 100.0), np.full(64, -0.01), np.zeros(64), [3.0]])
+    data, exponent = packed_values("int8", values.astype(np.float32))
+    assert exponent == 0
+    assert data[:4].tolist() == [0, 13, 0, 5]
+    assert data[4:].view(np.int8)[[0, 64, 128, 192]].tolist() == [100, -82, 0, 96]
+
+
+@by_value_code
+def test_no_values_take_no_bytes(code: str) -> None:
+    data, exponent = packed_values(code, np.empty(0, np.float32))
+    assert (data.size, exponent) == (0, -scale.TOP[code])
+
+
+# ---- the checksum
+
+
+def by_definition(data: bytes, seed: int) -> int:
+    """Return the checksum, word by word, as its docstring draws it."""
+    mask = 2**64 - 1
+    total = (seed + len(data)) & mask
+    for start in range(0, len(data), 4096):
+        block = data[start : start + 4096]
+        block += bytes(-len(block) % 8)
+        nh = 0
+        for i in range(len(block) // 8):
+            key = mix((i + 1) * STEP & mask)
+            word = int.from_bytes(block[8 * i : 8 * i + 8], "little")
+            low = (word + key) % 2**32
+            high = ((word >> 32) + (key >> 32)) % 2**32
+            nh += low * high
+        total = (total + nh) * STEP & mask
+    return mix(total)
+
+
+@given(st.integers(0, 300) | st.integers(4000, 9000), st.integers(0, 2**64 - 1))
+def test_the_checksum_is_the_sum_that_is_drawn(size: int, seed: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size + 1, np.uint8)[1:]
+    assert codes.checksum(data, seed) == by_definition(data.tobytes(), seed)
+
+
+def test_one_changed_bit_changes_half_of_the_checksum() -> None:
+    data = np.random.default_rng(3).integers(0, 256, 5000, np.uint8)
+    before = codes.checksum(data)
+    changed = []
+    for at in range(0, 8 * data.size, 7):
+        data[at // 8] ^= 1 << at % 8
+        changed.append((codes.checksum(data) ^ before).bit_count())
+        data[at // 8] ^= 1 << at % 8
+    assert min(changed) > 0
+    assert 30 < np.mean(changed) < 34
+
+
+def test_zeros_more_or_less_and_blocks_that_change_places_are_seen() -> None:
+    assert len({codes.checksum(np.zeros(size, np.uint8)) for size in range(9000)}) == 9000
+    data = np.random.default_rng(4).integers(0, 256, 3 * 4096, np.uint8)
+    moved = np.concatenate([data[4096:8192], data[:4096], data[8192:]])
+    assert codes.checksum(moved) != codes.checksum(data)
+    assert codes.checksum(data, 1) != codes.checksum(data)

@@ -1,0 +1,76 @@
+"""Tensors as arrays: copies that MPI can reduce, and views that share memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.kernels import Momentum, accumulate_and_select
+from gtopk.arrays import from_array, stream_of, to_array, view_array, view_tensor
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_copy_comes_back_as_it_was(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0, 1], [2, 3]]).to(dtype)
+    array = to_array(tensor)
+    assert array.shape == (4,)
+    array_before = array.copy()
+    tensor.zero_()
+    assert np.array_equal(array, array_before)  # a copy, not a view
+    back = from_array(array, tensor)
+    assert (back.shape, back.dtype) == (tensor.shape, dtype)
+    assert back.tolist() == torch.tensor([[0, 1], [2, 3]]).to(dtype).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_a_view_is_the_same_memory_both_ways(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
+    array = view_array(tensor)
+    array[4] = 7
+    assert tensor[1, 1].item() == 7
+    view_tensor(array)[0] = 5
+    assert tensor[0, 0].item() == 5
+
+
+def test_bfloat16_is_viewed_as_its_bits() -> None:
+    tensor = torch.tensor([1.0, -2.5], dtype=torch.bfloat16)
+    array = view_array(tensor)
+    assert array.dtype == np.uint16
+    assert array.tolist() == [0x3F80, 0xC020]
+
+
+def test_a_tensor_whose_elements_lie_apart_has_no_view() -> None:
+    with pytest.raises(ValueError, match=r"strides \(1, 3\) for shape \[3, 2\].*contiguous\(\)"):
+        view_array(torch.zeros(2, 3).t())
+
+
+def test_on_the_host_there_is_no_stream() -> None:
+    with stream_of(torch.zeros(1)):
+        assert view_array(torch.ones(1)).tolist() == [1]
+
+
+@pytest.mark.gpu
+def test_torch_and_the_kernels_share_memory_and_order_on_a_gpu() -> None:
+    pytest.importorskip("cupy", reason="no cupy here")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)  # what is not ordered would run before
+        gradient = torch.arange(100_000, dtype=torch.float32, device="cuda")
+        residual, velocity = torch.ones_like(gradient), torch.zeros_like(gradient)
+        with stream_of(residual):
+            picked, _ = accumulate_and_select(
+                view_array(residual),
+                view_array(gradient),
+                2,
+                momentum=Momentum(view_array(velocity), 0.9),
+            )
+            values = view_tensor(picked.values)
+        torch.cuda._sleep(1_000_000)
+        assert values.tolist() == [99_999, 100_000]
+        assert residual[-1].item() == 100_000
+        assert velocity[-1].item() == 99_999

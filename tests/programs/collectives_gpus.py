@@ -1,0 +1,30 @@
+"""Messages of GPUs between MPI's ranks: staged, and over NCCL where each rank has a GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from collectives_job import job
+from collectives_transports import LAWS
+from of_gpus import OfGpus, device, without_counts
+
+from collectives import open_transport
+
+
+def main(name: str) -> None:
+    """Run the laws of every transport on the one of that name."""
+    mpi = open_transport("mpi", timeout_seconds=60)
+    laws = without_counts(LAWS)
+    with job(mpi), device(mpi.rank):
+        transport = open_transport(name, bootstrap=mpi, timeout_seconds=60)
+        for law in laws:
+            law(OfGpus(transport))
+        if name == "staged" and mpi.size > 1:
+            with pytest.raises(RuntimeError, match="needs a GPU for each rank"):
+                open_transport("nccl", bootstrap=mpi)
+    print(f"rank {mpi.rank} of {mpi.size}: {len(laws)} laws hold", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
