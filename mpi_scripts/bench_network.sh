@@ -9,14 +9,16 @@
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+mkdir -p "${1:-report}"
 folder=$(readlink -f "${1:-report}")
 bench=("${PYTHON:-python3}" -m gtopk.cli bench collectives)
 export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
 
-mkdir -p "$folder"
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys these
 for launcher in mpirun torchrun; do
     "$here/emulated_network.sh" 8 100mbit "$launcher" "${bench[@]}" \
         --ranks 2,4,8 --lengths 25557032 --formats bf16,exact,raw+exact --rounds 9 \
-        --bandwidth 100e6 --interface eth0 --json "$folder/$launcher.json"
+        --bandwidth 100e6 --shared-cores "$cores" --interface eth0 \
+        --json "$folder/$launcher.json"
 done
 "${bench[@]}" --markdown "$folder/mpirun.json" "$folder/torchrun.json" >"$folder/results.md"

@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("--budget-seconds", type=float, default=20.0, help="of a contender in a case")
     add("--bandwidth", type=float, help="bits per second for the model; default: measured here")
     add("--latency", type=float, help="seconds for the model; default: measured here")
+    add("--shared-cores", type=int, help="of all ranks together, where one machine emulates hosts")
     add("--interface", help="network interface whose sent bytes to note, as eth0")
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="file to write")
@@ -155,6 +156,7 @@ def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
         budget_seconds=options.budget_seconds,
         bandwidth=options.bandwidth,
         latency=options.latency,
+        shared_cores=options.shared_cores,
         interface=options.interface,
         seed=options.seed,
     )

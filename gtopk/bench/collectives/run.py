@@ -60,6 +60,7 @@ def run(plan: Plan, transport: Transport) -> Results:
             hosts=count_hosts(transport),
             link=link,
             calibration=calibration.origin,
+            shared_cores=plan.shared_cores,
             seed=plan.seed,
         ),
         records=records,
@@ -91,7 +92,8 @@ def on_these_ranks(
                 say,
             )
         reference = reference_of(contenders, case.length, case.k, network, rates)
-        records += [_record(each, case, calibration, reference) for each in found]
+        ranks_to_a_core = max(1.0, transport.size / (plan.shared_cores or transport.size))
+        records += [_record(each, case, calibration, reference, ranks_to_a_core) for each in found]
     return records
 
 
@@ -157,10 +159,13 @@ def _record(
     case: Case,
     calibration: Calibration,
     reference: str | None,
+    ranks_to_a_core: float,
 ) -> Record:
     contender = measured.contender
     seconds = record.spread(measured.seconds)
     modelled = contender.modelled(case.length, case.k, calibration.network, calibration.rates)
+    wire = modelled and modelled.wire_seconds
+    code = modelled and ranks_to_a_core * modelled.code_seconds
     on_interface = measured.interface_bytes
     return Record(
         contender=contender.name,
@@ -185,12 +190,11 @@ def _record(
         counted=measured.counted,
         interface_bytes=None if on_interface is None else record.per_rank(on_interface),
         updated=measured.updated,
-        modelled_wire_seconds=modelled and modelled.wire_seconds,
-        modelled_code_seconds=modelled and modelled.code_seconds,
-        measured_over_modelled=(
-            seconds["median"] / modelled.wire_seconds
-            if modelled and modelled.wire_seconds
-            else None
+        modelled_wire_seconds=wire,
+        modelled_code_seconds=code,
+        measured_over_modelled=seconds["median"] / wire if wire else None,
+        measured_over_wire_and_code=(
+            seconds["median"] / (wire + code) if wire and code is not None else None
         ),
     )
 
