@@ -116,9 +116,12 @@ class TorchDistributedTransport(Carrier):
             for _ in range(_POSTED)
         )
         self._posted[source] = posted  # to live as long as the group, which may still fill them
+        lost: RuntimeError | None = None
         while True:
             message, begin, filled = _NOTHING, _HEADER.size, -1
             while filled < message.size:
+                if not posted and lost:
+                    raise lost
                 work, buffer = posted.popleft()
                 work.wait(_FOREVER)
                 inbox: Array = buffer.numpy()
@@ -128,7 +131,10 @@ class TorchDistributedTransport(Carrier):
                 piece = message[filled : filled + PIECE_BYTES]
                 piece[:] = inbox[begin : begin + piece.size]
                 begin, filled = 0, filled + piece.size
-                posted.append(self._post_receive(source, buffer))
+                try:
+                    posted.append(self._post_receive(source, buffer))
+                except RuntimeError as error:  # it is gone; what it has sent is still taken
+                    lost = error
             if tag == _FAREWELL:
                 return Farewell.decode(message)
             if tag == _ABORT:

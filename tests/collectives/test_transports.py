@@ -28,6 +28,7 @@ from collectives import (
     run_ranks,
 )
 from collectives.transports import LocalTransport, Traffic, horovod, local_world, torch_distributed
+from collectives.transports.farewell import Farewell
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MESSAGE = np.arange(10, dtype=np.uint8)
@@ -176,12 +177,40 @@ def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(
             return
         with pytest.raises(PeerError) as caught, transport.operation("step 1"):
             transport.receive((transport.rank + 1) % (size - 1))  # who waits, too
-        # Perhaps by way of another rank, which found that out first and left for that reason.
-        assert f"rank {size - 1} left (done early)" in str(caught.value)
-        assert not isinstance(caught.value, PeerTimeoutError)
+        # Also where another rank found that out first, and left for that reason.
+        assert str(caught.value) == (
+            f"rank {size - 1} left (done early) while rank {transport.rank} waited for it in step 1"
+        )
         transport.leave(str(caught.value))
 
     in_world(kind, size, program, 30)
+
+
+@pytest.mark.parametrize("consequence_first", [False, True])
+def test_the_first_that_left_is_named_whoever_is_heard_of_first(consequence_first: bool) -> None:
+    first, second, last = local_world(3)
+    with second.operation("step 0"), last.operation("step 0"):
+        first.resign("enough")
+        second.resign("rank 0 is gone")
+        heard = {rank: Farewell.decode(f.encode()) for rank, f in last.farewells().items()}
+        if consequence_first:
+            del heard[0]
+        last._left = heard
+        text = "rank 0 left (enough) while rank 2 waited for it in step 0"
+        assert last.missing(1) == last.missing(None) == text
+
+
+def test_an_operation_within_an_operation_is_a_part_of_it() -> None:
+    leaver, stayer = local_world(2)
+    with leaver.operation("step 0"), leaver.operation("a part"):
+        pass
+    leaver.resign("done")
+    with stayer.operation("step 0"):
+        with stayer.operation("a part"):
+            assert stayer.activity == "step 0"
+        assert stayer.missing(None) is None
+    with stayer.operation("step 1"), stayer.operation("a part"):
+        assert stayer.missing(None) == "rank 0 left (done) while rank 1 waited for it in step 1"
 
 
 @every_kind
