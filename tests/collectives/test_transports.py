@@ -493,6 +493,17 @@ def test_who_is_missed_in_an_operation_is_missed_in_the_views_used_for_it() -> N
         view.receive(1)
 
 
+def test_who_waits_in_a_view_names_the_first_that_left_not_its_peer() -> None:
+    world = local_world(3, timeout_seconds=30)
+    with world[0].operation("step 0"), world[1].operation("step 0"):
+        world[2].resign("enough")
+        world[1].resign("rank 2 is gone")
+        del world[0]._left[2]  # heard of only through its consequence
+        text = r"^rank 2 left \(enough\) while rank 0 waited for it in step 0$"
+        with pytest.raises(PeerError, match=text):
+            world[0].channel(1).receive(1)
+
+
 def test_no_count_is_lost_when_threads_count_at_once() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
