@@ -14,6 +14,9 @@ rank is sending. Were that the only buffer, or the whole message, two ranks that
 a slow link would send them one after the other.
 
 Waiting costs no CPU time. The threads, one for each peer, sleep in gloo.
+
+Messages are in the hosts' memory, also beside a process group over NCCL; those of GPUs go over gloo
+by the staged transport.
 """
 
 from __future__ import annotations

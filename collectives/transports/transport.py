@@ -66,7 +66,6 @@ class Transport(ABC):
         self.completed = 0  # operations
         self._members = frozenset(ranks)
         self._begun = 0
-        self._operating = False
         self._activity = ""
 
     @abstractmethod
@@ -170,17 +169,16 @@ class Transport(ABC):
         peer, not only by the one that waits for its message. Inside, views of this transport may be
         used: who is missed here is missed there. An operation within an operation is a part of it.
         """
-        if self._operating:
+        if self._activity:
             yield
             return
         self._activity = activity
         self._begun += 1
-        self._operating = True
         try:
             yield
             self.completed += 1
         finally:
-            self._operating = False
+            self._activity = ""
 
     def missing(self, peer: int | None) -> str | None:
         """Return the text about a rank that left and is needed: the peer, or any member.
@@ -202,12 +200,12 @@ class Transport(ABC):
         Where one left because it missed another, that is the other one: the first that left.
         """
         for rank, farewell in self.farewells().items():
-            if rank == peer or self._misses(rank, farewell):
+            if rank == peer or self.misses(rank, farewell):
                 cause = farewell.missed
-                return cause if cause and self._misses(*cause) else (rank, farewell)
+                return cause if cause and self.misses(*cause) else (rank, farewell)
         return None
 
-    def _misses(self, rank: int, farewell: Farewell) -> bool:
+    def misses(self, rank: int, farewell: Farewell) -> bool:
         """Tell whether a rank left before it completed the operation of this stream."""
         return rank in self._members and farewell.completed.get(self.tag, 0) < self._begun
 

