@@ -1,6 +1,9 @@
 # make demo   train on four local MPI ranks and write report/index.html
 # make test   the whole test-suite, real mpirun included
 # make check  linter, formatter, types, import directions
+# make fuzz   a million mutated messages to the wire's parsers
+# make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
+# make bench-network  the collectives between emulated hosts; needs root and iproute2
 # make clean  remove the virtual environment and what was built
 
 # Set them as `make test ARGS=-x`. What the environment holds under these common names is somebody
@@ -10,7 +13,10 @@ VENV := .venv
 ARGS :=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test check format clean
+# What an installation is made of: the C++ core is compiled anew where its sources changed.
+INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/host/*.[ch]pp)
+
+.PHONY: demo test check format fuzz sanitize bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
@@ -28,16 +34,25 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+fuzz: $(VENV)/.dev
+	$(VENV)/bin/python tests/programs/fuzz_wire.py $(ARGS)
+
+sanitize: $(VENV)/.dev
+	tests/sanitize_kernels.sh $(abspath $(VENV))/bin/python
+
+bench-network: $(VENV)/.demo
+	PATH="$(abspath $(VENV))/bin:$$PATH" mpi_scripts/bench_network.sh $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) collectives/kernels/host/core.so build dist *.egg-info report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: setup.cfg constraints.txt | $(VENV)/bin/python
+$(VENV)/.demo: $(INSTALLED) | $(VENV)/bin/python
 	$(PIP) -e ".[demo]"
 	touch $@
 
-$(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/python
+$(VENV)/.dev: $(INSTALLED) | $(VENV)/bin/python
 	$(PIP) -e ".[dev]"
 	touch $@ $(VENV)/.demo

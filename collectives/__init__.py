@@ -8,7 +8,14 @@ update, returned = reduce(picked, k, transport)          # algorithm="gtopk"
 """
 
 from .algorithms import ALGORITHMS, reduce
-from .errors import CollectiveError, MessageError, MismatchError, PeerError, PeerTimeoutError
+from .errors import (
+    CollectiveError,
+    MessageError,
+    MismatchError,
+    NonFiniteError,
+    PeerError,
+    PeerTimeoutError,
+)
 from .kernels import accumulate_and_select, merge, select
 from .selectors import SELECTORS
 from .transports import Transport, local_world, open_transport, run_ranks
@@ -20,6 +27,7 @@ __all__ = [
     "CollectiveError",
     "MessageError",
     "MismatchError",
+    "NonFiniteError",
     "PeerError",
     "PeerTimeoutError",
     "SparseVector",

@@ -73,7 +73,7 @@ class AutomaticExchange:
         calibration = assumed(1) if alone else calibration_of(transport)
         (fastest,) = agree_on_slowest(transport, [-self._backward_seconds()])
         judge = Judge(self.compression, calibration, bucket.flat.size, bucket.flat.itemsize)
-        self._change_over(judge, judge.begin(-fastest), bucket, transport)
+        self._run(judge, agreed(judge.begin(-fastest), transport), bucket)
         if transport.rank == 0:
             _log.info(
                 "compression begins with %s, expected to take %.3g ms a step%s; links and rates: "
@@ -106,10 +106,13 @@ class AutomaticExchange:
         # The slowest rank decides; for the time to hide behind, the one with the least of it.
         *parts, minus_backward = agree_on_slowest(transport, [*parts, -backward])
         measured, before = Measured(*parts), judge.chosen
-        candidate = judge.judge(measured, -minus_backward)
-        self._change_over(judge, candidate, bucket, transport)
+        candidate = agreed(judge.judge(measured, -minus_backward), transport)
+        changed = candidate != before.candidate
+        if changed:
+            self._run(judge, candidate, bucket)
+        else:
+            judge.run(candidate)  # with what was learnt of it
         if transport.rank == 0:
-            changed = judge.chosen.candidate != before.candidate
             _log.log(
                 logging.WARNING if changed else logging.INFO,
                 "compression by %s took %.3g ms a step, expected %.3g%s",
@@ -122,18 +125,9 @@ class AutomaticExchange:
                 else "",
             )
 
-    def _change_over(
-        self, judge: Judge, candidate: Candidate, bucket: Bucket, transport: Transport
-    ) -> None:
-        """Run rank 0's candidate from now on."""
-        said = json.dumps(dataclasses.asdict(candidate)).encode()
-        said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
-        record = json.loads(said)
-        candidate = Candidate(**{**record, "format": Format(*record["format"])})
-        running = getattr(judge, "chosen", None)
+    def _run(self, judge: Judge, candidate: Candidate, bucket: Bucket) -> None:
+        """Run another candidate from now on; the residual stays."""
         judge.run(candidate)
-        if running is not None and running.candidate == candidate:
-            return
         self._to_settle = SETTLING_STEPS
         if candidate.algorithm == "dense":
             self._exchange = DenseExchange(self.residual)
@@ -145,3 +139,11 @@ class AutomaticExchange:
             values=candidate.format.values,
         )
         self._exchange = SparseExchange(bucket, compression, self.residual)
+
+
+def agreed(candidate: Candidate, transport: Transport) -> Candidate:
+    """Return rank 0's candidate, on every rank."""
+    said = json.dumps(dataclasses.asdict(candidate)).encode()
+    said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
+    record = json.loads(said)
+    return Candidate(**{**record, "format": Format(*record["format"])})

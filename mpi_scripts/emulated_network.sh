@@ -25,7 +25,7 @@ set -euo pipefail
 self=$(readlink -f "${BASH_SOURCE[0]}")
 
 say() { echo "emulated_network: $*" >&2; }
-usage() { sed -n '2,/^#$/s/^# \{0,1\}//p;' "$self" | head -6 >&2; exit 2; }
+usage() { sed -n '2,/^# RATE/s/^# \{0,1\}//p' "$self" >&2; exit 2; }
 cannot() { say "cannot emulate hosts here: $*"; exit 77; }
 
 address() { echo "10.0.0.$(($1 + 1))"; }
@@ -43,8 +43,8 @@ agent() {
 
 connect() {
     local burst host
-    # A token bucket lets `burst` bytes pass at once after a pause: keep it to half a millisecond.
-    burst=$(tc_bytes "$rate")
+    # A token bucket lets `burst` bytes pass at once after a pause.
+    burst=$(bucket_bytes "$rate")
     ip link add switch type bridge
     ip link set switch up
     for ((host = 0; host < hosts; host++)); do
@@ -69,7 +69,7 @@ connect() {
 }
 
 # Half a millisecond of a rate, in bytes: 8 kB to 64 kB.
-tc_bytes() {
+bucket_bytes() {
     awk -v rate="$1" 'BEGIN {
         unit = rate ~ /gbit$/ ? 1e9 : rate ~ /mbit$/ ? 1e6 : rate ~ /kbit$/ ? 1e3 : 1
         bytes = rate * unit / 8 * 0.0005
@@ -115,12 +115,15 @@ case ${1:-} in
     *)
         [ $# -ge 4 ] && [[ $1 =~ ^[1-9][0-9]*$ && $1 -le 250 && $3 =~ ^(mpirun|torchrun)$ ]] || usage
         [ "$(id -u)" = 0 ] || cannot "it takes root"
-        for tool in ip tc unshare; do
+        for tool in ip tc unshare setpriv; do
             [ -n "$(command -v $tool)" ] || cannot "it takes $tool (packages iproute2 and util-linux)"
         done
         mkdir -p /run/netns
         namespaces=(--net --mount --uts --pid --fork --kill-child --mount-proc)
         unshare "${namespaces[@]}" true || cannot "no namespaces"
-        exec unshare "${namespaces[@]}" "$self" inside "$@"
+        # unshare itself takes no notice of signals, and takes all with it when it is killed.
+        setpriv --pdeathsig KILL unshare "${namespaces[@]}" "$self" inside "$@" &
+        trap 'kill -KILL $!; exit 130' INT TERM HUP
+        wait $!
         ;;
 esac

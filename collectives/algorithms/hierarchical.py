@@ -144,20 +144,20 @@ class _Step:
         bounds = shard_bounds(selected.length, self.shards)
         picks, self.refused_by = examine(selected, self.inside.ranks[self.place])
         self.parts = [picks.between(a, b) for a, b in itertools.pairwise(bounds)]
+        self.sends: list[Callable[[], None]] = []  # waited for when all was received
 
     def outcome(self) -> Outcome:
         """Send each shard's picks to its owner, reduce what this rank owns, collect the rest."""
         others = [shard for shard in range(self.shards) if shard != self.place]
-        sends = []
         for shard in others:
             encoded = wire.encode(self.parts[shard], self.k, refused_by=self.refused_by)
-            sends.append(self.inside.send(encoded.message, shard))
+            self.sends.append(self.inside.send(encoded.message, shard))
         outcomes = {}
         if self.place < self.shards:
-            outcomes[self.place] = self._reduce_shard(sends)
+            outcomes[self.place] = self._reduce_shard()
         for shard in others:
             outcomes[shard] = self._receive_outcome(shard)
-        for sent in sends:
+        for sent in self.sends:
             sent()
         refused_by = lowest(*(outcome.refused_by for outcome in outcomes.values()))
         if refused_by != NOBODY:
@@ -169,12 +169,8 @@ class _Step:
             put_together([part.extra for part in parts]),
         )
 
-    def _reduce_shard(self, sends: list[Callable[[], None]]) -> Outcome:
-        """Add up the node's picks in this rank's shard, reduce them across, hand the fate back.
-
-        Adds to `sends` what must not be waited for before the other owners' outcomes are received:
-        they may be waiting to hand theirs to this rank.
-        """
+    def _reduce_shard(self) -> Outcome:
+        """Add up the node's picks in this rank's shard, reduce them across, hand the fate back."""
         inside, place = self.inside, self.place
         part, refused_by = self.parts[place], self.refused_by
         lists = []
@@ -201,7 +197,7 @@ class _Step:
                 encoded = wire.encode(
                     outcome.update, self.k, extra=bits, refused_by=outcome.refused_by
                 )
-                sends.append(inside.send(encoded.message, member))
+                self.sends.append(inside.send(encoded.message, member))
         return outcome._replace(dead=part.where(~contains(alive.indices, part.indices)))
 
     def _receive_outcome(self, shard: int) -> Outcome:

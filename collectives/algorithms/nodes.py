@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..errors import MessageError
 from ..transports.transport import Transport
 
 
@@ -14,6 +15,11 @@ def find_nodes(transport: Transport) -> list[list[int]]:
     lowest = np.array([min(transport.neighbours())], np.int64)
     nodes: dict[int, list[int]] = {}
     for rank, message in enumerate(transport.allgather(lowest.view(np.uint8))):
+        if message.size != lowest.nbytes:
+            raise MessageError(
+                f"the message from rank {transport.ranks[rank]} is malformed: its {message.size} "
+                "bytes are not the number of a node; every rank must run the same algorithm"
+            )
         nodes.setdefault(int(message.view(np.int64)[0]), []).append(rank)
     return checked_nodes(nodes.values(), transport.size)
 

@@ -10,8 +10,8 @@ Li and Hoefler 2022 ("Near-optimal sparse allreduce", PPoPP), section 3:
 
 Words of 4 bytes that a rank sends, an entry being two: at most 2 k for the split, 2 k (P-1)/P where
 a rank's picks spread evenly; 2 k_out (P-1)/P each to balance and to gather. So 6 k (P-1)/P for
-k_out = k, besides headers (64 bytes a message), the threshold's samples (under 0.7 KB a rank and
-round) and, in a step that draws new boundaries, 4 P indices of each rank (`regions`).
+k_out = k, besides headers (64 bytes a message), the threshold's samples (0.6 KB a rank and round
+at most) and, in a step that draws new boundaries, 4 P entries of each rank (`regions`).
 
 A pick is in the update, with all others of its index, or returns to its owner: the paper's rule
 loses nothing here.

@@ -11,8 +11,10 @@ rank divides its picks into 4 P equal lots and tells where each ends. So each en
 by less than one lot of every rank, a quarter of the region's fair share; by chance far less.
 Regions are dealt to the ranks by the rotation that leaves most picks where they are.
 
-Picks hardly move from step to step, so boundaries serve many of them (Li and Hoefler 2022, section
-3.1); all ranks learn how full the regions were, and draw new ones early when one got too full.
+The first step draws its boundaries from its own picks, before it sends any: it is as even as those
+that follow. Picks hardly move from step to step, so boundaries serve many steps (Li and Hoefler
+2022, section 3.1); all ranks learn how full the regions were, and draw new boundaries early when
+one got too full.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..errors import MessageError
+from .. import wire
 from ..transports.transport import Transport
-from ..vector import Array, SparseVector, index_dtype
+from ..vector import Array, SparseVector
 from .lots import at_positions, lot_ends
 
 _LOTS_PER_RANK: Final = 4
@@ -80,9 +82,7 @@ class Regions:
 def estimate(picks: SparseVector, transport: Transport) -> Cut:
     """Return regions of about equally many picks: one small allgather."""
     size, length = transport.size, picks.length
-    lots = _LOTS_PER_RANK * size
-    messages = transport.allgather(_quantiles(picks, lots))
-    ranks, points, weights = _lots(messages, lots, length, transport.ranks)
+    ranks, points, weights = _gather_lots(picks, transport)
     order = np.argsort(points, kind="stable")
     ranks, points, weights = ranks[order], points[order], weights[order]
     seen = np.cumsum(weights)
@@ -100,40 +100,25 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
     return Cut(bounds, [(region + turn) % size for region in range(size)])
 
 
-def _quantiles(picks: SparseVector, lots: int) -> Array:
-    """Return a message: how many picks there are (int64) and the last index of each lot."""
-    lasts = at_positions(picks.indices, [end - 1 for end in lot_ends(picks.entries, lots)])
-    entries = np.array([picks.entries], np.int64)
-    return np.concatenate([entries.view(np.uint8), lasts.view(np.uint8)])
-
-
-def _lots(
-    messages: Sequence[Array], lots: int, length: int, senders: Sequence[int]
-) -> tuple[Array, Array, Array]:
+def _gather_lots(picks: SparseVector, transport: Transport) -> tuple[Array, Array, Array]:
     """Return rank, last index and size of every rank's lots, int64 [m] each.
 
-    Raises MessageError when a message is not what `_quantiles` makes.
+    A message is a vector: at the last index of each lot, how many picks are in it.
     """
-    ranks, points, weights = [], [], []
-    for rank, message in enumerate(messages):
-        entries = int(message[:8].view(np.int64)[0]) if message.size >= 8 else -1
-        lasts = _lasts(message[8:], entries, min(lots, entries), length)
-        if lasts is None:
-            raise MessageError(
-                f"the message from rank {senders[rank]} is malformed: its {message.size} bytes are "
-                "no quantiles of an oktopk reduction; every rank must pass regions of one age"
-            )
-        ranks.append(np.full(lasts.size, rank))
-        points.append(lasts)
-        weights.append(np.diff([0, *lot_ends(entries, lots)]))
-    return np.concatenate(ranks), np.concatenate(points), np.concatenate(weights)
-
-
-def _lasts(body: Array, entries: int, lots: int, length: int) -> Array | None:
-    """Return the last index of each lot, int64 [lots]; None where these are no such indices."""
-    dtype = index_dtype(length)
-    if not 0 <= entries <= length or body.size != lots * dtype.itemsize:
-        return None
-    lasts = body.view(dtype).astype(np.int64)
-    inside = bool((lasts >= 0).all() and (lasts < length).all())
-    return lasts if inside and (lasts[1:] > lasts[:-1]).all() else None
+    ends = lot_ends(picks.entries, _LOTS_PER_RANK * transport.size)
+    lasts = at_positions(picks.indices, [end - 1 for end in ends])
+    sizes = np.diff([0, *ends]).astype(picks.values.dtype)
+    mine = SparseVector(lasts, sizes, picks.length)
+    lots = [
+        wire.decode(message, mine, _LOTS_PER_RANK, sender).vector
+        for message, sender in zip(
+            transport.allgather(wire.encode(mine, _LOTS_PER_RANK).message),
+            transport.ranks,
+            strict=True,
+        )
+    ]
+    return (
+        np.repeat(np.arange(transport.size), [vector.entries for vector in lots]),
+        np.concatenate([vector.indices for vector in lots]).astype(np.int64),
+        np.concatenate([vector.values for vector in lots]).astype(np.int64),
+    )

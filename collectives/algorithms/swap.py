@@ -5,10 +5,10 @@ way. Pieces are cut by position: all are equally long, wherever the indices lie.
 in is merged with what lies in its range of indices here; the k largest are taken at the end, of
 all that the ranges kept. The result has the bits that whole lists give.
 
-    mine     2 3 | 5 8 | 9          cut by position: 3 pieces
-    theirs   1 4 | 6 7 | 8 9        piece 0 reaches to index 4: merged with my 2 3
-                                    piece 1 reaches to index 7: merged with my 5
-                                    piece 2 is the last one:    merged with my 8 9
+    mine     2 | 3 5 | 8 9          3 pieces
+    theirs   1 | 4 6 | 7 9          1 reaches to index 1, merged with none of mine
+                                    4 6 reaches to index 6, merged with 2 3 5
+                                    7 9 is the last piece, merged with 8 9
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from ..algorithms.growth import kept_sizes
 from ..cost import rounds
 from ..transports.reductions import travels_whole
 from ..vector import Array, index_dtype
+from ..wire import HEADER_BYTES
 
 
 class Round(NamedTuple):
@@ -145,13 +146,14 @@ def oktopk(order: Order) -> Iterator[Round]:
     for outside, times in _splits(ranks, m):
         yield Round(ranks, outside, 1, part, encoded=part, decoded=part, times=times)
     # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
-    undecided = k
+    wanted, undecided = round(order.widening * k), k
+    told = HEADER_BYTES + 24 + min(64, wanted) * order.value_bytes
     while True:
-        yield from _allgather(ranks, m, 40 + min(64, undecided) * order.value_bytes)
+        yield from _allgather(ranks, m, told)
         if undecided <= 64:
             break
         undecided = -(-undecided // 32)
-    block = -(-round(order.widening * k) // ranks)
+    block = -(-wanted // ranks)
     *gathered, last = _allgather(ranks, m, 0, block)
     yield from gathered
     yield last._replace(decoded=ranks * block, merged=k + ranks * block)
@@ -219,7 +221,8 @@ def surplus(algorithm: str, order: Order) -> Round:
     others = order.ranks - 1
     if algorithm == "oktopk":
         entries = -(-order.k // order.ranks) + round(order.widening * order.k)
-        quantiles = 8 + 4 * order.ranks * index_dtype(order.length).itemsize
+        entry = index_dtype(order.length).itemsize + order.value_bytes
+        quantiles = HEADER_BYTES + 4 * order.ranks * entry
         told = others * (quantiles + 8) + 8 * rounds(order.ranks)
         return nothing._replace(lists=others, entries=-(-entries // others), plain_bytes=told)
     if algorithm == "hierarchical":

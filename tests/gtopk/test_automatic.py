@@ -12,10 +12,18 @@ import torch
 
 from collectives import run_ranks
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Calibration, Candidate, Network, cache
+from collectives.planning import (
+    DEFAULT_RATES,
+    Calibration,
+    Candidate,
+    CodingRate,
+    Format,
+    Network,
+    cache,
+)
 from collectives.planning.calibrated import VARIABLE
 from collectives.transports import LocalTransport, local_world
-from gtopk import automatic, calibration, world
+from gtopk import automatic, calibration, exchange, world
 from gtopk.compression import Compression
 from gtopk.exceptions import HorovodInternalError
 from gtopk.judge import FIRST_WINDOW, Judge
@@ -23,6 +31,13 @@ from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Sum
 
 FREE = Link(1e-7, 1e-11)  # or nearly so
+# The fewer bytes, the more seconds.
+CODED = DEFAULT_RATES._replace(
+    coding={
+        Format(indices): CodingRate(seconds, seconds)
+        for indices, seconds in (("raw", 1e-9), ("blocks", 1e-8), ("packed", 1e-7))
+    }
+)
 
 
 @pytest.fixture
@@ -269,6 +284,25 @@ def test_ranks_with_other_options_are_told_so(calibrated, threads):
         assert "auto density=0.01" not in text or "undecided" in text
         assert "density=0.01" in text
         assert "density=0.02" in text
+
+
+@pytest.mark.parametrize(("link", "indices"), [(Link.of(1e6, 0), "packed"), (FREE, "raw")])
+def test_a_sparse_method_may_leave_its_wire_to_the_model(monkeypatch, threads, link, indices):
+    monkeypatch.setattr(
+        exchange,
+        "calibration_of",
+        lambda transport: Calibration(Network(transport.size, link), CODED, "made up"),
+    )
+
+    def program(transport: LocalTransport) -> Any:
+        parameter = parameters()
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.gtopk(0.1, wire="auto"))
+            parameter.grad = gradient_of(transport.rank, 0)
+            optimizer.step()
+            return optimizer._exchange.format
+
+    assert threads(2, program) == [Format(indices)] * 2
 
 
 def test_alone_nothing_is_measured_and_nothing_compressed(monkeypatch):

@@ -340,9 +340,9 @@ def test_the_network_is_told_with_what_it_means(bits_per_second: float, says: st
 @needs_mpirun
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_job_prints_one_report_that_says_its_size(
-    size: int, monkeypatch: pytest.MonkeyPatch
+    size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("GTOPK_CALIBRATION", "fresh")
+    monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "calibration.json"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     lines: list[str] = []
     program = [sys.executable, "-m", "gtopk.doctor"]

@@ -26,6 +26,7 @@ from .run import run
 from .vectors import DISTRIBUTIONS
 
 TRANSPORTS = ("mpi", "torch.distributed", "local")
+TIMEOUT_SECONDS = 3600.0  # ranks that are not measured wait for those that are
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("--budget-seconds", type=float, default=20.0, help="of a contender in a case")
     add("--bandwidth", type=float, help="bits per second for the model; default: measured here")
     add("--latency", type=float, help="seconds for the model; default: measured here")
+    add("--shared-cores", type=int, help="of all ranks together, where one machine emulates hosts")
     add("--interface", help="network interface whose sent bytes to note, as eth0")
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="file to write")
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = options.transport or default_transport()
     if name == "local":
         size = max(plan.ranks or (4,))
-        found = run_ranks(local_world(size, timeout_seconds=600), lambda t: run(plan, t))
+        found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(plan, t))
         deliver(found[0], options)
         return 0
     return on_this_rank(name, plan, options)
@@ -106,7 +108,7 @@ def on_this_rank(name: str, plan: Plan, options: argparse.Namespace) -> int:
         import torch.distributed
 
         torch.distributed.init_process_group("gloo")
-    transport = open_transport(name)
+    transport = open_transport(name, TIMEOUT_SECONDS)
     try:
         results = run(plan, transport)
         if transport.rank == 0:
@@ -154,6 +156,7 @@ def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
         budget_seconds=options.budget_seconds,
         bandwidth=options.bandwidth,
         latency=options.latency,
+        shared_cores=options.shared_cores,
         interface=options.interface,
         seed=options.seed,
     )

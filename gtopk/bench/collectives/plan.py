@@ -11,6 +11,7 @@ class Plan(NamedTuple):
     ranks:     how many of the launched ranks take part, one measurement after the other; none: all.
     formats:   that gtopk's algorithms send: "packed+bf16", or "bf16" for the one the model picks.
     bandwidth, latency: of the model's link, bits per second and seconds; None: as measured.
+    shared_cores: of all ranks together, on emulated hosts; None: each has one of its own.
     interface: whose sent bytes are noted; None: nobody's.
     """
 
@@ -26,6 +27,7 @@ class Plan(NamedTuple):
     budget_seconds: float
     bandwidth: float | None
     latency: float | None
+    shared_cores: int | None
     interface: str | None
     seed: int
 
@@ -38,6 +40,8 @@ class Plan(NamedTuple):
                 )
         if self.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, got {self.rounds}")
+        if self.shared_cores is not None and self.shared_cores < 1:
+            raise ValueError(f"--shared-cores must be at least 1, got {self.shared_cores}")
         for density in self.densities:
             if not 0.0 < density <= 1.0:
                 raise ValueError(f"--densities must lie in (0, 1], got {density:g}")

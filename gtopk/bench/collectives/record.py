@@ -41,10 +41,11 @@ class Record(TypedDict):
     """One contender in one case.
 
     modelled_wire_seconds: latency and bandwidth alone; None where there is no model.
-    modelled_code_seconds: encode, decode, merge, on a core of one's own.
-    cpu_seconds: of a rank's process: ranks that share cores wait for each other as long as these
-                 add up to.
+    modelled_code_seconds: encode, decode, merge; where all ranks share cores, as many times longer
+                           as there are ranks to a core.
+    cpu_seconds: of a rank's process.
     measured_over_modelled: the median over modelled_wire_seconds.
+    measured_over_wire_and_code: the median over both.
     interface_bytes: what the network interface says it sent, headers, acknowledgements and barriers
                      included; None where no interface was named.
     """
@@ -74,6 +75,7 @@ class Record(TypedDict):
     modelled_wire_seconds: float | None
     modelled_code_seconds: float | None
     measured_over_modelled: float | None
+    measured_over_wire_and_code: float | None
 
 
 class Run(TypedDict):
@@ -86,6 +88,7 @@ class Run(TypedDict):
     hosts: int
     link: Link
     calibration: str
+    shared_cores: int | None  # by all ranks, on hosts that one machine emulates
     seed: int
 
 

@@ -74,19 +74,21 @@ def table(results: Results) -> str:
         width = max(len(row["contender"]) for row in rows)
         lines.append(title(case))
         lines.append(
-            f"  {'':{width}}  {'median':>9}  {'min - max':>21}  {'model':>9}  {'/model':>6}  "
-            f"{'/gtopk':>7}  {'CPU of a rank':>13}  {'sent by a rank':>14}  messages"
+            f"  {'':{width}}  {'median':>9}  {'min - max':>21}  {'wire':>9}  {'/wire':>6}  "
+            f"{'/+code':>6}  {'/gtopk':>7}  {'CPU of a rank':>13}  {'sent by a rank':>14}  messages"
         )
         for row in rows:
             seconds, sent = row["seconds"], row["sent_bytes"]
             between = f"{seconds_text(seconds['min'])} - {seconds_text(seconds['max'])}"
             model = row["modelled_wire_seconds"]
             ratio, against = row["measured_over_modelled"], times_reference(row, rows)
+            with_code = row["measured_over_wire_and_code"]
             lines.append(
                 f"{'*' if row['reference'] else ' '} {row['contender']:{width}}  "
                 f"{seconds_text(median(row)):>9}  {between:>21}  "
                 f"{'-' if model is None else seconds_text(model):>9}  "
                 f"{'-' if ratio is None else f'{ratio:.2f}':>6}  "
+                f"{'-' if with_code is None else f'{with_code:.2f}':>6}  "
                 f"{'-' if against is None else f'{against:.3g}':>7}  "
                 f"{seconds_text(row['cpu_seconds']['max']):>13}  "
                 f"{('' if row['counted'] else '~') + bytes_text(sent['max']):>14}  "
@@ -94,7 +96,12 @@ def table(results: Results) -> str:
             )
         lines.append("")
     lines.append("* what ratios are told against. ~ reckoned, the least there can be; the rest is")
-    lines.append("counted; either way of the rank that sends most. The model is the wire alone.")
+    lines.append(
+        "counted; either way of the rank that sends most. wire: the model's time, latency and"
+    )
+    lines.append(
+        "bandwidth alone; /wire: measured over it; /+code: with encode, decode and merge added."
+    )
     return "\n".join(lines)
 
 
@@ -138,7 +145,9 @@ def _cell(label: str, rows: Sequence[Record]) -> str:
     if row["rounds"] > 1:
         words[0] += f" ({seconds_text(seconds['min'])}-{seconds_text(seconds['max'])})"
     if ratio is not None:
-        words.append(f"{ratio:.2f}x model")
+        words.append(f"{ratio:.2f}x wire")
+    if row["ours"] and row["measured_over_wire_and_code"] is not None:
+        words.append(f"{row['measured_over_wire_and_code']:.2f}x with code")
     if row["reference"]:
         words[0] = f"**{words[0]}**"
     elif against is not None:

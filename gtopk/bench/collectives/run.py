@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from ...machine import load, this_machine
 from . import record, rounds
 from .cases import Case, cases
 from .contenders import BASELINES, Contender, own_contenders, reference_of, spelled
-from .library import open_library
+from .library import Reckoning, open_library
 from .plan import Plan
 from .record import Record, Results
 
@@ -39,26 +41,12 @@ def run(plan: Plan, transport: Transport) -> Results:
     for size in sizes:
         library = open_library(transport, range(size))
         library_name = library.name
-        if transport.rank < size:
-            some = transport.subset(range(size)) if size < transport.size else transport
-            here = network._replace(ranks=size)
-            for case, first in cases((size,), plan.lengths, plan.densities, plan.distributions):
-                contenders = chosen(plan, case, first, here, calibration)
-                for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
-                    found = rounds.measure(
-                        what,
-                        contenders,
-                        some,
-                        library,
-                        times,
-                        plan.budget_seconds,
-                        plan.seed,
-                        plan.interface,
-                        say,
-                    )
-                reference = reference_of(contenders, case.length, case.k, here, calibration.rates)
-                records += [_record(each, case, here, calibration, reference) for each in found]
-        transport.barrier()
+        with transport.operation(f"the benchmark of {size} ranks"):
+            if transport.rank < size:
+                some = transport.subset(range(size)) if size < transport.size else transport
+                here = replace(calibration, network=network._replace(ranks=size))
+                records += on_these_ranks(plan, some, library, here, say)
+            transport.barrier()
     machine["load_after"] = load()
     return Results(
         schema=record.SCHEMA,
@@ -72,10 +60,41 @@ def run(plan: Plan, transport: Transport) -> Results:
             hosts=count_hosts(transport),
             link=link,
             calibration=calibration.origin,
+            shared_cores=plan.shared_cores,
             seed=plan.seed,
         ),
         records=records,
     )
+
+
+def on_these_ranks(
+    plan: Plan,
+    transport: Transport,
+    library: Reckoning,
+    calibration: Calibration,
+    say: Callable[[str], None],
+) -> list[Record]:
+    """Return the records of all cases with this number of ranks."""
+    records: list[Record] = []
+    network, rates = calibration.network, calibration.rates
+    for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
+        contenders = chosen(plan, case, first, calibration)
+        for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
+            found = rounds.measure(
+                what,
+                contenders,
+                transport,
+                library,
+                times,
+                plan.budget_seconds,
+                plan.seed,
+                plan.interface,
+                say,
+            )
+        reference = reference_of(contenders, case.length, case.k, network, rates)
+        ranks_to_a_core = max(1.0, transport.size / (plan.shared_cores or transport.size))
+        records += [_record(each, case, calibration, reference, ranks_to_a_core) for each in found]
+    return records
 
 
 def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
@@ -99,13 +118,11 @@ def chosen(
     plan: Plan,
     case: Case,
     first: bool,
-    network: Network,
     calibration: Calibration,
 ) -> list[Contender]:
     """Return who takes part in a case; the dense ones do in the first only."""
-    ours = own_contenders(
-        plan.algorithms, plan.formats, case.length, case.k, network, calibration.rates
-    )
+    network, rates = calibration.network, calibration.rates
+    ours = own_contenders(plan.algorithms, plan.formats, case.length, case.k, network, rates)
     theirs = [contender for name in plan.baselines for contender in BASELINES[name]]
     return [contender for contender in (*ours, *theirs) if contender.selective or first]
 
@@ -140,13 +157,15 @@ def count_hosts(transport: Transport) -> int:
 def _record(
     measured: rounds.Measured,
     case: Case,
-    network: Network,
     calibration: Calibration,
     reference: str | None,
+    ranks_to_a_core: float,
 ) -> Record:
     contender = measured.contender
     seconds = record.spread(measured.seconds)
-    modelled = contender.modelled(case.length, case.k, network, calibration.rates)
+    modelled = contender.modelled(case.length, case.k, calibration.network, calibration.rates)
+    wire = modelled and modelled.wire_seconds
+    code = modelled and ranks_to_a_core * modelled.code_seconds
     on_interface = measured.interface_bytes
     return Record(
         contender=contender.name,
@@ -171,12 +190,11 @@ def _record(
         counted=measured.counted,
         interface_bytes=None if on_interface is None else record.per_rank(on_interface),
         updated=measured.updated,
-        modelled_wire_seconds=modelled and modelled.wire_seconds,
-        modelled_code_seconds=modelled and modelled.code_seconds,
-        measured_over_modelled=(
-            seconds["median"] / modelled.wire_seconds
-            if modelled and modelled.wire_seconds
-            else None
+        modelled_wire_seconds=wire,
+        modelled_code_seconds=code,
+        measured_over_modelled=seconds["median"] / wire if wire else None,
+        measured_over_wire_and_code=(
+            seconds["median"] / (wire + code) if wire and code is not None else None
         ),
     )
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from collectives import MessageError, SparseVector, local_world, reduce, run_ranks
+from collectives import MessageError, SparseVector, local_world, reduce, run_ranks, wire
 from collectives.algorithms.growth import kept_sizes
 from collectives.kernels import contains, merge
 from collectives.transports import Traffic
-from collectives.wire import HEADER_BYTES
+from collectives.wire import HEADER_BYTES, Format
 from tests.collectives.algorithms.worlds import (
     Outcome,
     bits,
@@ -85,14 +85,16 @@ def test_pieces_change_nothing(
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("put_back", ["owners", "spread"])
+@pytest.mark.parametrize("values", wire.VALUE_CODES)
 def test_long_lists_in_pieces_give_the_same_bits(
-    size: int, put_back: str, random: np.random.Generator
+    size: int, put_back: str, values: str, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, size, 50_000, 3000)
     picks[0] = picks[0].at(slice(0, 700))  # lists of different lengths
-    whole = run("gtopk", picks, 3000, put_back=put_back)
-    for pieces in (2, 5, 12, 255):
-        assert same(whole, run("gtopk", picks, 3000, put_back=put_back, pieces=pieces))
+    format = Format("raw", values)
+    whole = run("gtopk", picks, 3000, format, put_back=put_back)
+    for pieces in (2, 12, 255):
+        assert same(whole, run("gtopk", picks, 3000, format, put_back=put_back, pieces=pieces))
 
 
 def same(one: list[Outcome], other: list[Outcome]) -> bool:
@@ -167,6 +169,40 @@ def test_spreading_gives_every_rank_about_as_much(size: int, random: np.random.G
     outcomes = run("gtopk", picks, 20, put_back="spread")
     returned = [np.abs(vector.values).sum() for _, vector in outcomes]
     assert max(returned) < 2 * min(returned)
+
+
+@pytest.mark.parametrize("values", ["bf16", "fp16", "int8"])
+def test_a_dead_pick_returns_whole_and_its_rounding_is_forgotten(values: str) -> None:
+    # The four-rank example, of values that are rounded: 5:1.01 is dropped in the first round, and
+    # 5 comes back through ranks 2 and 3; rank 2 keeps what its 3.03 lost, and nothing of the 1.01.
+    picks = [
+        entries(pairs, 10, np.float64)
+        for pairs in ([(5, 1.01)], [(7, 2.02)], [(5, 3.03), (6, 2.9)], [(9, 0.11)])
+    ]
+    outcomes = run("gtopk", picks, 2, Format("raw", values))
+    update = outcomes[0][0]
+    assert update.indices.tolist() == [5, 6]
+    returned = [dict(pairs_of(vector)) for _, vector in outcomes]
+    assert returned[1] == {7: 2.02}
+    assert returned[3][9] == 0.11
+    for index, total in ((5, 1.01 + 3.03), (6, 2.9)):
+        back = sum(vector.get(index, 0.0) for vector in returned)
+        assert update.to_dense()[index] + back == pytest.approx(total, rel=1e-15)
+        assert update.to_dense()[index] != total
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_rounding_of_a_list_is_split_over_those_who_hold_it(
+    size: int, random: np.random.Generator
+) -> None:
+    # All pick the same, so nothing dies; rank r gets the errors of every 2^j-th entry of round j.
+    pick = random_picks(random, 1, 500, 64, np.float64)[0]
+    outcomes = run("gtopk", [pick] * size, 64, Format("raw", "bf16"))
+    first = wire.encode(pick, 64, Format("raw", "bf16")).vector
+    for rank, (update, returned) in enumerate(outcomes):
+        # Doubling is exact: only the first round rounds, and each rank rounds its own picks.
+        assert bits(update) == bits(first._replace(values=size * first.values))
+        assert bits(returned) == bits(pick.minus(first)), rank
 
 
 # ---- the cost

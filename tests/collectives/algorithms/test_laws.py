@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from collectives import SparseVector
 from collectives.vector import check
-from collectives.wire import Format
+from collectives.wire import EXACT, Format
 from tests.collectives.algorithms.worlds import (
     FORMATS,
     WAYS,
@@ -17,6 +17,7 @@ from tests.collectives.algorithms.worlds import (
     bits,
     integer_picks,
     random_picks,
+    rendezvous_world,
     run,
     worlds,
 )
@@ -26,7 +27,7 @@ formats = st.sampled_from(FORMATS)
 
 
 @every_way
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(worlds(np.float64), formats)
 def test_nothing_is_lost(way: str, world: tuple[int, list[SparseVector]], format: Format) -> None:
     k, picks = world
@@ -34,7 +35,7 @@ def test_nothing_is_lost(way: str, world: tuple[int, list[SparseVector]], format
 
 
 @every_way
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(worlds(np.float32), formats)
 def test_ranks_agree_to_the_bit(
     way: str, world: tuple[int, list[SparseVector]], format: Format
@@ -51,7 +52,7 @@ def test_ranks_agree_to_the_bit(
 
 
 @every_way
-@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 9, 16, 17])
 def test_sums_that_the_dtype_holds_are_conserved_to_the_bit(
     way: str, size: int, random: np.random.Generator
 ) -> None:
@@ -64,11 +65,9 @@ def test_sums_that_the_dtype_holds_are_conserved_to_the_bit(
 
 
 @every_way
-@pytest.mark.parametrize("size", [31, 64])
-@pytest.mark.parametrize("format", FORMATS, ids="-".join)
-def test_the_laws_hold_for_many_ranks(
-    way: str, size: int, format: Format, random: np.random.Generator
-) -> None:
+@pytest.mark.parametrize("format", [EXACT, Format("packed", "int8")], ids="-".join)
+def test_the_laws_hold_for_64_ranks(way: str, format: Format, random: np.random.Generator) -> None:
+    size = 64
     picks = random_picks(random, size, 2000, 40, np.float64)
     outcomes = run(way, picks, 40, format)
     assert_nothing_is_lost(picks, outcomes, additions=4 * size)
@@ -77,13 +76,25 @@ def test_the_laws_hold_for_many_ranks(
 
 
 @every_way
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(worlds(np.float64), formats)
 def test_the_same_call_gives_the_same_bits(
     way: str, world: tuple[int, list[SparseVector]], format: Format
 ) -> None:
     k, picks = world
     for one, other in zip(run(way, picks, k, format), run(way, picks, k, format), strict=True):
+        assert [bits(vector) for vector in one] == [bits(vector) for vector in other]
+
+
+@every_way
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 9])
+def test_no_rank_waits_for_a_send_that_another_cannot_receive_yet(
+    way: str, size: int, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 300, 20)
+    for one, other in zip(
+        run(way, picks, 20), run(way, picks, 20, make_world=rendezvous_world), strict=True
+    ):
         assert [bits(vector) for vector in one] == [bits(vector) for vector in other]
 
 

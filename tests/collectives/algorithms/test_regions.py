@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import MessageError, SparseVector, local_world, run_ranks
+from collectives import SparseVector, local_world, run_ranks
 from collectives.algorithms import regions
 from collectives.algorithms.regions import Cut, Regions, estimate
 from tests.collectives.algorithms.worlds import WHERE, picks_where
@@ -113,28 +113,6 @@ def test_another_length_or_number_of_ranks_draws_anew() -> None:
 def test_boundaries_serve_at_least_one_step() -> None:
     with pytest.raises(ValueError, match="at least one step, got every=0"):
         Regions(every=0)
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        b"",
-        b"1234567",
-        (9).to_bytes(8, "little"),  # 9 picks, and no index
-        (1).to_bytes(8, "little") + (7).to_bytes(4, "little"),  # beyond the vector's end
-        (1).to_bytes(8, "little") + (-1).to_bytes(4, "little", signed=True),
-        (2).to_bytes(8, "little") + 2 * (3).to_bytes(4, "little"),  # the same index twice
-        (-1).to_bytes(8, "little", signed=True),
-    ],
-)
-def test_what_are_no_quantiles_is_an_error_that_names_the_sender(told: bytes) -> None:
-    def program(transport):
-        if transport.rank == 1:
-            return transport.allgather(np.frombuffer(told, np.uint8))
-        return estimate(at([1, 2], 7), transport)
-
-    with pytest.raises(MessageError, match=r"from rank 1 is malformed: .* no quantiles"):
-        run_ranks(local_world(2, 5), program)
 
 
 def test_a_quarter_of_the_fair_share_is_what_the_docstring_says() -> None:

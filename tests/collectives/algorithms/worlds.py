@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from collectives import ALGORITHMS, SparseVector, reduce, run_ranks, select
-from collectives.transports import local_world
+from collectives.transports import LocalTransport, Transport, local_world
 from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format
 
 Outcome = tuple[SparseVector, SparseVector]  # update, returned
@@ -66,15 +68,53 @@ WAYS: dict[str, tuple[str, Callable[[int, int, int], dict[str, Any]]]] = {
 
 
 def run(
-    way: str, picks: Sequence[SparseVector], k: int, format: Format = EXACT, **options: Any
+    way: str,
+    picks: Sequence[SparseVector],
+    k: int,
+    format: Format = EXACT,
+    make_world: Callable[[int], list[LocalTransport]] | None = None,
+    **options: Any,
 ) -> list[Outcome]:
     """Return what every rank gets, in rank order."""
     algorithm, usual = WAYS[way]
     options = {**usual(len(picks), k, picks[0].length), **options}
-    world = local_world(len(picks), timeout_seconds=30)
+    world = (make_world or local_world)(len(picks))
     return run_ranks(
         world, lambda t: reduce(picks[t.rank], k, t, algorithm, format=format, **options)
     )
+
+
+def rendezvous_world(size: int) -> list[LocalTransport]:
+    """Return a world in which a send is done only when its message is received.
+
+    So it is with long messages over MPI: who waits for a send before it receives waits for ever.
+    """
+    world = local_world(size, timeout_seconds=30)
+    flying: dict[tuple[int, int, int], deque[threading.Event]] = defaultdict(deque)
+
+    def watch(transport: LocalTransport) -> None:
+        send_on, receive_on = transport.send_on, transport.receive_on
+
+        def send(stream: Transport, message: np.ndarray, to: int) -> Callable[[], None]:
+            received = threading.Event()
+            flying[stream.tag, transport.rank, to].append(received)
+            send_on(stream, message, to)
+
+            def finish() -> None:
+                assert received.wait(5), f"rank {transport.rank} waits for rank {to} to receive"
+
+            return finish
+
+        def receive(stream: Transport, source: int) -> np.ndarray:
+            message = receive_on(stream, source)
+            flying[stream.tag, source, transport.rank].popleft().set()
+            return message
+
+        transport.send_on, transport.receive_on = send, receive
+
+    for transport in world:
+        watch(transport)
+    return world
 
 
 def entries(pairs: Iterable[tuple[int, float]], length: int, dtype: type) -> SparseVector:

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Measure the collectives on 8 emulated hosts of 100 Mbit/s, over MPI and over gloo: 10 minutes.
+#
+#   sudo mpi_scripts/bench_network.sh [FOLDER]     writes mpirun.json, .svg; torchrun.json, .svg;
+#                                                  and results.md, the tables for the documentation
+#
+# The size is ResNet-50's. Keep the machine quiet: the hosts share its cores, and 8 ranks on 2 cores
+# are at their limit as it is.
+set -euo pipefail
+
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+mkdir -p "${1:-report}"
+folder=$(readlink -f "${1:-report}")
+bench=("${PYTHON:-python3}" -m gtopk.cli bench collectives)
+export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
+
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys these
+for launcher in mpirun torchrun; do
+    "$here/emulated_network.sh" 8 100mbit "$launcher" "${bench[@]}" \
+        --ranks 2,4,8 --lengths 25557032 --formats bf16,exact,raw+exact --rounds 9 \
+        --bandwidth 100e6 --shared-cores "$cores" --interface eth0 \
+        --json "$folder/$launcher.json"
+done
+"${bench[@]}" --markdown "$folder/mpirun.json" "$folder/torchrun.json" >"$folder/results.md"

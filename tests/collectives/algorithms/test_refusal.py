@@ -1,0 +1,150 @@
+"""NaN or infinity on any rank is an error on every rank, with no message more; nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import NonFiniteError, SparseVector, local_world, reduce, run_ranks
+from collectives.algorithms.refusal import examine, lowest
+from collectives.transports import LocalTransport
+from collectives.wire import NOBODY
+from tests.collectives.algorithms.worlds import WAYS, bits, random_picks
+
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def with_values(pick: SparseVector, *values: float) -> SparseVector:
+    changed = pick.values.copy()
+    changed[: len(values)] = values
+    return pick._replace(values=changed)
+
+
+def outcomes(way: str, picks: list[SparseVector], k: int) -> tuple[list[Any], list[Any]]:
+    """Return what each rank raised, or got, and what it sent."""
+    algorithm, options = WAYS[way]
+    usual = options(len(picks), k, picks[0].length)
+    world = local_world(len(picks), timeout_seconds=30)
+
+    def program(transport: LocalTransport) -> Any:
+        try:
+            return reduce(picks[transport.rank], k, transport, algorithm, **usual)
+        except NonFiniteError as error:
+            return error
+
+    return run_ranks(world, program), [transport.traffic.take() for transport in world]
+
+
+@every_way
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 9])
+def test_every_rank_raises_the_same_error_that_names_the_lowest(
+    way: str, size: int, bad: float, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 60, 10)
+    for refusing in ([size - 1], [0], [size // 2, size - 1], list(range(size))):
+        broken = [
+            with_values(pick, bad) if rank in refusing else pick for rank, pick in enumerate(picks)
+        ]
+        before = [bits(pick) for pick in broken]
+        raised, _ = outcomes(way, broken, 10)
+        assert {(type(error), error.rank) for error in raised} == {(NonFiniteError, refusing[0])}
+        assert len({str(error) for error in raised}) == 1
+        assert f"rank {refusing[0]} found NaN or infinity" in str(raised[0])
+        assert [bits(pick) for pick in broken] == before
+
+
+@every_way
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_a_sum_that_overflows_is_an_error_on_every_rank(way: str, size: int) -> None:
+    largest = np.finfo(np.float32).max
+    pick = SparseVector(np.array([2, 5], np.int32), np.array([1, largest], np.float32), 7)
+    raised, _ = outcomes(way, [pick] * size, 2)
+    assert {type(error) for error in raised} == {NonFiniteError}
+    assert len({str(error) for error in raised}) == 1
+
+
+@every_way
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_an_overflow_that_only_some_ranks_see_ends_all_alike(way: str, size: int) -> None:
+    # The sum of ranks 0 and 1 overflows; added up in another order, with the rest, it may not.
+    largest = float(np.finfo(np.float32).max)
+    picks = [
+        SparseVector(np.array([5], np.int32), np.array([value], np.float32), 7)
+        for value in ([largest, largest] + [-largest / 2] * size)[:size]
+    ]
+    ends, _ = outcomes(way, picks, 1)
+    assert len({type(end) for end in ends}) == 1
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "dense" and "oktopk" not in way])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_refusal_takes_no_message_more_and_fewer_bytes(
+    way: str, size: int, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 600, 100)
+    _, usual = outcomes(way, picks, 100)
+    broken = [with_values(pick, np.nan) if rank == 0 else pick for rank, pick in enumerate(picks)]
+    _, refused = outcomes(way, broken, 100)
+    for before, after in zip(usual, refused, strict=True):
+        assert after.sent_messages == before.sent_messages
+        assert after.sent_bytes <= before.sent_bytes
+    assert sum(t.sent_bytes for t in refused) < sum(t.sent_bytes for t in usual)
+
+
+@every_way
+def test_the_next_reduction_goes_on_as_if_nothing_had_been(
+    way: str, random: np.random.Generator
+) -> None:
+    algorithm, options = WAYS[way]
+    picks = random_picks(random, 5, 60, 10)
+    usual = options(5, 10, 60)
+    world = local_world(5, timeout_seconds=30)
+
+    def program(transport: LocalTransport) -> Any:
+        pick = picks[transport.rank]
+        with pytest.raises(NonFiniteError):
+            reduce(with_values(pick, np.nan), 10, transport, algorithm, **usual)
+        update, _ = reduce(pick, 10, transport, algorithm, **usual)
+        transport.resign("it is done")  # who left after the last one is not missed in it
+        return bits(update)
+
+    assert len(set(run_ranks(world, program))) == 1
+
+
+def test_on_a_subset_the_error_names_the_rank_of_the_world(random: np.random.Generator) -> None:
+    picks = random_picks(random, 4, 60, 10)
+
+    def program(transport: LocalTransport) -> Any:
+        if transport.rank == 0:
+            return None
+        part = transport.subset([3, 1, 2])
+        pick = picks[transport.rank]
+        bad = with_values(pick, np.nan) if transport.rank == 3 else pick
+        raised = []
+        for algorithm in ("dense", "gtopk", "oktopk", "hierarchical"):
+            with pytest.raises(NonFiniteError) as caught:
+                reduce(bad, 10, part, algorithm)
+            raised.append(caught.value.rank)
+        return raised
+
+    _, *raised = run_ranks(local_world(4, 30), program)
+    assert raised == [[3] * 4] * 3
+
+
+def test_the_lowest_of_those_who_refused_is_told() -> None:
+    assert lowest() == lowest(NOBODY) == lowest(NOBODY, NOBODY) == NOBODY
+    assert lowest(4, NOBODY, 2, 3) == 2
+
+
+def test_once_anybody_refused_nothing_travels() -> None:
+    good = SparseVector(np.array([2], np.int32), np.array([1.0]), 5)
+    bad = good._replace(values=np.array([np.inf]))
+    assert examine(good, 3) == (good, NOBODY)
+    assert examine(bad, 3)[1] == 3
+    assert examine(bad, 3, refused_by=1)[1] == 1
+    assert examine(bad, 3, refused_by=4)[1] == 3
+    assert examine(good, 3, refused_by=4)[1] == 4
+    assert {examine(bad, 3)[0].entries, examine(good, 3, refused_by=4)[0].entries} == {0}

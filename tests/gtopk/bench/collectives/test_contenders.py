@@ -1,0 +1,90 @@
+"""Contenders: every algorithm, in the formats asked for, with the model's word on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives import ALGORITHMS
+from collectives.cost import Link, dense_bytes
+from collectives.planning import DEFAULT_RATES, Candidate, CodingRate, Format, Network, predict
+from collectives.wire.indices import INDEX_CODES
+from gtopk.bench.collectives.contenders import (
+    BASELINES,
+    own,
+    own_contenders,
+    parse,
+    reference_of,
+    spelled,
+)
+
+SLOW = Network(8, Link.of(1e8, 1e-4))
+FORMATS = [Format(indices, values) for values in ("exact", "bf16") for indices in INDEX_CODES]
+RATES = DEFAULT_RATES._replace(coding={format: CodingRate(2e-9, 2e-9) for format in FORMATS})
+LENGTH, K = 1_000_000, 1_000
+
+
+def test_every_algorithm_takes_part_once_for_each_format() -> None:
+    found = own_contenders(list(ALGORITHMS), ["exact", "raw+bf16"], LENGTH, K, SLOW, RATES)
+    assert {contender.algorithm for contender in found} == set(ALGORITHMS)
+    assert len(found) == 1 + 2 * (len(ALGORITHMS) - 1)  # dense has no format
+    assert len({contender.name for contender in found}) == len(found)
+
+
+def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() -> None:
+    (found,) = own_contenders(["gtopk"], ["bf16"], LENGTH, K, SLOW, RATES)
+    seconds = {
+        format: predict(Candidate("gtopk", K / LENGTH, format), LENGTH, SLOW, RATES)
+        for format in spelled("bf16")
+    }
+    assert found.format == min(seconds, key=lambda format: seconds[format].exchange_seconds)
+    assert found.format == Format("packed", "bf16")  # the fewest bytes, where bytes are dear
+    free = Network(8, Link(1e-6, 0.0))
+    slow_packing = RATES._replace(
+        coding={f: CodingRate(1e-9 * (1 + 9 * (f.indices != "raw")), 1e-9) for f in FORMATS}
+    )
+    (found,) = own_contenders(["gtopk"], ["bf16"], LENGTH, K, free, slow_packing)
+    assert found.format == Format("raw", "bf16")
+
+
+def test_ratios_are_told_against_the_gtopk_that_is_modelled_quickest() -> None:
+    found = own_contenders(
+        ["gtopk:growth=2.0", "gtopk", "topk-allgather"], ["exact", "bf16"], LENGTH, K, SLOW, RATES
+    )
+    assert reference_of(found, LENGTH, K, SLOW, RATES) == "gtopk packed+bf16"
+    assert reference_of(found[-2:], LENGTH, K, SLOW, RATES) is None
+
+
+@pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk-tree", "gtopk"])
+def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
+    format = Format("blocks", "bf16")
+    found = own(algorithm, {}, format).modelled(LENGTH, K, SLOW, RATES)
+    expected = predict(Candidate(algorithm, K / LENGTH, format), LENGTH, SLOW, RATES)
+    assert found == (expected.communicate_seconds, expected.code_seconds + expected.merge_seconds)
+
+
+def test_baselines_are_modelled_by_what_they_send() -> None:
+    alpha, beta = SLOW.between
+    wire = {
+        contender.name: contender.modelled(LENGTH, K, SLOW, RATES)[0]
+        for contenders in BASELINES.values()
+        for contender in contenders
+    }
+    dense = predict(Candidate("dense"), LENGTH, SLOW, RATES).communicate_seconds
+    assert wire.pop("dense-library") == dense >= dense_bytes(LENGTH, 8) * beta
+    assert wire.pop("plain-allgather") == pytest.approx(3 * alpha + 7 * 8 * K * beta)
+    for seconds in wire.values():
+        assert seconds == pytest.approx(9 * alpha + 6 * (alpha + 16 * K * beta))
+
+
+def test_options_are_read_from_words() -> None:
+    assert parse("gtopk") == ("gtopk", {})
+    assert parse("gtopk:growth=2.0,put_back=spread") == (
+        "gtopk",
+        {"growth": 2.0, "put_back": "spread"},
+    )
+    with pytest.raises(ValueError, match="name=value"):
+        parse("gtopk:growth")
+    with pytest.raises(ValueError, match="'gtpok'"):
+        parse("gtpok")
+    with pytest.raises(ValueError, match="zipped"):
+        spelled("zipped+exact")
