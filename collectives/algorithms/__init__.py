@@ -15,16 +15,19 @@ NaN or infinity on any rank, or in the sum, is a NonFiniteError on every rank, a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from ..errors import NonFiniteError
+from ..transports.gpu import is_on_device
 from ..transports.transport import Transport
 from ..vector import SparseVector, check
 from ..wire import EXACT, Format
 from ..wire.format import check as check_format
 from . import dense, gtopk, gtopk_tree, hierarchical, oktopk, topk_allgather
+from .by_host import by_host
 from .hierarchical import Hierarchy
 from .nodes import find_nodes
 from .options import check_names
@@ -64,6 +67,8 @@ def reduce(
 
     Every rank passes the same k, format and options. The results share no memory with `selected`.
     Reductions on distinct channels of a transport may run at the same time, each in a thread.
+    Vectors of CuPy arrays give vectors of CuPy arrays on the same GPU, by way of the host; ranks
+    with and without a GPU may reduce together.
 
     Raises ValueError for an unknown algorithm, option or format, an option out of bounds, k outside
     1..length, more than k entries, or a `selected` that is no SparseVector; NonFiniteError, on all
@@ -73,6 +78,11 @@ def reduce(
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
     check_names(algorithm, ALGORITHMS[algorithm], options)
+    if is_on_device(selected.values):
+        on_host = partial(
+            reduce, k=k, transport=transport, algorithm=algorithm, format=format, **options
+        )
+        return by_host(on_host, selected)
     check(selected)
     if not 1 <= k <= selected.length:
         raise ValueError(f"k must lie in 1..{selected.length} (the vector's length), got {k}")

@@ -67,6 +67,7 @@ class Cuda:
         self.null_streams = [Stream(self, gpu) for gpu in range(gpus)]
         self.cliques: dict[bytes, Clique] = {}
         self.moved_bytes = 0
+        self.copies: list[tuple[str, int, int]] = []  # "up" or "down", a GPU, bytes
         self.communicators: list[Communicator] = []
         self.abort_hangs = False
         self.random = np.random.default_rng(7)
@@ -236,6 +237,7 @@ class Memory:
 class ndarray:
     """A one-dimensional array of a GPU. Writes are kernels; the host reads by `get` alone."""
 
+    __module__ = "cupy"
     ndim = 1
 
     def __init__(self, cuda: Cuda, memory: Memory, content: np.ndarray) -> None:
@@ -267,6 +269,7 @@ class ndarray:
 
     def get(self, out: np.ndarray | None = None) -> np.ndarray:
         current_stream(self.cuda).synchronize()
+        self.cuda.copies.append(("down", self.memory.device, self.nbytes))
         out = np.empty(self.shape, self.dtype) if out is None else out
         out[...] = self._content
         return out
@@ -294,6 +297,7 @@ def empty(cuda: Cuda, length: int, dtype: np.dtype[Any]) -> ndarray:
 
 def asarray(cuda: Cuda, host: np.ndarray) -> ndarray:
     array = empty(cuda, host.size, host.dtype)
+    cuda.copies.append(("up", cuda.device, host.nbytes))
     copy = ndarray(cuda, Memory(np.empty(0), 0), host.copy())
     array[...] = copy
     return array

@@ -1,0 +1,180 @@
+"""Vectors of GPUs are reduced as the host's are: on a model of CUDA, fake_cuda.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import SparseVector, Transport, reduce, run_ranks
+from collectives.errors import NonFiniteError
+from collectives.transports import local_world
+from collectives.transports.nccl import NcclTransport
+from collectives.transports.staged import StagedTransport
+from collectives.wire import EXACT, Format
+from tests.collectives import fake_cuda
+from tests.collectives.algorithms.worlds import (
+    FORMATS,
+    WAYS,
+    Outcome,
+    assert_nothing_is_lost,
+    bits,
+    integer_picks,
+    random_picks,
+    run,
+)
+
+TRANSPORTS: dict[str, Callable[[Transport], Transport]] = {
+    "hosts": lambda host: host,
+    "staged": StagedTransport,
+    "nccl": NcclTransport,
+}
+SIZES = [1, 2, 3, 6]
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A machine with 8 GPUs, on which nothing may go wrong."""
+    cuda = fake_cuda.Cuda(gpus=8)
+    fake_cuda.install(monkeypatch, cuda)
+    yield cuda
+    cuda.off.set()
+    cuda.change()
+    assert cuda.wrongs == []
+
+
+def on_gpus(
+    way: str,
+    picks: Sequence[SparseVector],
+    k: int,
+    format: Format = EXACT,
+    over: str = "hosts",
+    ranks_without: Sequence[int] = (),
+) -> list[Outcome]:
+    """Return what every rank gets for a vector on a GPU of its own, copied to the host."""
+    algorithm, usual = WAYS[way]
+    options = usual(len(picks), k, picks[0].length)
+
+    def rank(host: Transport) -> Outcome:
+        cuda = import_module("cupy").cuda
+        selected = picks[host.rank]
+        with cuda.Device(host.rank):
+            transport = TRANSPORTS[over](host)
+            if host.rank not in ranks_without:
+                selected = selected.beside(cuda_array())
+        # The current device is another: the vector's own counts.
+        with cuda.Device(7):
+            outcome = reduce(selected, k, transport, algorithm, format=format, **options)
+        for vector in outcome:
+            assert type(vector.values) is type(vector.indices) is type(selected.values)
+            if host.rank not in ranks_without:
+                assert vector.values.device.id == vector.indices.device.id == host.rank
+        update, returned = outcome
+        with cuda.Device(host.rank):
+            return update.on_host(), returned.on_host()
+
+    return run_ranks(local_world(len(picks), timeout_seconds=30), rank)
+
+
+def cuda_array() -> Any:
+    return import_module("cupy").empty(0, np.float32)
+
+
+def same(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
+    return [[bits(vector) for vector in outcome] for outcome in outcomes] == [
+        [bits(vector) for vector in outcome] for outcome in expected
+    ]
+
+
+@every_way
+@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_gpus_vector_gives_the_bits_of_the_hosts(
+    cuda: Any, way: str, over: str, size: int, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 300, 20)
+    assert same(on_gpus(way, picks, 20, over=over), run(way, picks, 20))
+
+
+@every_way
+@pytest.mark.parametrize("format", FORMATS, ids="-".join)
+def test_so_it_does_in_every_format(
+    cuda: Any, way: str, format: Format, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, 3, 300, 20, np.float64)
+    outcomes = on_gpus(way, picks, 20, format)
+    assert same(outcomes, run(way, picks, 20, format))
+    assert_nothing_is_lost(picks, outcomes, additions=4 * 3)
+
+
+@every_way
+def test_ranks_with_and_without_a_gpu_reduce_together(
+    cuda: Any, way: str, random: np.random.Generator
+) -> None:
+    picks = integer_picks(random, 5, 300, 20)
+    outcomes = on_gpus(way, picks, 20, ranks_without=[1, 4])
+    assert same(outcomes, run(way, picks, 20))
+    before = np.sum([pick.to_dense() for pick in picks], axis=0)
+    after = outcomes[0][0].to_dense() + sum(returned.to_dense() for _, returned in outcomes)
+    assert after.tolist() == before.tolist()
+
+
+def test_each_vector_is_copied_once(cuda: Any, random: np.random.Generator) -> None:
+    picks = random_picks(random, 4, 300, 20)
+    expected = run("gtopk", picks, 20)
+    held: list[SparseVector] = []
+    for rank, pick in enumerate(picks):
+        with import_module("cupy").cuda.Device(rank):
+            held.append(pick.beside(cuda_array()))
+    cuda.copies.clear()
+    run_ranks(local_world(4), lambda t: reduce(held[t.rank], 20, t))
+    copies: Counter[tuple[str, int, int]] = Counter()
+    for rank, (pick, outcome) in enumerate(zip(picks, expected, strict=True)):
+        copies.update([("down", rank, array.nbytes) for array in pick[:2]])
+        copies.update([("up", rank, array.nbytes) for vector in outcome for array in vector[:2]])
+    assert Counter(cuda.copies) == copies
+
+
+@every_way
+def test_what_is_not_finite_is_an_error_that_names_the_rank(cuda: Any, way: str) -> None:
+    picks = [
+        SparseVector(np.arange(3, dtype=np.int32), np.ones(3, np.float32), 9) for _ in range(3)
+    ]
+    picks[1].values[2] = np.nan
+    with pytest.raises(NonFiniteError, match="rank 1") as raised:
+        on_gpus(way, picks, 3)
+    assert raised.value.rank == 1
+
+
+def test_what_is_no_vector_is_refused(cuda: Any) -> None:
+    falling = SparseVector(np.array([4, 2], np.int32), np.ones(2, np.float32), 9)
+    with pytest.raises(ValueError, match="strictly increasing, got 4 before 2"):
+        on_gpus("gtopk", [falling], 3)
+
+
+@pytest.mark.gpu
+@every_way
+@pytest.mark.parametrize("size", SIZES)
+def test_a_real_gpus_vector_gives_the_bits_of_the_hosts(
+    way: str, size: int, random: np.random.Generator
+) -> None:
+    cupy = pytest.importorskip("cupy")
+    if not cupy.cuda.is_available():
+        pytest.skip("needs a GPU")
+    picks = random_picks(random, size, 3000, 200)
+    algorithm, usual = WAYS[way]
+    options = usual(size, 200, 3000)
+
+    def rank(transport: Transport) -> Outcome:
+        selected = picks[transport.rank].beside(cupy.empty(0))
+        update, returned = reduce(selected, 200, transport, algorithm, **options)
+        assert isinstance(update.values, cupy.ndarray)
+        assert isinstance(returned.values, cupy.ndarray)
+        return update.on_host(), returned.on_host()
+
+    assert same(run_ranks(local_world(size), rank), run(way, picks, 200))
