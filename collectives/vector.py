@@ -81,11 +81,12 @@ class SparseVector(NamedTuple):
 
     def between(self, first: int, end: int) -> SparseVector:
         """Return the entries with first <= index < end; the arrays are views."""
-        # A bound of the indices' own dtype (`end` may be one more than that can count): else all
+        # Bounds of the indices' own dtype (`end` may be one more than that can count): else all
         # indices would be converted first.
-        low, last = np.array([first, end - 1], self.indices.dtype)
-        start, stop = self.indices.searchsorted(low), self.indices.searchsorted(last, "right")
-        return self.at(slice(int(start), int(stop)))
+        bounds = module_of(self.indices).asarray(np.array([first, end - 1], self.indices.dtype))
+        start = self.indices.searchsorted(bounds[:1]).item()
+        stop = self.indices.searchsorted(bounds[1:], "right").item()
+        return self.at(slice(start, stop))
 
     def at(self, positions: slice) -> SparseVector:
         """Return the entries at these positions of the list; the arrays are views."""

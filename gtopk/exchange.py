@@ -17,8 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from collectives.algorithms import ALGORITHMS, find_nodes
-from collectives.algorithms.by_host import by_host
+from collectives.algorithms import ALGORITHMS, find_nodes, where_it_works
 from collectives.errors import NonFiniteError
 from collectives.kernels import all_finite
 from collectives.planning import Candidate, predict
@@ -107,7 +106,7 @@ class SparseExchange:
         selected, waited = time.perf_counter(), transport.traffic.wait_seconds
         update = None
         with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
-            update, returned = self._reduce(picked, transport)
+            update, returned = self._reduce(picked, transport, self.format)
         communicate_seconds = time.perf_counter() - selected
         merge_seconds = communicate_seconds - (transport.traffic.wait_seconds - waited)
         if update is not None:
@@ -125,16 +124,16 @@ class SparseExchange:
         )
 
     def _reduce(
-        self, picked: SparseVector, transport: Transport
+        self, picked: SparseVector, transport: Transport, format: Format
     ) -> tuple[SparseVector, SparseVector]:
         reduction = partial(
             ALGORITHMS[self.compression.algorithm],
             k=self.k,
             transport=transport,
-            format=self.format,
+            format=format,
             **self.options,
         )
-        return by_host(reduction, picked) if is_on_device(picked.values) else reduction(picked)
+        return where_it_works(reduction, picked, transport, self.compression.algorithm, self.format)
 
 
 def quickest_format(compression: SparseCompression, bucket: Bucket, transport: Transport) -> Format:

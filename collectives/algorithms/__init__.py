@@ -27,13 +27,22 @@ from ..vector import SparseVector, check
 from ..wire import EXACT, Format
 from ..wire.format import check as check_format
 from . import dense, gtopk, gtopk_tree, hierarchical, oktopk, topk_allgather
-from .by_host import by_host
+from .by_host import Reduction, by_host
 from .hierarchical import Hierarchy
 from .nodes import find_nodes
 from .options import check_names
 from .regions import Regions
 
-__all__ = ["ALGORITHMS", "Hierarchy", "Reduce", "Regions", "find_nodes", "reduce"]
+__all__ = [
+    "ALGORITHMS",
+    "ON_DEVICE",
+    "Hierarchy",
+    "Reduce",
+    "Regions",
+    "find_nodes",
+    "reduce",
+    "where_it_works",
+]
 
 
 class Reduce(Protocol):
@@ -53,6 +62,9 @@ ALGORITHMS: Final[dict[str, Reduce]] = {
     "hierarchical": hierarchical.reduce,
 }
 
+# Their lists stay on a GPU; the host sees headers, sizes and flags.
+ON_DEVICE: Final = frozenset({"dense", "topk-allgather", "gtopk-tree", "gtopk"})
+
 
 def reduce(
     selected: SparseVector,
@@ -67,8 +79,10 @@ def reduce(
 
     Every rank passes the same k, format and options. The results share no memory with `selected`.
     Reductions on distinct channels of a transport may run at the same time, each in a thread.
-    Vectors of CuPy arrays give vectors of CuPy arrays on the same GPU, by way of the host; ranks
-    with and without a GPU may reduce together.
+
+    Vectors of CuPy arrays, on every rank, give vectors of CuPy arrays on the same GPU. They stay
+    there where the transport sends from it (NCCL, once connected), by the algorithms `ON_DEVICE` in
+    the format EXACT; else they go by way of the host, where ranks without a GPU may take part.
 
     Raises ValueError for an unknown algorithm, option or format, an option out of bounds, k outside
     1..length, more than k entries, or a `selected` that is no SparseVector; NonFiniteError, on all
@@ -78,11 +92,35 @@ def reduce(
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
     check_names(algorithm, ALGORITHMS[algorithm], options)
-    if is_on_device(selected.values):
-        on_host = partial(
-            reduce, k=k, transport=transport, algorithm=algorithm, format=format, **options
-        )
-        return by_host(on_host, selected)
+    run = partial(
+        _reduce, k=k, transport=transport, algorithm=algorithm, format=format, options=options
+    )
+    return where_it_works(run, selected, transport, algorithm, format)
+
+
+def where_it_works(
+    reduction: Reduction,
+    selected: SparseVector,
+    transport: Transport,
+    algorithm: str,
+    format: Format,
+) -> tuple[SparseVector, SparseVector]:
+    """Run a reduction by the algorithm where `selected` lies, or by way of the host."""
+    if not is_on_device(selected.values):
+        return reduction(selected)
+    with selected.values.device:  # type: ignore[attr-defined]
+        stays = algorithm in ON_DEVICE and format == EXACT and transport.sends_from_device
+        return reduction(selected) if stays else by_host(reduction, selected)
+
+
+def _reduce(
+    selected: SparseVector,
+    k: int,
+    transport: Transport,
+    algorithm: str,
+    format: Format,
+    options: dict[str, Any],
+) -> tuple[SparseVector, SparseVector]:
     check(selected)
     if not 1 <= k <= selected.length:
         raise ValueError(f"k must lie in 1..{selected.length} (the vector's length), got {k}")

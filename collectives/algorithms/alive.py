@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..vector import Array
+from ..vector import Array, module_of
 
 
 def alive_bytes(count: int) -> int:
@@ -14,9 +14,11 @@ def alive_bytes(count: int) -> int:
 
 def pack_alive(alive: Array) -> Array:
     """Return bool [m] as bits, uint8 [alive_bytes(m)]."""
-    return np.packbits(alive)
+    bits: Array = module_of(alive).packbits(alive)
+    return bits
 
 
 def unpack_alive(bits: Array, count: int) -> Array:
     """Return the first `count` bits as bool [count]."""
-    return np.unpackbits(bits, count=count).view(np.bool_)
+    alive: Array = module_of(bits).unpackbits(bits)[:count].view(np.bool_)
+    return alive

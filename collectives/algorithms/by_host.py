@@ -15,10 +15,9 @@ Reduction = Callable[[SparseVector], tuple[SparseVector, SparseVector]]
 
 
 def by_host(reduction: Reduction, selected: SparseVector) -> tuple[SparseVector, SparseVector]:
-    """Return what the reduction of the copies gives, with arrays on the GPU of `selected`.
+    """Return what the reduction of the copies gives, with arrays on the current GPU.
 
-    Copies are ordered by the current stream of that GPU, whichever GPU is the current one.
+    selected: on the current GPU, whose current stream orders the copies.
     """
-    with selected.values.device:  # type: ignore[attr-defined]
-        update, returned = reduction(selected.on_host())
-        return update.beside(selected.values), returned.beside(selected.values)
+    update, returned = reduction(selected.on_host())
+    return update.beside(selected.values), returned.beside(selected.values)

@@ -14,13 +14,14 @@ all that the ranges kept. The result has the bits that whole lists give.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from .. import wire
 from ..errors import MessageError
 from ..kernels import merge
 from ..transports.transport import Transport
-from ..vector import SparseVector
+from ..vector import Array, SparseVector
 from .outcome import put_together
 from .refusal import lowest
 from .rounding import rounding_error
@@ -60,21 +61,26 @@ def swap_and_merge(
     if terms.pieces > 1 and terms.format.values != "exact":
         # Rounded as a whole, as a single message would: rounded once more, the pieces stay as is.
         whole = wire.encode(mine, keep, terms.format).vector
-    sends, rounded, errors = [], [], []
-    for piece, cut in enumerate(_cuts(mine.entries, terms.pieces)):
-        encoded = wire.encode(
-            whole.at(cut), keep, terms.format, extra=terms.stamp(piece), refused_by=refused_by
-        )
-        sends.append(transport.send(encoded.message, peer))
-        rounded.append(encoded.vector)
-        first = (transport.rank - cut.start) % holders
-        errors.append(rounding_error(mine.at(cut), encoded.vector, terms.format, first, holders))
-    ours = put_together(rounded)
+    rounded, errors = [], []
+
+    def messages(refused_by: int) -> Iterator[tuple[Array, int]]:
+        for piece, cut in enumerate(_cuts(mine.entries, terms.pieces)):
+            encoded = wire.encode(
+                whole.at(cut), keep, terms.format, extra=terms.stamp(piece), refused_by=refused_by
+            )
+            rounded.append(encoded.vector)
+            first = (transport.rank - cut.start) % holders
+            error = rounding_error(mine.at(cut), encoded.vector, terms.format, first, holders)
+            errors.append(error)
+            yield encoded.message, peer
+
+    incoming = transport.exchange_all(messages(refused_by), [peer] * terms.pieces)
+    ours = put_together(rounded)  # all are on their way
 
     kept, dropped = [], []
     begin = 0
-    for piece in range(terms.pieces):
-        decoded = _receive(transport, peer, mine, keep, terms, piece)
+    for piece, message in enumerate(incoming):
+        decoded = _read(message, transport.ranks[peer], mine, keep, terms, piece)
         refused_by = lowest(refused_by, decoded.refused_by)
         theirs = decoded.vector
         if theirs.entries and int(theirs.indices[0]) < begin:
@@ -89,8 +95,6 @@ def swap_and_merge(
         kept.append(largest)
         dropped.append(rest)
         begin = end
-    for sent in sends:
-        sent()
     if terms.pieces > 1:
         largest, rest = merge(put_together(kept), mine.at(slice(0)), keep)
         kept, dropped = [largest], [*dropped, rest]
@@ -104,11 +108,10 @@ def _cuts(entries: int, pieces: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
-def _receive(
-    transport: Transport, peer: int, like: SparseVector, keep: int, terms: Terms, piece: int
+def _read(
+    message: Array, sender: int, like: SparseVector, keep: int, terms: Terms, piece: int
 ) -> wire.Decoded:
-    sender = transport.ranks[peer]
     stamp_bytes = terms.stamp().size
-    decoded = wire.decode(transport.receive(peer), like, keep, sender, terms.format, stamp_bytes)
+    decoded = wire.decode(message, like, keep, sender, terms.format, stamp_bytes)
     terms.check_stamp(decoded.extra, piece, sender)
     return decoded

@@ -5,6 +5,8 @@ bytes, and refuse the same ones.
 
 `pack_...` writes into a buffer, uint8, of at least `..._capacity` or exactly `..._bytes` bytes.
 `unpack_...` reads what anyone may have sent: ValueError says what is wrong with it.
+
+A GPU's arrays have `in_order` here, and `seal` and `open_sealed`, which are theirs alone.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ __all__ = [
     "exponent_range",
     "in_order",
     "int8_bytes",
+    "open_sealed",
     "pack_bf16",
     "pack_blocks",
     "pack_fp16",
     "pack_int8",
     "pack_rice",
     "rice_capacity",
+    "seal",
     "unpack_bf16",
     "unpack_blocks",
     "unpack_fp16",
@@ -44,6 +48,20 @@ def checksum(data: Array, seed: int = 0) -> int:
     """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
     number: int = _codes(data).checksum(data, seed)
     return number
+
+
+def seal(message: Array, head: Array) -> None:
+    """Begin a GPU's message with 56 bytes of the host, and its checksum; waits for nothing.
+
+    The checksum takes 8 bytes; it is that of all after it, seeded with that of the 56 bytes.
+    """
+    _codes(message).seal(message, head)
+
+
+def open_sealed(message: Array) -> tuple[Array, int]:
+    """Return the first 64 bytes of a GPU's message on the host, and what `seal` writes there."""
+    head, number = _codes(message).open_sealed(message)
+    return head, number
 
 
 def in_order(indices: Array, length: int) -> bool:

@@ -84,6 +84,10 @@ class NcclTransport(StagedTransport):
         else:
             self._communicators = parent._communicators
 
+    @property
+    def sends_from_device(self) -> bool:
+        return self._communicator is not None
+
     def connect(self) -> None:
         if self._communicator is None:
             self._communicator = Communicator(self.host, self._gpu, self._timeout_seconds)

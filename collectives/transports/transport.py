@@ -157,6 +157,11 @@ class Transport(ABC):
         """Return what those who resigned have said, as far as it is known here, by world rank."""
 
     @property
+    def sends_from_device(self) -> bool:
+        """Whether messages in GPU memory travel past the hosts' memory; the same on all ranks."""
+        return False
+
+    @property
     def activity(self) -> str:
         """What the ranks do, for an error's text."""
         return self._activity or "an exchange"

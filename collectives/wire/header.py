@@ -26,6 +26,8 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from ..kernels import codes
 from ..vector import Array
 
@@ -54,6 +56,10 @@ class Header(NamedTuple):
 
 def write(header: Header, message: Array) -> None:
     """Fill in the header of a message whose other bytes are in place."""
+    if not isinstance(message, np.ndarray):
+        head = _FIELDS.pack(MAGIC, VERSION, *header)
+        codes.seal(message, np.frombuffer(head, np.uint8))
+        return
     _FIELDS.pack_into(message.data, 0, MAGIC, VERSION, *header)
     _CHECKSUM.pack_into(message.data, _FIELDS.size, checksum(message))
 
@@ -62,12 +68,16 @@ def read(message: Array) -> Header:
     """Return the fields of a whole message; ValueError says why it is not one."""
     if message.size < HEADER_BYTES:
         raise ValueError(f"{message.size} bytes are fewer than its header's {HEADER_BYTES}")
-    magic, version, *fields = _FIELDS.unpack_from(message.data)
+    if isinstance(message, np.ndarray):
+        head, expected = message, checksum(message)
+    else:
+        head, expected = codes.open_sealed(message)
+    magic, version, *fields = _FIELDS.unpack_from(head.data)
     if magic != MAGIC:
         raise ValueError(f"it begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
         raise ValueError(f"it has format version {version}; this rank speaks version {VERSION}")
-    if _CHECKSUM.unpack_from(message.data, _FIELDS.size) != (checksum(message),):
+    if _CHECKSUM.unpack_from(head.data, _FIELDS.size) != (expected,):
         raise ValueError("its checksum does not match its content")
     return Header(*fields)
 

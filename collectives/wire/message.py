@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..errors import MessageError
-from ..vector import Array, SparseVector
+from ..vector import Array, SparseVector, module_of
 from . import header as headers
 from .format import EXACT, Format, numbered, numbers
 from .header import HEADER_BYTES, Header
@@ -47,6 +47,8 @@ def encode(
 
     extra: uint8 [m] that travels behind the values and comes out of `decode` unchanged.
 
+    A GPU's vector, in the format EXACT, gives a message there; the host waits for nothing.
+
     vector.values - encoded.vector.values, the rounding error, is exact in the values' dtype.
     """
     extra = _NOTHING if extra is None else extra
@@ -54,7 +56,8 @@ def encode(
     count, float_bytes = vector.entries, vector.values.itemsize
     value_bytes = value_code.size_bytes(count, float_bytes)
     capacity = index_code.capacity(count, vector.length) + _MOST_PADDING
-    message = np.empty(HEADER_BYTES + capacity + value_bytes + extra.size, np.uint8)
+    arrays = module_of(vector.values)
+    message = arrays.empty(HEADER_BYTES + capacity + value_bytes + extra.size, np.uint8)
 
     used = index_code.pack(vector.indices, vector.length, message[HEADER_BYTES:])
     index_bytes = _padded(used, value_code.element_bytes(float_bytes))
@@ -64,7 +67,7 @@ def encode(
     message[HEADER_BYTES + used : values_from] = 0
     packed = message[values_from:extra_from]
     exponent = value_code.pack(vector.values, packed)
-    message[extra_from:] = extra
+    message[extra_from:] = arrays.asarray(extra)
     headers.write(
         Header(
             *numbers(format),
@@ -99,7 +102,8 @@ def decode(
     like:   a vector of the expected length and value dtype.
     sender: the rank the message came from, for the error's text.
     extra_bytes: how many there must be.
-    Raises MessageError when the message is anything but such a vector.
+    A GPU's message gives a vector there; the host sees its header alone. Raises MessageError when
+    the message is anything but such a vector.
     """
     try:
         return _decode(message, like, k, format, extra_bytes)
@@ -110,6 +114,15 @@ def decode(
 def _decode(
     message: Array, like: SparseVector, k: int, format: Format, extra_bytes: int
 ) -> Decoded:
+    on_host = isinstance(message, np.ndarray)
+    if on_host != isinstance(like.values, np.ndarray):
+        places = ("the host", "a GPU") if on_host else ("a GPU", "the host")
+        raise ValueError(
+            f"it comes from {places[0]} where this rank's vector is on {places[1]}; over NCCL all "
+            "ranks must pass vectors on GPUs, or none"
+        )
+    if not on_host and message.data.ptr % _MOST_PADDING:  # type: ignore[attr-defined]
+        message = message.copy()  # part of a larger one: kernels need their elements aligned
     header = headers.read(message)
     count, float_bytes = header.entries, header.float_bytes
     theirs = (*header[:3], header.length, header.k, header.extra_bytes)

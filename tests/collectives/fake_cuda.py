@@ -13,7 +13,9 @@ late. What a program must not do is noted in `wrongs`, or has the effect that it
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import operator
 import queue
 import sys
 import threading
@@ -22,8 +24,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -70,6 +71,8 @@ class Cuda:
         self.copies: list[tuple[str, int, int]] = []  # "up" or "down", a GPU, bytes
         self.communicators: list[Communicator] = []
         self.abort_hangs = False
+        self.library: Any = None  # the CUDA kernels, compiled for the host
+        self.one_kernel = threading.Lock()
         self.random = np.random.default_rng(7)
 
     @property
@@ -110,9 +113,15 @@ class Cuda:
         cupy.cuda, cuda.nccl = cuda, nccl
         cupy.ndarray = ndarray
         cupy.empty = lambda length, dtype: empty(self, length, np.dtype(dtype))
+        cupy.zeros = lambda length, dtype: zeros(self, length, np.dtype(dtype))
         cupy.asarray = lambda host: asarray(self, host)
+        cupy.ascontiguousarray = lambda array: array
+        cupy.flatnonzero = lambda array: array.known(np.flatnonzero)
+        cupy.packbits = lambda array: array.made(np.packbits, array)
+        cupy.unpackbits = lambda array: array.made(np.unpackbits, array)
+        cupy.RawModule = lambda code, options, name_expressions: RawModule(self)
         cupy.asnumpy = lambda array: array.get()
-        cuda.Device = lambda number: Device(self, number)
+        cuda.Device = lambda number=None: Device(self, self.device if number is None else number)
         cuda.Event = Event
         cuda.Stream = lambda non_blocking: Stream(self, self.device)
         cuda.get_current_stream = lambda: current_stream(self)
@@ -136,6 +145,8 @@ class Cuda:
 
 
 class Device:
+    attributes: ClassVar = {"MultiProcessorCount": 1}
+
     def __init__(self, cuda: Cuda, number: int) -> None:
         self.cuda = cuda
         self.id = number
@@ -191,8 +202,12 @@ class Stream:
                 task = self.tasks.get(timeout=0.1)
             except queue.Empty:
                 continue
-            with suppress(Off):
+            try:
                 task()
+            except Off:
+                pass
+            except Exception as error:
+                self.cuda.wrong(f"a kernel failed: {error!r}")
             del task  # and what it keeps alive
 
     def __enter__(self) -> Stream:
@@ -235,15 +250,20 @@ class Memory:
 
 
 class ndarray:
-    """A one-dimensional array of a GPU. Writes are kernels; the host reads by `get` alone."""
+    """An array of a GPU, of one dimension or none. All it does are kernels, late ones.
+
+    The host reads by `get` alone, or by what CuPy does by it: to ask for a number, or for an array
+    whose size is not known before.
+    """
 
     __module__ = "cupy"
-    ndim = 1
+    __hash__ = None
 
     def __init__(self, cuda: Cuda, memory: Memory, content: np.ndarray) -> None:
         self.cuda = cuda
         self.memory = memory
         self._content = content  # for kernels only
+        self.ndim = content.ndim
         self.dtype = content.dtype
         self.size = content.size
         self.nbytes = content.nbytes
@@ -254,15 +274,105 @@ class ndarray:
         self.data = types.SimpleNamespace(ptr=content.__array_interface__["data"][0])
         self.device = Device(cuda, memory.device)
 
-    def __getitem__(self, part: slice) -> ndarray:
+    def __getitem__(self, part: Any) -> ndarray:
+        if isinstance(part, ndarray) and part.dtype == np.bool_:
+            return self.known(lambda content: content[part._content])
+        if isinstance(part, ndarray) and part.ndim:
+            return self.made(lambda content, at: content[at], self, part)
+        if not isinstance(part, slice):
+            return ndarray(self.cuda, self.memory, self._content[int(part) :][:1].reshape(()))
         return ndarray(self.cuda, self.memory, self._content[part])
 
-    def __setitem__(self, part: Any, value: ndarray) -> None:
-        def kernel() -> None:
-            time.sleep(LATE_SECONDS)
-            self._content[part] = value._content
+    def __setitem__(self, part: Any, value: Any) -> None:
+        assert isinstance(value, ndarray | int | float), "CuPy wants an array of its own"
+        self.launch(lambda: self._content.__setitem__(content_of(part), content_of(value)))
 
-        current_stream(self.cuda).tasks.put(kernel)
+    def launch(self, kernel: Callable[[], Any]) -> None:
+        def late() -> None:
+            time.sleep(LATE_SECONDS)
+            kernel()
+
+        current_stream(self.cuda).tasks.put(late)
+
+    def made(self, function: Callable[..., np.ndarray], *operands: Any) -> ndarray:
+        """Return what a function gives, by and by; its size and dtype do not depend on values."""
+        like = [
+            np.zeros_like(operand._content) if isinstance(operand, ndarray) else operand
+            for operand in operands
+        ]
+        with np.errstate(all="ignore"):
+            shape = np.asarray(function(*like))
+        made = empty(self.cuda, shape.size, shape.dtype)
+        made = ndarray(self.cuda, made.memory, made._content.reshape(shape.shape))
+
+        def kernel() -> None:
+            with np.errstate(all="ignore"):
+                made._content[...] = function(*map(content_of, operands))
+
+        self.launch(kernel)
+        return made
+
+    def known(self, function: Callable[[np.ndarray], np.ndarray]) -> ndarray:
+        """Return what a function gives whose size the host must know: it waits for that number."""
+        current_stream(self.cuda).synchronize()
+        self.cuda.copies.append(("down", self.memory.device, 8))
+        found = function(self._content)
+        made = empty(self.cuda, found.size, found.dtype)
+        self.launch(lambda: made._content.__setitem__(..., function(self._content)))
+        return made
+
+    def __lt__(self, other: Any) -> ndarray:
+        return self.made(operator.lt, self, other)
+
+    def __le__(self, other: Any) -> ndarray:
+        return self.made(operator.le, self, other)
+
+    def __gt__(self, other: Any) -> ndarray:
+        return self.made(operator.gt, self, other)
+
+    def __ge__(self, other: Any) -> ndarray:
+        return self.made(operator.ge, self, other)
+
+    def __eq__(self, other: Any) -> Any:
+        return self.made(operator.eq, self, other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self.made(operator.ne, self, other)
+
+    def __and__(self, other: Any) -> ndarray:
+        return self.made(operator.and_, self, other)
+
+    def __sub__(self, other: Any) -> ndarray:
+        return self.made(operator.sub, self, other)
+
+    def __truediv__(self, other: Any) -> ndarray:
+        return self.made(operator.truediv, self, other)
+
+    def __invert__(self) -> ndarray:
+        return self.made(operator.invert, self)
+
+    def astype(self, dtype: Any) -> ndarray:
+        return self.made(lambda content: content.astype(dtype), self)
+
+    def copy(self) -> ndarray:
+        return self.made(np.copy, self)
+
+    def any(self) -> ndarray:
+        return self.made(np.any, self)
+
+    def searchsorted(self, values: ndarray, side: str = "left") -> ndarray:
+        return self.made(lambda content, wanted: content.searchsorted(wanted, side), self, values)
+
+    def item(self) -> Any:
+        return self.get().item()
+
+    __int__ = __index__ = __bool__ = item
+
+    def tolist(self) -> list[Any]:
+        return self.get().tolist()
+
+    def tobytes(self) -> bytes:
+        return self.get().tobytes()
 
     def view(self, dtype: Any) -> ndarray:
         return ndarray(self.cuda, self.memory, self._content.view(dtype))
@@ -281,6 +391,52 @@ class ndarray:
         raise TypeError("a GPU's array was read entry by entry")
 
 
+def content_of(operand: Any) -> Any:
+    return operand._content if isinstance(operand, ndarray) else operand
+
+
+class RawModule:
+    """Kernels that run as the host's: see machine_on_host.py."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        cuda = self.cuda
+
+        def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+            def kernel() -> None:
+                time.sleep(LATE_SECONDS)
+                held = [
+                    ctypes.c_void_p(argument.data.ptr)
+                    if isinstance(argument, ndarray)
+                    else (ctypes.c_char * argument.nbytes).from_buffer_copy(argument.tobytes())
+                    for argument in arguments
+                ]
+                count = len(held)
+                pointers = (ctypes.c_void_p * count)(*map(ctypes.addressof, held))
+                sizes = (ctypes.c_size_t * count)(*map(ctypes.sizeof, held))
+                with cuda.one_kernel:
+                    error = cuda.library.launch(
+                        name.encode(), *grid, *block, pointers, sizes, count, ctypes.c_uint64(0)
+                    )
+                if error is not None:
+                    cuda.wrong(f"{name}: {error.decode()}")
+
+            for argument in arguments:
+                if isinstance(argument, ndarray) and argument.memory.device != cuda.device:
+                    cuda.wrong(f"{name} got an array of another GPU")
+            current_stream(cuda).tasks.put(kernel)
+
+        return launch
+
+
+def zeros(cuda: Cuda, length: int, dtype: np.dtype[Any]) -> ndarray:
+    array = empty(cuda, length, dtype)
+    array[:] = 0
+    return array
+
+
 def empty(cuda: Cuda, length: int, dtype: np.dtype[Any]) -> ndarray:
     content = np.zeros(max(length * dtype.itemsize, 1), np.uint8)
     memory = Memory(content, cuda.device)
@@ -295,7 +451,9 @@ def empty(cuda: Cuda, length: int, dtype: np.dtype[Any]) -> ndarray:
     return ndarray(cuda, memory, content[: length * dtype.itemsize].view(dtype))
 
 
-def asarray(cuda: Cuda, host: np.ndarray) -> ndarray:
+def asarray(cuda: Cuda, host: Any) -> ndarray:
+    if isinstance(host, ndarray):
+        return host
     array = empty(cuda, host.size, host.dtype)
     cuda.copies.append(("up", cuda.device, host.nbytes))
     copy = ndarray(cuda, Memory(np.empty(0), 0), host.copy())

@@ -11,6 +11,7 @@ sum_by_index, all_finite, squared_norm). The others only launch, and so does `St
     sums.py       merge and sum_by_index
     entries.py    single entries, and a vector in one number
     packing.py    16-bit offsets and values
+    codes.py      a message's checksum, and the order of its indices
     step.py       a selection for CUDA graphs
     timing.py     what each of them takes
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 from ...vector import Array, SparseVector
 from ..gradients import Gradient, Momentum
-from . import cuda, entries, packing, selection, sums
+from . import codes, cuda, entries, packing, selection, sums
 from .cuda import cupy, from_dlpack, on_stream
 from .step import Step
 
@@ -32,6 +33,7 @@ __all__ = [
     "add_at",
     "all_finite",
     "clear_at",
+    "codes",
     "contains",
     "cupy",
     "from_dlpack",

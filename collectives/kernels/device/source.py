@@ -24,11 +24,13 @@ THREADS: Final = 256  # of every block, as in block.cuh
 FILES: Final = {
     "add_at": "entries.cu",
     "begin": "begin.cu",
+    "checksum": "checksum.cu",
     "clear_at": "entries.cu",
     "contains": "contains.cu",
     "count": "count.cu",
     "count_blocks": "offsets.cu",
     "expand": "expand.cu",
+    "find_disorder": "order.cu",
     "find_nonfinite": "finite.cu",
     "interleave": "interleave.cu",
     "mark": "mark.cu",
@@ -106,8 +108,8 @@ def instances() -> list[str]:
     names += [instance("find_nonfinite", dtype) for dtype in (*narrow, *reals)]
     for kernel in ("add_at", "clear_at", "expand", "interleave", "split", "sum_runs", "take_at"):
         names += [instance(kernel, real, index) for real in reals for index in indices]
-    for kernel in ("contains", "count_blocks", "pack_offsets", "unpack_offsets"):
+    for kernel in ("contains", "count_blocks", "find_disorder", "pack_offsets", "unpack_offsets"):
         names += [instance(kernel, index) for index in indices]
     for kernel in ("round_values", "widen_values"):
         names += [instance(kernel, dtype) for dtype in narrow]
-    return sorted(names)
+    return sorted([*names, "checksum"])

@@ -31,7 +31,6 @@ from tests.collectives.algorithms.worlds import (
 TRANSPORTS: dict[str, Callable[[Transport], Transport]] = {
     "hosts": lambda host: host,
     "staged": StagedTransport,
-    "nccl": NcclTransport,
 }
 SIZES = [1, 2, 3, 6]
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -64,7 +63,7 @@ def on_gpus(
         cuda = import_module("cupy").cuda
         selected = picks[host.rank]
         with cuda.Device(host.rank):
-            transport = TRANSPORTS[over](host)
+            transport = NcclTransport(host) if over == "nccl" else TRANSPORTS[over](host)
             if host.rank not in ranks_without:
                 selected = selected.beside(cuda_array())
         # The current device is another: the vector's own counts.
@@ -110,6 +109,16 @@ def test_so_it_does_in_every_format(
     outcomes = on_gpus(way, picks, 20, format)
     assert same(outcomes, run(way, picks, 20, format))
     assert_nothing_is_lost(picks, outcomes, additions=4 * 3)
+
+
+@every_way
+def test_so_it_does_where_nccl_has_no_kernels_for_the_format(
+    cuda: Any, way: str, random: np.random.Generator
+) -> None:
+    format = Format("blocks", "bf16")
+    picks = random_picks(random, 3, 300, 20)
+    outcomes = on_gpus(way, picks, 20, format, "nccl")
+    assert same(outcomes, run(way, picks, 20, format))
 
 
 @every_way

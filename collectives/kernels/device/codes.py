@@ -1,0 +1,80 @@
+"""What the wire asks of a GPU: a message's checksum, and whether its indices are in order."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from ...vector import Array
+from . import cuda
+from .machine import Scratch, blocks_for
+from .source import instance
+
+# As in checksum.cu: what the checksum covers at a message's beginning, and its own 8 bytes.
+HEAD_BYTES: Final = 56
+CHECKSUM_BYTES: Final = 8
+
+
+def seal(message: Array, head: Array) -> None:
+    """Begin the message with these 56 bytes of the host, and the checksum. Waits for nothing."""
+    seal_with(cuda.scratch(message), message, head)
+
+
+def open_sealed(message: Array) -> tuple[Array, int]:
+    """Return the first 64 bytes, in the host's memory, and what checksum belongs there.
+
+    Waits for one copy.
+    """
+    return open_with(cuda.scratch(message), message)
+
+
+def in_order(indices: Array, length: int) -> bool:
+    """Tell whether 0 <= indices[0] < indices[1] < ... < length. Waits for the answer."""
+    return in_order_with(cuda.scratch(indices), indices, length)
+
+
+def seal_with(scratch: Scratch, message: Array, head: Array) -> None:
+    """Do what `seal` does."""
+    message[:HEAD_BYTES] = scratch.machine.put(head)
+    _launch_checksum(scratch, message, message[HEAD_BYTES : HEAD_BYTES + CHECKSUM_BYTES])
+
+
+def open_with(scratch: Scratch, message: Array) -> tuple[Array, int]:
+    """Do what `open_sealed` does."""
+    machine, begins = scratch.machine, HEAD_BYTES + CHECKSUM_BYTES
+    report = machine.empty(begins + CHECKSUM_BYTES, np.uint8)
+    report[:begins] = message[:begins]
+    _launch_checksum(scratch, message, report[begins:])
+    fetched = machine.fetch(report)
+    return fetched[:begins], int(fetched[begins:].view(np.uint64)[0])
+
+
+def _launch_checksum(scratch: Scratch, message: Array, result: Array) -> None:
+    machine = scratch.machine
+    machine.launch(
+        "checksum",
+        blocks_for(machine, message.size, each=16),
+        message,
+        np.uint64(message.size),
+        scratch.array("checksum", 1, np.uint64),
+        scratch.array("ticket", 1, np.uint32),
+        result,
+    )
+
+
+def in_order_with(scratch: Scratch, indices: Array, length: int) -> bool:
+    """Do what `in_order` does."""
+    machine = scratch.machine
+    if not indices.size:
+        return True
+    flag = machine.zeros(1, np.uint32)
+    machine.launch(
+        instance("find_disorder", indices.dtype),
+        blocks_for(machine, indices.size),
+        indices,
+        np.uint64(indices.size),
+        np.uint64(length),
+        flag,
+    )
+    return not machine.fetch(flag).item()

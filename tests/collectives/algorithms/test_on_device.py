@@ -1,0 +1,324 @@
+"""Vectors of GPUs are reduced on the GPUs over NCCL: the CUDA kernels, on a model of the rest.
+
+The model is fake_cuda.py, where whatever is used before it is ready holds garbage; the kernels are
+those of the library, compiled for the host.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import SparseVector, Transport, reduce, run_ranks
+from collectives.algorithms import ON_DEVICE
+from collectives.errors import MessageError, NonFiniteError
+from collectives.kernels.device import cuda as cuda_machine
+from collectives.transports import LocalTransport, local_world
+from collectives.transports.mailbox import Mailbox
+from collectives.transports.nccl import NcclTransport
+from collectives.wire import HEADER_BYTES, decode, encode
+from tests.collectives import fake_cuda
+from tests.collectives.algorithms.worlds import (
+    WAYS,
+    Outcome,
+    assert_nothing_is_lost,
+    bits,
+    integer_picks,
+    random_picks,
+    run,
+)
+from tests.collectives.kernels.device import machine_on_host
+
+STAYING = [way for way, (algorithm, _) in WAYS.items() if algorithm in ON_DEVICE]
+SIZES = [1, 2, 3, 6]
+# What the host sees at once: a header and its checksum, or what a selection found.
+MOST_BYTES = 128
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The CUDA kernels, compiled for the host."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here to compile the kernels for the host with")
+    return machine_on_host.build(tmp_path_factory.mktemp("kernels"), cuda_machine.THREADS)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, library: Any) -> Iterator[Any]:
+    """A machine with 8 GPUs, on which nothing may go wrong."""
+    caches = (cuda_machine.cupy, cuda_machine._load)
+    for cache in caches:
+        cache.cache_clear()
+    cuda = fake_cuda.Cuda(gpus=8)
+    cuda.library = library
+    fake_cuda.install(monkeypatch, cuda)
+    yield cuda
+    cuda.off.set()
+    cuda.change()
+    for cache in caches:
+        cache.cache_clear()
+    assert cuda.wrongs == []
+
+
+def up(vector: SparseVector) -> SparseVector:
+    return vector.beside(import_module("cupy").empty(0, np.float32))
+
+
+def on_gpus(way: str, picks: Sequence[SparseVector], k: int, cuda: Any) -> list[Outcome]:
+    """Return what every rank gets over NCCL; `cuda.copies` are those of the reduction alone."""
+    algorithm, usual = WAYS[way]
+    options = usual(len(picks), k, picks[0].length)
+    held: list[Any] = [None] * len(picks)
+
+    def prepare(host: Transport) -> NcclTransport:
+        with import_module("cupy").cuda.Device(host.rank):
+            held[host.rank] = up(picks[host.rank])
+            return NcclTransport(host, timeout_seconds=30)
+
+    world = local_world(len(picks), timeout_seconds=60)
+    transports = run_ranks(world, prepare)
+    cuda.copies.clear()
+    outcomes = run_ranks(
+        world,
+        lambda host: reduce(held[host.rank], k, transports[host.rank], algorithm, **options),
+    )
+    copies = list(cuda.copies)
+    on_host = []
+    for rank, outcome in enumerate(outcomes):
+        with import_module("cupy").cuda.Device(rank):
+            assert {vector.values.device.id for vector in outcome} == {rank}
+            update, returned = outcome
+            on_host.append((update.on_host(), returned.on_host()))
+    cuda.copies[:] = copies
+    return on_host
+
+
+def same(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
+    return [[bits(vector) for vector in outcome] for outcome in outcomes] == [
+        [bits(vector) for vector in outcome] for outcome in expected
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", SIZES)
+def test_over_nccl_a_gpus_vector_gives_the_bits_of_the_hosts(
+    cuda: Any, way: str, size: int, random: np.random.Generator
+) -> None:
+    # Integers: NCCL adds dense vectors in an order of its own.
+    picks = integer_picks(random, size, 300, 40)
+    outcomes = on_gpus(way, picks, 40, cuda)
+    assert same(outcomes, run(way, picks, 40))
+
+
+@pytest.mark.parametrize("way", STAYING)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_nothing_is_lost_and_the_host_sees_no_entries(
+    cuda: Any, way: str, dtype: type, random: np.random.Generator
+) -> None:
+    k = 41  # odd: float64 needs padding
+    picks = random_picks(random, 5, 500, k, dtype)
+    outcomes = on_gpus(way, picks, k, cuda)
+    assert_nothing_is_lost(picks, outcomes, additions=2 * len(picks))
+    assert len({bits(update) for update, _ in outcomes}) == 1
+    assert outcomes[0][0].entries > 0
+    assert max(count for _, _, count in cuda.copies) <= MOST_BYTES < 4 * k
+
+
+@pytest.mark.parametrize("way", STAYING)
+def test_what_is_not_finite_is_an_error_on_all_ranks(cuda: Any, way: str) -> None:
+    picks = [
+        SparseVector(np.arange(3, dtype=np.int32), np.ones(3, np.float32), 9) for _ in range(3)
+    ]
+    picks[1].values[2] = np.inf
+    with pytest.raises(NonFiniteError, match="rank 1"):
+        on_gpus(way, picks, 3, cuda)
+
+
+@pytest.mark.parametrize("algorithm", ["gtopk-tree", "gtopk"])
+def test_over_nccl_vectors_are_on_gpus_on_all_ranks_or_on_none(
+    cuda: Any, algorithm: str, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, 2, 300, 20)
+
+    def rank(host: Transport) -> None:
+        with import_module("cupy").cuda.Device(host.rank):
+            transport = NcclTransport(host, timeout_seconds=30)
+            selected = picks[host.rank]
+            reduce(up(selected) if host.rank else selected, 20, transport, algorithm)
+
+    with pytest.raises(MessageError, match="or none"):
+        run_ranks(local_world(2, timeout_seconds=30), rank)
+
+
+@pytest.mark.parametrize("way", STAYING)
+def test_empty_vectors_are_legal(cuda: Any, way: str) -> None:
+    empty = SparseVector.empty(9)
+    picks = [empty, SparseVector(np.array([4], np.int32), np.ones(1, np.float32), 9), empty]
+    assert same(on_gpus(way, picks, 3, cuda), run(way, picks, 3))
+    picks = [empty] * 3
+    assert same(on_gpus(way, picks, 3, cuda), run(way, picks, 3))
+
+
+# ---- many ranks on one GPU, a real one where there is one
+
+
+class OneGpu(LocalTransport):
+    """A rank of a world of threads whose messages stay in the memory of the one GPU of them all."""
+
+    sends_from_device = True
+
+    def send_on(self, stream: Transport, message: Any, to: int) -> Callable[[], None]:
+        self._mailboxes[to].put(stream.tag, self.rank, message.copy())
+        return lambda: None
+
+
+def on_one_gpu(way: str, picks: Sequence[SparseVector], k: int) -> list[Outcome]:
+    algorithm, usual = WAYS[way]
+    options = usual(len(picks), k, picks[0].length)
+    mailboxes = [Mailbox(30) for _ in picks]
+    left: dict[int, Any] = {}
+
+    def rank(transport: LocalTransport) -> Outcome:
+        selected = up(picks[transport.rank])
+        update, returned = reduce(selected, k, transport, algorithm, **options)
+        assert type(update.values) is type(returned.values) is type(selected.values)
+        return update.on_host(), returned.on_host()
+
+    return run_ranks([OneGpu(rank, mailboxes, left) for rank in range(len(picks))], rank)
+
+
+# The others ask NCCL for its collectives.
+PAIRWISE = [way for way in STAYING if WAYS[way][0].startswith("gtopk")]
+
+
+@pytest.mark.parametrize("way", PAIRWISE)
+def test_ranks_may_share_a_gpu(cuda: Any, way: str, random: np.random.Generator) -> None:
+    picks = random_picks(random, 3, 300, 20, np.float64)
+    assert same(on_one_gpu(way, picks, 20), run(way, picks, 20))
+
+
+@pytest.fixture
+def real_gpu() -> Any:
+    """CuPy, with a GPU."""
+    cupy = pytest.importorskip("cupy")
+    if not cupy.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return cupy
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", PAIRWISE)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_ranks_may_share_a_real_gpu(
+    real_gpu: Any, way: str, size: int, dtype: type, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 20_000, 801, dtype)
+    assert same(on_one_gpu(way, picks, 801), run(way, picks, 801))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", STAYING)
+def test_one_rank_is_a_world_over_real_nccl(
+    real_gpu: Any, way: str, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, 1, 20_000, 801)
+    algorithm, usual = WAYS[way]
+    transport = NcclTransport(local_world(1)[0], timeout_seconds=60)
+    update, returned = reduce(up(picks[0]), 801, transport, algorithm, **usual(1, 801, 20_000))
+    transport.leave("done")
+    assert same([(update.on_host(), returned.on_host())], run(way, picks, 801))
+
+
+# ---- the wire
+
+
+def vector(random: np.random.Generator, entries: int, dtype: type) -> SparseVector:
+    indices = np.sort(random.choice(9000, entries, replace=False)).astype(np.int32)
+    return SparseVector(indices, random.standard_normal(entries).astype(dtype), 9000)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("entries", [0, 1, 2, 601])
+@pytest.mark.parametrize("extra", [0, 1, 13])
+def test_a_gpu_writes_the_bytes_that_the_host_writes(
+    cuda: Any, entries: int, extra: int, dtype: type, random: np.random.Generator
+) -> None:
+    check_bytes(vector(random, entries, dtype), extra, random)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("entries", [0, 1, 2, 601])
+@pytest.mark.parametrize("extra", [0, 1, 13])
+def test_a_real_gpu_writes_the_bytes_that_the_host_writes(
+    real_gpu: Any, entries: int, extra: int, dtype: type, random: np.random.Generator
+) -> None:
+    check_bytes(vector(random, entries, dtype), extra, random)
+
+
+def test_the_host_waits_for_nothing_to_write_a_message(
+    cuda: Any, random: np.random.Generator
+) -> None:
+    held = up(vector(random, 601, np.float32))
+    cuda.copies.clear()
+    encode(held, 700)
+    assert [copy for copy in cuda.copies if copy[0] == "down"] == []
+    assert max(count for _, _, count in cuda.copies) <= HEADER_BYTES
+
+
+def check_bytes(picks: SparseVector, extra: int, random: np.random.Generator) -> None:
+    behind = random.integers(0, 256, extra, np.uint8)
+    expected = encode(picks, 700, extra=behind, refused_by=2).message
+    held = up(picks)
+    message = encode(held, 700, extra=behind, refused_by=2).message
+    assert message.get().tobytes() == expected.tobytes()
+    decoded = decode(message, held, 700, 0, extra_bytes=extra)
+    assert bits(decoded.vector.on_host()) == bits(picks)
+    assert decoded.extra.get().tolist() == behind.tolist()
+    assert decoded.refused_by == 2
+
+
+def test_a_message_inside_a_larger_one_is_read_wherever_it_begins(
+    cuda: Any, random: np.random.Generator
+) -> None:
+    check_every_start(vector(random, 30, np.float32))
+
+
+@pytest.mark.gpu
+def test_so_it_is_on_a_real_gpu(real_gpu: Any, random: np.random.Generator) -> None:
+    check_every_start(vector(random, 30, np.float32))
+
+
+def check_every_start(picks: SparseVector) -> None:
+    message = encode(picks, 30).message
+    for start in range(9):
+        padded = np.concatenate([np.zeros(start, np.uint8), message])
+        larger = import_module("cupy").asarray(padded)
+        assert bits(decode(larger[start:], up(picks), 30, 0).vector.on_host()) == bits(picks)
+
+
+def test_damage_is_found_wherever_it_is(cuda: Any, random: np.random.Generator) -> None:
+    picks = vector(random, 30, np.float32)
+    message = encode(picks, 30).message
+    like = up(picks)
+    for place in [0, 5, 17, 56, HEADER_BYTES, HEADER_BYTES + 130, message.size - 1]:
+        damaged = message.copy()
+        damaged[place] ^= 64
+        with pytest.raises(MessageError, match="from rank 3 is malformed"):
+            decode(import_module("cupy").asarray(damaged), like, 30, 3)
+    for size in [0, 63, 64, message.size - 1]:
+        with pytest.raises(MessageError, match="from rank 3 is malformed"):
+            decode(import_module("cupy").asarray(message[:size]), like, 30, 3)
+
+
+def test_indices_out_of_order_are_found(cuda: Any) -> None:
+    falling = SparseVector(np.array([4, 2], np.int32), np.ones(2, np.float32), 9)
+    message = encode(falling, 3).message
+    with pytest.raises(MessageError, match="strictly increasing"):
+        decode(import_module("cupy").asarray(message), up(falling), 3, 0)
