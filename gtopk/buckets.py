@@ -140,12 +140,12 @@ class Bucket:
     def flat_on_host(self) -> Iterator[NDArray[Any]]:
         """Work on `flat` in pinned host memory, and copy it back."""
         self._pinned.copy_(self._flat)
-        yield view_array(self._pinned)
+        yield self._pinned.numpy()
         self._flat.copy_(self._pinned, non_blocking=True)
 
     @cached_property
     def _pinned(self) -> torch.Tensor:
-        return torch.empty_like(self._flat, device="cpu", pin_memory=True)
+        return torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
 
     def keep(self, may_stay_none: bool) -> None:
         """Give the parameters without a gradient theirs.

@@ -133,7 +133,7 @@ class SparseExchange:
             format=format,
             **self.options,
         )
-        return where_it_works(reduction, picked, transport, self.compression.algorithm, self.format)
+        return where_it_works(reduction, picked, transport, self.compression.algorithm, format)
 
 
 def quickest_format(compression: SparseCompression, bucket: Bucket, transport: Transport) -> Format:
