@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from collectives.kernels import device
+
+_log = logging.getLogger("gtopk")
 
 
 def to_array(tensor: torch.Tensor) -> NDArray[Any]:
@@ -60,12 +64,54 @@ def view_tensor(array: NDArray[Any]) -> torch.Tensor:
     return tensor
 
 
+def zeros(length: int, dtype: np.dtype[Any], device: torch.device) -> torch.Tensor:
+    """Return zeros, [length], that any stream may work on from now on."""
+    tensor = torch.zeros(length, dtype=getattr(torch, dtype.name), device=device)
+    if tensor.is_cuda:
+        torch.cuda.current_stream(device).synchronize()
+    return tensor
+
+
+def home_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """Return where the kernels work on these: their GPU, where all are on one; else the host."""
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) == 1 and next(iter(devices)).type == "cuda" and _kernels_reach_gpus():
+        return devices.pop()
+    return torch.device("cpu")
+
+
+@functools.cache
+def _kernels_reach_gpus() -> bool:
+    """Tell whether the kernels can work on GPUs; where they cannot, say so, once."""
+    try:
+        device.cupy()
+    except ImportError as error:
+        _log.warning("gradients on a GPU go through the host, there and back: %s", error)
+        return False
+    return True
+
+
 @contextmanager
 def stream_of(tensor: torch.Tensor) -> Iterator[None]:
     """Have the kernels work on torch's current stream of the tensor's GPU; on the host, as ever."""
-    if not tensor.is_cuda:
+    with current_stream(tensor.device)():
         yield
-        return
-    stream = torch.cuda.current_stream(tensor.device)
-    with device.on_stream(stream.cuda_stream, stream.device_index):
-        yield
+
+
+def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes torch's current stream of a device that of torch and the kernels.
+
+    In any thread, and at any time: what is launched there comes after what is on the stream by
+    then, and what this thread launches there afterwards comes after that. No event is needed, and
+    nothing waits.
+    """
+    if of.type != "cuda":
+        return nullcontext
+    stream = torch.cuda.current_stream(of)
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        with torch.cuda.stream(stream), device.on_stream(stream.cuda_stream, stream.device_index):
+            yield
+
+    return on_stream

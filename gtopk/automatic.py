@@ -72,7 +72,7 @@ class AutomaticExchange:
         alone = transport.size == 1  # nothing is sent, whatever it would take
         calibration = assumed(1) if alone else calibration_of(transport)
         (fastest,) = agree_on_slowest(transport, [-self._backward_seconds()])
-        judge = Judge(self.compression, calibration, bucket.flat.size, bucket.flat.itemsize)
+        judge = Judge(self.compression, calibration, bucket.length, bucket.dtype.itemsize)
         self._run(judge, agreed(judge.begin(-fastest), transport), bucket)
         if transport.rank == 0:
             _log.info(

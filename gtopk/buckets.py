@@ -1,19 +1,42 @@
-"""Bucket: the gradients of many parameters as one flat vector, and back."""
+"""Bucket: the gradients of many parameters as one vector, where they lie, or gathered in one place.
+
+A sparse method reads the gradients and writes its update into them where they lie, parameter by
+parameter, so that nothing of the vector's length is made in a step. A dense one needs them side by
+side, in `flat`, which is made once; so do gradients that cannot be read where they lie: those of
+mixed dtypes, or in another order in memory than their parameters had.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from collectives.kernels import Gradient, all_finite, put_at
+from collectives.vector import SparseVector
+
+from .arrays import current_stream, home_of, view_array, zeros
+
+_READ_WHERE_THEY_LIE = {
+    np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
+    np.dtype(np.float64): (torch.float64,),
+}
+
 
 class Bucket:
-    """A flat host vector with a place for every parameter's gradient.
+    """The vector of all gradients, in the order of the parameters and of their elements in memory.
 
-    flat: float64 [n] when a parameter is float64, float32 [n] otherwise.
+    length, dtype: of the vector; float64 when a parameter is float64, float32 otherwise.
+    device:    where it is worked on.
+    strides:   of each parameter when the bucket was made; they are the order of its elements.
+    weight:    what this step's gradients are to be multiplied with.
+    gradients: of this step; zeros for one that is missing.
     Raises ValueError for complex parameters, and when there is no element at all.
     """
 
@@ -21,43 +44,136 @@ class Bucket:
         self.parameters = list(parameters)
         if any(p.is_complex() for p in self.parameters):
             raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
-        length = sum(p.numel() for p in self.parameters)
-        if length == 0:
+        self.length = sum(p.numel() for p in self.parameters)
+        if self.length == 0:
             raise ValueError("there is nothing to train: no parameter requires a gradient")
         any_double = any(p.dtype == torch.float64 for p in self.parameters)
-        self.flat: NDArray[Any] = np.zeros(length, np.float64 if any_double else np.float32)
-        self.views: list[torch.Tensor] = []
-        start = 0
-        for parameter in self.parameters:
-            part = torch.from_numpy(self.flat[start : start + parameter.numel()])
-            self.views.append(part.view(parameter.shape))
-            start += parameter.numel()
+        self.dtype: np.dtype[Any] = np.dtype(np.float64 if any_double else np.float32)
+        self.device = home_of(self.parameters)
+        self.strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
+        self.weight = 1.0
+        self.gradients: list[torch.Tensor] = []
+        self._parts: list[NDArray[Any]] | None = None
+        self._on_stream: Callable[[], AbstractContextManager[None]] = current_stream(self.device)
 
-    def fill(self, weight: float) -> None:
-        """Copy the gradients in, times `weight`; a missing gradient counts as zeros."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
-        if weight != 1.0:
-            self.flat *= weight
+    def take(self, weight: float) -> None:
+        """Take this step's gradients, to be multiplied with `weight`: they stay where they are."""
+        self.weight = weight
+        self.gradients = [
+            torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.parameters
+        ]
+        self._on_stream = current_stream(self.device)
+        with self._on_stream():
+            self._parts = self._where_they_lie()
 
-    def empty(self, may_stay_none: bool) -> None:
-        """Copy the vector out into the gradients.
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Work, in any thread, on the stream that `take` was called on: after the backward pass."""
+        return self._on_stream()
+
+    def all_finite(self) -> bool:
+        """Tell whether this step's gradients hold neither NaN nor infinity."""
+        if self.device.type == "cpu":
+            if self._parts is not None:
+                return all(map(all_finite, self._parts))
+            return all(map(_is_finite, self.gradients))
+        largest = torch._foreach_norm([g for g in self.gradients if g.numel()], math.inf)
+        return bool(torch.stack(largest).isfinite().all())  # the one wait, for all of them
+
+    def addend(self) -> Gradient:
+        """Return what is to be added to a residual, times `weight`."""
+        if self._parts is not None:
+            return self._parts
+        torch._foreach_copy_(self.views, self.gradients)
+        return self.flat
+
+    def _where_they_lie(self) -> list[NDArray[Any]] | None:
+        """Return the gradients' own memory, or None where it is no part of the vector."""
+        dtypes = {gradient.dtype for gradient in self.gradients}
+        if len(dtypes) > 1 or dtypes.pop() not in _READ_WHERE_THEY_LIE[self.dtype]:
+            return None
+        for gradient, stride in zip(self.gradients, self.strides, strict=True):
+            if gradient.device != self.device or not _is_ordered(gradient, stride):
+                return None
+        filled = [gradient for gradient in self.gradients if gradient.numel()]
+        return [view_array(gradient.as_strided((gradient.numel(),), (1,))) for gradient in filled]
+
+    def put(self, update: SparseVector) -> None:
+        """Make the gradients that `addend` returned the update's entries, and zeros elsewhere."""
+        if self._parts is not None:
+            torch._foreach_zero_(self.gradients)
+            put_at(self._parts, update)
+            return
+        self._flat.zero_()
+        put_at([self.flat], update)
+        self.scatter()
+
+    def gather(self) -> NDArray[Any]:
+        """Copy the gradients, times `weight`, side by side into `flat`, and return it."""
+        torch._foreach_copy_(self.views, self.gradients)
+        if self.weight != 1.0:
+            self._flat.mul_(self.weight)
+        return self.flat
+
+    def scatter(self) -> None:
+        """Copy `flat` out into the gradients."""
+        torch._foreach_copy_(self.gradients, self.views)
+
+    @cached_property
+    def _flat(self) -> torch.Tensor:
+        return zeros(self.length, self.dtype, self.device)
+
+    @cached_property
+    def flat(self) -> NDArray[Any]:
+        """The vector in one place, [length], on `device`."""
+        return view_array(self._flat)
+
+    @cached_property
+    def views(self) -> list[torch.Tensor]:
+        """The place of each parameter's gradient in `flat`."""
+        starts = np.cumsum([0, *(p.numel() for p in self.parameters)]).tolist()
+        return [
+            self._flat.as_strided(p.shape, stride, start)
+            for p, stride, start in zip(self.parameters, self.strides, starts, strict=False)
+        ]
+
+    @contextmanager
+    def flat_on_host(self) -> Iterator[NDArray[Any]]:
+        """Work on `flat` in pinned host memory, and copy it back."""
+        self._pinned.copy_(self._flat)
+        yield self._pinned.numpy()
+        self._flat.copy_(self._pinned, non_blocking=True)
+
+    @cached_property
+    def _pinned(self) -> torch.Tensor:
+        return torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
+
+    def keep(self, may_stay_none: bool) -> None:
+        """Give the parameters without a gradient theirs.
 
         may_stay_none: a missing gradient is missing on every rank, and stays so where the update
             is zero: the optimizer passes over it, as it does without gtopk.
         """
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is None:
-                if may_stay_none and not bool(view.any()):
-                    continue
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(view)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            if parameter.grad is None and not (may_stay_none and not bool(gradient.any())):
+                parameter.grad = gradient
 
     def poison(self) -> None:
         """Make every gradient NaN: whoever looks at them (GradScaler) sees what `step` saw."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.fill_(float("nan"))
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    if gradient.is_contiguous() and not gradient.is_cuda:
+        return all_finite(view_array(gradient))
+    return bool(gradient.isfinite().all())
+
+
+def _is_ordered(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Tell whether a tensor's elements lie in the order of a stride; one of size 1 says nothing."""
+    return tensor.stride() == stride or all(
+        here == there
+        for size, here, there in zip(tensor.shape, tensor.stride(), stride, strict=True)
+        if size != 1
+    )

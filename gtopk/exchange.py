@@ -1,7 +1,8 @@
 """The method on one screen: accumulate, select, exchange, apply.
 
-An Exchange takes this rank's weighted gradient in a bucket and leaves the agreed update there. It
-runs on the engine's thread, after all ranks agreed that they are about to do the same.
+An Exchange takes this rank's gradients in a bucket and leaves the agreed update there. It runs on
+the engine's thread and the gradients' device and stream, after all ranks agreed that they are about
+to do the same.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from collectives.algorithms import ALGORITHMS, find_nodes
+from collectives.algorithms import ALGORITHMS, find_nodes, where_it_works
 from collectives.errors import NonFiniteError
 from collectives.kernels import all_finite
 from collectives.planning import Candidate, predict
 from collectives.transports import Transport
+from collectives.transports.gpu import is_on_device
+from collectives.vector import SparseVector
 from collectives.wire import Format
 
 from .arrays import from_array, to_array
@@ -70,11 +73,13 @@ class Exchange(Protocol):
         """Return what must be equal on all ranks, in words."""
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        """Replace `bucket.flat` by the sum over ranks."""
+        """Replace the gradients by the sum over ranks of weight * gradient."""
 
 
 class SparseExchange:
     """Top-k with error feedback: what is not sent stays in the residual.
+
+    On a GPU all of it but the reduction of the k entries, which is as the transport has it.
 
     format: of the messages; None until the first exchange where it is to be chosen.
     """
@@ -82,10 +87,9 @@ class SparseExchange:
     def __init__(
         self, bucket: Bucket, compression: SparseCompression, residual: Residual | None = None
     ) -> None:
-        length = bucket.flat.size
         self.compression = compression
-        self.k = compression.selected(length)
-        self.options = compression.options(self.k, length)
+        self.k = compression.selected(bucket.length)
+        self.options = compression.options(self.k, bucket.length)
         self.residual = residual or open_residual(bucket, compression)
         self.facts = compression.facts()
         formats = compression.formats()
@@ -94,23 +98,20 @@ class SparseExchange:
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         algorithm = self.compression.algorithm
         if self.format is None:
-            self.format = quickest_format(self.compression, bucket.flat, transport)
+            self.format = quickest_format(self.compression, bucket, transport)
         if algorithm == "hierarchical" and "nodes" not in self.options:
             self.options["nodes"] = find_nodes(transport)
         begun = time.perf_counter()
-        picked = self.residual.accumulate_and_select(bucket.flat, self.k)
+        picked = self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
         selected, waited = time.perf_counter(), transport.traffic.wait_seconds
         update = None
         with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
-            update, returned = ALGORITHMS[algorithm](
-                picked, self.k, transport, format=self.format, **self.options
-            )
+            update, returned = self._reduce(picked, transport, self.format)
         communicate_seconds = time.perf_counter() - selected
         merge_seconds = communicate_seconds - (transport.traffic.wait_seconds - waited)
         if update is not None:
             self.residual.settle(picked, returned)
-            bucket.flat.fill(0)
-            bucket.flat[update.indices] = update.values
+            bucket.put(update)
         return Exchanged(
             algorithm,
             picked.entries,
@@ -122,10 +123,20 @@ class SparseExchange:
             bytes_counted=True,
         )
 
+    def _reduce(
+        self, picked: SparseVector, transport: Transport, format: Format
+    ) -> tuple[SparseVector, SparseVector]:
+        reduction = partial(
+            ALGORITHMS[self.compression.algorithm],
+            k=self.k,
+            transport=transport,
+            format=format,
+            **self.options,
+        )
+        return where_it_works(reduction, picked, transport, self.compression.algorithm, format)
 
-def quickest_format(
-    compression: SparseCompression, gradient: NDArray[Any], transport: Transport
-) -> Format:
+
+def quickest_format(compression: SparseCompression, bucket: Bucket, transport: Transport) -> Format:
     """Return the format that a calibrated model expects to be quickest; equal on all ranks."""
     calibration = calibration_of(transport)
 
@@ -134,7 +145,7 @@ def quickest_format(
             compression.algorithm, compression.density, format, compression.widening()
         )
         network, rates = calibration.network, calibration.rates
-        return predict(candidate, gradient.size, network, rates, gradient.itemsize).seconds
+        return predict(candidate, bucket.length, network, rates, bucket.dtype.itemsize).seconds
 
     return min(compression.formats(), key=seconds)
 
@@ -152,10 +163,15 @@ class DenseExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         begun = time.perf_counter()
+        gradient = bucket.gather()
         if self.residual is not None:
-            self.residual.add_to(bucket.flat)
+            self.residual.add_to(gradient)
         added = time.perf_counter()
-        transport.allreduce(bucket.flat)
+        if is_on_device(gradient) and not transport.supports_device_messages:
+            with bucket.flat_on_host() as on_host:
+                transport.allreduce(on_host)
+        else:
+            transport.allreduce(gradient)
         communicated = time.perf_counter()
         exchanged = _dense(bucket, transport, added - begun, communicated - added)
         if self.residual is not None and exchanged.finite:
@@ -172,6 +188,7 @@ class CompressorExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         began = time.perf_counter()
+        bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, (tensor, _) in enumerate(compressed):
@@ -194,22 +211,25 @@ class CompressorExchange:
 def _dense(
     bucket: Bucket, transport: Transport, select_seconds: float, communicate_seconds: float
 ) -> Exchanged:
-    n = bucket.flat.size
+    begun = time.perf_counter()
+    finite = all_finite(bucket.flat)
+    if finite:
+        bucket.scatter()
     return Exchanged(
         "dense",
-        n,
-        n,
-        select_seconds,
+        bucket.length,
+        bucket.length,
+        select_seconds + time.perf_counter() - begun,
         communicate_seconds,
         0.0,
-        all_finite(bucket.flat),
+        finite,
         transport.counts_allreduce,
     )
 
 
 def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     """Return the residual of a bucket, empty."""
-    return Residual(bucket.flat.size, bucket.flat.dtype, compression.momentum_correction)
+    return Residual(bucket.length, bucket.dtype, compression.momentum_correction, bucket.device)
 
 
 def open_exchange(

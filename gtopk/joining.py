@@ -5,7 +5,8 @@
     torchrun, horovodrun, plain srun     torch.distributed (gloo)
     none                                 torch.distributed within a process group, else local
 
-GTOPK_TRANSPORT names another one.
+GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" sends GPUs' messages
+over NCCL, "staged" through pinned host memory. They are used only where asked for.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch._C._distributed_c10d import TCPStore
 
+_OVER_ANOTHER: Final = ("nccl", "staged")
+
 # The longest a rank waits for a peer in an operation, and at the start for all to arrive.
 TIMEOUT_SECONDS: Final = {"GTOPK_TIMEOUT": 600.0, "GTOPK_START_TIMEOUT": 120.0}
 
@@ -40,8 +43,17 @@ def join(comm: MPI.Intracomm | None = None) -> Transport:
     """
     timeouts = _seconds("GTOPK_TIMEOUT"), _seconds("GTOPK_START_TIMEOUT")
     job = launched_by()
-    name = "mpi" if comm is not None else transport_for(job)
-    if name == "mpi":
+    over = os.environ.get("GTOPK_TRANSPORT", "")
+    if over not in _OVER_ANOTHER:
+        return _join(comm, job, transport_for(job), timeouts)
+    host = _join(comm, job, transport_for(job, {**os.environ, "GTOPK_TRANSPORT": ""}), timeouts)
+    return open_transport(over, *timeouts, bootstrap=host)
+
+
+def _join(
+    comm: MPI.Intracomm | None, job: Launched | None, name: str, timeouts: tuple[float, float]
+) -> Transport:
+    if comm is not None or name == "mpi":
         with deadline(timeouts[1], _late(job, timeouts[1])):
             return _join_mpi(comm, timeouts[0])
     if name == "torch.distributed" and job is not None:

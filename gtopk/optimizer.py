@@ -14,7 +14,6 @@ from typing import Any, Final, Literal
 import torch
 
 from collectives.errors import MismatchError
-from collectives.kernels import all_finite
 from collectives.transports import Transport
 
 from . import world
@@ -61,7 +60,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._operation = f"gradients.{self._world.optimizers}"
         self._parameter_facts = [
             f"parameter '{name}' {list(p.shape)} {p.dtype}"
-            for name, p in zip(self._names, trained, strict=True)
+            + ("" if p.is_contiguous() else f" of strides {list(stride)}")
+            for name, p, stride in zip(self._names, trained, self._bucket.strides, strict=True)
         ]
         self._passes = dict.fromkeys(trained, 0)
         self._backward_began: float | None = None
@@ -132,8 +132,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             for name, parameter in zip(self._names, self._bucket.parameters, strict=True)
             if parameter.grad is None
         ]
-        self._bucket.fill(1.0 / self._world.size if self.op == Average else 1.0)
-        finite = all_finite(self._bucket.flat)
+        self._bucket.take(1.0 / self._world.size if self.op == Average else 1.0)
+        finite = self._bucket.all_finite()
         missing_everywhere = True
 
         def work(transport: Transport, votes: list[int]) -> Exchanged | None:
@@ -145,7 +145,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             if not_finite:
                 self._report_skip(transport, not_finite)
                 return None
-            return self._exchange(self._bucket, transport)
+            with self._bucket.on_stream():
+                return self._exchange(self._bucket, transport)
 
         operation = self._world.engine.submit(
             self._operation,
@@ -166,7 +167,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                     self._world.step,
                 )
         else:
-            self._bucket.empty(missing_everywhere)
+            self._bucket.keep(missing_everywhere)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
         communicate_seconds = operation.agree_seconds
@@ -226,8 +227,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Return the names of the parameters whose gradient holds NaN or infinity here."""
         return [
             name
-            for name, view in zip(self._names, self._bucket.views, strict=True)
-            if not bool(torch.isfinite(view).all())
+            for name, gradient in zip(self._names, self._bucket.gradients, strict=True)
+            if not bool(torch.isfinite(gradient).all())
         ]
 
     @contextmanager

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from collectives.kernels import Gradient, Momentum, accumulate_and_select, add_at, clear_at
 from collectives.vector import SparseVector
 
+from .arrays import view_array, zeros
+
+_HOST: Final = torch.device("cpu")
+
 
 class Residual:
-    """What this rank has accumulated and not sent: float32 or float64 [n].
+    """What this rank has accumulated and not sent: float32 or float64 [n], on a device.
 
     The law of every step, coordinate by coordinate and summed over ranks:
     update + residual after = residual before + gradient (weighted, or with momentum correction the
     velocity).
     """
 
-    def __init__(self, length: int, dtype: np.dtype[Any], momentum: float = 0.0) -> None:
-        self.values: NDArray[Any] = np.zeros(length, dtype)
+    def __init__(
+        self,
+        length: int,
+        dtype: np.dtype[Any],
+        momentum: float = 0.0,
+        device: torch.device = _HOST,
+    ) -> None:
+        def empty() -> NDArray[Any]:
+            return view_array(zeros(length, dtype, device))
+
+        self.values = empty()
         self.momentum = momentum
-        self.velocity: NDArray[Any] | None = np.zeros(length, dtype) if momentum else None
+        self.velocity = empty() if momentum else None
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
 
-    def accumulate_and_select(self, gradient: Gradient, k: int) -> SparseVector:
-        """Add the weighted gradient, in one array or in parts, and return the k largest entries."""
+    def accumulate_and_select(
+        self, gradient: Gradient, k: int, weight: float = 1.0
+    ) -> SparseVector:
+        """Add weight * gradient, in one array or in parts, and return the k largest entries."""
         self.holds_nothing = False
         momentum = None if self.velocity is None else Momentum(self.velocity, self.momentum)
         picked, self.threshold = accumulate_and_select(
-            self.values, gradient, k, self.threshold, momentum
+            self.values, gradient, k, self.threshold, momentum, weight
         )
         return picked
 
@@ -44,7 +60,7 @@ class Residual:
         clear_at(self.values, picked.indices)
         add_at(self.values, returned)
         if self.velocity is not None:
-            applied = np.abs(self.values[picked.indices]) < np.abs(picked.values) / 2
+            applied = abs(self.values[picked.indices]) < abs(picked.values) / 2
             clear_at(self.velocity, picked.indices[applied])
 
     def add_to(self, gradient: NDArray[Any]) -> None:
@@ -56,7 +72,7 @@ class Residual:
         if self.velocity is not None:
             self.velocity *= self.momentum
             self.velocity += gradient
-            np.copyto(gradient, self.velocity)
+            gradient[...] = self.velocity
         if not self.holds_nothing:
             gradient += self.values
 

@@ -27,13 +27,22 @@ from ..vector import SparseVector, check
 from ..wire import EXACT, Format
 from ..wire.format import check as check_format
 from . import dense, gtopk, gtopk_tree, hierarchical, oktopk, topk_allgather
-from .by_host import by_host
+from .by_host import Reduction, by_host
 from .hierarchical import Hierarchy
 from .nodes import find_nodes
 from .options import check_names
 from .regions import Regions
 
-__all__ = ["ALGORITHMS", "ON_DEVICE", "Hierarchy", "Reduce", "Regions", "find_nodes", "reduce"]
+__all__ = [
+    "ALGORITHMS",
+    "ON_DEVICE",
+    "Hierarchy",
+    "Reduce",
+    "Regions",
+    "find_nodes",
+    "reduce",
+    "where_it_works",
+]
 
 
 class Reduce(Protocol):
@@ -86,11 +95,22 @@ def reduce(
     run = partial(
         _reduce, k=k, transport=transport, algorithm=algorithm, format=format, options=options
     )
+    return where_it_works(run, selected, transport, algorithm, format)
+
+
+def where_it_works(
+    reduction: Reduction,
+    selected: SparseVector,
+    transport: Transport,
+    algorithm: str,
+    format: Format,
+) -> tuple[SparseVector, SparseVector]:
+    """Run a reduction by the algorithm where `selected` lies, or by way of the host."""
     if not is_on_device(selected.values):
-        return run(selected)
+        return reduction(selected)
     with selected.values.device:  # type: ignore[attr-defined]
         stays = algorithm in ON_DEVICE and format == EXACT and transport.sends_from_device
-        return run(selected) if stays else by_host(run, selected)
+        return reduction(selected) if stays else by_host(reduction, selected)
 
 
 def _reduce(

@@ -31,6 +31,7 @@ __all__ = [
     "contains",
     "in_use",
     "merge",
+    "put_at",
     "select",
     "squared_norm",
     "sum_by_index",
@@ -69,6 +70,7 @@ def accumulate_and_select(
     k: int,
     threshold: float = 0.0,
     momentum: Momentum | None = None,
+    weight: float = 1.0,
 ) -> tuple[SparseVector, float]:
     """Add a gradient to `residual` in place and select from the sum, in one pass over memory.
 
@@ -78,13 +80,16 @@ def accumulate_and_select(
                are read where they lie.
     threshold: a guess at the k-th largest |value|, 0 without one. It decides the time taken, never
                the result.
+    weight:    multiplies the gradient first, in the residual's dtype.
     momentum:  takes the gradient into its velocity, in place, which is then what is added.
     Returns the k largest entries, or all that are not zero where there are fewer, and the
     threshold for the next step. Raises ValueError for what does not fit together, with nothing
     changed.
     """
     twin = _twin(residual)
-    picked, following = twin.accumulate_and_select(residual, gradient, k, threshold, momentum)
+    picked, following = twin.accumulate_and_select(
+        residual, gradient, k, threshold, momentum, weight
+    )
     return picked, following
 
 
@@ -128,8 +133,20 @@ def clear_at(dense: Array, indices: Array) -> None:
     _twin(dense).clear_at(dense, indices)
 
 
+def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
+    """Set the vector's entries in the arrays that it lies in, one after the other, in place.
+
+    parts: all of the vector's dtype, or with float32 values float16, or uint16 for the bits of
+           bfloat16, which are rounded to; one-dimensional, with `length` elements in all.
+    """
+    _twin(parts[0]).put_at(parts, vector)
+
+
 def all_finite(array: Array) -> bool:
-    """Tell whether a one-dimensional array holds neither NaN nor infinity."""
+    """Tell whether a one-dimensional array holds neither NaN nor infinity.
+
+    array: float32, float64, float16, or uint16 for the bits of bfloat16.
+    """
     finite: bool = _twin(array).all_finite(array)
     return finite
 

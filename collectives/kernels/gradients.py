@@ -6,7 +6,9 @@ Every twin takes its arguments from here, so that all refuse the same ones with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
 
 from ..vector import Array
 
@@ -27,6 +29,18 @@ class Momentum(NamedTuple):
     factor: float
 
 
+def require_parts(parts: Sequence[Array], dtype: np.dtype[Any], length: int, what: str) -> None:
+    """Raise ValueError unless the parts make up a vector of this dtype, or of 16 bits for it."""
+    dtypes, size = {part.dtype for part in parts}, sum(part.size for part in parts)
+    narrow = dtype.char == "f" and len(dtypes) == 1 and next(iter(dtypes)).char in SIXTEEN_BITS
+    if not (dtypes == {dtype} or narrow) or size != length:
+        got = " and ".join(sorted(map(str, dtypes))) or "nothing"
+        raise ValueError(
+            f"{what} dtype and size (16-bit ones fit float32), {dtype} [{length}], "
+            f"got {got} [{size}]"
+        )
+
+
 def require_k(k: int, length: int) -> None:
     """Raise ValueError unless k lies in 1..length."""
     if not 1 <= k <= length:
@@ -39,16 +53,8 @@ def gradient_parts(
     """Return the gradient's arrays in order, or raise ValueError for what does not fit."""
     require_k(k, residual.size)
     parts = gradient if isinstance(gradient, Sequence) else [gradient]
-    dtypes = {part.dtype for part in parts}
-    length = sum(part.size for part in parts)
     dtype = residual.dtype
-    narrow = dtype.char == "f" and len(dtypes) == 1 and next(iter(dtypes)).char in SIXTEEN_BITS
-    if not (dtypes == {dtype} or narrow) or length != residual.size:
-        got = " and ".join(sorted(map(str, dtypes))) or "nothing"
-        raise ValueError(
-            "the gradient must be of the residual's dtype and size (16-bit ones fit float32), "
-            f"{dtype} [{residual.size}], got {got} [{length}]"
-        )
+    require_parts(parts, dtype, residual.size, "the gradient must be of the residual's")
     if momentum is not None:
         velocity = momentum.velocity
         if (velocity.dtype, velocity.shape) != (dtype, residual.shape):

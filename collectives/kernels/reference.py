@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..vector import Array, SparseVector, index_dtype
-from .gradients import Gradient, Momentum, gradient_parts, require_k
+from .gradients import Gradient, Momentum, gradient_parts, require_k, require_parts
 
 # A multiple of 8. Smaller chunks cost calls, larger ones leave the cache: 25.6 million elements
 # took 3.4 times the floor with 64Ki, 3.1 with 128Ki, 2.7 with 256Ki, 2.6 with 512Ki.
@@ -29,10 +29,10 @@ _MISSES: Final = np.frombuffer(b"\1" * 8, np.uint64)[0]  # eight bools in one wo
 
 def all_finite(array: Array) -> bool:
     """Tell whether every element is finite."""
-    return all(
-        bool(np.isfinite(array[start : start + CHUNK]).all())
-        for start in range(0, array.size, CHUNK)
-    )
+    chunks = (array[start : start + CHUNK] for start in range(0, array.size, CHUNK))
+    if array.dtype == np.uint16:  # the bits of bfloat16
+        return all(bool((chunk & 0x7FFF < 0x7F80).all()) for chunk in chunks)
+    return all(bool(np.isfinite(chunk).all()) for chunk in chunks)
 
 
 def squared_norm(array: Array) -> float:
@@ -62,10 +62,11 @@ def accumulate_and_select(
     k: int,
     threshold: float = 0.0,
     momentum: Momentum | None = None,
+    weight: float = 1.0,
 ) -> tuple[SparseVector, float]:
     """Add to `residual` in place and select from the sum."""
     parts = gradient_parts(residual, gradient, k, momentum)
-    return _select(_Search(residual, k), _addends(residual, parts, momentum), threshold)
+    return _select(_Search(residual, k), _addends(residual, parts, momentum, weight), threshold)
 
 
 def _starts(dense: Array) -> range:
@@ -73,7 +74,7 @@ def _starts(dense: Array) -> range:
 
 
 def _addends(
-    residual: Array, parts: Sequence[Array], momentum: Momentum | None
+    residual: Array, parts: Sequence[Array], momentum: Momentum | None, weight: float
 ) -> Iterator[tuple[int, Array]]:
     """Return, chunk by chunk, where it begins in the residual and what is added there."""
     begin = 0
@@ -82,6 +83,8 @@ def _addends(
             addend = part[start : start + CHUNK]
             if addend.dtype == np.uint16:  # the bits of bfloat16: float32's upper half
                 addend = (addend.astype(np.uint32) << 16).view(np.float32)
+            if weight != 1.0:
+                addend = np.multiply(addend, residual.dtype.type(weight), dtype=residual.dtype)
             if momentum is not None:
                 velocity = momentum.velocity[begin + start : begin + start + addend.size]
                 velocity *= momentum.factor
@@ -284,3 +287,21 @@ def add_at(dense: Array, vector: SparseVector) -> None:
 def clear_at(dense: Array, indices: Array) -> None:
     """Set the elements of a dense array at these indices to zero."""
     dense[indices] = 0
+
+
+def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
+    """Set the vector's entries in the arrays that it lies in, one after the other."""
+    require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")
+    values = _bfloat16(vector.values) if parts[0].dtype == np.uint16 else vector.values
+    starts = np.cumsum([0, *(part.size for part in parts)])
+    ends = np.searchsorted(vector.indices, starts.astype(vector.indices.dtype))
+    with np.errstate(over="ignore"):  # beyond float16: infinity, as in a cast
+        for part, start, a, b in zip(parts, starts, ends, ends[1:], strict=False):
+            part[vector.indices[a:b] - start] = values[a:b]
+
+
+def _bfloat16(values: Array) -> Array:
+    """Return the bits of bfloat16, uint16, to nearest, ties to even; NaN stays one."""
+    bits = values.view(np.uint32)
+    rounded = np.where(np.isnan(values), bits | 0x400000, bits + 0x7FFF + (bits >> 16 & 1))
+    return (rounded >> 16).astype(np.uint16)

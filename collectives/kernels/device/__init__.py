@@ -24,7 +24,7 @@ from typing import Any
 from ...vector import Array, SparseVector
 from ..gradients import Gradient, Momentum
 from . import codes, cuda, entries, packing, selection, sums
-from .cuda import from_dlpack, on_stream
+from .cuda import cupy, from_dlpack, on_stream
 from .step import Step
 
 __all__ = [
@@ -35,11 +35,13 @@ __all__ = [
     "clear_at",
     "codes",
     "contains",
+    "cupy",
     "from_dlpack",
     "merge",
     "new_step",
     "on_stream",
     "pack_offsets",
+    "put_at",
     "round_values",
     "select",
     "squared_norm",
@@ -56,10 +58,13 @@ def accumulate_and_select(
     k: int,
     threshold: float = 0.0,
     momentum: Momentum | None = None,
+    weight: float = 1.0,
 ) -> tuple[SparseVector, float]:
     """Add to `residual` in place and select from the sum."""
     scratch = cuda.scratch(residual)
-    return selection.accumulate_and_select(scratch, residual, gradient, k, threshold, momentum)
+    return selection.accumulate_and_select(
+        scratch, residual, gradient, k, threshold, momentum, weight
+    )
 
 
 def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
@@ -90,6 +95,11 @@ def add_at(dense: Array, vector: SparseVector) -> None:
 def clear_at(dense: Array, indices: Array) -> None:
     """Set the elements at unique indices to zero."""
     entries.clear_at(cuda.scratch(dense), dense, indices)
+
+
+def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
+    """Set the vector's entries in the arrays that it lies in, one after the other."""
+    entries.put_at(cuda.scratch(vector.values), parts, vector)
 
 
 def take_at(dense: Array, indices: Array) -> Array:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ...vector import Array, SparseVector
-from .machine import Scratch, blocks_for, ceil_divide
+from ..gradients import require_parts
+from .machine import Scratch, blocks_for, ceil_divide, require_packed
 from .source import instance
+from .table import parts_table
 
 
 def contains(scratch: Scratch, indices: Array, wanted: Array) -> Array:
@@ -65,6 +69,23 @@ def take_at(scratch: Scratch, dense: Array, indices: Array) -> Array:
             np.uint64(indices.size),
         )
     return values
+
+
+def put_at(scratch: Scratch, parts: Sequence[Array], vector: SparseVector) -> None:
+    """Set the vector's entries in the arrays that it lies in, one after the other."""
+    require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")
+    require_packed(*parts)
+    machine = scratch.machine
+    if vector.entries:
+        machine.launch(
+            instance("put_at", vector.values.dtype, vector.indices.dtype, parts[0].dtype),
+            blocks_for(machine, vector.entries),
+            parts_table(machine, parts),
+            np.uint32(len(parts)),
+            vector.indices,
+            vector.values,
+            np.uint64(vector.entries),
+        )
 
 
 def all_finite(scratch: Scratch, array: Array) -> bool:

@@ -14,6 +14,7 @@
 //
 //   gradient  | part 0 | part 1 |    part 2    | ...    one array, or one for each parameter: a
 //   tiles     |    0    |    1    |    2    |  ...      tile of one part alone is read as fast
+#include "parts.cuh"
 #include "tally.cuh"
 
 // Where the search goes on after the marks: in the list of candidates, or in the vector itself.
@@ -61,32 +62,15 @@ __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) 
   }
 }
 
-// One of the arrays that follow each other in the gradient.
-struct Part {
-  u64 start, address;
-};
-
-// The part that holds an element: the last that starts there or before, so empty ones are skipped.
-static __device__ u32 part_of(const Part* parts_p, u32 p, u64 element) {
-  u32 from = 0, to = p;
-  while (to - from > 1) {
-    const u32 middle = (from + to) / 2;
-    if (parts_p[middle].start <= element)
-      from = middle;
-    else
-      to = middle;
-  }
-  return from;
-}
-
-// What `mark` reads and writes; SOURCES: 0 marks what is there; 1 adds the gradient; 2 adds the
-// velocity, which becomes momentum * velocity + gradient (Lin et al. 2018, section 3.1).
+// What `mark` reads and writes; SOURCES: 0 marks what is there; 1 adds the gradient times its weight;
+// 2 adds the velocity, which becomes momentum * velocity + weight * gradient (Lin et al. 2018, section 3.1).
 template <class Real, class Gradient> struct Vectors {
   Real* residual_n;
   Real* velocity_n;
   const Gradient* gradient_n;  // null where a tile spans several parts
   const Part* parts_p;
   u32 p;
+  Real weight;
   Real momentum;
   u64 n;
 };
@@ -135,10 +119,10 @@ __device__ u32 mark_tile(
       for (int j = 0; j < 4; ++j) {
         if (SOURCES > 1) {
           const Real fading = velocity[i].at[j] * vectors.momentum;
-          velocity[i].at[j] = fading + widened(gradient[i].at[j]);
+          velocity[i].at[j] = fading + widened(gradient[i].at[j]) * vectors.weight;
           sum[i].at[j] += velocity[i].at[j];
         } else if (SOURCES > 0) {
-          sum[i].at[j] += widened(gradient[i].at[j]);
+          sum[i].at[j] += widened(gradient[i].at[j]) * vectors.weight;
         }
         nibble |= (u32)(K::of(sum[i].at[j]) >= guess && (WHOLE || from + j < n)) << j;
       }
@@ -169,15 +153,15 @@ __device__ u32 mark_tile(
 template <class Real, class Gradient, int SOURCES>
 __global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
     Real* residual_n, Real* velocity_n, const Gradient* gradient_n, const Part* parts_p, u32 p,
-    double momentum, u64 n, Search* search, u32* histogram, u32* bits, Tally* tallies,
-    Tally* groups) {
+    double weight, double momentum, u64 n, Search* search, u32* histogram, u32* bits,
+    Tally* tallies, Tally* groups) {
   typedef typename Keys<Real>::Key Key;
   __shared__ u32 bins[BINS];
   for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
   __syncthreads();
 
   Vectors<Real, Gradient> vectors = {residual_n, velocity_n, gradient_n, parts_p, p,
-                                     (Real)momentum, n};
+                                     (Real)weight, (Real)momentum, n};
   const Key guess = (Key)search->guess;
   const int shift = (int)search->shift;
   const u64 tiles = (n + 32 * THREADS - 1) / (32 * THREADS);

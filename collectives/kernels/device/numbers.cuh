@@ -57,6 +57,8 @@ static __device__ __forceinline__ float widened(Bfloat value) {
   return __uint_as_float((u32)value.bits << 16);
 }
 
+static __device__ __forceinline__ void narrow_to(float& same, float value) { same = value; }
+static __device__ __forceinline__ void narrow_to(double& same, double value) { same = value; }
 static __device__ __forceinline__ void narrow_to(Half& narrow, float value) {
   narrow.bits = float_to_half(value);
 }

@@ -20,6 +20,7 @@ from ...vector import Array, SparseVector, index_dtype
 from ..gradients import Gradient, Momentum, gradient_parts, require_k
 from .machine import Machine, Scratch, blocks_for, ceil_divide, require_packed
 from .source import instance
+from .table import parts_table
 
 # `Search` and `Tally` of search.cuh, in words.
 SEARCH_WORDS: Final = 15  # uint64; the first three are the outcome: kept, rest, next guess
@@ -49,10 +50,11 @@ def accumulate_and_select(
     k: int,
     threshold: float = 0.0,
     momentum: Momentum | None = None,
+    weight: float = 1.0,
 ) -> tuple[SparseVector, float]:
     """Add to `residual` in place and select from the sum."""
     parts = gradient_parts(residual, gradient, k, momentum)
-    return _select(scratch, residual, parts, k, threshold, momentum)
+    return _select(scratch, residual, parts, k, threshold, momentum, weight)
 
 
 def select(
@@ -60,7 +62,7 @@ def select(
 ) -> tuple[SparseVector, float]:
     """Return the k largest entries of `dense` and a threshold for the next search."""
     require_k(k, dense.size)
-    return _select(scratch, dense, (), k, threshold, None)
+    return _select(scratch, dense, (), k, threshold, None, 1.0)
 
 
 def _select(
@@ -70,6 +72,7 @@ def _select(
     k: int,
     threshold: float,
     momentum: Momentum | None,
+    weight: float,
 ) -> tuple[SparseVector, float]:
     guess = threshold if threshold > 0.0 else 0.0  # NaN is no guess here
     machine = scratch.machine
@@ -77,7 +80,7 @@ def _select(
     parts = [machine.packed(part) for part in parts]
     indices = machine.empty(k, index_dtype(dense.size))
     values = machine.empty(k, dense.dtype)
-    search = launch_selection(scratch, dense, parts, k, guess, indices, values, momentum)
+    search = launch_selection(scratch, dense, parts, k, guess, indices, values, momentum, weight)
     kept, _, following = outcome(machine, search, dense.dtype)
     return SparseVector(indices[:kept], values[:kept], dense.size), following
 
@@ -131,6 +134,7 @@ def launch_selection(
     indices: Array,
     values: Array,
     momentum: Momentum | None,
+    weight: float = 1.0,
 ) -> Array:
     """Launch all that leaves the k largest entries in `indices` and `values`, [k] both.
 
@@ -152,8 +156,9 @@ def launch_selection(
         dense,
         None if momentum is None else momentum.velocity,
         parts[0] if len(parts) == 1 else None,
-        _table(machine, parts) if len(parts) > 1 else None,
+        parts_table(machine, parts) if len(parts) > 1 else None,
         np.uint32(len(parts) if len(parts) > 1 else 0),
+        np.float64(weight),
         np.float64(0.0 if momentum is None else momentum.factor),
         length,
         of.search,
@@ -188,15 +193,6 @@ def launch_selection(
     _search(machine, of.search, of.histogram, of.values, over_list=True)
     _count_and_split(machine, of, indices, values, None, None)
     return of.search
-
-
-def _table(machine: Machine, parts: Sequence[Array]) -> Array:
-    """Return where each part begins in the vector, and its address: uint64 [2 * parts]."""
-    starts = np.cumsum([0, *(part.size for part in parts)], dtype=np.uint64)
-    table = np.empty((len(parts), 2), np.uint64)
-    table[:, 0] = starts[:-1]
-    table[:, 1] = [machine.address(part) for part in parts]
-    return machine.put(table.reshape(-1))
 
 
 def launch_split(

@@ -35,6 +35,7 @@ FILES: Final = {
     "interleave": "interleave.cu",
     "mark": "mark.cu",
     "pack_offsets": "offsets.cu",
+    "put_at": "put.cu",
     "remark": "remark.cu",
     "round_values": "cast.cu",
     "search_level": "search.cu",
@@ -96,8 +97,15 @@ def instances() -> list[str]:
         for sources in (0, 1, 2)
         if sources or gradient == real
     ]
-    for kernel in ("begin", "count", "find_nonfinite", "remark", "search_level", "sum_squares"):
+    names += [
+        instance("put_at", real, index, element)
+        for real, elements in ((reals[0], [*narrow, reals[0]]), (reals[1], [reals[1]]))
+        for element in elements
+        for index in indices
+    ]
+    for kernel in ("begin", "count", "remark", "search_level", "sum_squares"):
         names += [instance(kernel, real) for real in reals]
+    names += [instance("find_nonfinite", dtype) for dtype in (*narrow, *reals)]
     for kernel in ("add_at", "clear_at", "expand", "interleave", "split", "sum_runs", "take_at"):
         names += [instance(kernel, real, index) for real in reals for index in indices]
     for kernel in ("contains", "count_blocks", "find_disorder", "pack_offsets", "unpack_offsets"):

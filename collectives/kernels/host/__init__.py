@@ -10,6 +10,7 @@ Function for function the twins of `reference`, to the bit. One idea, one C++ fi
     keys.hpp, pool.hpp, abi.hpp               integers in the order of |x|; threads; C names
 """
 
+from ..reference import put_at
 from . import codes
 from .entries import add_at, clear_at, contains, merge, sum_by_index
 from .library import instructions
@@ -25,6 +26,7 @@ __all__ = [
     "contains",
     "instructions",
     "merge",
+    "put_at",
     "select",
     "squared_norm",
     "sum_by_index",

@@ -15,7 +15,8 @@ POINTER: Final = ctypes.c_void_p
 COUNT: Final = ctypes.c_int64
 
 # How the C names spell a dtype.
-SUFFIX: Final = {"f": "f32", "d": "f64", "i": "i32", "l": "i64", "q": "i64"}
+_FLOATS: Final = {"e": "f16", "H": "bf16", "f": "f32", "d": "f64"}
+SUFFIX: Final = _FLOATS | {"i": "i32", "l": "i64", "q": "i64"}
 
 _byte: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
 _address: Final = ctypes.addressof
@@ -40,7 +41,18 @@ def packed(array: Array) -> Array:
 def function(name: str, *arguments: Any) -> dict[str, Callable[..., int]]:
     """Return the C function `name` by suffix, for every suffix it exists with."""
     loaded, found = library(), {}
-    for suffix in ("f32", "f64", "i32", "i64", "f32_i32", "f32_i64", "f64_i32", "f64_i64"):
+    for suffix in (
+        "f16",
+        "bf16",
+        "f32",
+        "f64",
+        "i32",
+        "i64",
+        "f32_i32",
+        "f32_i64",
+        "f64_i32",
+        "f64_i64",
+    ):
         entry = getattr(loaded, f"{name}_{suffix}", None)
         if entry is not None:
             entry.argtypes, entry.restype = arguments, COUNT

@@ -3,7 +3,7 @@
 //   arrays     |   0   |          1          |2|       3       |      one for each parameter
 //   residual   |---------------------------------------------|       one flat vector
 //   blocks     |   .   .   .   .   .   .   .   .   .   .   . |       where a block crosses a border,
-//                  ^                   ^                     or is of 16 bits: a copy in L1
+//                  ^                   ^                     is of 16 bits or weighted: a copy in L1
 #pragma once
 
 #include <algorithm>
@@ -23,12 +23,14 @@ inline float from_bfloat16(std::uint16_t half) {
   return value;
 }
 
-// The arrays of a gradient, and the velocity that it passes through (null without momentum).
+// The arrays of a gradient, its weight, and the velocity that it passes through (null without
+// momentum).
 template <class T>
 struct Gradient {
   const void* const* arrays;
   const std::int64_t* lengths;
   Format format;
+  T weight;
   T* velocity;
   T momentum;
 };
@@ -41,7 +43,7 @@ class GradientBlocks {
 
   // Return what is to be added to the residual from `start` on; the velocity is moved on.
   const T* next(std::int64_t start, std::int64_t count) {
-    const T* addend = direct(start, count);
+    const T* addend = weighted(direct(start, count), count);
     if (gradient_.velocity == nullptr) return addend;
     T* const velocity = gradient_.velocity + start;
     for (std::int64_t i = 0; i < count; i++) {
@@ -51,6 +53,12 @@ class GradientBlocks {
   }
 
  private:
+  const T* weighted(const T* addend, std::int64_t count) {
+    if (gradient_.weight == 1) return addend;
+    for (std::int64_t i = 0; i < count; i++) copy_[i] = addend[i] * gradient_.weight;
+    return copy_;
+  }
+
   const T* direct(std::int64_t start, std::int64_t count) {
     seek(start);
     if (gradient_.format == Format::SAME && start + count <= begin_ + gradient_.lengths[at_]) {

@@ -184,12 +184,13 @@ std::int64_t select(T* dense, std::int64_t length, const Gradient<T>& gradient, 
 #define DEFINE(T, I, SUFFIX)                                                                     \
   GTOPK_API std::int64_t select_##SUFFIX(                                                        \
       T* dense, std::int64_t length, const void* const* arrays, const std::int64_t* lengths,     \
-      std::int32_t format, T* velocity, double momentum, std::int64_t k, double threshold,       \
-      int threads, I* indices, T* values, gtopk::Report* report) {                               \
+      std::int32_t format, double weight, T* velocity, double momentum, std::int64_t k,          \
+      double threshold, int threads, I* indices, T* values, gtopk::Report* report) {             \
     return gtopk::select<T, I>(                                                                  \
         dense, length,                                                                           \
-        {arrays, lengths, gtopk::Format{format}, velocity, static_cast<T>(momentum)}, k,         \
-        threshold, threads, indices, values, report);                                            \
+        {arrays, lengths, gtopk::Format{format}, static_cast<T>(weight), velocity,               \
+         static_cast<T>(momentum)},                                                              \
+        k, threshold, threads, indices, values, report);                                         \
   }
 DEFINE(float, std::int32_t, f32_i32)
 DEFINE(float, std::int64_t, f32_i64)

@@ -15,7 +15,7 @@ from .threads import threads
 _select = function(
     "select",
     *(POINTER, COUNT),  # dense
-    *(POINTER, POINTER, ctypes.c_int32),  # gradient
+    *(POINTER, POINTER, ctypes.c_int32, ctypes.c_double),  # gradient, its weight
     *(POINTER, ctypes.c_double),  # velocity, momentum
     *(COUNT, ctypes.c_double, ctypes.c_int),  # k, threshold, threads
     *(POINTER, POINTER, POINTER),  # indices, values, report
@@ -24,7 +24,7 @@ _select = function(
 # gradient.hpp: Format, by the dtype of the gradient's arrays.
 _SAME: Final = 0
 _FORMATS: Final = {"e": 1, "H": 2}
-_NO_GRADIENT: Final = (None, None, _SAME, None, 0.0)
+_NO_GRADIENT: Final = (None, None, _SAME, 1.0, None, 0.0)
 
 
 class Report(ctypes.Structure):
@@ -49,9 +49,10 @@ def accumulate_and_select(
     k: int,
     threshold: float = 0.0,
     momentum: Momentum | None = None,
+    weight: float = 1.0,
 ) -> tuple[SparseVector, float]:
     """Add to `residual` in place and select from the sum."""
-    picked, report = search(residual, gradient, k, threshold, momentum)
+    picked, report = search(residual, gradient, k, threshold, momentum, weight)
     return picked, report.next_threshold
 
 
@@ -61,12 +62,13 @@ def search(
     k: int,
     threshold: float = 0.0,
     momentum: Momentum | None = None,
+    weight: float = 1.0,
 ) -> tuple[SparseVector, Report]:
     """Do what `accumulate_and_select` does, and report how it went."""
     parts = [packed(part) for part in gradient_parts(residual, gradient, k, momentum)]
     changed = [residual] if momentum is None else [residual, momentum.velocity]
     if not all(array.flags.carray for array in changed):
-        return _search_in_copies(residual, parts, k, threshold, momentum)
+        return _search_in_copies(residual, parts, k, threshold, momentum, weight)
     count = len(parts)
     arrays = (POINTER * count)(*map(address, parts))
     lengths = (COUNT * count)(*[part.size for part in parts])
@@ -74,6 +76,7 @@ def search(
         ctypes.addressof(arrays),
         ctypes.addressof(lengths),
         _FORMATS.get(parts[0].dtype.char, _SAME),
+        weight,
         None if momentum is None else address(momentum.velocity),
         0.0 if momentum is None else momentum.factor,
     )
@@ -81,12 +84,17 @@ def search(
 
 
 def _search_in_copies(
-    residual: Array, parts: list[Array], k: int, threshold: float, momentum: Momentum | None
+    residual: Array,
+    parts: list[Array],
+    k: int,
+    threshold: float,
+    momentum: Momentum | None,
+    weight: float,
 ) -> tuple[SparseVector, Report]:
     """Search where an array to change lies apart in memory, or is read-only (ValueError)."""
     sums = residual.copy()
     moved = None if momentum is None else momentum._replace(velocity=momentum.velocity.copy())
-    found = search(sums, parts, k, threshold, moved)
+    found = search(sums, parts, k, threshold, moved, weight)
     residual[:] = sums
     if momentum is not None and moved is not None:
         momentum.velocity[:] = moved.velocity

@@ -18,6 +18,21 @@ bool block_is_finite(const T* values, std::int64_t count) {
   return largest < INFINITE<T>;
 }
 
+// 16-bit floats; INFINITE_HALF: the bits of infinity in one of the two formats.
+template <std::int16_t INFINITE_HALF>
+struct Half {
+  std::int16_t bits;
+};
+
+template <std::int16_t INFINITE_HALF>
+bool block_is_finite(const Half<INFINITE_HALF>* values, std::int64_t count) {
+  std::int16_t largest = 0;
+  for (std::int64_t i = 0; i < count; i++) {
+    largest = std::max(largest, static_cast<std::int16_t>(values[i].bits & 0x7fff));
+  }
+  return largest < INFINITE_HALF;
+}
+
 template <class T>
 std::int64_t all_finite(const T* values, std::int64_t count) {
   for (std::int64_t start = 0; start < count; start += BLOCK) {
@@ -79,3 +94,10 @@ std::int64_t squared_norm(const T* values, std::int64_t count, int threads, doub
   }
 DEFINE(float, f32)
 DEFINE(double, f64)
+
+GTOPK_API std::int64_t all_finite_f16(const void* values, std::int64_t count) {
+  return gtopk::all_finite(static_cast<const gtopk::Half<0x7c00>*>(values), count);
+}
+GTOPK_API std::int64_t all_finite_bf16(const void* values, std::int64_t count) {
+  return gtopk::all_finite(static_cast<const gtopk::Half<0x7f80>*>(values), count);
+}

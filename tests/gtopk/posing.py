@@ -1,0 +1,154 @@
+"""Host memory that poses as a GPU's: its arrays are not NumPy's, its kernels the CUDA ones.
+
+The kernels are compiled for the host; tensors stay torch's of the CPU, and where the library asks
+which device they are on, it is told of a GPU. What is not modelled is time: nothing runs late.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.kernels.device import cuda
+from collectives.kernels.device.machine import Scratch
+from gtopk import arrays, buckets, residual
+from tests.collectives.kernels.device.machine_on_host import HostMachine, build
+
+WHOLE = ("dtype", "size", "nbytes", "itemsize", "shape", "strides", "flags", "ndim")
+
+
+class Posing:
+    """An array of the GPU: what CuPy's arrays can do of which the library makes use."""
+
+    __module__ = "posing"  # where `module_of` finds `asarray`
+    device = nullcontext()
+
+    def __init__(self, content: np.ndarray) -> None:
+        self.content = content
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WHOLE:
+            return getattr(self.content, name)
+        raise AttributeError(name)
+
+    def get(self) -> np.ndarray:
+        """Copy to the host: counted, in bytes."""
+        moved["to the host"] += self.content.nbytes
+        return self.content.copy()
+
+    def __getitem__(self, at: Any) -> Posing:
+        return Posing(self.content[plain(at)])
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self.content[plain(at)] = plain(value)
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+    def view(self, dtype: Any) -> Posing:
+        return Posing(self.content.view(dtype))
+
+    def fill(self, value: float) -> None:
+        self.content.fill(value)
+
+    def __abs__(self) -> Posing:
+        return Posing(abs(self.content))
+
+    def __truediv__(self, other: float) -> Posing:
+        return Posing(self.content / self.content.dtype.type(other))
+
+    def __lt__(self, other: Posing) -> Posing:
+        return Posing(self.content < other.content)
+
+    def __imul__(self, other: float) -> Posing:
+        self.content *= self.content.dtype.type(other)
+        return self
+
+    def __iadd__(self, other: Posing) -> Posing:
+        self.content += other.content
+        return self
+
+
+one_at_a_time = threading.Lock()  # the compiled kernels have one grid
+moved: Counter[str] = Counter()  # bytes, to the host and from it
+
+
+def plain(array: Any) -> Any:
+    return array.content if isinstance(array, Posing) else array
+
+
+def asarray(array: Any) -> Posing:
+    """Stand in for cupy.asarray: found by the module of the class."""
+    if isinstance(array, Posing):
+        return array
+    moved["from the host"] += array.nbytes
+    return Posing(array.copy())
+
+
+class PosingMachine(HostMachine):
+    """The machine of the kernels' tests, on arrays that pose."""
+
+    def empty(self, size: int, dtype: Any) -> Any:
+        return Posing(super().empty(size, dtype))
+
+    def zeros(self, size: int, dtype: Any) -> Any:
+        array = self.empty(size, dtype)
+        array.content.view(np.uint8)[:] = 0
+        return array
+
+    def put(self, array: np.ndarray) -> Any:
+        copy = self.empty(array.size, array.dtype)
+        copy.content[:] = array
+        return copy
+
+    def packed(self, array: Any) -> Any:
+        return Posing(np.ascontiguousarray(array.content))
+
+    def address(self, array: Any) -> int:
+        return array.content.ctypes.data
+
+    def launch(self, kernel: str, blocks: int, *arguments: Any) -> None:
+        with one_at_a_time:
+            super().launch(kernel, blocks, *map(plain, arguments))
+
+    def fetch(self, array: Any) -> np.ndarray:
+        return super().fetch(array.content)
+
+
+def compile_kernels(folder: Path) -> Any:
+    """Return the CUDA kernels, compiled for the host."""
+    return build(folder, 64)
+
+
+def pose(monkeypatch: pytest.MonkeyPatch, library: Any) -> Callable[[], list[str]]:
+    """Let all parameters of this process be on a GPU; return what tells which kernels ran.
+
+    What the threads of a process do there is not ordered: each has a machine of its own.
+    """
+    moved.clear()
+    machines: list[PosingMachine] = []
+
+    @functools.cache
+    def scratch_of(thread: int) -> Scratch:
+        machines.append(PosingMachine(library, 64, 5))
+        return Scratch(machines[-1])
+
+    monkeypatch.setattr(cuda, "scratch", lambda array: scratch_of(threading.get_ident()))
+
+    def view(tensor: torch.Tensor) -> Posing:
+        return Posing(arrays.view_array(tensor))
+
+    for module in (buckets, residual):
+        monkeypatch.setattr(module, "view_array", view)
+    monkeypatch.setitem(sys.modules, "posing", sys.modules[__name__])
+    return lambda: [kernel for machine in machines for kernel in machine.launched]

@@ -1,0 +1,177 @@
+"""Training with parameters on a GPU: on a host that poses as one, and on a real one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import world
+from gtopk.compression import Compression
+from gtopk.optimizer import DistributedOptimizer
+from tests.gtopk import posing
+
+KINDS = [
+    Compression.none,
+    Compression.topk(density=0.05),
+    Compression.gtopk(density=0.05),
+    Compression.gtopk(density=0.05, values="bf16"),
+    Compression.gtopk(density=0.05, momentum_correction=0.9),
+    Compression.oktopk(density=0.05),
+    Compression.hierarchical(density=0.05),
+]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+STEPS, RANKS = 8, 3
+
+
+def network() -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8, 5))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def train(
+    transport: LocalTransport,
+    compression: Any,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    during: Callable[[Any], None] = lambda optimizer: None,
+) -> list[torch.Tensor]:
+    """Return this rank's parameters after some steps of synthetic gradients, on the host."""
+    model = network().to(device=device, dtype=dtype)
+    generator = torch.Generator().manual_seed(transport.rank)
+    with world.entered(transport):
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression
+        )
+        for _ in range(STEPS):
+            for parameter in model.parameters():
+                drawn = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = drawn.to(device=device, dtype=dtype)
+            optimizer.step()
+            during(optimizer)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def on_ranks(*arguments: Any, **options: Any) -> list[list[torch.Tensor]]:
+    return run_ranks(local_world(RANKS, 60), lambda t: train(t, *arguments, **options))
+
+
+def assert_equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here to compile the kernels for the host with")
+    return posing.compile_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.mark.parametrize("compression", KINDS, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_training_where_the_parameters_are_gives_the_bits_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, kernels: Any, compression: Any, dtype: torch.dtype
+) -> None:
+    expected = on_ranks(compression, dtype)
+    posing.pose(monkeypatch, kernels)
+    found = on_ranks(compression, dtype)
+    assert_equal(found, expected)
+    assert_equal(found[1:], found[:-1])  # all replicas
+
+
+def test_only_the_selected_entries_visit_the_host(
+    monkeypatch: pytest.MonkeyPatch, kernels: Any
+) -> None:
+    launched = posing.pose(monkeypatch, kernels)
+    selected, updated = [], []
+
+    def note(optimizer: Any) -> None:
+        selected.append(optimizer.last_step.selected)
+        updated.append(optimizer.last_step.updated)
+
+    on_ranks(Compression.gtopk(density=0.05), during=note)
+    entry_bytes = 4 + 4
+    assert posing.moved["to the host"] == entry_bytes * sum(selected)
+    returned = posing.moved["from the host"] - entry_bytes * sum(updated)
+    assert 0 <= returned <= entry_bytes * sum(selected)
+    names = {kernel.partition("<")[0] for kernel in launched()}
+    assert names >= {"mark", "split", "clear_at", "add_at", "put_at"}
+
+
+# ---- on a GPU
+
+
+@pytest.fixture
+def gpu() -> Any:
+    """CuPy, where it and torch reach a GPU."""
+    cupy = pytest.importorskip("cupy", reason="no cupy here")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    return cupy
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compression", KINDS, ids=repr)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_trains_as_the_host_does(compression: Any, dtype: torch.dtype) -> None:
+    expected = on_ranks(compression, dtype)
+    found = on_ranks(compression, dtype, "cuda")
+    rounding = {} if dtype in (torch.float32, torch.float64) else {"rtol": 1e-2, "atol": 1e-2}
+    for mine, theirs in zip(found, expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, **rounding)
+    assert_equal(found[1:], found[:-1])
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_whole_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append("torch"))
+    real = gpu.cuda.runtime.deviceSynchronize
+    monkeypatch.setattr(
+        gpu.cuda.runtime, "deviceSynchronize", lambda: (waits.append("cupy"), real())
+    )
+    homes = set()
+    on_ranks(
+        Compression.gtopk(density=0.05),
+        device="cuda",
+        during=lambda optimizer: homes.add(type(optimizer._exchange.residual.values)),
+    )
+    assert homes == {gpu.ndarray}
+    assert waits == []
+
+
+@pytest.mark.gpu
+def test_a_step_comes_after_the_backward_pass_and_before_what_follows(gpu: Any) -> None:
+    def rank(transport: LocalTransport, late: bool) -> list[float]:
+        parameter = torch.nn.Parameter(torch.zeros(100_000, device="cuda"))
+        with world.entered(transport), torch.cuda.stream(torch.cuda.Stream()):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0),
+                [("parameter", parameter)],
+                Compression.gtopk(density=0.001),
+            )
+            for step in range(4):
+                if late:
+                    torch.cuda._sleep(20_000_000)  # what is not ordered would come before
+                parameter.grad = torch.arange(100_000, device="cuda").float() * (step + 1)
+                optimizer.step()
+            return parameter.tolist()
+
+    prompt, late = (
+        run_ranks(local_world(2, 60), partial(rank, late=late)) for late in (False, True)
+    )
+    assert prompt == late
+    assert np.any(prompt[0])
