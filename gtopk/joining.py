@@ -79,11 +79,11 @@ def _has_process_group() -> bool:
 def _join_mpi(comm: MPI.Intracomm | None, timeout_seconds: float) -> Transport:
     if comm is None:
         return open_transport("mpi", timeout_seconds)
-    from collectives.transports.mpi import MpiTransport
+    from collectives.transports.direct import open_mpi
 
     if not hasattr(comm, "Split_type"):
         raise ValueError(f"comm must be an mpi4py communicator or None, got {comm!r}")
-    return MpiTransport(comm, timeout_seconds)
+    return open_mpi(comm, timeout_seconds)
 
 
 def _late(job: Launched | None, seconds: float) -> str:

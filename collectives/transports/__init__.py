@@ -33,15 +33,17 @@ def open_transport(
     (the starts of MPI and Horovod know no limit).
     bootstrap: a transport of the same ranks, which "nccl" and "staged" need: it carries all but
     the messages of GPUs. Those travel over NCCL, or through it and pinned host memory.
+    "mpi" carries them itself where every rank has CuPy and a GPU: from GPU to GPU where MPI is
+    CUDA-aware, and tried, else through pinned memory.
     Raises ValueError for another name, ImportError when a package is missing, PeerTimeoutError when
     a rank is, RuntimeError when "nccl" has no GPU for each rank.
     """
     if name == "local":
         return local_world(1, timeout_seconds)[0]
     if name == "mpi":
-        from .mpi import MpiTransport
+        from .direct import open_mpi
 
-        return MpiTransport(timeout_seconds=timeout_seconds)
+        return open_mpi(timeout_seconds=timeout_seconds)
     if name == "torch.distributed":
         from .torch_distributed import open_torch_distributed
 

@@ -29,6 +29,7 @@ class Way(IntEnum):
     NCCL = 0  # from GPU to GPU
     STAGED = 1  # as the next host message, into the receiver's GPU
     HOST = 2  # as the next host message, which stays one
+    MPI = 3  # from GPU to GPU, as the next message of an MPI that is CUDA-aware
 
 
 class Announcement(NamedTuple):

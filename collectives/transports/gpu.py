@@ -40,6 +40,14 @@ def load_cupy(transport: str) -> Any:
         raise ImportError(_missing(transport, error)) from error
 
 
+def has_gpu() -> bool:
+    """Tell whether CuPy is there, and sees a GPU."""
+    try:
+        return bool(load_cupy("mpi").cuda.runtime.getDeviceCount())
+    except (ImportError, OSError, RuntimeError):  # none; broken; CuPy's own, without a driver
+        return False
+
+
 def load_nccl() -> Any:
     """Return the module cupy.cuda.nccl; raise ImportError with what to install."""
     load_cupy("nccl")

@@ -13,8 +13,8 @@ rendezvous), and where two ranks swap large messages over TCP that word stands i
 other message: on a slow link the two then cross one after the other, and a swap takes twice its
 time. Beyond 16 MiB the memory that unexpected pieces take would weigh more.
 
-Messages are in the hosts' memory, also where MPI is CUDA-aware; those of GPUs go over it by the
-staged transport.
+Messages are in the hosts' memory; those of GPUs go over it by the direct transport where MPI is
+CUDA-aware, else by the staged one.
 """
 
 from __future__ import annotations
@@ -132,20 +132,41 @@ class MpiTransport(Carrier):
         return requests
 
     def receive_on(self, stream: Transport, source: int) -> Array:
-        pieces: list[Array] = []
-        for size in piece_sizes(source in self._neighbours):
-            pieces.append(self._receive_piece(stream, source))
-            if pieces[-1].size < size:
-                break
+        pieces = list(self._receive_pieces(stream, source, lambda size: np.empty(size, np.uint8)))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _receive_piece(self, stream: Transport, source: int) -> Array:
+    def receive_into_on(self, stream: Transport, message: Array, source: int) -> None:
+        """Receive the next message of a world rank on this stream into memory of its size.
+
+        message: uint8 [m] in memory that MPI can write: a GPU's, where it is CUDA-aware.
+        """
+        received = 0
+
+        def next_part(size: int) -> Array:
+            return message[received : received + size]
+
+        for piece in self._receive_pieces(stream, source, next_part):
+            received += piece.size
+
+    def _receive_pieces(
+        self, stream: Transport, source: int, memory: Callable[[int], Array]
+    ) -> Iterator[Array]:
+        """Yield the pieces of a message, each received into `memory(its bytes)`."""
+        for size in piece_sizes(source in self._neighbours):
+            piece = self._receive_piece(stream, source, memory)
+            yield piece
+            if piece.size < size:
+                return
+
+    def _receive_piece(
+        self, stream: Transport, source: int, memory: Callable[[int], Array]
+    ) -> Array:
         status = self._mpi.Status()
         tag = _DATA + stream.tag
         message = self._wait(
             stream, lambda: self._communicator.Improbe(source, tag, status), source
         )
-        piece = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+        piece = memory(status.Get_count(self._mpi.BYTE))
         with self._calling:
             request = message.Irecv([piece, self._mpi.BYTE])
         self._finish(stream, request, source)

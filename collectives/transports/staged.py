@@ -28,10 +28,12 @@ class StagedTransport(Transport):
 
     def __init__(self, host: Transport, parent: StagedTransport | None = None) -> None:
         """parent: the transport that this one is a view of."""
+        # A host's own way for messages of GPUs is not this transport's.
+        self.host: Transport = host.host if isinstance(host, StagedTransport) else host
+        host = self.host
         super().__init__(host.ranks, host.rank, host.path, host.tag, host.traffic)
         self.name = host.name
         self.counts_allreduce = host.counts_allreduce
-        self.host = host
         self._cupy: Any = load_cupy(self.name) if parent is None else parent._cupy
         self._views: dict[Path, StagedTransport] = {} if parent is None else parent._views
         self._making_a_view: threading.Lock = parent._making_a_view if parent else threading.Lock()
@@ -60,10 +62,11 @@ class StagedTransport(Transport):
 
     def _follow(self, announcement: Announcement, source: int) -> Array:
         """Return the message that was announced."""
-        if announcement.way is Way.NCCL:
+        if announcement.way in (Way.NCCL, Way.MPI):
             raise MismatchError(
-                f"rank {self.ranks[source]} sends over NCCL, which rank {self.ranks[self.rank]} is "
-                "not connected to; all ranks must open the same transport, and `connect` together"
+                f"rank {self.ranks[source]} sends over {announcement.way.name}, which rank "
+                f"{self.ranks[self.rank]} is not connected to; all ranks must open the same "
+                "transport, and `connect` together"
             )
         message = self.host.receive(source)
         return self._to_device(message) if announcement.way is Way.STAGED else message

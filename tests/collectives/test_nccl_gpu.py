@@ -13,6 +13,9 @@ import pytest
 
 from collectives import open_transport
 from collectives.transports import local_world
+from collectives.transports.cuda_aware import why_staged
+from collectives.transports.direct import DirectTransport
+from collectives.transports.staged import StagedTransport
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
@@ -74,6 +77,22 @@ def test_a_message_is_sent_as_the_callers_stream_makes_it() -> None:
             received = transport.exchange(numbers.view(cupy.uint8), 0)
             assert bool((received.view(cupy.uint64) == numbers).all())
     transport.leave("done")
+
+
+def test_a_try_tells_whether_mpi_takes_gpu_memory_and_what_is_opened_keeps_the_laws() -> None:
+    pytest.importorskip("mpi4py")
+    reason = why_staged()
+    transport = open_transport("mpi", timeout_seconds=60)
+    assert isinstance(transport, DirectTransport) == (not reason)
+    assert isinstance(transport, StagedTransport)
+    for law in LAWS:
+        law(of_gpus.OfGpus(transport))
+    transport.leave("done")
+
+
+@pytest.mark.parametrize("ranks", [GPUS + 1, GPUS + 3])
+def test_messages_of_gpus_go_over_mpi_itself(mpirun: Any, ranks: int) -> None:
+    check(mpirun(ranks, "collectives_gpus.py", "mpi"), ranks)
 
 
 def check(job: Any, ranks: int) -> None:

@@ -8,7 +8,6 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,28 +237,24 @@ def test_launchers_that_contradict_each_other_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exports", "aware"),
+    ("has_gpu", "reason", "says"),
     [
-        ({}, False),
-        ({"MPIX_Query_cuda_support": lambda: 1}, True),
-        ({"MPIX_Query_cuda_support": lambda: 0}, False),
-        ({"MPIX_GPU_query_support": lambda kind, answer: 1}, False),  # an error code
-        ({"MPIX_GPU_query_support": lambda kind, answer: 0}, False),
+        (False, "", "no GPU, so no messages of GPUs"),
+        (True, "", "direct: MPI sends from GPU memory"),
+        (True, "it died", "staged through pinned host memory: it died"),
     ],
 )
-def test_an_mpi_library_is_asked_whether_it_is_cuda_aware(monkeypatch, exports, aware) -> None:
-    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: SimpleNamespace(**exports))
-    assert mpi.claims_cuda("libmpi.so") is aware
-
-
-def test_mpichs_answer_is_read_from_where_it_writes_it(monkeypatch) -> None:
-    def says_yes(kind, answer) -> int:
-        answer._obj.value = 1
-        return 0
-
-    library = SimpleNamespace(MPIX_GPU_query_support=says_yes)
-    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda path: library)
-    assert mpi.claims_cuda("libmpi.so") is True
+def test_how_mpi_carries_messages_of_gpus_is_told(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, reason: str, says: str
+) -> None:
+    mpi4py = pytest.importorskip("mpi4py")
+    monkeypatch.setattr(mpi4py.rc, "initialize", True)
+    monkeypatch.setattr(mpi, "installed", lambda package: True)
+    monkeypatch.setattr("collectives.transports.gpu.has_gpu", lambda: has_gpu)
+    monkeypatch.setattr("collectives.transports.cuda_aware.why_staged", lambda: reason)
+    finding = mpi.look_at_mpi_and_cuda()
+    assert finding.state is State.OK
+    assert finding.detail.startswith(says)
 
 
 def sums(**changes: Any) -> dict[str, Any]:

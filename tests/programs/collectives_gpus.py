@@ -1,4 +1,4 @@
-"""Messages of GPUs between MPI's ranks: staged, and over NCCL where each rank has a GPU."""
+"""Messages of GPUs between MPI's ranks: over MPI, staged, and over NCCL with a GPU each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def main(name: str) -> None:
     mpi = open_transport("mpi", timeout_seconds=60)
     laws = without_counts(LAWS)
     with job(mpi), device(mpi.rank):
-        transport = open_transport(name, bootstrap=mpi, timeout_seconds=60)
+        transport = mpi
+        if name != "mpi":
+            transport = open_transport(name, bootstrap=mpi, timeout_seconds=60)
         for law in laws:
             law(OfGpus(transport))
         if name == "staged" and mpi.size > 1:

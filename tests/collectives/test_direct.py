@@ -1,0 +1,106 @@
+"""Messages of GPUs over MPI: which way is opened, and that it keeps the laws of every transport.
+
+The GPUs are a model, fake_cuda.py, and MPI is real where ranks are processes. What runs on real
+GPUs is in test_nccl_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from collectives import Transport, run_ranks
+from collectives.transports import LocalTransport, direct, local_world
+from collectives.transports.announcement import Announcement, Way
+from collectives.transports.direct import DirectTransport, over_gpus
+from collectives.transports.staged import StagedTransport
+
+HERE = Path(__file__).parent
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fake_cuda = load(HERE / "fake_cuda.py")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    cuda = fake_cuda.Cuda(gpus=8)
+    fake_cuda.install(monkeypatch, cuda)
+    yield cuda
+    cuda.off.set()
+    cuda.change()
+    assert cuda.wrongs == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("way", ["direct", "staged", "none"])
+def test_under_mpirun(mpirun: Any, way: str, ranks: int) -> None:
+    # "none": the last rank alone has no GPU.
+    job = mpirun(ranks, "collectives_direct.py", way)
+    assert job.returncode == 0, job.stderr
+    said = sorted(line for line in job.stdout.splitlines() if line.startswith("rank"))
+    assert said == [f"rank {rank} of {ranks}: {way}" for rank in range(ranks)]
+
+
+def opened(
+    monkeypatch: pytest.MonkeyPatch, why_staged: Callable[[], str], hosts: list[int]
+) -> list[type[Transport]]:
+    """Return what ranks open, on hosts that are called by their first rank."""
+    monkeypatch.setattr(direct, "why_staged", why_staged)
+
+    def program(host: LocalTransport) -> type[Transport]:
+        own = hosts[host.rank]
+        host.neighbours = lambda: [rank for rank, its in enumerate(hosts) if its == own]
+        return type(over_gpus(host, 30))
+
+    return run_ranks(local_world(len(hosts), 30), program)
+
+
+def test_every_host_tries_once(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    hosts = [0, 0, 2, 2, 2]
+    kinds = opened(monkeypatch, lambda: tried.append(1) or "", hosts)
+    assert kinds == [DirectTransport] * 5
+    assert len(tried) == 2
+
+
+def test_where_one_host_cannot_all_ranks_stage(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["", "it died", ""])
+    assert opened(monkeypatch, lambda: next(answers), [0, 1, 2]) == [StagedTransport] * 3
+
+
+def test_without_a_gpu_nothing_is_tried(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda.gpus = 0
+    assert opened(monkeypatch, pytest.fail, [0, 0]) == [LocalTransport] * 2
+
+
+@pytest.mark.parametrize("trouble", [ImportError, OSError, RuntimeError])
+def test_a_cupy_that_does_not_work_is_as_none(
+    monkeypatch: pytest.MonkeyPatch, trouble: type[Exception]
+) -> None:
+    def broken(transport: str) -> Any:
+        raise trouble("libcudart is gone")
+
+    monkeypatch.setattr("collectives.transports.gpu.load_cupy", broken)
+    assert opened(monkeypatch, pytest.fail, [0, 0]) == [LocalTransport] * 2
+
+
+def test_an_announcement_of_mpis_way_is_read_as_such() -> None:
+    announcement = Announcement(Way.MPI, 17)
+    assert Announcement.read(announcement.encode()) == announcement
+
+
+def test_staged_over_direct_stages(cuda: Any) -> None:
+    (host,) = local_world(1)
+    assert StagedTransport(DirectTransport(host)).host is host
