@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,15 @@ def test_a_missing_gradient_is_zeros_and_stays_missing_where_it_may() -> None:
         grad = bucket.parameters[1].grad
         assert (grad is not None) == there
         assert grad is None or grad.tolist() == [0, value, 0]
+
+
+@pytest.mark.parametrize("end", [lambda bucket: bucket.keep(True), Bucket.poison])
+def test_when_the_step_is_over_the_memory_of_gradients_is_free(end: Any) -> None:
+    bucket = bucket_of(torch.ones(4))
+    memory = weakref.ref(bucket.addend()[0].base)
+    end(bucket)
+    bucket.parameters[0].grad = None
+    assert memory() is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
