@@ -11,8 +11,10 @@ rank divides its picks into 4 P equal lots and tells where each ends. So each en
 by less than one lot of every rank, a quarter of the region's fair share; by chance far less.
 Regions are dealt to the ranks by the rotation that leaves most picks where they are.
 
-Picks hardly move from step to step, so boundaries serve many of them (Li and Hoefler 2022, section
-3.1); all ranks learn how full the regions were, and draw new ones early when one got too full.
+The first step draws its boundaries from its own picks, before it sends any: it is as even as those
+that follow. Picks hardly move from step to step, so boundaries serve many steps (Li and Hoefler
+2022, section 3.1); all ranks learn how full the regions were, and draw new boundaries early when
+one got too full.
 """
 
 from __future__ import annotations

@@ -80,7 +80,9 @@ class Carrier(Transport):
     def farewell(self, reason: str) -> Farewell:
         """Return what this rank tells its peers when it leaves."""
         views = list(self._views.values())
-        return Farewell({view.tag: view.completed for view in views if view.completed}, reason)
+        completed = {view.tag: view.completed for view in views if view.completed}
+        missed = (found for view in views if (found := view.find_missing(None)))
+        return Farewell(completed, reason, next(missed, None))
 
     def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         self.resign(reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,13 @@ class Farewell(NamedTuple):
     """How far a rank came, and why it left.
 
     completed: how many operations of each stream it has completed, by the stream's tag.
+    missed:    the rank that left before and was missed by this one, and its farewell: who hears of
+               the consequence first learns the cause with it.
     """
 
     completed: Mapping[int, int]
     reason: str
+    missed: tuple[int, Farewell] | None = None
 
     def encode(self) -> Array:
         """Return the message, uint8."""
@@ -27,5 +30,9 @@ class Farewell(NamedTuple):
     @classmethod
     def decode(cls, message: Array) -> Farewell:
         """Return what `encode` made a message of."""
-        completed, reason = json.loads(message.tobytes())
-        return cls({int(tag): count for tag, count in completed.items()}, reason)
+        return cls._of(*json.loads(message.tobytes()))
+
+    @classmethod
+    def _of(cls, completed: dict[str, int], reason: str, missed: Any) -> Farewell:
+        counts = {int(tag): count for tag, count in completed.items()}
+        return cls(counts, reason, missed and (missed[0], cls._of(*missed[1])))

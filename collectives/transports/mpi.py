@@ -12,6 +12,9 @@ MPI sends a small piece at once. A large one waits for the receiver's word that 
 rendezvous), and where two ranks swap large messages over TCP that word stands in line behind the
 other message: on a slow link the two then cross one after the other, and a swap takes twice its
 time. Beyond 16 MiB the memory that unexpected pieces take would weigh more.
+
+Messages are in the hosts' memory, also where MPI is CUDA-aware; those of GPUs go over it by the
+staged transport.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 
 from .. import cost
-from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
 from .carrier import Carrier
 from .farewell import Farewell
-from .transport import STALL_WARNING_SECONDS, Transport, say
+from .patience import wait_until
+from .transport import Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,11 +46,8 @@ PIECE_BYTES: Final = 1 << 30
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
 _LEAVE, _DATA = 0, 1  # MPI's tags: of a farewell; of the stream with tag 0, and so on
-_SPINS: Final = 200  # tests that only yield, about 0.1 ms, before a wait begins to sleep
-_SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 500e-6
 # From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 2 ranks and 100 MB.
 _BLOCKING_BYTES: Final = 1 << 20
-_LOOK_SECONDS: Final = 0.01  # how often a waiting rank looks whether a peer has left
 
 
 def launched_ranks() -> int | None:
@@ -194,54 +194,12 @@ class MpiTransport(Carrier):
 
         peer: the rank waited for; None when it is all of them.
         """
-        with self._calling:
-            result = test()
-        if result is not None:
-            return result
-        begun = time.monotonic()
-        try:
-            return self._poll(stream, test, peer, begun)
-        finally:
-            stream.traffic.count_wait(time.monotonic() - begun)
 
-    def _poll(
-        self, stream: Transport, test: Callable[[], T | None], peer: int | None, begun: float
-    ) -> T:
-        next_look = begun + _LOOK_SECONDS
-        next_warning = begun + STALL_WARNING_SECONDS
-        sleep_seconds = _SHORTEST_SLEEP_SECONDS
-        spins = 0
-        while True:
+        def tested() -> T | None:
             with self._calling:
-                result = test()
-            if result is not None:
-                return result
-            spins += 1
-            if spins < _SPINS:
-                os.sched_yield()
-                continue
-            time.sleep(sleep_seconds)
-            sleep_seconds = min(sleep_seconds * 1.3, _LONGEST_SLEEP_SECONDS)
-            now = time.monotonic()
-            if now < next_look:
-                continue
-            next_look = now + _LOOK_SECONDS
-            self.collect_farewells()
-            missing = stream.missing(peer)
-            if missing:
-                with self._calling:
-                    result = test()
-                if result is not None:  # sent before its sender left
-                    return result
-                raise PeerError(missing)
-            waited = now - begun
-            who = "its peers" if peer is None else f"rank {peer}"
-            waiting = f"rank {self.rank} has waited {waited:.0f} s for {who} in {stream.activity}"
-            if waited > self._timeout_seconds:
-                raise PeerTimeoutError(waiting)
-            if now > next_warning:
-                next_warning = now + STALL_WARNING_SECONDS
-                say(waiting)
+                return test()
+
+        return wait_until(tested, stream, [] if peer is None else [peer], self._timeout_seconds)
 
     def collect_farewells(self) -> None:
         if self._mpi.Is_finalized():

@@ -110,9 +110,10 @@ class Communicator:
         return self._wait(outcome, peers)[0]
 
     def _wait(self, test: Callable[[], Any], peers: Sequence[int]) -> Any:
+        ranks = [self._host.ranks[peer] for peer in peers]
         return self._unless_broken(
             lambda: wait_until(
-                test, self._host, peers, self._timeout_seconds, self._look, _GRACE_SECONDS
+                test, self._host, ranks, self._timeout_seconds, self._look, _GRACE_SECONDS
             ),
             peers,
         )

@@ -22,14 +22,15 @@ def wait_until(
     transport: Transport,
     peers: Sequence[int],
     timeout_seconds: float,
-    look: Callable[[], None],
-    grace_seconds: float,
+    look: Callable[[], None] = lambda: None,
+    grace_seconds: float = 0.0,
 ) -> T:
     """Return what `test` returns once that is not None; count the wait.
 
-    peers: whose turn it is; ranks of this transport, none when it is all of them.
+    peers: whose turn it is; ranks of the world, none when it is all of them.
     look:  called now and then; may raise.
-    grace_seconds: how long what a peer has sent may still be on its way after it left.
+    grace_seconds: how long what a peer has sent may still be on its way after it left; there is at
+           least one test after its farewell.
     Raises PeerError when a peer left, PeerTimeoutError when nothing happens.
     """
     if (result := test()) is not None:
@@ -50,9 +51,8 @@ def _poll(
     grace_seconds: float,
     begun: float,
 ) -> T:
-    ranks: list[int | None] = [transport.ranks[peer] for peer in peers]
-    everyone: list[int | None] = [None]
-    who = " and ".join(f"rank {rank}" for rank in ranks) or "its peers"
+    needed: Sequence[int | None] = peers or [None]
+    who = " and ".join(f"rank {peer}" for peer in peers) or "its peers"
     next_look = begun + _LOOK_SECONDS
     next_warning = begun + STALL_WARNING_SECONDS
     missed_since: float | None = None
@@ -71,7 +71,7 @@ def _poll(
         next_look = now + _LOOK_SECONDS
         look()
         transport.collect_farewells()
-        missing = [text for text in map(transport.missing, ranks or everyone) if text]
+        missing = [text for text in map(transport.missing, needed) if text]
         if missing:
             missed_since = missed_since or now
             if now > missed_since + grace_seconds:

@@ -14,6 +14,9 @@ rank is sending. Were that the only buffer, or the whole message, two ranks that
 a slow link would send them one after the other.
 
 Waiting costs no CPU time. The threads, one for each peer, sleep in gloo.
+
+Messages are in the hosts' memory, also beside a process group over NCCL; those of GPUs go over gloo
+by the staged transport.
 """
 
 from __future__ import annotations
@@ -116,9 +119,12 @@ class TorchDistributedTransport(Carrier):
             for _ in range(_POSTED)
         )
         self._posted[source] = posted  # to live as long as the group, which may still fill them
+        lost: RuntimeError | None = None
         while True:
             message, begin, filled = _NOTHING, _HEADER.size, -1
             while filled < message.size:
+                if not posted and lost:
+                    raise lost
                 work, buffer = posted.popleft()
                 work.wait(_FOREVER)
                 inbox: Array = buffer.numpy()
@@ -128,7 +134,10 @@ class TorchDistributedTransport(Carrier):
                 piece = message[filled : filled + PIECE_BYTES]
                 piece[:] = inbox[begin : begin + piece.size]
                 begin, filled = 0, filled + piece.size
-                posted.append(self._post_receive(source, buffer))
+                try:
+                    posted.append(self._post_receive(source, buffer))
+                except RuntimeError as error:  # it is gone; what it has sent is still taken
+                    lost = error
             if tag == _FAREWELL:
                 return Farewell.decode(message)
             if tag == _ABORT:

@@ -172,26 +172,47 @@ class Transport(ABC):
 
         Errors then say it, and a rank that left before completing it is missed at once by every
         peer, not only by the one that waits for its message. Inside, views of this transport may be
-        used: who is missed here is missed there.
+        used: who is missed here is missed there. An operation within an operation is a part of it.
         """
+        if self._activity:
+            yield
+            return
         self._activity = activity
         self._begun += 1
-        yield
-        self.completed += 1
+        try:
+            yield
+            self.completed += 1
+        finally:
+            self._activity = ""
 
     def missing(self, peer: int | None) -> str | None:
         """Return the text about a rank that left and is needed: the peer, or any member.
 
         peer: in the world; None when it is all of them.
         """
+        found = self.find_missing(peer)
+        if found is None:
+            return None
+        rank, farewell = found
+        return (
+            f"rank {rank} left ({farewell.reason}) while rank {self.ranks[self.rank]} "
+            f"waited for it in {self.activity}"
+        )
+
+    def find_missing(self, peer: int | None) -> tuple[int, Farewell] | None:
+        """Return who left and is needed, as in `missing`, and its farewell.
+
+        Where one left because it missed another, that is the other one: the first that left.
+        """
         for rank, farewell in self.farewells().items():
-            unfinished = farewell.completed.get(self.tag, 0) < self._begun
-            if rank == peer or (unfinished and rank in self._members):
-                return (
-                    f"rank {rank} left ({farewell.reason}) while rank {self.ranks[self.rank]} "
-                    f"waited for it in {self.activity}"
-                )
+            if rank == peer or self.misses(rank, farewell):
+                cause = farewell.missed
+                return cause if cause and self.misses(*cause) else (rank, farewell)
         return None
+
+    def misses(self, rank: int, farewell: Farewell) -> bool:
+        """Tell whether a rank left before it completed the operation of this stream."""
+        return rank in self._members and farewell.completed.get(self.tag, 0) < self._begun
 
     def exchange(self, message: Array, peer: int) -> Array:
         """Swap messages with a rank that does the same."""

@@ -44,8 +44,8 @@ class View(Transport):
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         return self._carrier.view_of(self, step, ranks)
 
-    def missing(self, peer: int | None) -> str | None:
-        return super().missing(peer) or self._parent.missing(None)
+    def misses(self, rank: int, farewell: Farewell) -> bool:
+        return super().misses(rank, farewell) or self._parent.misses(rank, farewell)
 
     def farewells(self) -> Mapping[int, Farewell]:
         return self._carrier.farewells()

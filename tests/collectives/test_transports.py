@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ from collectives import (
     run_ranks,
 )
 from collectives.transports import LocalTransport, Traffic, horovod, local_world, torch_distributed
+from collectives.transports.farewell import Farewell
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MESSAGE = np.arange(10, dtype=np.uint8)
@@ -79,6 +81,18 @@ def assert_every_rank_says(job: Any, ranks: int, sentence: str) -> None:
 def test_under_mpirun(mpirun, ranks: int) -> None:
     job = mpirun(ranks, "collectives_transports.py", "mpi")
     assert_every_rank_says(job, ranks, rf"{len(LAWS)} laws hold")
+
+
+@pytest.mark.parametrize("level", ["serialized", "multiple"])
+def test_under_mpirun_threads_take_turns_where_mpi_wants_it(mpirun, level: str) -> None:
+    job = mpirun(3, "mpi_threads.py", level)
+    assert_every_rank_says(job, 3, f"in turns: {level == 'serialized'}")
+
+
+def test_an_mpi_for_one_thread_only_is_refused(mpirun) -> None:
+    job = mpirun(1, "mpi_threads.py", "single")
+    assert job.returncode != 0
+    assert "MPI was started for one thread only" in job.stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -138,6 +152,39 @@ def test_mpi_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         open_transport("mpi")
 
 
+def test_torch_distributed_without_torch_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    text = r"'torch\.distributed' needs torch \(.*\): pip install torch"
+    with pytest.raises(ImportError, match=text):
+        open_transport("torch.distributed")
+
+
+@pytest.mark.parametrize("lacking", ["is_available", "is_gloo_available"])
+def test_a_torch_without_gloo_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    # A torch built without its distributed package has no `is_gloo_available` at all.
+    if lacking == "is_available":
+        monkeypatch.delattr(torch.distributed, "is_gloo_available")
+    monkeypatch.setattr(torch.distributed, lacking, lambda: False)
+    text = r"needs gloo, and torch .* was built without it: install one of pytorch.org's builds"
+    with pytest.raises(ImportError, match=text):
+        open_transport("torch.distributed")
+
+
+@pytest.mark.parametrize("lacking", ["horovod", "horovod.torch"])
+def test_horovod_without_its_torch_extension_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
+    monkeypatch.setitem(sys.modules, lacking, None)
+    text = r"'horovod' needs .* torch extension .*: HOROVOD_WITH_PYTORCH=1 pip install horovod"
+    with pytest.raises(ImportError, match=text):
+        open_transport("horovod")
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_world_of_no_ranks_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"at least one rank, got size {size}"):
@@ -176,12 +223,40 @@ def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(
             return
         with pytest.raises(PeerError) as caught, transport.operation("step 1"):
             transport.receive((transport.rank + 1) % (size - 1))  # who waits, too
-        # Perhaps by way of another rank, which found that out first and left for that reason.
-        assert f"rank {size - 1} left (done early)" in str(caught.value)
-        assert not isinstance(caught.value, PeerTimeoutError)
+        # Also where another rank found that out first, and left for that reason.
+        assert str(caught.value) == (
+            f"rank {size - 1} left (done early) while rank {transport.rank} waited for it in step 1"
+        )
         transport.leave(str(caught.value))
 
     in_world(kind, size, program, 30)
+
+
+@pytest.mark.parametrize("consequence_first", [False, True])
+def test_the_first_that_left_is_named_whoever_is_heard_of_first(consequence_first: bool) -> None:
+    first, second, last = local_world(3)
+    with second.operation("step 0"), last.operation("step 0"):
+        first.resign("enough")
+        second.resign("rank 0 is gone")
+        heard = {rank: Farewell.decode(f.encode()) for rank, f in last.farewells().items()}
+        if consequence_first:
+            del heard[0]
+        last._left = heard
+        text = "rank 0 left (enough) while rank 2 waited for it in step 0"
+        assert last.missing(1) == last.missing(None) == text
+
+
+def test_an_operation_within_an_operation_is_a_part_of_it() -> None:
+    leaver, stayer = local_world(2)
+    with leaver.operation("step 0"), leaver.operation("a part"):
+        pass
+    leaver.resign("done")
+    with stayer.operation("step 0"):
+        with stayer.operation("a part"):
+            assert stayer.activity == "step 0"
+        assert stayer.missing(None) is None
+    with stayer.operation("step 1"), stayer.operation("a part"):
+        assert stayer.missing(None) == "rank 0 left (done) while rank 1 waited for it in step 1"
 
 
 @every_kind
@@ -416,6 +491,17 @@ def test_who_is_missed_in_an_operation_is_missed_in_the_views_used_for_it() -> N
     text = r"rank 2 left \(enough\) while rank 0 waited for it in step 1"
     with pytest.raises(PeerError, match=text), world[0].operation("step 1"):
         view.receive(1)
+
+
+def test_who_waits_in_a_view_names_the_first_that_left_not_its_peer() -> None:
+    world = local_world(3, timeout_seconds=30)
+    with world[0].operation("step 0"), world[1].operation("step 0"):
+        world[2].resign("enough")
+        world[1].resign("rank 2 is gone")
+        del world[0]._left[2]  # heard of only through its consequence
+        text = r"^rank 2 left \(enough\) while rank 0 waited for it in step 0$"
+        with pytest.raises(PeerError, match=text):
+            world[0].channel(1).receive(1)
 
 
 def test_no_count_is_lost_when_threads_count_at_once() -> None:

@@ -134,3 +134,57 @@ def test_indices_are_as_narrow_as_the_length_allows(length: int, dtype: type) ->
 def test_what_is_no_vector_is_refused_with_the_reason(vector: SparseVector, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         check(vector)
+
+
+# ---- parts of a vector
+
+
+def of(pairs: dict[int, float], length: int) -> SparseVector:
+    return entries(list(pairs), list(pairs.values()), length)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "inside"),
+    [
+        (0, 9, [1, 4, 8]),
+        (1, 4, [1]),
+        (1, 5, [1, 4]),
+        (2, 4, []),
+        (5, 5, []),
+        (8, 9, [8]),
+        (0, 0, []),
+    ],
+)
+def test_the_entries_between_two_bounds(first: int, end: int, inside: list[int]) -> None:
+    vector = of({1: 1.0, 4: 2.0, 8: 3.0}, 9)
+    part = vector.between(first, end)
+    assert part.indices.tolist() == inside
+    assert (part.length, part.values.dtype) == (9, vector.values.dtype)
+
+
+@pytest.mark.parametrize("length", [2**31 - 1, 2**31, 2**40])
+def test_the_last_entry_lies_before_the_end(length: int) -> None:
+    indices = np.array([0, length - 1], index_dtype(length))
+    vector = SparseVector(indices, np.ones(2, np.float32), length)
+    assert vector.between(1, length).indices.tolist() == [length - 1]
+    assert vector.between(0, length - 1).indices.tolist() == [0]
+
+
+def test_what_two_vectors_of_the_same_indices_differ_by() -> None:
+    ours, theirs = of({1: 1.5, 4: 2.0, 8: 3.0}, 9), of({1: 1.0, 4: 2.0, 8: 4.0}, 9)
+    difference = ours.minus(theirs)
+    assert difference.indices.tolist() == [1, 8]
+    assert difference.values.tolist() == [0.5, -1.0]
+
+
+@pytest.mark.parametrize("length", [20, 2**31])
+def test_a_part_of_a_longer_vector(length: int) -> None:
+    longer = of({0: 1.0, 4: 2.0}, 5).embedded(10, length)
+    assert longer.indices.tolist() == [10, 14]
+    assert check(longer).length == length
+
+
+def test_entries_at_positions() -> None:
+    vector = of({1: 1.0, 4: 2.0, 8: 3.0}, 9)
+    assert vector.at(slice(0, None, 2)).indices.tolist() == [1, 8]
+    assert vector.at(slice(0)).entries == 0

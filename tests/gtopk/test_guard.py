@@ -51,8 +51,11 @@ def test_the_job_ends_and_names_rank_and_step(mpirun, ending):
     [
         ("exception", ENDINGS["exception"]),
         ("exit 0", ENDINGS["exit 0"]),
+        ("exit 3", ENDINGS["exit 3"]),
+        ("exception with a live thread", ENDINGS["exception with a live thread"]),
         ("early return", ENDINGS["early return"]),
         ("killed", r"rank +: 2 .*\n +exitcode +: -9"),
+        ("segfault", r"rank +: 2 .*\n +exitcode +: -11"),
     ],
 )
 def test_under_torchrun_too(torchrun, ending, said):
@@ -92,6 +95,13 @@ def test_a_rank_that_ends_before_all_have_met_ends_the_start(mpirun):
     assert re.search(
         r"gtopk: rank 0 of 2 has waited 5 s \(GTOPK_START_TIMEOUT\) in MPI's start", job.stderr
     )
+
+
+def test_under_torchrun_too_a_rank_that_never_arrives_ends_the_start(torchrun):
+    job = torchrun(2, "never_arrives.py", timeout=60, GTOPK_START_TIMEOUT="2")
+    assert job.returncode != 0
+    said = r"PeerTimeoutError: rank 0 of 2 has waited 2(\.\d+)? s at the start for rank 1: "
+    assert re.search(said, job.stderr), job.stderr
 
 
 def test_an_operation_that_fails_on_one_rank_ends_on_all(mpirun):

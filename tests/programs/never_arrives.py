@@ -3,7 +3,7 @@
 import os
 import sys
 
-if os.environ["OMPI_COMM_WORLD_RANK"] != "0":
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK")) != "0":
     sys.exit(0)
 
 import gtopk.torch as hvd

@@ -40,7 +40,7 @@ static __device__ u64 word_at(const u8* data, u64 at, u64 end) {
 }
 
 // sum, ticket: 0 before, and after.
-static __global__ __launch_bounds__(THREADS) void checksum(
+__global__ __launch_bounds__(THREADS) void checksum(
     const u8* message_m, u64 m, u64* sum, u32* ticket, u64* result) {
   const u64 stretches = (m - BODY + STRETCH - 1) / STRETCH;
   u64 mine = 0;
