@@ -148,7 +148,7 @@ class Bucket:
         return torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
 
     def keep(self, may_stay_none: bool) -> None:
-        """Give the parameters without a gradient theirs.
+        """Give the parameters without a gradient theirs, and let go of this step's gradients.
 
         may_stay_none: a missing gradient is missing on every rank, and stays so where the update
             is zero: the optimizer passes over it, as it does without gtopk.
@@ -156,12 +156,22 @@ class Bucket:
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             if parameter.grad is None and not (may_stay_none and not bool(gradient.any())):
                 parameter.grad = gradient
+        self._let_go()
 
     def poison(self) -> None:
-        """Make every gradient NaN: whoever looks at them (GradScaler) sees what `step` saw."""
+        """Make every gradient NaN: whoever looks at them (GradScaler) sees what `step` saw.
+
+        Lets go of this step's gradients, too.
+        """
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.fill_(float("nan"))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Hold no memory that `zero_grad` is to free before the next backward pass."""
+        self.gradients = []
+        self._parts = None
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:

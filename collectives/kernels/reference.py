@@ -29,9 +29,11 @@ _MISSES: Final = np.frombuffer(b"\1" * 8, np.uint64)[0]  # eight bools in one wo
 
 def all_finite(array: Array) -> bool:
     """Tell whether every element is finite."""
-    chunks = (array[start : start + CHUNK] for start in range(0, array.size, CHUNK))
-    if array.dtype == np.uint16:  # the bits of bfloat16
-        return all(bool((chunk & 0x7FFF < 0x7F80).all()) for chunk in chunks)
+    bits = array.view(np.uint16) if array.itemsize == 2 else array
+    chunks = (bits[start : start + CHUNK] for start in range(0, array.size, CHUNK))
+    if array.itemsize == 2:
+        infinity = 0x7C00 if array.dtype == np.float16 else 0x7F80
+        return all(bool((chunk & 0x7FFF < infinity).all()) for chunk in chunks)
     return all(bool(np.isfinite(chunk).all()) for chunk in chunks)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,32 @@ def _no_launcher(monkeypatch) -> None:
 )
 def test_the_launcher_decides_the_transport(environ: dict[str, str], transport: str) -> None:
     assert transport_for(launched_by(environ), environ) == transport
+
+
+@pytest.mark.parametrize("over", ["nccl", "staged"])
+def test_what_sends_for_gpus_lies_over_the_launchers_transport(monkeypatch, over: str) -> None:
+    opened = []
+
+    def opens(name: str, *timeouts: float, bootstrap: Any = None) -> Any:
+        opened.append((name, bootstrap))
+        return name
+
+    monkeypatch.setattr("gtopk.joining.open_transport", opens)
+    monkeypatch.setenv("GTOPK_TRANSPORT", over)
+    assert join() == over
+    assert opened == [("local", None), (over, "local")]
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    opened.clear()
+    assert join() == over
+    assert opened == [("mpi", None), (over, "mpi")]
+
+
+def test_without_cupy_nccl_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setenv("GTOPK_TRANSPORT", "nccl")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match=r"transport 'nccl' needs cupy.*gtopk\[cuda12\]"):
+        join()
 
 
 def test_a_transport_that_is_none_is_refused() -> None:

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from collectives import kernels
+from collectives.kernels.device.timing import Row
+from collectives.kernels.device.timing import table as gpu_table
 
 from ...launch import usable_cores
+from .gpu import gpu_name, measure_on_gpu, why_no_gpu
 from .gradients import open_source
 from .measure import MergeRecord, Record, measure, measure_merges
 from .methods import FLOOR, all_methods
@@ -61,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("times are medians of rounds, with the lowest and the highest of the ratios\n")
     records: list[Record] = []
     merges: list[MergeRecord] = []
+    rows: list[Row] = []
     for elements in options.elements:
         for name in options.data:
             wanted = [
@@ -75,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _progress("")
             print(table(found))
             records += found
+        on_gpu = measure_on_gpu(elements, options.density, options.rounds)
+        print("\n".join(gpu_table(on_gpu)) + "\n" if on_gpu else f"{why_no_gpu()}\n")
+        rows += on_gpu
         merged = measure_merges(max(1, round(elements * options.density)), rounds=31)
         for merge in merged:
             each = merge.nanoseconds_per_input_entry
@@ -85,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print()
         merges += merged
     if options.json:
-        options.json.write_text(json.dumps(as_json(machine, records, merges), indent=1) + "\n")
+        options.json.write_text(
+            json.dumps(as_json(machine, records, merges, rows), indent=1) + "\n"
+        )
         print(f"written to {options.json}")
     return 0
 
@@ -146,7 +155,10 @@ def table(records: Sequence[Record]) -> str:
 
 
 def as_json(
-    machine: dict[str, str], records: Sequence[Record], merges: Sequence[MergeRecord]
+    machine: dict[str, str],
+    records: Sequence[Record],
+    merges: Sequence[MergeRecord],
+    rows: Sequence[Row],
 ) -> dict[str, object]:
     """Return everything in the form that is written; times as median, with low and high beside."""
     flat = []
@@ -168,4 +180,5 @@ def as_json(
         }
         for merge in merges
     ]
-    return {"machine": machine, "records": flat, "merges": listed}
+    on_gpu = [row._asdict() | {"gpu": gpu_name()} for row in rows]
+    return {"machine": machine, "records": flat, "merges": listed, "on_gpu": on_gpu}

@@ -19,6 +19,7 @@ from collectives.kernels import (
     contains,
     host,
     in_use,
+    put_at,
     reference,
     squared_norm,
     sum_by_index,
@@ -309,6 +310,60 @@ def test_every_float16_and_every_bfloat16_counts_as_the_float32_it_stands_for() 
         assert np.array_equal(picked.values, expected[picked.indices], equal_nan=True)
 
 
+@settings(max_examples=100)
+@given(
+    vectors(sizes),
+    st.sampled_from([0.5, 1 / 3, 1 / 7, -2.0]),
+    st.sampled_from([None, 0.9]),
+    st.sampled_from(["same", "fp16", "bf16"]),
+    st.integers(1, 50),
+)
+def test_a_weight_multiplies_the_gradient_before_anything_else(
+    gradient: np.ndarray, weight: float, factor: float | None, form: str, cut: int
+) -> None:
+    if form != "same" and gradient.dtype == np.float32:
+        with np.errstate(over="ignore"):
+            narrow = gradient.astype(np.float16)
+        gradient = narrow.astype(np.float32)
+        if form == "bf16":
+            narrow = (gradient.view(np.uint32) >> 16).astype(np.uint16)
+            gradient = (narrow.astype(np.uint32) << 16).view(np.float32)
+    else:
+        narrow = gradient
+    residual, velocity = gradient[::-1].copy(), gradient.copy()
+    momentum = None if factor is None else Momentum(velocity.copy(), factor)
+    with np.errstate(invalid="ignore", over="ignore"):
+        added = gradient * gradient.dtype.type(weight)
+        if factor is not None:
+            added = velocity * gradient.dtype.type(factor) + added
+        expected = residual + added
+        parts = np.split(narrow, [min(cut, narrow.size)])
+        picked, _ = accumulate_and_select(residual, parts, 1, 0.0, momentum, weight)
+    assert bits(residual) == bits(expected)
+    assert momentum is None or bits(momentum.velocity) == bits(added)
+    assert_same(picked, top(expected, 1))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_entries_are_put_into_the_arrays_that_a_vector_lies_in(dtype: type) -> None:
+    parts = [np.full(size, 7, dtype) for size in (3, 0, 1, 5)]
+    values = np.array([0.1, -1e9, 2, np.nan], np.float64 if dtype == np.float64 else np.float32)
+    put_at(parts, SparseVector(np.array([0, 2, 3, 8], np.int32), values, 9))
+    with np.errstate(over="ignore"):
+        expected = np.full(9, 7, dtype)
+        expected[[0, 2, 3, 8]] = values
+    assert np.array_equal(np.concatenate(parts), expected, equal_nan=True)
+    with pytest.raises(ValueError, match=r"the parts must be .* \[9\], got float\d\d \[8\]"):
+        put_at([np.zeros(8, dtype)], SparseVector.from_dense(np.zeros(9, values.dtype)))
+
+
+def test_entries_put_as_bfloat16_are_rounded_to_nearest() -> None:
+    part = np.zeros(4, np.uint16)
+    values = np.array([1 + 2**-8, 1 + 3 * 2**-8, -np.inf, 1e-45], np.float32)  # ties go to even
+    put_at([part], SparseVector(np.arange(4, dtype=np.int32), values, 4))
+    assert part.tolist() == [0x3F80, 0x3F82, 0xFF80, 0]
+
+
 def test_what_does_not_fit_together_is_refused_untouched() -> None:
     residual, ones = np.zeros(4, np.float32), np.ones(4, np.float32)
     wrong = [
@@ -457,6 +512,15 @@ def test_one_bad_number_anywhere_is_found(
     if size:
         at = data.draw(st.integers(0, size - 1))
         assert not all_finite(np.where(np.arange(size) == at, dtype(bad), array))
+
+
+def test_of_16_bits_all_are_finite_but_infinities_and_nan() -> None:
+    everything = np.arange(1 << 16, dtype=np.uint16)
+    for array, infinity in ((everything.view(np.float16), 0x7C00), (everything, 0x7F80)):
+        finite = everything & 0x7FFF < infinity
+        assert all_finite(array[finite])
+        for number in everything[~finite].tolist():
+            assert not all_finite(array[number : number + 1])
 
 
 @pytest.mark.parametrize("at", [0, SEAM - 1, SEAM, 2 * SEAM])

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from collectives import SELECTORS, SparseVector, select
-from collectives.kernels import why_not_compiled
+from collectives.kernels import device, why_not_compiled
+from gtopk.bench.selection import gpu
 from gtopk.bench.selection.command import DATA, main
 from gtopk.bench.selection.gradients import Training, open_source
 from gtopk.bench.selection.measure import Answer
@@ -40,10 +42,14 @@ def test_every_method_and_size_has_a_record(tmp_path: Path) -> None:
     assert merged >= {"gtopk-reference"} | (set() if why_not_compiled() else {"gtopk-compiled"})
 
 
-def test_only_the_methods_asked_for_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_methods_asked_for_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = ["--data", "gaussian", "--methods", "gtopk-reference", "torch.topk"]
     assert main([*SMALL, *words]) == 0
     said = capsys.readouterr().out
+    assert "no rows of a GPU: torch sees none" in said
     assert "torch.topk" in said
     assert "mstopk" not in said
     assert "gtopk-reference is " in said
@@ -63,6 +69,28 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     assert main([*SMALL, *words]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_a_gpu_out_of_reach_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise ImportError("arrays on a GPU need cupy: pip install gtopk[cuda12]")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "cupy", absent)
+    assert gpu.measure_on_gpu(1000, 0.01, 2) == []
+    assert "gtopk[cuda12]" in gpu.why_no_gpu()
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_rows_beside_torch_topk(tmp_path: Path) -> None:
+    if reason := gpu.why_no_gpu():
+        pytest.skip(reason)
+    path = tmp_path / "selection.json"
+    assert main([*SMALL, "--data", "gaussian", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["on_gpu"]
+    assert {row["name"] for row in rows} >= {gpu.TOPK, "copy", "kernel mark"}
+    assert {(row["n"], row["k"]) for row in rows} == {(40000, 400)}
+    assert all(row["gpu"] for row in rows)
 
 
 def test_an_answer_is_exact_only_with_the_k_largest(random: np.random.Generator) -> None:

@@ -54,6 +54,36 @@ def test_entries_are_added_cleared_and_taken(
     assert machine.fetch(held).sum() == 9000 - count
 
 
+@pytest.mark.parametrize("element", [np.float32, np.float64, np.float16, np.uint16])
+def test_entries_are_put_into_many_arrays(
+    scratch: Scratch, element: type, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    parts = [np.full(size, 3, element) for size in (1, 0, 700, 31, 5000, 2)]
+    length = sum(part.size for part in parts)
+    real = np.float64 if element == np.float64 else np.float32
+    indices = np.sort(random.choice(length, 900, replace=False)).astype(np.int32)
+    values = random.standard_normal(900).astype(real)
+    values[:4] = [np.inf, -np.inf, 1e-41, 65519.0]
+    held = [machine.put(part) for part in parts]
+    vector = SparseVector(machine.put(indices), machine.put(values), length)
+    entries.put_at(scratch, held, vector)
+    reference.put_at(parts, SparseVector(indices, values, length))
+    for part, expected in zip(held, parts, strict=True):
+        assert machine.fetch(part).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(("form", "infinity"), [(np.float16, 0x7C00), (np.uint16, 0x7F80)])
+def test_of_16_bits_only_infinities_and_nan_are_not_finite(
+    scratch: Scratch, form: type, infinity: int
+) -> None:
+    machine: Any = scratch.machine
+    array = np.full(1001, infinity - 1, np.uint16)
+    assert entries.all_finite(scratch, machine.put(array.view(form)))
+    array[640] = infinity | 0x8000
+    assert not entries.all_finite(scratch, machine.put(array.view(form)))
+
+
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 700, 20_001])
 @by_dtype
 def test_one_bad_number_anywhere_is_found(scratch: Scratch, size: int, dtype: type) -> None:
