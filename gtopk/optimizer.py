@@ -17,6 +17,7 @@ from .optimizer_options import Groups, Options
 from .parameters import name_parameters
 from .reducer import Reducer, warn_of_few_entries
 from .reductions import Average
+from .replicas import checksums, compare
 from .rounds import Round
 from .telemetry import StepReport, report
 
@@ -56,6 +57,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         self._skip = False
         self._exchange_ended: float | None = None
+        self._steps = 0
         self._skipped_in_a_row = 0
         self.skipped_steps = 0
         self.last_step: StepReport | None = None
@@ -225,7 +227,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
         self._skip = False
         self._world.step += 1
+        self._check_replicas()
         return loss
+
+    def _check_replicas(self) -> None:
+        """Raise HorovodInternalError, where it is time to look, for parameters that differ."""
+        self._steps += 1
+        every = self._options.check_every
+        if every and self._steps % every == 0:
+            own, names = checksums(self._parameter_names), self._parameter_names
+            self._reducer.run_on_all("replicas", [], lambda t, votes: compare(t, own, names))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten."""
