@@ -16,7 +16,7 @@ from .agreement import name_ranks
 
 def checksums(parameters: Mapping[torch.nn.Parameter, str]) -> np.ndarray:
     """Return a checksum of each parameter's bits, uint32 [parameters]."""
-    return np.array([zlib.crc32(_bits_of(parameter)) for parameter in parameters], np.uint32)
+    return np.array([zlib.crc32(_bits_of(parameter).data) for parameter in parameters], np.uint32)
 
 
 def compare(
