@@ -56,7 +56,7 @@ from .builds import (
 from .exchanging import alltoall, alltoall_async
 from .handles import poll, synchronize
 from .lifecycle import init
-from .meeting import barrier
+from .meeting import barrier, join
 from .scattering import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -117,6 +117,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",

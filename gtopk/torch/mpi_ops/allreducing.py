@@ -15,7 +15,7 @@ from ...process_sets import ProcessSet, global_process_set
 from .compressing import compress
 from .handles import submit, synchronize
 from .reduction import Reduction, reduction_of
-from .tensors import check, check_in_place, describe, describe_each, empty_like, writer
+from .tensors import check, check_in_place, describe, describe_each, empty_like, memory_of, writer
 
 
 def allreduce(
@@ -76,7 +76,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce a tensor in place; it changes when the handle is synchronized."""
+    """Begin to reduce a tensor in place; leave it alone until the handle is synchronized."""
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     return _begin_in_place(tensor, name, reduction, process_set)
 
@@ -136,7 +136,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce tensors in place; they change when the handle is synchronized."""
+    """Begin to reduce tensors in place; leave them alone until the handle is synchronized."""
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     return _begin_group_in_place(tensors, name, reduction, process_set)
 
@@ -149,7 +149,7 @@ def _begin(
     process_set: ProcessSet,
 ) -> int:
     size = process_set.engine.transport.size
-    dense = reduction.begin(check(tensor), size)
+    dense = reduction.begin(memory_of(output, check(tensor)), tensor.dtype, size)
 
     def work(transport: Transport, votes: list[int]) -> NDArray[Any]:
         return reduction.end(dense.array, tensor.dtype, size)
@@ -173,7 +173,10 @@ def _begin_group(
 ) -> int:
     size = process_set.engine.transport.size
     dtypes = [check(tensor).dtype for tensor in tensors]
-    group = [reduction.begin(tensor, size) for tensor in tensors]
+    group = [
+        reduction.begin(memory_of(output, tensor), tensor.dtype, size)
+        for output, tensor in zip(outputs, tensors, strict=True)
+    ]
 
     def work(transport: Transport, votes: list[int]) -> list[NDArray[Any]]:
         return [

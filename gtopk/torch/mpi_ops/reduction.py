@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...arrays import to_array
 from ...fusion import Dense, scale
 from ...reductions import NAMES, Adasum, Average, Max, Min, Product, Sum
 
@@ -41,10 +40,9 @@ class Reduction:
             f"postscale_factor={float(self.postscale_factor)}"
         )
 
-    def begin(self, tensor: torch.Tensor, size: int) -> Dense:
-        """Return what `size` ranks reduce in place of a tensor: its elements, [numel]."""
-        array = to_array(tensor)
-        if tensor.dtype == torch.bool:
+    def begin(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> Dense:
+        """Return what `size` ranks reduce in place of the elements of tensors of a dtype."""
+        if dtype == torch.bool:
             return Dense(array, _BOOL_EXCHANGES[self.op])
         exchange = _EXCHANGES[self.op]
         if self.op != Average:
@@ -57,7 +55,7 @@ class Reduction:
         return Dense(array, exchange, self.prescale_factor, self.postscale_factor / size)
 
     def end(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> NDArray[Any]:
-        """Return the elements of a tensor of this dtype, once they are reduced."""
+        """Return the elements of tensors of a dtype, once they are reduced."""
         if self.op == Average and array.dtype.kind != "f" and dtype != torch.bool:
             array = array // size + ((array < 0) & (array % size != 0))
             scale(array, self.postscale_factor)

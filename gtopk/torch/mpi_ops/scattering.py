@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from ...arrays import to_array
 from ...compression import Compression, Compressor
 from ...fusion import Dense, scale
 from ...process_sets import ProcessSet, global_process_set
@@ -102,7 +103,7 @@ def _begin(
     size = process_set.engine.transport.size
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     likes = [tensor.detach() for tensor in tensors]
-    denses = [reduction.begin(tensor, size) for tensor in tensors]
+    denses = [reduction.begin(to_array(tensor), tensor.dtype, size) for tensor in tensors]
 
     def work(transport: Transport, votes: list[int]) -> list[NDArray[Any]]:
         if scalar:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...arrays import from_array
+from ...arrays import from_array, lies_as_array, to_array, view_array
 
 
 def check(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,10 +74,24 @@ def from_bytes(
     return torch.from_numpy(message).view(like.dtype).reshape(shape).to(like.device)
 
 
+def memory_of(output: torch.Tensor, tensor: torch.Tensor) -> NDArray[Any]:
+    """Return the elements of a tensor as an array to reduce: in the output's memory, if it can be.
+
+    output: the tensor itself, or one of its kind.
+    """
+    if not lies_as_array(output):
+        return to_array(tensor)
+    if output is not tensor:
+        output.copy_(tensor.detach())
+    return view_array(output)
+
+
 def writer(output: torch.Tensor) -> Callable[[Any], torch.Tensor]:
     """Return the function that writes a reduced array into `output`, and returns it."""
 
     def write(array: NDArray[Any]) -> torch.Tensor:
+        if lies_as_array(output) and array.ctypes.data == output.data_ptr():
+            return output
         with torch.no_grad():
             return output.copy_(from_array(array, output))
 
