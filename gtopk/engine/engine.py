@@ -15,63 +15,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from collectives.errors import CollectiveError, MismatchError, PeerError, PeerTimeoutError
-from collectives.transports import Traffic, Transport
+from collectives.errors import MismatchError, PeerError
+from collectives.transports import Transport
 from collectives.transports.transport import say
 
-from .agreement import agree, name_ranks
-from .exceptions import HorovodInternalError
+from ..agreement import agree, name_ranks
+from ..exceptions import HorovodInternalError
+from ..fusion import Dense, reduce_alone
+from .observer import Observer
+from .operation import Operation, StandIn, Work
 
 _PATIENCE_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
-
-# What an operation does: it gets the transport and every rank's vote, in rank order.
-Work = Callable[[Transport, list[int]], Any]
-
-
-class Operation:
-    """Something all ranks do together, and its outcome.
-
-    queue_seconds: how long it waited for the operations before it.
-    agree_seconds: how long this rank took, and waited, to agree with the others.
-    traffic:       what this rank sent for it, agreement included.
-    """
-
-    def __init__(self, name: str, facts: Sequence[str], vote: int, work: Work) -> None:
-        self.name = name
-        self.facts = facts
-        self.vote = vote
-        self.work = work
-        self.submitted = time.perf_counter()
-        self.queue_seconds = 0.0
-        self.agree_seconds = 0.0
-        self.traffic = Traffic()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._finished = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Tell whether `wait` would return at once."""
-        return self._finished.is_set()
-
-    def wait(self) -> Any:
-        """Return the result, or raise HorovodInternalError (or what `work` raised)."""
-        self._finished.wait()
-        if isinstance(self.error, PeerTimeoutError):
-            raise HorovodInternalError(
-                f"{self.error}; a larger GTOPK_TIMEOUT (seconds) waits longer"
-            ) from None
-        if isinstance(self.error, CollectiveError):
-            raise HorovodInternalError(str(self.error)) from None
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome."""
-        self.result, self.error = result, error
-        self._finished.set()
 
 
 class Engine:
@@ -80,6 +35,8 @@ class Engine:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.activity = "idle"
+        self.stand_in: StandIn | None = None
+        self._observers: tuple[Observer, ...] = ()
         self.on_program_end: Callable[[], str] = lambda: "its program ended"
         self._queue: queue.SimpleQueue[Operation | str] = queue.SimpleQueue()
         self._pending: set[str] = set()
@@ -92,16 +49,35 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="gtopk-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, name: str, facts: Sequence[str], work: Work, vote: int = 0) -> Operation:
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer what happens from now on."""
+        self._observers = (*self._observers, observer)
+
+    def ignore(self, observer: Observer) -> None:
+        """Tell an observer nothing any more."""
+        self._observers = tuple(each for each in self._observers if each != observer)
+
+    def submit(
+        self,
+        name: str,
+        facts: Sequence[str],
+        work: Work,
+        vote: int = 0,
+        *,
+        recipe: bytes | None = None,
+        fusion: Sequence[Dense] = (),
+    ) -> Operation:
         """Queue an operation; every rank must submit the same names in the same order.
 
-        facts: what must be equal on all ranks besides the name, in words: an error quotes those
-               that differ.
-        vote:  what may differ; `work` gets every rank's, before it does anything.
+        facts:  what must be equal on all ranks besides the name, in words: an error quotes those
+                that differ.
+        vote:   int64 that may differ; `work` gets every rank's, before it does anything.
+        recipe: what a rank that has joined needs to take part, equal on all ranks; None: it cannot.
+        fusion: arrays to be reduced before `work` is called; see gtopk/fusion.py.
         Raises ValueError when an operation of this name is still in flight, HorovodInternalError
         after `close`.
         """
-        operation = Operation(name, facts, vote, work)
+        operation = Operation(name, facts, vote, work, recipe, fusion)
         with self._lock:
             if self._closed:
                 raise HorovodInternalError(
@@ -192,6 +168,8 @@ class Engine:
         operation.agree_seconds = time.perf_counter() - begun
         # A sum that overflows is found by its result; NumPy's warning would name this line.
         with np.errstate(over="ignore", invalid="ignore"):
+            for dense in operation.fusion:
+                reduce_alone(dense, self.transport)
             return operation.work(self.transport, votes)
 
     def _give_up(self, operation: Operation, error: BaseException) -> None:
