@@ -15,7 +15,7 @@ import numpy as np
 
 from collectives.transports import Transport
 
-from . import __version__
+from . import __version__, timeline
 from .engine import Engine
 from .guard import Guard, describe
 from .joining import join
@@ -28,6 +28,7 @@ class World:
     """A rank's view of all ranks.
 
     step:       how many optimizer steps this rank has finished; errors name it.
+    timeline:   what records it, on rank 0, while something does.
     optimizers: how many distributed optimizers it has made; their order names their operations.
     unnamed:    counts the operations without a name. A new world counts anew: where ranks left the
                 last one at different operations, they agree again.
@@ -37,6 +38,7 @@ class World:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
+        self.timeline: timeline.Timeline | None = None
         self.optimizers = 0
         self.unnamed = itertools.count(1)
         node = transport.neighbours()
@@ -55,6 +57,7 @@ class World:
     def close(self, reason: str, failed: bool = False) -> None:
         """Leave the world; returns when every rank has left, or the job is at its end anyway."""
         self.engine.close(reason, failed)
+        timeline.stop(self)
 
 
 _process: World | None = None
@@ -77,6 +80,7 @@ def init(comm: MPI.Intracomm | None = None) -> None:
     _process = World(join(comm))
     _guard = Guard(_process)
     _guard.install()
+    timeline.start_if_asked(_process)
     atexit.register(_at_exit)
 
 
