@@ -26,6 +26,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+Phase = Literal["begin", "end", "mark"]
+What = Literal["negotiate", "ready", "execute", "copy-in", "reduce", "copy-out", "cycle"]
+
 
 class Event(NamedTuple):
     """Something the engine did.
@@ -34,8 +37,8 @@ class Event(NamedTuple):
     rank:    in the world; only of "ready".
     """
 
-    phase: Literal["begin", "end", "mark"]
-    what: Literal["negotiate", "ready", "execute", "copy-in", "reduce", "copy-out", "cycle"]
+    phase: Phase
+    what: What
     name: str
     seconds: float
     rank: int | None = None

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from collectives.errors import MismatchError
 from collectives.transports import LocalTransport
-from gtopk.agreement import agree, describe_mismatch, name_ranks
 from gtopk.engine import Engine
 from gtopk.exceptions import HorovodInternalError
 
@@ -57,24 +55,6 @@ def test_a_mismatch_is_the_same_error_everywhere_and_the_next_operation_goes_on(
     assert threads(3, with_engine(program)) == [(text, "fine")] * 3
 
 
-def test_another_order_names_both_operations(threads):
-    def program(engine: Engine, rank: int) -> list[str]:
-        names = ["a", "b"] if rank == 0 else ["b", "a"]
-        operations = [engine.submit(name, [], lambda transport, votes: None) for name in names]
-        texts = []
-        for operation in operations:
-            with pytest.raises(HorovodInternalError) as error:
-                operation.wait()
-            texts.append(str(error.value))
-        return texts
-
-    for texts in threads(2, with_engine(program)):
-        assert texts == [
-            "the ranks disagree about their next operation: rank 0: a; rank 1: b",
-            "the ranks disagree about their next operation: rank 0: b; rank 1: a",
-        ]
-
-
 def test_what_work_raises_is_what_wait_raises(threads):
     def program(engine: Engine, rank: int) -> None:
         def work(transport: Any, votes: list[int]) -> None:
@@ -106,40 +86,3 @@ def test_an_engine_that_was_closed_refuses(threads):
             engine.submit("a", [], lambda transport, votes: None).wait()
 
     threads(1, program)
-
-
-def test_agreeing_takes_one_small_message_a_round(threads):
-    def program(transport: LocalTransport) -> Any:
-        transport.traffic.take()
-        agree(transport, ["a", "shape [3]" * 1000], vote=7)
-        return transport.traffic.take()
-
-    for traffic in threads(4, program):
-        assert traffic.sent_messages == 2
-        assert traffic.sent_bytes < 200
-
-
-def test_a_mismatch_quotes_only_what_differs():
-    common = ["gradients.1", "op=Average"]
-    text = describe_mismatch(
-        [[*common, "k=5", "b [2]"], [*common, "k=5", "b [3]"], [*common, "k=5", "b [2]"]]
-    )
-    assert text == "the ranks disagree about gradients.1: ranks 0, 2: b [2]; rank 1: b [3]"
-
-
-def test_a_rank_that_has_less_to_say_is_named_too():
-    text = describe_mismatch([["a", "x", "y"], ["a", "x"]])
-    assert text == "the ranks disagree about a: rank 0: y; rank 1: less"
-
-
-def test_agree_raises_the_mismatch_itself(threads):
-    def program(transport: LocalTransport) -> None:
-        with pytest.raises(MismatchError):
-            agree(transport, ["a", str(transport.rank)], 0)
-
-    threads(2, program)
-
-
-def test_ranks_are_named_as_people_do():
-    assert name_ranks([3]) == "rank 3"
-    assert name_ranks([0, 2]) == "ranks 0, 2"
