@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from collectives import MessageError, local_world, run_ranks
 from collectives.algorithms import adasum
 from collectives.transports import LocalTransport
+from tests.collectives.algorithms.adasum_tree import Vector, tree
 from tests.collectives.algorithms.worlds import rendezvous_world
-
-Vector = NDArray[np.floating]
 
 SIZES = range(1, 10)
 DTYPES = [np.float16, np.float32, np.float64]
@@ -35,25 +33,6 @@ def combined(
     assert len({outcome.tobytes() for outcome in outcomes}) == 1
     assert outcomes[0].dtype == vectors[0].dtype
     return outcomes[0]
-
-
-def pair(a: Vector, b: Vector) -> Vector:
-    """Return the definition, in float64, rounded to the vectors' dtype."""
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    of_x = 1 - x @ y / (2 * (x @ x)) if x.any() else 1.0
-    of_y = 1 - x @ y / (2 * (y @ y)) if y.any() else 1.0
-    return (of_x * x + of_y * y).astype(a.dtype)
-
-
-def tree(vectors: Sequence[Vector]) -> Vector:
-    """Return the vectors combined in halves, those beyond a power of two into the first ones."""
-    if len(vectors) == 1:
-        return vectors[0]
-    whole = 2 ** int(math.log2(len(vectors)))
-    if whole < len(vectors):
-        folded = map(pair, vectors, vectors[whole:])
-        return tree([*folded, *vectors[len(vectors) - whole : whole]])
-    return pair(tree(vectors[: whole // 2]), tree(vectors[whole // 2 :]))
 
 
 def random_vectors(random: np.random.Generator, size: int, length: int) -> list[Vector]:
