@@ -7,6 +7,7 @@ import sys
 from typing import Final
 
 from . import script
+from .children import follow
 from .finder import install
 
 _USAGE: Final = "usage: python -m gtopk.as_horovod (SCRIPT | -m MODULE) [ARGUMENTS]"
@@ -24,6 +25,7 @@ def main() -> None:
         sys.exit(2)
     os.environ.setdefault("GTOPK_ALLOW_PICKLE", "1")
     install()
+    follow()
     if is_module:
         script.run_module(words[1], words[2:])
     else:

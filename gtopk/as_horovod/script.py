@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import io
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
@@ -60,6 +62,8 @@ def _begin_path_with(folder: str) -> None:
     """Put a folder where Python puts the script's, in place of the one for -m."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
+    if importlib.util.find_spec("collectives") is None:  # gtopk was found in that other folder
+        sys.path.append(str(Path(__file__).parents[2]))
 
 
 def _is_archive(path: str) -> bool:

@@ -75,9 +75,7 @@ def test(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
     loss = metric_average(loss / len(loader.sampler), "avg_loss")
     accuracy = metric_average(right / len(loader.sampler), "avg_accuracy")
     if hvd.rank() == 0:
-        print(
-            f"\nTest set: Average loss: {loss:.6f}, Accuracy: {100 * accuracy:.2f}%\n", flush=True
-        )
+        print(f"Test set: Average loss: {loss:.6f}, Accuracy: {100 * accuracy:.2f}%", flush=True)
     return loss, accuracy
 
 

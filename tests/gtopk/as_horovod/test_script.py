@@ -107,3 +107,44 @@ def test_pickles_are_allowed_unless_the_environment_says_otherwise(
     assert python(folder, "-m", "gtopk.as_horovod", "ask.py").out == "1\n"
     monkeypatch.setenv("GTOPK_ALLOW_PICKLE", "0")
     assert python(folder, "-m", "gtopk.as_horovod", "ask.py").out == "0\n"
+
+
+SPAWNS = """
+import multiprocessing, sys
+from horovod.common.util import split_list
+
+def told(queue):
+    queue.put([__name__, sys.argv[1:], split_list([1, 2, 3], 2)])
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.SimpleQueue()
+    process = context.Process(target=told, args=(queue,))
+    process.start()
+    print(queue.get())
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("words", [("spawns.py",), ("-m", "spawns")])
+def test_processes_of_the_script_find_gtopk_too(
+    folder: Path, method: str, words: tuple[str, ...]
+) -> None:
+    (folder / "spawns.py").write_text(SPAWNS)
+    done = python(folder, "-m", "gtopk.as_horovod", *words, method)
+    name = "__main__" if method == "fork" else "__mp_main__"
+    assert done == (0, f"[{name!r}, [{method!r}], [[1, 2], [3]]]\n", "")
+
+
+def test_gtopk_need_not_be_installed(folder: Path) -> None:
+    (folder / "uses.py").write_text("import collectives, sys; print(collectives.__file__)")
+    done = subprocess.run(
+        [sys.executable, "-m", "gtopk.as_horovod", str(folder / "uses.py")],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(done.stdout.strip()).is_relative_to(ROOT)
