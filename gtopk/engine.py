@@ -87,6 +87,8 @@ class Engine:
         self._over: PeerError | None = None
         self._closed = False
         self._failed = False
+        self._patience_seconds: float | None = None
+        self._staying: list[int] = []
         self._owner = threading.current_thread()
         # A daemon: no thread of a library keeps a program alive that wants to end.
         self._thread = threading.Thread(target=self._run, name="gtopk-engine", daemon=True)
@@ -118,17 +120,27 @@ class Engine:
             self._queue.put(operation)
         return operation
 
-    def close(self, reason: str, failed: bool = False) -> None:
+    @property
+    def failure(self) -> PeerError | None:
+        """Return why it takes part no more; None while it can go on."""
+        return self._over
+
+    def close(
+        self, reason: str, failed: bool = False, patience_seconds: float | None = None
+    ) -> list[int]:
         """Run what was submitted, tell the peers that this rank leaves, and wait for theirs.
 
         failed: this rank, or the job, cannot go on: who does not leave soon is not waited for, and
         the job is ended.
+        patience_seconds: wait so long instead, end nothing, and return who has not left.
         """
         with self._lock:
             self._closed = True
             self._failed = failed
+            self._patience_seconds = patience_seconds
             self._queue.put(reason)
         self._thread.join()
+        return self._staying
 
     def _run(self) -> None:
         while True:
@@ -146,12 +158,12 @@ class Engine:
             self._execute(item)
 
     def _leave(self, reason: str) -> None:
-        if self._over is None and not self._failed:
-            self.transport.leave(reason)
-            return
-        staying = self.transport.leave(reason, _PATIENCE_SECONDS)
-        if staying and self.transport.name != "local":
-            say(f"rank {self.transport.rank} ends the job; {name_ranks(staying)} went on")
+        patience_seconds, ends_the_job = self._patience_seconds, self._patience_seconds is None
+        if ends_the_job and (self._failed or self._over is not None):
+            patience_seconds = _PATIENCE_SECONDS
+        self._staying = self.transport.leave(reason, patience_seconds)
+        if self._staying and ends_the_job and self.transport.name != "local":
+            say(f"rank {self.transport.rank} ends the job; {name_ranks(self._staying)} went on")
             self.transport.abort(1)
 
     def _refuse_the_rest(self) -> None:
