@@ -41,7 +41,7 @@ def join(comm: MPI.Intracomm | None = None) -> Transport:
     Raises ImportError when the transport lacks a package, RuntimeError when the launcher does not
     say enough, PeerTimeoutError (or, inside MPI's start, ends the process) when a rank is missing.
     """
-    timeouts = seconds_of("GTOPK_TIMEOUT"), seconds_of("GTOPK_START_TIMEOUT")
+    timeouts = _seconds("GTOPK_TIMEOUT"), _seconds("GTOPK_START_TIMEOUT")
     job = launched_by()
     over = os.environ.get("GTOPK_TRANSPORT", "")
     if over not in _OVER_ANOTHER:
@@ -132,7 +132,7 @@ def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
     return connect(*address, job.rank, start_timeout_seconds)
 
 
-def seconds_of(variable: str) -> float:
+def _seconds(variable: str) -> float:
     """Return the seconds an environment variable asks for, or its default."""
     text = os.environ.get(variable, str(TIMEOUT_SECONDS[variable]))
     try:

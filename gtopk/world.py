@@ -21,7 +21,7 @@ from .agreement import name_ranks
 from .engine import Engine
 from .exceptions import HorovodInternalError
 from .guard import Guard, describe
-from .joining import join, seconds_of
+from .joining import join
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -124,16 +124,16 @@ def rejoin() -> None:
     here, guard = current(), _guard
     if guard is None:
         raise ValueError("a world of threads cannot be joined anew")
-    failure = here.engine.failure
     # Who has been silent for that long already is given a moment.
-    silent = isinstance(failure, PeerTimeoutError)
-    patience_seconds = _MOMENT_SECONDS if silent else seconds_of("GTOPK_TIMEOUT")
-    staying = here.close(guard.farewell("is to join anew"), patience_seconds=patience_seconds)
+    silent = isinstance(here.engine.failure, PeerTimeoutError)
+    patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    staying = here.close(guard.farewell("begins anew"), patience_seconds=patience_seconds)
     if gone := sorted({*staying, *here.transport.lost()}):
-        advice = f"; {here.advice}" if here.advice else ""
+        failure = here.engine.failure
         raise HorovodInternalError(
             f"{name_ranks(gone)} cannot join this job anew"
-            f"{f' ({failure})' if failure else ''}{advice}"
+            + (f" ({failure})" if failure else "")
+            + (f"; {here.advice}" if here.advice else "")
         )
     guard.remove()
     atexit.unregister(_at_exit)
