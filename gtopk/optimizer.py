@@ -42,7 +42,7 @@ class _DistributedOptimizer(Wrapping):
         op: int,
         missing_gradients: Literal["error", "zeros"],
     ) -> None:
-        self._world = world.current()
+        self._enter(world.current())
         self._parameter_names = name_parameters(self, named_parameters)
         self._compression = compression
         self.op = op
@@ -55,9 +55,6 @@ class _DistributedOptimizer(Wrapping):
         self._exchange = open_exchange(
             self._bucket, compression, backward_seconds=lambda: self._backward_seconds
         )
-        # One rank's optimizers are told apart by their order of construction.
-        self._world.optimizers += 1
-        self._operation = f"gradients.{self._world.optimizers}"
         self._parameter_facts = [
             f"parameter '{name}' {list(p.shape)} {p.dtype}"
             + ("" if p.is_contiguous() else f" of strides {list(stride)}")
@@ -83,6 +80,12 @@ class _DistributedOptimizer(Wrapping):
         self._exchange_ended: float | None = None
         self.skipped_steps = 0
         self.last_step: StepReport | None = None
+
+    def _enter(self, here: world.World) -> None:
+        """Take part in a world; its optimizers are told apart by the order in which they come."""
+        self._world = here
+        here.optimizers += 1
+        self._operation = f"gradients.{here.optimizers}"
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
@@ -123,6 +126,8 @@ class _DistributedOptimizer(Wrapping):
         the gradients become NaN on every rank, and `step` applies nothing.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree.
         """
+        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+            self._enter(here)
         begun = time.perf_counter()
         compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
         self._forget_passes()  # also where this fails: the next step counts

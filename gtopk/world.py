@@ -9,14 +9,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
 
 from . import __version__, timeline
+from .agreement import name_ranks
 from .engine import Engine
+from .exceptions import HorovodInternalError
 from .guard import Guard, describe
 from .joining import join
 
@@ -24,11 +27,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+_MOMENT_SECONDS: Final = 5.0
+
+
 class World:
     """A rank's view of all ranks.
 
     step:       how many optimizer steps this rank has finished; errors name it.
     timeline:   what records it, on rank 0, while something does.
+    advice:     how the job can go on when it ends before its time; errors end with it.
     optimizers: how many distributed optimizers it has made; their order names their operations.
     unnamed:    counts the operations without a name. A new world counts anew: where ranks left the
                 last one at different operations, they agree again.
@@ -39,6 +46,7 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
         self.timeline: timeline.Timeline | None = None
+        self.advice = ""
         self.optimizers = 0
         self.unnamed = itertools.count(1)
         node = transport.neighbours()
@@ -54,13 +62,20 @@ class World:
         # Ranks of different versions may differ in anything: refuse them before they do.
         self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
 
-    def close(self, reason: str, failed: bool = False) -> None:
-        """Leave the world; returns when every rank has left, or the job is at its end anyway."""
-        self.engine.close(reason, failed)
+    def close(
+        self, reason: str, failed: bool = False, patience_seconds: float | None = None
+    ) -> list[int]:
+        """Leave the world; returns when every rank has left, or the job is at its end anyway.
+
+        patience_seconds: how long to wait for the others instead; returns who stays.
+        """
+        staying = self.engine.close(reason, failed, patience_seconds)
         timeline.stop(self)
+        return staying
 
 
 _process: World | None = None
+_communicator: MPI.Intracomm | None = None  # that `init` was given
 _guard: Guard | None = None
 _forked_from: int | None = None
 _of_thread = threading.local()
@@ -74,10 +89,10 @@ def init(comm: MPI.Intracomm | None = None) -> None:
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
     does not say enough or a rank does not come, ValueError for another comm.
     """
-    global _process, _guard
+    global _process, _guard, _communicator
     if _process is not None:
         return
-    _process = World(join(comm))
+    _process, _communicator = World(join(comm)), comm
     _guard = Guard(_process)
     _guard.install()
     timeline.start_if_asked(_process)
@@ -102,6 +117,34 @@ def shutdown() -> None:
     _guard.remove()
     _process = _guard = None
     atexit.unregister(_at_exit)
+
+
+def rejoin() -> None:
+    """Leave the world and join it anew, as every rank of it must, whatever failed on some of them.
+
+    Ranks that compute meanwhile are waited for as long as a rank waits in an operation.
+    Raises HorovodInternalError when a rank has died or stays silent: the job is at its end.
+    """
+    global _process, _guard
+    here, guard = current(), _guard
+    if guard is None:
+        raise ValueError("a world of threads cannot be joined anew")
+    # Who has been silent for that long already is given a moment.
+    silent = isinstance(here.engine.failure, PeerTimeoutError)
+    patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    staying = here.close(guard.farewell("begins anew"), patience_seconds=patience_seconds)
+    if gone := sorted({*staying, *here.transport.lost()}):
+        failure = here.engine.failure
+        raise HorovodInternalError(
+            f"{name_ranks(gone)} cannot join this job anew"
+            + (f" ({failure})" if failure else "")
+            + (f"; {here.advice}" if here.advice else "")
+        )
+    guard.remove()
+    atexit.unregister(_at_exit)
+    _process = _guard = None
+    init(_communicator)
+    current().step, current().advice = here.step, here.advice
 
 
 def _at_exit() -> None:
