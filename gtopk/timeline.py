@@ -24,9 +24,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from .engine import Event
+from .engine import Engine, Event, Observer
 
 if TYPE_CHECKING:
     from .world import World
@@ -36,7 +37,7 @@ _END: Final = b"\n]\n"
 
 
 class Timeline:
-    """An observer that writes what it hears; a thread of its own does the writing."""
+    """Writes what engines tell; a thread of its own does the writing."""
 
     def __init__(self, path: str, transport: str, mark_cycles: bool) -> None:
         self._library = _LIBRARY.get(transport, transport.upper())
@@ -46,16 +47,28 @@ class Timeline:
         self._open: Counter[int] = Counter()  # by row: what has begun, and not ended
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
-        self._heard: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._watched: list[tuple[Engine, Observer]] = []
+        self._heard: queue.SimpleQueue[tuple[str, Event] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="gtopk-timeline", daemon=True)
         self._thread.start()
 
-    def __call__(self, event: Event) -> None:
-        """Take note of something the engine did."""
-        self._heard.put(event)
+    def watch(self, engine: Engine, of: str = "") -> None:
+        """Write what an engine tells from now on; its rows are named as its operations, and `of`.
+
+        What it has not finished when the timeline ends does not end in it.
+        """
+        observer = partial(self.note, of)
+        engine.observe(observer)
+        self._watched.append((engine, observer))
+
+    def note(self, of: str, event: Event) -> None:
+        """Take note of something that an engine did; quick, for its thread."""
+        self._heard.put((of, event))
 
     def close(self) -> None:
         """Write what was heard, and nothing more."""
+        for engine, observer in self._watched:
+            engine.ignore(observer)
         self._heard.put(None)
         self._thread.join()
 
@@ -66,7 +79,7 @@ class Timeline:
             while not self._heard.empty():
                 heard.append(self._heard.get())
             goes_on = None not in heard
-            self._append([r for event in heard if event is not None for r in self._records(event)])
+            self._append([r for note in heard if note is not None for r in self._records(*note)])
         os.close(self._file)
 
     def _append(self, records: list[dict[str, Any]]) -> None:
@@ -74,16 +87,17 @@ class Timeline:
         os.pwrite(self._file, text + _END, self._length)
         self._length += len(text)
 
-    def _records(self, event: Event) -> Iterator[dict[str, Any]]:
+    def _records(self, of: str, event: Event) -> Iterator[dict[str, Any]]:
         """Yield the records of Chrome's format for an event."""
         at = {"ts": round((event.seconds - self._begun) * 1e6, 1)}
         if event.what == "cycle":
             if self._mark_cycles:
                 yield {"ph": "i", "name": "CYCLE_START", **at, "s": "g", "pid": 0, "tid": 0}
             return
-        if event.name not in self._rows:
-            yield from self._new_row(event.name)
-        row = self._rows[event.name]
+        name = event.name + of
+        if name not in self._rows:
+            yield from self._new_row(name)
+        row = self._rows[name]
         place = {"pid": row, "tid": row}
         if event.what == "ready":
             yield {"ph": "X", "name": str(event.rank), **at, "dur": 0, **place}
@@ -118,13 +132,20 @@ def start(world: World, path: str, mark_cycles: bool = False) -> None:
         return
     stop(world)
     world.timeline = Timeline(path, world.transport.name, mark_cycles)
-    world.engine.observe(world.timeline)
+    for number in world.sets:
+        watch(world, number)
+
+
+def watch(world: World, number: int) -> None:
+    """Record what a process set does, too, where the world is recorded and this rank is in it."""
+    engine = world.sets[number].engine
+    if world.timeline is not None and engine is not None:
+        world.timeline.watch(engine, f" (process set {number})" if number else "")
 
 
 def stop(world: World) -> None:
     """Finish the file, where one is being written."""
     if world.timeline is not None:
-        world.engine.ignore(world.timeline)
         world.timeline.close()
         world.timeline = None
 

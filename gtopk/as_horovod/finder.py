@@ -14,12 +14,9 @@ from typing import Any, Final
 # The version whose names, arguments and meaning gtopk.torch has.
 HOROVOD_VERSION: Final = "0.28.1"
 
-# Horovod's module, gtopk's; what lies below the one lies below the other. Longer names come first.
+# Horovod's module, gtopk's; what lies below the one lies below the other.
 _STANDS_FOR: Final = (
-    ("horovod.common.exceptions", "gtopk.exceptions"),
-    ("horovod.common.process_sets", "gtopk.process_sets"),
-    ("horovod.common.elastic", "gtopk.torch.elastic"),
-    ("horovod.common", "gtopk.as_horovod.common"),
+    ("horovod.common", "gtopk.common"),
     ("horovod.run.runner", "gtopk.runner"),  # until Horovod 0.20
     ("horovod.runner", "gtopk.runner"),
     ("horovod.torch", "gtopk.torch"),

@@ -67,7 +67,7 @@ def test_an_operation_has_a_row_with_horovods_words(
 ) -> None:
     recorder = Timeline(str(tmp_path / "trace"), transport, mark_cycles=False)
     for event in events("allreduce.weight", *FUSED):
-        recorder(event)
+        recorder.note("", event)
     recorder.close()
     assert rows_in(tmp_path / "trace") == {
         "allreduce.weight": [
@@ -86,7 +86,7 @@ def test_the_file_is_complete_while_it_is_written(tmp_path: Path) -> None:
     recorder = Timeline(str(path), "mpi", mark_cycles=False)
     assert records_in(path) == []
     for number in range(20):
-        recorder(events(f"broadcast.{number}", "begin negotiate")[0])
+        recorder.note("", events(f"broadcast.{number}", "begin negotiate")[0])
         deadline = time.monotonic() + PLENTY_SECONDS
         while len(rows_in(path)) <= number:
             assert time.monotonic() < deadline
@@ -97,7 +97,7 @@ def test_the_file_is_complete_while_it_is_written(tmp_path: Path) -> None:
 def test_what_began_before_the_timeline_does_not_end_in_it(tmp_path: Path) -> None:
     recorder = Timeline(str(tmp_path / "trace"), "mpi", mark_cycles=False)
     for event in events("allgather.x", "ready 1", "end negotiate", "begin execute", "end execute"):
-        recorder(event)
+        recorder.note("", event)
     recorder.close()
     assert rows_in(tmp_path / "trace") == {"allgather.x": ["1", ">ALLGATHER", "<"]}
 
@@ -105,7 +105,7 @@ def test_what_began_before_the_timeline_does_not_end_in_it(tmp_path: Path) -> No
 @pytest.mark.parametrize("mark_cycles", [False, True])
 def test_cycles_are_marked_where_asked_for(tmp_path: Path, mark_cycles: bool) -> None:
     recorder = Timeline(str(tmp_path / "trace"), "mpi", mark_cycles)
-    recorder(Event("mark", "cycle", "", time.perf_counter()))
+    recorder.note("", Event("mark", "cycle", "", time.perf_counter()))
     recorder.close()
     names = [record["name"] for record in records_in(tmp_path / "trace")]
     assert names == ["CYCLE_START"] * mark_cycles
@@ -133,6 +133,29 @@ def test_rank_0_records_what_all_ranks_do(tmp_path: Path, threads: Callable[...,
     assert sorted(mark for mark in row if mark.isdigit()) == ["0", "1", "2"]
     assert ">ALLREDUCE" in row[row.index("<") :]
     assert sum(mark[0] == ">" for mark in row) == row.count("<")
+
+
+def test_a_process_set_has_rows_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: Callable[..., Any]
+) -> None:
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
+    def program(transport: Any) -> None:
+        with world.entered(transport) as here:
+            early = hvd.add_process_set([0, 2])
+            timeline.start(here, str(tmp_path / "trace"))
+            late = hvd.add_process_set([0, 1])
+            for ranks in (early, late):
+                if ranks.included():
+                    hvd.allreduce(torch.ones(1), name="x", process_set=ranks)
+            hvd.allreduce(torch.ones(1), name="x")
+
+    threads(3, program)
+    rows = rows_in(tmp_path / "trace")
+    for number, members in (1, "02"), (2, "01"):
+        row = rows[f"allreduce.x (process set {number})"]
+        assert sorted(mark for mark in row if mark.isdigit()) == [*members]
+    assert sorted(mark for mark in rows["allreduce.x"] if mark.isdigit()) == ["0", "1", "2"]
 
 
 def test_a_second_start_ends_the_first_file(tmp_path: Path) -> None:

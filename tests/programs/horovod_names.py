@@ -9,10 +9,12 @@ import horovod.torch as hvd
 import pytest
 from horovod import run
 from horovod import torch as hvd_of_package
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.process_sets import ProcessSet
 from horovod.common.util import check_extension, split_list
-from horovod.torch import mpi_ops
+from horovod.torch import elastic, mpi_ops
 from horovod.torch.compression import Compression
+from horovod.torch.elastic import TorchState
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import allreduce_async_, synchronize
 from horovod.torch.optimizer import DistributedOptimizer
@@ -22,11 +24,15 @@ import gtopk.torch
 
 assert hvd is hvd_of_package is gtopk.torch
 assert hvd.mpi_ops is mpi_ops is gtopk.torch.mpi_ops
+assert hvd.elastic is elastic is gtopk.torch.elastic
+assert elastic.TorchState is TorchState
+assert hvd.ProcessSet is ProcessSet
 assert hvd.Compression is Compression
 assert hvd.broadcast_object is broadcast_object
 assert hvd.DistributedOptimizer is DistributedOptimizer
 assert (mpi_ops.allreduce_async_, mpi_ops.synchronize) == (allreduce_async_, synchronize)
 assert hvd.HorovodInternalError is HorovodInternalError is gtopk.exceptions.HorovodInternalError
+assert HostsUpdatedInterrupt is gtopk.exceptions.HostsUpdatedInterrupt
 assert horovod.__version__ == "0.28.1"
 check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
 assert split_list([1, 2, 3], 2) == [[1, 2], [3]]

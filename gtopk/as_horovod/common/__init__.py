@@ -1,1 +1,0 @@
-"""What scripts import from horovod.common: its small tools, and its exceptions."""
