@@ -17,22 +17,22 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from . import world
+from .adasum import distribute_adasum
 from .agreement import describe_missing, gather_words
 from .buckets import Bucket
 from .compression import Compression, ErrorFeedback
 from .exchange import Exchanged, open_exchange
 from .parameters import name_parameters
-from .reductions import NAMES, Average, Sum
+from .reductions import NAMES, Adasum, Average, Sum
 from .telemetry import StepReport
+from .wrapping import Wrapping, wrap
 
 _log = logging.getLogger("gtopk")
 _NOT_FINITE: Final = 1  # bit of the vote; the rest of it stands for the missing gradients
 
 
-class _DistributedOptimizer(torch.optim.Optimizer):
+class _DistributedOptimizer(Wrapping):
     """What is mixed into the class of the wrapped optimizer."""
-
-    _wrapped: torch.optim.Optimizer
 
     def _distribute(
         self,
@@ -42,7 +42,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         op: int,
         missing_gradients: Literal["error", "zeros"],
     ) -> None:
-        self._world = world.current()
+        self._enter(world.current())
         self._parameter_names = name_parameters(self, named_parameters)
         self._compression = compression
         self.op = op
@@ -55,9 +55,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._exchange = open_exchange(
             self._bucket, compression, backward_seconds=lambda: self._backward_seconds
         )
-        # One rank's optimizers are told apart by their order of construction.
-        self._world.optimizers += 1
-        self._operation = f"gradients.{self._world.optimizers}"
         self._parameter_facts = [
             f"parameter '{name}' {list(p.shape)} {p.dtype}"
             + ("" if p.is_contiguous() else f" of strides {list(stride)}")
@@ -83,6 +80,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._exchange_ended: float | None = None
         self.skipped_steps = 0
         self.last_step: StepReport | None = None
+
+    def _enter(self, here: world.World) -> None:
+        """Take part in a world; its optimizers are told apart by the order in which they come."""
+        self._world = here
+        here.optimizers += 1
+        self._operation = f"gradients.{here.optimizers}"
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
@@ -123,6 +126,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         the gradients become NaN on every rank, and `step` applies nothing.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree.
         """
+        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+            self._enter(here)
         begun = time.perf_counter()
         compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
         self._forget_passes()  # also where this fails: the next step counts
@@ -262,8 +267,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         self._synchronized = False
         if not self._skip:
-            super().step()
-            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
+            self._step_wrapped()
         self._skip = False
         self._world.step += 1
         return loss
@@ -274,18 +278,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, and forget what was done towards the next step.
-
-        The parameter groups stay the same objects: schedulers made before wrapping hold them.
-        """
+        """Load the wrapped optimizer's state, and forget what was done towards the next step."""
         self._synchronized = self._skip = False
         self._forget_passes()
-        groups = self.param_groups
         super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups
 
 
 def DistributedOptimizer(
@@ -308,7 +304,7 @@ def DistributedOptimizer(
         Compressor class. Top-k methods weight by 1/world size before they select (op=Average), keep
         what was not sent in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes add up before a step.
-    op: Average or Sum.
+    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`).
     gradient_predivide_factor: accepted for Horovod's scripts. The weight is always applied before
         the sum, so there is no overflow left to avoid with it.
     missing_gradients: what it means when a parameter has a gradient on some ranks only: an error
@@ -316,8 +312,8 @@ def DistributedOptimizer(
     Raises ValueError for an argument out of its range, names that are missing or double, a
     momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
     """
-    if op not in (Average, Sum):
-        raise ValueError(f"op must be Average or Sum, got {NAMES.get(op, op)}")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op must be Average, Sum or Adasum, got {NAMES.get(op, op)}")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor is for op=Average only")
     if gradient_predivide_factor <= 0:
@@ -326,10 +322,8 @@ def DistributedOptimizer(
         )
     if missing_gradients not in ("error", "zeros"):
         raise ValueError(f"missing_gradients must be 'error' or 'zeros', got {missing_gradients!r}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates its closure many times a step; use another optimizer")
-    if isinstance(optimizer, _DistributedOptimizer):
-        raise ValueError("the optimizer is distributed already; wrap the plain one")
+    if op == Adasum:
+        return distribute_adasum(optimizer, named_parameters, compression, backward_passes_per_step)
     feedback = isinstance(compression, ErrorFeedback)
     correction = compression.momentum_correction if feedback else 0.0
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
@@ -343,12 +337,7 @@ def DistributedOptimizer(
             f"momentum_correction={correction} is for SGD; {type(optimizer).__name__} has a "
             "momentum of its own: leave momentum_correction at 0"
         )
-    kind = type(optimizer)
-    distributed: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {}))
-    distributed.__dict__.update(optimizer.__dict__)
-    distributed._wrapped = optimizer
-    # A scheduler that was made before hangs its own step on the instance; ours comes first.
-    distributed.__dict__.pop("step", None)
+    distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(
         named_parameters, compression, backward_passes_per_step, op, missing_gradients
     )

@@ -3,6 +3,7 @@
 from ..compression import Compression
 from ..exceptions import HorovodInternalError
 from ..optimizer import DistributedOptimizer
+from . import elastic as elastic
 from .functions import (
     allgather_object,
     broadcast_object,
@@ -69,6 +70,7 @@ from .mpi_ops import (
     stop_timeline,
     synchronize,
 )
+from .sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -81,6 +83,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
