@@ -47,6 +47,8 @@ class Reducer:
     lanes:    in the order in which backward completes them; none before the first step.
     scaler:   the GradScaler that the gradients are scaled by, where there is one.
     weight:   of this rank's gradients; None for what op says.
+    ranks:    of the world that reduce together, in order; rank: this one's place among them.
+    takes_part: whether this rank is one of them: it steps by itself otherwise.
     """
 
     def __init__(
@@ -64,8 +66,6 @@ class Reducer:
         self.scaler = scaler
         self.weight: float | None = None
         self.overlaps = options.overlap and options.local_clip_norm is None
-        self.name = f"gradients.{world.name_optimizer(min(names.values()))}"
-        self._engine, self._size, self._rank = world.engine, world.size, world.rank
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
         self._awaited: list[set[torch.nn.Parameter]] = []
@@ -73,7 +73,28 @@ class Reducer:
         self._round: Round | None = None
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
         self._wanted: list[dict[str, Any]] | None = None  # records loaded with it
-        self.hooks = BackwardHooks(names, weakref.WeakMethod(self._complete))
+        self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
+        self.enter(world)
+
+    def enter(self, world: World) -> None:
+        """Take part in a world: the first, or the next one after `shutdown`, or a failure.
+
+        What this rank held back stays; the ranks plan anew.
+        """
+        round, self._round = self._round, None
+        if round is not None:
+            round.drop()
+        if self.lanes:
+            self._held, self._wanted = self.take_state_out()
+            self.lanes, self._lane_of = [], {}
+        self.name = f"gradients.{world.name_optimizer(self.names.values())}"
+        self.takes_part = bool(self.options.process_set.included())
+        self.ranks: Sequence[int] = [world.rank]
+        self._engine = world.engine
+        if self.takes_part:
+            members = self.options.process_set.members
+            self.ranks, self._engine = members.ranks, self.options.process_set.engine
+        self._size, self.rank = len(self.ranks), self.ranks.index(world.rank)
         if self._size > 1:
             self.hooks.watch(self.trained())
 
@@ -90,7 +111,7 @@ class Reducer:
             self.progress.backward_seconds = self.hooks.seconds
         round, self._round = self._round, None
         order = self.hooks.order
-        self.hooks.begin()  # also where this fails: the next step counts
+        self.hooks.forget()  # also where this fails: the next step counts
         self._make_dense()
         if not self.lanes:
             self._plan(order)
@@ -115,7 +136,7 @@ class Reducer:
         A round that has begun goes on until `reduce`: the other ranks may be in it. By then other
         gradients will be there, so that it will be void.
         """
-        self.hooks.begin()
+        self.hooks.forget()
         self._await_all()
 
     def in_flight(self) -> dict[torch.nn.Parameter, Any]:
@@ -174,7 +195,7 @@ class Reducer:
             _log.info(
                 "rank %d: %s: from now on %s are exchanged after backward, without overlap; "
                 "change them between synchronize() and step() to have it back",
-                self._rank,
+                self.ranks[self.rank],
                 why,
                 self.name,
             )
