@@ -153,7 +153,11 @@ def test_a_state_becomes_rank_0s() -> None:
     state.sync()
     assert (state.rank, state.lists) == (0, {"a": [0]})
     assert all(same_bits_everywhere(parameter) for parameter in state.model.parameters())
-    assert same_everywhere(repr(state.optimizer.state_dict()))
+    shared = state.optimizer.state_dict()
+    assert shared.pop("gtopk")["held"].keys() == {
+        RANK
+    }  # what was not sent yet stays everyone's own
+    assert same_everywhere(repr(shared))
 
 
 if __name__ == "__main__":
