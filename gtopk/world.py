@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from collectives.transports import Transport
+from collectives.transports.transport import CHANNELS
 
 from . import __version__
 from .engine import Engine
 from .guard import Guard, describe
 from .joining import join
+from .members import Members
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,8 +32,11 @@ class World:
     step:       how many optimizer steps this rank has finished; errors name it.
     optimizers: how many distributed optimizers it has made, by the name of a parameter; equal ones
                 are numbered, in the order in which they were made.
-    unnamed:    counts the operations without a name. A new world counts anew: where ranks left the
-                last one at different operations, they agree again.
+    sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
+                their operations without a name, anew: where ranks left the last one at different
+                operations, they agree again.
+    sets_made:  how many sets were made besides, those that were refused or removed included.
+    is_homogeneous: whether every node has as many ranks.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -40,17 +44,19 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
         self.optimizers: Counter[str] = Counter()
-        self.unnamed = itertools.count(1)
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
         places = [
             tuple(message.view(np.int64).tolist())
             for message in transport.allgather(np.array([node[0], self.local_rank]).view(np.uint8))
         ]
+        self.is_homogeneous = len(set(Counter(first for first, _ in places).values())) == 1
         # The nodes that have a process with this local rank, in order of their first rank.
         nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
         self.engine = Engine(transport)
+        self.sets = {0: Members(range(self.size), self.engine)}
+        self.sets_made = 0
         # Ranks of different versions may differ in anything: refuse them before they do.
         self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
 
@@ -60,8 +66,24 @@ class World:
         number = self.optimizers[parameter]
         return parameter if number == 1 else f"{parameter}.{number}"
 
+    def open_set(self, number: int, ranks: Sequence[int]) -> None:
+        """Give some of the ranks operations of their own; every rank calls it, nothing is sent."""
+        engine = None
+        if self.rank in ranks:
+            # A stream of their own: a set is independent of whatever else the same ranks do.
+            engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
+        self.sets[number] = Members(tuple(ranks), engine)
+
+    def close_set(self, number: int, reason: str) -> None:
+        """Run what the set's members have submitted, and forget the set."""
+        engine = self.sets.pop(number).engine
+        if engine is not None:
+            engine.close(reason)
+
     def close(self, reason: str, failed: bool = False) -> None:
         """Leave the world; returns when every rank has left, or the job is at its end anyway."""
+        for number in [number for number in self.sets if number]:
+            self.close_set(number, reason)
         self.engine.close(reason, failed)
 
 
@@ -71,10 +93,11 @@ _forked_from: int | None = None
 _of_thread = threading.local()
 
 
-def init(comm: MPI.Intracomm | None = None) -> None:
+def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     """Join the world that a launcher started, or be a world of one.
 
-    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD.
+    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD, or the ranks, of those that the
+        launcher started, that are the world; only they call this.
     Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
     does not say enough or a rank does not come, ValueError for another comm.
