@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -35,7 +36,8 @@ class World:
 
     step:       how many optimizer steps this rank has finished; errors name it.
     advice:     how the job can go on when it ends before its time; errors end with it.
-    optimizers: how many distributed optimizers it has made; their order names their operations.
+    optimizers: how many distributed optimizers it has made, by the name of a parameter; equal ones
+                are numbered, in the order in which they were made.
     unnamed:    counts the operations without a name. A new world counts anew: where ranks left the
                 last one at different operations, they agree again.
     """
@@ -45,7 +47,7 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
         self.advice = ""
-        self.optimizers = 0
+        self.optimizers: Counter[str] = Counter()
         self.unnamed = itertools.count(1)
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
@@ -59,6 +61,16 @@ class World:
         self.engine = Engine(transport)
         # Ranks of different versions may differ in anything: refuse them before they do.
         self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
+
+    def name_optimizer(self, parameter: str) -> str:
+        """Return a name for an optimizer with a parameter of this name."""
+        self.optimizers[parameter] += 1
+        number = self.optimizers[parameter]
+        return parameter if number == 1 else f"{parameter}.{number}"
+
+    def is_current(self) -> bool:
+        """Tell whether this is still the world that operations take place in."""
+        return self is _find()
 
     def close(
         self, reason: str, failed: bool = False, patience_seconds: float | None = None
