@@ -66,10 +66,8 @@ class Reducer:
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
         self._awaited: list[set[torch.nn.Parameter]] = []
-        self._early = 0  # how many lanes are submitted
         self._facts = ""
         self._round: Round | None = None
-        self._rounds = 0
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
         self._wanted: list[list[str]] | None = None  # buckets loaded with it
         self._enter(world)
@@ -110,25 +108,24 @@ class Reducer:
             try:
                 round.finish(unplanned=self._has_unplanned())
             finally:
-                self._rounds = round.number + 1
                 self._await_all()
             if not round.void:
                 return round
             round.drop()
             if round.changed:
-                self._stop_overlapping("gradients are changed between backward() and step()")
+                self._stop_overlapping("gradients are changed or dropped after backward()")
             if round.unplanned:
                 self._plan(order)
             round = None
 
     def drop(self) -> None:
-        """Forget what was computed and exchanged towards the next step."""
+        """Forget what was computed towards the next step.
+
+        A round that has begun goes on until `reduce`: the other ranks may be in it. By then other
+        gradients will be there, so that it will be void.
+        """
         self.hooks.begin()
-        if self._round is not None:
-            round, self._round = self._round, None
-            round.drop()
-            self._await_all()
-            self._stop_overlapping("gradients are dropped after backward()")
+        self._await_all()
 
     def in_flight(self) -> dict[torch.nn.Parameter, Any]:
         """Return the operations on their way, by parameter."""
@@ -150,7 +147,8 @@ class Reducer:
 
     def put_state_in(self, held: Mapping[str, Held], buckets: list[list[str]]) -> None:
         """Hold this back from now on; before the first step, use these buckets, too."""
-        self.drop()
+        if self._round is not None:
+            self._round.invalidate()
         if self.lanes:  # other ranks may load nothing: the plan stays theirs
             put_in(self.lanes, held)
         else:
@@ -163,16 +161,17 @@ class Reducer:
         if index is None or not self.overlaps or not self.world.is_current():
             return
         self._awaited[index].discard(parameter)
-        while self._early < len(self.lanes) - 1 and not self._awaited[self._early]:
-            self._make_dense()
-            if self._round is None:
-                self._round = self._open()
-            self._round.submit_early(self._early)
-            self._early += 1
+        if self._awaited[index] or index == len(self.lanes) - 1:
+            return
+        if self._round is not None and index in self._round.operations:
+            return
+        self._make_dense()
+        if self._round is None:
+            self._round = self._open()
+        self._round.submit_early(index)
 
     def _await_all(self) -> None:
         self._awaited = [set(lane.parameters) for lane in self.lanes]
-        self._early = 0
 
     def _stop_overlapping(self, why: str) -> None:
         if self.overlaps:
@@ -202,7 +201,6 @@ class Reducer:
             self.lanes,
             self._engine,
             self._facts,
-            self._rounds,
             missing_is_zero=self.options.missing_gradients == "zeros",
             weight=weight * self._local_clip() / scale,
             scale=scale,
