@@ -119,6 +119,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         FloatingPointError when more steps in a row were skipped than may be.
         """
         self._check_scaler()
+        if not self._world.is_current():
+            self._world = world.current()
+            self._reducer.follow(self._world)
         begun = time.perf_counter()
         compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
         round = self._reducer.reduce()

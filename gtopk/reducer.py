@@ -63,8 +63,6 @@ class Reducer:
         self.scaler = scaler
         self.weight: float | None = None
         self.overlaps = options.overlap and options.local_clip_norm is None
-        self.name = f"gradients.{world.name_optimizer(min(names.values()))}"
-        self._engine, self._size, self._rank = world.engine, world.size, world.rank
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
         self._awaited: list[set[torch.nn.Parameter]] = []
@@ -72,9 +70,21 @@ class Reducer:
         self._round: Round | None = None
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
         self._wanted: list[list[str]] | None = None  # buckets loaded with it
+        self._enter(world)
         self.hooks = BackwardHooks(names, weakref.WeakMethod(self._complete))
         if self._size > 1:
             self.hooks.watch(self.trained())
+
+    def _enter(self, world: World) -> None:
+        self.world = world
+        self.name = f"gradients.{world.name_optimizer(min(self.names.values()))}"
+        self._engine, self._size, self._rank = world.engine, world.size, world.rank
+
+    def follow(self, world: World) -> None:
+        """Take part in another world, with what is held back here: after another `init`."""
+        state = self.take_state_out()
+        self._enter(world)
+        self.put_state_in(*state)
 
     def trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that may have a gradient, in the optimizer's order."""
@@ -148,7 +158,7 @@ class Reducer:
 
     def _complete(self, parameter: torch.nn.Parameter) -> None:
         index = self._lane_of.get(parameter)
-        if index is None or not self.overlaps:
+        if index is None or not self.overlaps or not self.world.is_current():
             return
         self._awaited[index].discard(parameter)
         if self._awaited[index] or index == len(self.lanes) - 1:

@@ -9,15 +9,18 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
 from collectives.transports.transport import CHANNELS
 
 from . import __version__
+from .agreement import name_ranks
 from .engine import Engine
+from .exceptions import HorovodInternalError
 from .guard import Guard, describe
 from .joining import join
 from .members import Members
@@ -26,10 +29,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+_MOMENT_SECONDS: Final = 5.0
+
+
 class World:
     """A rank's view of all ranks.
 
     step:       how many optimizer steps this rank has finished; errors name it.
+    advice:     how the job can go on when it ends before its time; errors end with it.
     optimizers: how many distributed optimizers it has made, by the name of a parameter; equal ones
                 are numbered, in the order in which they were made.
     sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
@@ -43,6 +50,7 @@ class World:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
+        self.advice = ""
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
@@ -80,14 +88,24 @@ class World:
         if engine is not None:
             engine.close(reason)
 
-    def close(self, reason: str, failed: bool = False) -> None:
-        """Leave the world; returns when every rank has left, or the job is at its end anyway."""
+    def is_current(self) -> bool:
+        """Tell whether this is still the world that operations take place in."""
+        return self is _find()
+
+    def close(
+        self, reason: str, failed: bool = False, patience_seconds: float | None = None
+    ) -> list[int]:
+        """Leave the world; returns when every rank has left, or the job is at its end anyway.
+
+        patience_seconds: how long to wait for the others instead; returns who stays.
+        """
         for number in [number for number in self.sets if number]:
             self.close_set(number, reason)
-        self.engine.close(reason, failed)
+        return self.engine.close(reason, failed, patience_seconds)
 
 
 _process: World | None = None
+_communicator: MPI.Intracomm | None = None  # that `init` was given
 _guard: Guard | None = None
 _forked_from: int | None = None
 _of_thread = threading.local()
@@ -102,10 +120,10 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
     does not say enough or a rank does not come, ValueError for another comm.
     """
-    global _process, _guard
+    global _process, _guard, _communicator
     if _process is not None:
         return
-    _process = World(join(comm))
+    _process, _communicator = World(join(comm)), comm
     _guard = Guard(_process)
     _guard.install()
     atexit.register(_at_exit)
@@ -129,6 +147,34 @@ def shutdown() -> None:
     _guard.remove()
     _process = _guard = None
     atexit.unregister(_at_exit)
+
+
+def rejoin() -> None:
+    """Leave the world and join it anew, as every rank of it must, whatever failed on some of them.
+
+    Ranks that compute meanwhile are waited for as long as a rank waits in an operation.
+    Raises HorovodInternalError when a rank has died or stays silent: the job is at its end.
+    """
+    global _process, _guard
+    here, guard = current(), _guard
+    if guard is None:
+        raise ValueError("a world of threads cannot be joined anew")
+    # Who has been silent for that long already is given a moment.
+    silent = isinstance(here.engine.failure, PeerTimeoutError)
+    patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    staying = here.close(guard.farewell("begins anew"), patience_seconds=patience_seconds)
+    if gone := sorted({*staying, *here.transport.lost()}):
+        failure = here.engine.failure
+        raise HorovodInternalError(
+            f"{name_ranks(gone)} cannot join this job anew"
+            + (f" ({failure})" if failure else "")
+            + (f"; {here.advice}" if here.advice else "")
+        )
+    guard.remove()
+    atexit.unregister(_at_exit)
+    _process = _guard = None
+    init(_communicator)
+    current().step, current().advice = here.step, here.advice
 
 
 def _at_exit() -> None:

@@ -107,7 +107,7 @@ class TorchDistributedTransport(Carrier):
             farewell = self._receive_all(source)
         except Exception as error:
             reason = str(error).split("] ")[-1].split(". ")[0]  # gloo's: without file and advice
-            farewell = Farewell({}, f"its connection is lost: {reason}")
+            farewell = Farewell({}, f"its connection is lost: {reason}", lost=True)
         self._left.setdefault(source, farewell)
         self._mailbox.wake()
 

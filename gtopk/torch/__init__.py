@@ -3,6 +3,7 @@
 from ..compression import Compression
 from ..exceptions import HorovodInternalError
 from ..optimizer import DistributedOptimizer
+from . import elastic as elastic
 from .functions import (
     allgather_object,
     broadcast_object,
