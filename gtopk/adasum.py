@@ -24,8 +24,8 @@ from . import world
 from .compression import Compression, Compressor
 from .deltas import Deltas
 from .engine import Work
-from .parameters import name_parameters
-from .passes import Passes
+from .hooks import BackwardHooks
+from .parameters import name_later_ones, name_parameters
 from .reductions import Adasum
 from .telemetry import StepReport
 from .wrapping import Wrapping, wrap
@@ -50,20 +50,14 @@ class _AdasumOptimizer(Wrapping):
         self._world = world.current()
         self._parameter_names = name_parameters(self, named_parameters)
         self._compression = compression
-        self._trained = {p: name for p, name in self._parameter_names.items() if p.requires_grad}
-        if not self._trained:
+        if not self._trained():
             raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
-        if any(p.is_complex() for p in self._trained):
-            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
-        counted = self._trained if self._world.size > 1 else {}  # alone, as without gtopk
-        self._passes = Passes(counted, backward_passes_per_step)
-        # One rank's optimizers are told apart by their order of construction.
-        self._world.optimizers += 1
-        self._name = f"deltas.{self._world.optimizers}"
-        self._facts = [
-            f"op=Adasum compression={compression.__name__}",
-            *(f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in self._trained.items()),
-        ]
+        self._hooks = BackwardHooks(self._parameter_names)
+        self._hooks.set_passes_per_step(backward_passes_per_step)
+        if self._world.size > 1:
+            self._hooks.watch(self._trained())
+        first = min(self._parameter_names.values())
+        self._name = f"deltas.{self._world.name_optimizer(first)}"
         self._are_finite = False  # the gradients, on all ranks; as long as nobody asked: not yet
         self._begun = time.perf_counter()  # this step, when the last one ended
         self._traffic = Traffic()  # of this step
@@ -75,11 +69,18 @@ class _AdasumOptimizer(Wrapping):
     @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes add up before a step."""
-        return self._passes.limit
+        return self._hooks.passes_per_step
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
-        self._passes.set_limit(passes)
+        self._hooks.set_passes_per_step(passes)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that may have a gradient now; some may have come later."""
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if any(p.is_complex() for p in trained):
+            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
+        return trained
 
     def synchronize(self) -> None:
         """Agree whether the gradients are finite on all ranks; they stay this rank's own.
@@ -88,9 +89,11 @@ class _AdasumOptimizer(Wrapping):
         the step on all of them. `step` asks by itself, unless this was called before.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree.
         """
-        self._passes.forget()
-        self._check_gradients()
-        entries = [_entries(p.grad) for p in self._trained if p.grad is not None]
+        self._hooks.begin()
+        trained = self._trained()
+        name_later_ones(self.param_groups, self._parameter_names)
+        self._hooks.watch(trained if self._world.size > 1 else [])
+        entries = [_entries(p.grad) for p in trained if p.grad is not None]
         finite = all(bool(part.isfinite().all()) for part in entries)
         votes = self._run("finite", lambda transport, votes: votes, vote=finite)
         self._are_finite = all(votes)
@@ -100,20 +103,20 @@ class _AdasumOptimizer(Wrapping):
             ranks = [rank for rank, vote in enumerate(votes) if not vote]
             self._warn_of_skip(f"the gradient is not finite on ranks {ranks}")
 
-    def _check_gradients(self) -> None:
-        """Raise ValueError for a gradient that would step a parameter on this rank alone."""
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter.grad is not None and parameter not in self._trained:
-                raise ValueError(
-                    f"parameter '{self._parameter_names.get(parameter, 'without a name')}' "
-                    f"{list(parameter.shape)} has a gradient, but was frozen or not there when "
-                    "DistributedOptimizer was made; make it anew"
-                )
+    def _facts(self) -> list[str]:
+        """Return what must be equal on all ranks."""
+        return [
+            f"op=Adasum compression={self._compression.__name__}",
+            *(
+                f"parameter '{self._parameter_names[p]}' {list(p.shape)} {p.dtype}"
+                for p in self._trained()
+            ),
+        ]
 
     def _run(self, part: str, work: Work, vote: int = 0) -> Any:
         """Run a part of the step with the other ranks, and return its result."""
         begun = time.perf_counter()
-        operation = self._world.engine.submit(f"{self._name}.{part}", self._facts, work, vote)
+        operation = self._world.engine.submit(f"{self._name}.{part}", self._facts(), work, vote)
         result = operation.wait()
         self._communicate_seconds += time.perf_counter() - begun - operation.queue_seconds
         self._traffic.count(operation.traffic.sent_bytes, operation.traffic.sent_messages)
@@ -153,7 +156,7 @@ class _AdasumOptimizer(Wrapping):
         if self._world.size == 1:
             self._step_wrapped()
             return True
-        parameters = list(self._trained)
+        parameters = self._trained()
         before = [parameter.clone() for parameter in parameters]
         self._step_wrapped()
         begun = time.perf_counter()
@@ -186,7 +189,7 @@ class _AdasumOptimizer(Wrapping):
         """Fill in `last_step`, and begin to count for the next one."""
         now = time.perf_counter()
         exchange_seconds = self._select_seconds + self._communicate_seconds
-        entries = sum(parameter.numel() for parameter in self._trained)
+        entries = sum(parameter.numel() for parameter in self._trained())
         traffic = self._traffic.take()
         self.last_step = StepReport(
             step=self._world.step,
@@ -195,6 +198,9 @@ class _AdasumOptimizer(Wrapping):
             select_seconds=self._select_seconds,
             communicate_seconds=self._communicate_seconds,
             merge_seconds=0.0,
+            hidden_seconds=0.0,
+            working_seconds=self._communicate_seconds,
+            buckets=1,
             exchange_seconds=exchange_seconds,
             predicted_seconds=None,
             sent_bytes=traffic.sent_bytes,
@@ -218,7 +224,7 @@ class _AdasumOptimizer(Wrapping):
         super().load_state_dict(state_dict)
 
     def _forget(self) -> None:
-        self._passes.forget()
+        self._hooks.begin()
         self._are_finite = False
 
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ class World:
     """A rank's view of all ranks.
 
     step:       how many optimizer steps this rank has finished; errors name it.
-    optimizers: how many distributed optimizers it has made; their order names their operations.
+    optimizers: how many distributed optimizers it has made, by the name of a parameter; equal ones
+                are numbered, in the order in which they were made.
     unnamed:    counts the operations without a name. A new world counts anew: where ranks left the
                 last one at different operations, they agree again.
     """
@@ -37,7 +39,7 @@ class World:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
-        self.optimizers = 0
+        self.optimizers: Counter[str] = Counter()
         self.unnamed = itertools.count(1)
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
@@ -51,6 +53,12 @@ class World:
         self.engine = Engine(transport)
         # Ranks of different versions may differ in anything: refuse them before they do.
         self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
+
+    def name_optimizer(self, parameter: str) -> str:
+        """Return a name for an optimizer with a parameter of this name."""
+        self.optimizers[parameter] += 1
+        number = self.optimizers[parameter]
+        return parameter if number == 1 else f"{parameter}.{number}"
 
     def close(self, reason: str, failed: bool = False) -> None:
         """Leave the world; returns when every rank has left, or the job is at its end anyway."""

@@ -97,7 +97,7 @@ class MpiTransport(Carrier):
         highest = self._communicator.Get_attr(MPI.TAG_UB)
         assert isinstance(highest, int)
         self.tag_limit = highest + 1 - _DATA
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._resigned = False
         # Threads may call MPI at once, or take turns: no call under the lock waits for a peer.
         self._several_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -220,7 +220,7 @@ class MpiTransport(Carrier):
             with self._calling:
                 return test()
 
-        return wait_until(tested, stream, [] if peer is None else [peer], self._timeout_seconds)
+        return wait_until(tested, stream, [] if peer is None else [peer], self.timeout_seconds)
 
     def collect_farewells(self) -> None:
         if self._mpi.Is_finalized():

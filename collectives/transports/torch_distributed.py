@@ -84,7 +84,7 @@ class TorchDistributedTransport(Carrier):
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, start_timeout)
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._mailbox = Mailbox(timeout_seconds)
         self._resigned: list[Work] | None = None
         self._in_flight: dict[int, list[Work]] = {}  # gloo forgets a message whose Work is gone
@@ -164,12 +164,12 @@ class TorchDistributedTransport(Carrier):
             begun = time.monotonic()
             try:
                 for work in works:
-                    work.wait(timedelta(seconds=self._timeout_seconds))
+                    work.wait(timedelta(seconds=self.timeout_seconds))
             except RuntimeError as error:
-                if time.monotonic() - begun < self._timeout_seconds:
+                if time.monotonic() - begun < self.timeout_seconds:
                     raise self._explain(stream, to, error) from None
                 raise PeerTimeoutError(
-                    f"rank {self.rank} has waited {self._timeout_seconds:.3g} s for rank {to} to "
+                    f"rank {self.rank} has waited {self.timeout_seconds:.3g} s for rank {to} to "
                     f"take a message in {stream.activity}"
                 ) from None
             finally:

@@ -49,11 +49,13 @@ class Transport(ABC):
     tag:     a number of this transport's stream of messages, equal on all members; 0 for the
              stream of all ranks.
     counts_allreduce: whether `allreduce` is counted message by message, or by formula.
+    timeout_seconds:  the longest a rank waits for a peer.
     supports_device_messages: whether messages may be arrays in a GPU's memory.
     """
 
     name: str
     counts_allreduce = True
+    timeout_seconds = 600.0
     supports_device_messages = False
 
     def __init__(self, ranks: Sequence[int], rank: int, path: Path, tag: int, traffic: Traffic):

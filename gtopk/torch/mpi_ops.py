@@ -1,14 +1,14 @@
 """Horovod's collectives on tensors: blocking, asynchronous and in place.
 
-Operations are matched across ranks by their order, and checked by name, dtype and shape before
-data moves. Names are optional: without one, an operation is named by a counter.
+Operations are matched across ranks by name, and checked by dtype and shape before data moves. Names
+are optional: without one, an operation is named by a counter.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from collectives.transports import Transport
 
 from .. import world
-from ..arrays import from_array, to_array
+from ..arrays import from_array, lies_as_array, to_array, view_array
 from ..compression import Compression, Compressor
 from ..engine import Operation
+from ..fusion import Dense, scale
 from ..reductions import NAMES, Adasum, Average, Max, Min, Product, Sum
 from ..world import init, is_initialized, shutdown
 
@@ -114,11 +115,12 @@ def _submit(
     work: Callable[[Transport, list[int]], Any],
     finish: Callable[[Any], torch.Tensor],
     vote: int = 0,
+    fusion: Sequence[Dense] = (),
 ) -> int:
-    """Queue an operation and return its handle."""
+    """Submit an operation and return its handle."""
     here = world.current()
     full_name = f"{kind}.{name or f'noname.{next(here.unnamed)}'}"
-    operation = here.engine.submit(full_name, [facts], work, vote)
+    operation = here.engine.submit(full_name, [facts], work, vote, fusion=fusion)
     handle = next(_next_handle)
     _handles[handle] = operation, finish
     return handle
@@ -183,19 +185,6 @@ def _reduction(op: int | None, average: bool | None) -> int:
     return Average if average else Sum
 
 
-def _scaled(array: NDArray[Any], factor: float) -> NDArray[Any]:
-    """Return the array times a factor; integers in float64, truncated; float16 in float32."""
-    if factor == 1.0:
-        return array
-    if array.dtype.kind != "f":
-        scaled = np.trunc(array * np.float64(factor))
-    else:
-        wide = array.astype(np.float32) if array.dtype == np.float16 else array
-        scaled = wide * wide.dtype.type(factor)
-    result: NDArray[Any] = scaled.astype(array.dtype)
-    return result
-
-
 def _allreduce(
     tensor: torch.Tensor,
     output: torch.Tensor,
@@ -204,24 +193,35 @@ def _allreduce(
     prescale_factor: float,
     postscale_factor: float,
 ) -> int:
-    array = to_array(_checked(tensor))
+    ranks = size()
+    is_float = _checked(tensor).dtype.is_floating_point
+    in_place = lies_as_array(output)
+    if in_place and output is not tensor:
+        output.copy_(tensor.detach())
+    array = view_array(output) if in_place else to_array(tensor)
+    # A sum of float16 overflows early: an average is scaled before it, not after.
+    early = op == Average and array.dtype == np.float16
+    late = op == Average and is_float and not early
+    dense = Dense(
+        array,
+        _REDUCTIONS[op],
+        prescale_factor / ranks if early else prescale_factor,
+        (postscale_factor / ranks if late else postscale_factor) if is_float else 1.0,
+    )
 
     def work(transport: Transport, votes: list[int]) -> NDArray[Any]:
-        # A sum of float16 overflows early: an average is scaled before it, not after.
-        early = op == Average and array.dtype == np.float16
-        reduced = _scaled(array, prescale_factor / transport.size if early else prescale_factor)
-        transport.allreduce(reduced, _REDUCTIONS[op])
-        if op == Average and reduced.dtype.kind != "f":
-            reduced = np.sign(reduced) * (np.abs(reduced) // transport.size)
-        elif op == Average and not early:
-            reduced = _scaled(reduced, 1.0 / transport.size)
-        return _scaled(reduced, postscale_factor)
+        if not is_float:
+            if op == Average:
+                array[...] = np.sign(array) * (np.abs(array) // ranks)
+            scale(array, postscale_factor)
+        return array
 
     facts = (
         f"{tensor.dtype} {list(tensor.shape)} op={NAMES[op]} "
         f"prescale_factor={float(prescale_factor)} postscale_factor={float(postscale_factor)}"
     )
-    return _submit("allreduce", name, facts, work, _writer(output))
+    finish = (lambda _: output) if in_place else _writer(output)
+    return _submit("allreduce", name, facts, work, finish, fusion=[dense])
 
 
 def allreduce_async(
@@ -246,7 +246,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to reduce a tensor in place; it changes when the handle is synchronized."""
+    """Begin to reduce a tensor in place; leave it alone until the handle is synchronized."""
     reduction = _reduction(op, average)
     return _allreduce(
         tensor, _checked_in_place(tensor), name, reduction, prescale_factor, postscale_factor
