@@ -22,7 +22,7 @@ class BackwardHooks:
     def __init__(
         self,
         names: Mapping[torch.nn.Parameter, str],
-        on_complete: weakref.WeakMethod[Callable[[torch.nn.Parameter], None]],
+        on_complete: weakref.WeakMethod[Callable[[torch.nn.Parameter], None]] | None = None,
     ) -> None:
         self.passes_per_step = 1
         self.order: list[torch.nn.Parameter] = []
@@ -47,6 +47,12 @@ class BackwardHooks:
             if parameter not in self._hooked and parameter.requires_grad:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(hook)
+
+    def set_passes_per_step(self, passes: int) -> None:
+        """Set how many passes add up to a gradient; raise ValueError for less than one."""
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+        self.passes_per_step = passes
 
     def passes_left(self, parameter: torch.nn.Parameter) -> int:
         """Return how many backward passes a parameter's gradient still lacks."""
@@ -73,5 +79,6 @@ class BackwardHooks:
                 )
             if passes == self.passes_per_step:
                 self.order.append(parameter)
-                if (complete := self._on_complete()) is not None:
+                complete = None if self._on_complete is None else self._on_complete()
+                if complete is not None:
                     complete(parameter)

@@ -12,22 +12,22 @@ from typing import Any, Final, Literal
 import torch
 
 from . import world
-from .compression import Compression, ErrorFeedback
+from .adasum import distribute_adasum
+from .compression import Compression
 from .optimizer_options import Groups, Options
 from .parameters import name_parameters
 from .reducer import Reducer, warn_of_few_entries
-from .reductions import Average
+from .reductions import Adasum, Average
 from .rounds import Round
 from .telemetry import StepReport, report
+from .wrapping import Wrapping, wrap
 
 _log = logging.getLogger("gtopk")
 MAX_SKIPPED_STEPS: Final = 100
 
 
-class _DistributedOptimizer(torch.optim.Optimizer):
+class _DistributedOptimizer(Wrapping):
     """What is mixed into the class of the wrapped optimizer."""
-
-    _wrapped: torch.optim.Optimizer
 
     def _distribute(
         self,
@@ -106,9 +106,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
-        self._reducer.hooks.passes_per_step = passes
+        self._reducer.hooks.set_passes_per_step(passes)
 
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
@@ -224,8 +222,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         self._synchronized = False
         if not self._skip:
-            super().step()
-            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
+            self._step_wrapped()
         self._skip = False
         self._world.step += 1
         return loss
@@ -236,25 +233,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, and forget what was done towards the next step.
-
-        The parameter groups stay the same objects: schedulers made before wrapping hold them.
-        """
+        """Load the wrapped optimizer's state, and forget what was done towards the next step."""
         self._synchronized = self._skip = False
         self._reducer.drop()
-        groups = self.param_groups
         super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: the copy's gradients would be reduced a second time."""
-        raise TypeError(
-            "a distributed optimizer can be neither copied nor pickled: it belongs to the ranks of "
-            "a running job. Keep its state_dict(), or copy the plain optimizer and wrap the copy"
-        )
 
 
 def DistributedOptimizer(
@@ -289,7 +271,8 @@ def DistributedOptimizer(
         Compressor class. Top-k methods weight by 1/world size before they select (op=Average), keep
         what was not sent in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes add up before a step.
-    op: Average or Sum.
+    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`). Its
+        gradients are never exchanged, and what tells how they are to be is refused.
     gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum.
     groups: into how many buckets gradients go, or lists of the parameters that share one; others
         are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
@@ -315,6 +298,15 @@ def DistributedOptimizer(
             "num_groups is deprecated, as in Horovod: use groups", DeprecationWarning, stacklevel=2
         )
         groups = num_groups if groups is None else groups
+    if op == Adasum:
+        _require_nothing_of_gradients(
+            gradient_predivide_factor=gradient_predivide_factor != 1.0,
+            local_clip_norm=local_clip_norm is not None,
+            global_clip_norm=global_clip_norm is not None,
+            check_every=bool(check_every),
+            scaler=scaler is not None,
+        )
+        return distribute_adasum(optimizer, named_parameters, compression, backward_passes_per_step)
     options = Options(
         compression=compression,
         op=op,
@@ -329,24 +321,24 @@ def DistributedOptimizer(
         check_every=check_every,
         max_skipped_steps=max_skipped_steps,
     )
-    _require_wrappable(optimizer, options.feedback)
-    kind = type(optimizer)
-    distributed: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {}))
-    distributed.__dict__.update(optimizer.__dict__)
-    distributed._wrapped = optimizer
-    # A scheduler that was made before hangs its own step on the instance; ours comes first.
-    distributed.__dict__.pop("step", None)
+    if options.feedback is not None:
+        _require_one_momentum(optimizer, options.feedback.momentum_correction)
+    distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed
 
 
-def _require_wrappable(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback | None) -> None:
-    """Raise ValueError for an optimizer that cannot be distributed, or not with this feedback."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates its closure many times a step; use another optimizer")
-    if isinstance(optimizer, _DistributedOptimizer):
-        raise ValueError("the optimizer is distributed already; wrap the plain one")
-    correction = feedback.momentum_correction if feedback else 0.0
+def _require_nothing_of_gradients(**asked: bool) -> None:
+    """Raise ValueError where something was asked for that op=Adasum cannot do."""
+    for name in (name for name, was_asked in asked.items() if was_asked):
+        raise ValueError(
+            f"{name} is for op=Average{', Sum' if name != 'gradient_predivide_factor' else ''}: by "
+            "op=Adasum ranks step with gradients of their own"
+        )
+
+
+def _require_one_momentum(optimizer: torch.optim.Optimizer, correction: float) -> None:
+    """Raise ValueError for an optimizer that takes a momentum besides this correction."""
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
     if correction and momentum:
         raise ValueError(

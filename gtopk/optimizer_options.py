@@ -36,7 +36,9 @@ class Options:
     def __post_init__(self) -> None:
         require_compression(self.compression)
         if self.op not in (Average, Sum):
-            raise ValueError(f"op must be Average or Sum, got {NAMES.get(self.op, self.op)}")
+            raise ValueError(
+                f"op must be Average, Sum or Adasum, got {NAMES.get(self.op, self.op)}"
+            )
         factor = self.gradient_predivide_factor
         if factor != 1.0 and self.op != Average:
             raise ValueError("gradient_predivide_factor is for op=Average only")

@@ -105,7 +105,7 @@ class World:
 
 
 _process: World | None = None
-_communicator: MPI.Intracomm | None = None  # that `init` was given
+_communicator: MPI.Intracomm | Sequence[int] | None = None  # that `init` was given
 _guard: Guard | None = None
 _forked_from: int | None = None
 _of_thread = threading.local()

@@ -70,6 +70,7 @@ from .mpi_ops import (
     stop_timeline,
     synchronize,
 )
+from .sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -82,6 +83,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
