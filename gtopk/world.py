@@ -71,10 +71,14 @@ def init(comm: MPI.Intracomm | None = None) -> None:
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
     does not say enough or a rank does not come, ValueError for another comm.
     """
+    if _process is None:
+        init_on(join(comm))
+
+
+def init_on(transport: Transport) -> None:
+    """Make a transport the world of this process, until `shutdown`."""
     global _process, _guard
-    if _process is not None:
-        return
-    _process = World(join(comm))
+    _process = World(transport)
     _guard = Guard(_process)
     _guard.install()
     atexit.register(_at_exit)
