@@ -120,10 +120,16 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
     does not say enough or a rank does not come, ValueError for another comm.
     """
-    global _process, _guard, _communicator
-    if _process is not None:
-        return
-    _process, _communicator = World(join(comm)), comm
+    global _communicator
+    if _process is None:
+        init_on(join(comm))
+        _communicator = comm
+
+
+def init_on(transport: Transport) -> None:
+    """Make a transport the world of this process, until `shutdown`."""
+    global _process, _guard
+    _process = World(transport)
     _guard = Guard(_process)
     _guard.install()
     atexit.register(_at_exit)

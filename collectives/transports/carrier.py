@@ -50,6 +50,12 @@ class Carrier(Transport):
         Looks at `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
         """
 
+    def conclude_on(self, stream: Transport) -> None:
+        """`conclude` a stream's operation; nothing is to be done where what was sent arrives."""
+
+    def conclude(self) -> None:
+        self.conclude_on(self)
+
     def send(self, message: Array, to: int) -> Callable[[], None]:
         return self.send_on(self, message, to)
 

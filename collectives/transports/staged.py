@@ -126,6 +126,9 @@ class StagedTransport(Transport):
         with self.host.operation(activity):
             yield
 
+    def conclude(self) -> None:
+        self.host.conclude()
+
     def missing(self, peer: int | None) -> str | None:
         return self.host.missing(peer)
 

@@ -183,9 +183,14 @@ class Transport(ABC):
         self._begun += 1
         try:
             yield
+            self.conclude()
             self.completed += 1
         finally:
             self._activity = ""
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """Return when this rank's part of an operation reaches its peers, whatever it does next."""
 
     def missing(self, peer: int | None) -> str | None:
         """Return the text about a rank that left and is needed: the peer, or any member.

@@ -42,6 +42,9 @@ class View(Transport):
     def receive(self, source: int) -> Array:
         return self._carrier.receive_on(self, self.ranks[source])
 
+    def conclude(self) -> None:
+        self._carrier.conclude_on(self)
+
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         return self._carrier.view_of(self, step, ranks)
 
