@@ -21,7 +21,7 @@ the operation's own facts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -103,14 +103,14 @@ def neutral(layout: Layout) -> Dense:
 
 
 class Share(NamedTuple):
-    """An array of one of the operations that are ready; `of` is which one."""
+    """An array of an operation that is ready: which one of which operation, by their numbers."""
 
     of: int
-    dense: Dense
+    place: int
     layout: Layout
 
 
-def bundle(shares: Sequence[Share], threshold_bytes: int) -> list[list[Share]]:
+def bundle(shares: Iterable[Share], threshold_bytes: int) -> list[list[Share]]:
     """Return which arrays are reduced as one, by the order of the first in each.
 
     The same on every rank that has the same layouts in the same order.
@@ -118,11 +118,11 @@ def bundle(shares: Sequence[Share], threshold_bytes: int) -> list[list[Share]]:
     bundles: list[list[Share]] = []
     growing: dict[object, tuple[list[Share], int]] = {}
     for share in shares:
-        size = share.dense.array.nbytes
+        dtype, length, *rest = share.layout
+        size = length * np.dtype(dtype).itemsize
         if size >= ALONE_BYTES or size > threshold_bytes:
             bundles.append([share])
             continue
-        dtype, _, *rest = share.layout
         key = dtype, *rest
         members, held = growing.get(key, ([], 0))
         if not members or held + size > threshold_bytes:

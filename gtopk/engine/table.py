@@ -25,7 +25,10 @@ from .saying import Intention, Saying
 
 
 class Ready(NamedTuple):
-    """An operation that is run now; votes: of each rank, 0 for one that has joined."""
+    """An operation that is run now; votes: of each rank, 0 for one that has joined.
+
+    The same objects come again when the same is run again.
+    """
 
     name: str
     intention: Intention
@@ -80,6 +83,7 @@ class Table:
         self._slots: list[_Slot | None] = []
         self._numbers: OrderedDict[str, int] = OrderedDict()  # the least recently used first
         self._vacant: list[int] = []
+        self._last: tuple[int, list[Ready]] = 0, []  # what was run of slots last, by their bits
         self._bits = [0] * self._size  # of the slots each rank is ready for
         self._open: dict[str, _Open] = {}
         self._leaving: dict[int, str] = {}
@@ -149,6 +153,7 @@ class Table:
                 slot = self._slots[number]
                 assert slot is not None
                 slot.votes[rank] = vote
+                self._last = 0, []
         for rank, saying in enumerate(sayings):
             for name, intention, vote in saying.fresh:
                 self._uncache(name)
@@ -170,12 +175,15 @@ class Table:
 
     def _run_slots(self, bits: int) -> list[Ready]:
         """Return the operations of these slots, and note that they were used."""
+        if bits == self._last[0]:
+            return self._last[1]
         ready = []
         for number in _places(bits):
             slot = self._slots[number]
             assert slot is not None
             self._numbers.move_to_end(slot.name)
             ready.append(Ready(slot.name, slot.intention, slot.votes.copy()))
+        self._last = bits, ready
         return ready
 
     def _complete(self) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
@@ -295,6 +303,7 @@ class Table:
 
     def _cache(self, name: str, intention: Intention, votes: list[int]) -> None:
         """Give a name a slot: a new one, or that of the name that was used least recently."""
+        self._last = 0, []
         if self._vacant:
             number = self._vacant.pop()
         elif len(self._slots) < self.capacity:
@@ -315,6 +324,7 @@ class Table:
         number = self._numbers.pop(name, None)
         if number is None:
             return
+        self._last = 0, []
         slot = self._slots[number]
         assert slot is not None
         there = [rank for rank, own in enumerate(self._bits) if own >> number & 1]
