@@ -24,6 +24,7 @@ from collectives.transports import Transport
 from .agreement import gather_words
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .compression import Automatic, NoneCompressor, SparseCompression
+from .engine import Work
 from .exchange import DenseExchange, Progress, open_residual
 from .hooks import BackwardHooks
 from .lanes import Lane, open_lane
@@ -70,7 +71,7 @@ class Reducer:
         self._facts = ""
         self._round: Round | None = None
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
-        self._wanted: list[list[str]] | None = None  # buckets loaded with it
+        self._wanted: list[dict[str, Any]] | None = None  # records loaded with it
         self._enter(world)
         self.hooks = BackwardHooks(names, weakref.WeakMethod(self._complete))
         if self._size > 1:
@@ -138,22 +139,26 @@ class Reducer:
             for parameter in self.lanes[index].parameters
         }
 
-    def take_state_out(self) -> tuple[dict[str, Held], list[list[str]]]:
-        """Return what was held back of each parameter after the last step, and the buckets."""
+    def run_on_all(self, what: str, facts: Sequence[str], work: Work) -> Any:
+        """Run something else that concerns these parameters on all ranks together."""
+        return self._engine.submit(f"{self.name}.{what}", facts, work).wait()
+
+    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
+        """Return what was held back of each parameter after the last step, and lanes' records."""
         if not self.lanes:
             return self._held, self._wanted or []
         if self._round is not None:
             self._round.settle()
-        return take_out(self.lanes), [lane.names for lane in self.lanes]
+        return take_out(self.lanes), [lane.record() for lane in self.lanes]
 
-    def put_state_in(self, held: Mapping[str, Held], buckets: list[list[str]]) -> None:
-        """Hold this back from now on; before the first step, use these buckets, too."""
+    def put_state_in(self, held: Mapping[str, Held], lanes: list[dict[str, Any]]) -> None:
+        """Hold this back from now on; before the first step, make lanes like these, too."""
         if self._round is not None:
             self._round.invalidate()
         if self.lanes:  # other ranks may load nothing: the plan stays theirs
             put_in(self.lanes, held)
         else:
-            self._held, self._wanted = dict(held), buckets or None
+            self._held, self._wanted = dict(held), lanes or None
 
     # ---- while backward goes on
 
@@ -267,13 +272,18 @@ class Reducer:
             said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
             return [Part(how, numbers) for how, numbers in json.loads(said)]
 
-        parts = self._engine.submit(f"{self.name}.plan", facts, work).wait()
+        parts = self.run_on_all("plan", facts, work)
         held = take_out(self.lanes) if self.lanes else self._held
         self._held = {}
         self.lanes = [
             self._open_lane(part, index, trained, names) for index, part in enumerate(parts)
         ]
         put_in(self.lanes, held)
+        records = {tuple(record["names"]): record for record in self._wanted or ()}
+        for lane in self.lanes:
+            if tuple(lane.names) in records:
+                lane.resume(records[tuple(lane.names)])
+        self._wanted = None
         self._lane_of = {p: i for i, lane in enumerate(self.lanes) for p in lane.parameters}
         self._await_all()
         said = json.dumps([facts, [[part.how, part.numbers] for part in parts]])
@@ -322,7 +332,7 @@ class Reducer:
             by_hand = [[numbers[p] for p in group if p in numbers] for group in groups]
         elif self._wanted is not None:
             places = {name: number for number, name in enumerate(names)}
-            by_hand = [[places[n] for n in bucket if n in places] for bucket in self._wanted]
+            by_hand = [[places[n] for n in lane["names"] if n in places] for lane in self._wanted]
             order = [n for bucket in by_hand for n in bucket] + order
             order = list(dict.fromkeys(order))
         return arrange(
