@@ -17,7 +17,7 @@ from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
 from collectives.transports.transport import CHANNELS
 
-from . import __version__
+from . import __version__, timeline
 from .agreement import name_ranks
 from .engine import Engine
 from .exceptions import HorovodInternalError
@@ -36,6 +36,7 @@ class World:
     """A rank's view of all ranks.
 
     step:       how many optimizer steps this rank has finished; errors name it.
+    timeline:   what records it, on rank 0, while something does.
     advice:     how the job can go on when it ends before its time; errors end with it.
     optimizers: how many distributed optimizers it has made, by the name of a parameter; equal ones
                 are numbered, in the order in which they were made.
@@ -50,6 +51,7 @@ class World:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
+        self.timeline: timeline.Timeline | None = None
         self.advice = ""
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
@@ -81,6 +83,7 @@ class World:
             # A stream of their own: a set is independent of whatever else the same ranks do.
             engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
         self.sets[number] = Members(tuple(ranks), engine)
+        timeline.watch(self, number)
 
     def close_set(self, number: int, reason: str) -> None:
         """Run what the set's members have submitted, and forget the set."""
@@ -101,7 +104,9 @@ class World:
         """
         for number in [number for number in self.sets if number]:
             self.close_set(number, reason)
-        return self.engine.close(reason, failed, patience_seconds)
+        staying = self.engine.close(reason, failed, patience_seconds)
+        timeline.stop(self)
+        return staying
 
 
 _process: World | None = None
@@ -132,6 +137,7 @@ def init_on(transport: Transport) -> None:
     _process = World(transport)
     _guard = Guard(_process)
     _guard.install()
+    timeline.start_if_asked(_process)
     atexit.register(_at_exit)
 
 

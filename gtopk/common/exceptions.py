@@ -1,5 +1,5 @@
 """Horovod's import path for its exceptions."""
 
-from ..exceptions import HorovodInternalError
+from ..exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-__all__ = ["HorovodInternalError"]
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
