@@ -187,17 +187,7 @@ class Table:
         waiting = [self._bits[rank] for rank in needed]
         all_of = int.__and__ if needed else int.__or__
         bits = functools.reduce(all_of, waiting or self._bits)
-        there = {slot.number: self._there(slot.name) for slot in self._cached(bits)}
-        self._bits = [own & ~bits for own in self._bits]
-        ready: list[Ready] = []
-        refused: list[tuple[str, CollectiveError]] = []
-        for run, present in zip(self._run_slots(bits), there.values(), strict=True):
-            error = self._why_not(run.name, run.intention, present)
-            if error is None:
-                votes = [vote if r in present else 0 for r, vote in enumerate(run.votes)]
-                ready.append(run._replace(votes=votes))
-            else:
-                refused.append((run.name, error))
+        ready, refused = self._take_slots(bits)
         for name, entry in list(self._open.items()):
             if any(rank not in entry.intentions for rank in needed):
                 continue
@@ -212,6 +202,23 @@ class Table:
             votes = [entry.votes.get(rank, 0) for rank in range(self._size)]
             ready.append(Ready(name, intention, votes))
             self._cache(name, intention, votes.copy())
+        return ready, refused
+
+    def _take_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
+        """Return what is run of these slots, and what is not, as a rank has joined."""
+        there = [self._there(slot.name) for slot in self._cached(bits)] if self.joined else []
+        self._bits = [own & ~bits for own in self._bits]
+        if not self.joined:
+            return [*self._run_slots(bits)], []
+        ready: list[Ready] = []
+        refused: list[tuple[str, CollectiveError]] = []
+        for run, present in zip(self._run_slots(bits), there, strict=True):
+            error = self._why_not(run.name, run.intention, present)
+            if error is None:
+                votes = [vote if r in present else 0 for r, vote in enumerate(run.votes)]
+                ready.append(run._replace(votes=votes))
+            else:
+                refused.append((run.name, error))
         return ready, refused
 
     def _cached(self, bits: int) -> Iterable[_Slot]:
