@@ -22,16 +22,12 @@ the operation's own facts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.transports import Transport
-
-# From here on a copy there and back takes longer than the reduction of its own that it saves.
-ALONE_BYTES: Final = 1 << 20
-
 
 # Hears when a part of a reduction begins and ends.
 Notice = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
@@ -110,9 +106,11 @@ class Share(NamedTuple):
     layout: Layout
 
 
-def bundle(shares: Iterable[Share], threshold_bytes: int) -> list[list[Share]]:
+def bundle(shares: Iterable[Share], threshold_bytes: int, alone_bytes: int) -> list[list[Share]]:
     """Return which arrays are reduced as one, by the order of the first in each.
 
+    threshold_bytes: the most that are reduced as one. alone_bytes: of an array that gains less by
+    company than the copies to the buffer and back take.
     The same on every rank that has the same layouts in the same order.
     """
     bundles: list[list[Share]] = []
@@ -120,7 +118,7 @@ def bundle(shares: Iterable[Share], threshold_bytes: int) -> list[list[Share]]:
     for share in shares:
         dtype, length, *rest = share.layout
         size = length * np.dtype(dtype).itemsize
-        if size >= ALONE_BYTES or size > threshold_bytes:
+        if size >= alone_bytes or size > threshold_bytes:
             bundles.append([share])
             continue
         key = dtype, *rest

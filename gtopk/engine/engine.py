@@ -70,7 +70,7 @@ class Engine:
         self._joining: Operation | None = None
         self._hurried = False
         self._submitters: set[int] = set()  # threads
-        self._waits: dict[int, Operation] = {}  # what each thread waited for last
+        self._waits: dict[int, str] = {}  # what each thread waited for last
         self._closing: str | None = None
         self._failed = False
         self._patience_seconds: float | None = None
@@ -214,7 +214,7 @@ class Engine:
             if operation.done:
                 return None
             operation.finished = operation.finished or threading.Event()
-            self._waits[threading.get_ident()] = operation
+            self._waits[threading.get_ident()] = operation.name
             if not self._hurried:
                 self._hurried = True
                 self._changed.notify()
@@ -318,8 +318,8 @@ class Engine:
         if len(self._submitters) != 1:
             return None
         (thread,) = self._submitters
-        operation = self._waits.get(thread)
-        if operation is None or operation.done or operation.name not in self._said:
+        operation = self._said.get(self._waits.get(thread, ""))
+        if operation is None or operation.finished is None:
             return None
         is_long = time.perf_counter() - operation.said > _STUCK_SECONDS
         return operation.name if is_long else None

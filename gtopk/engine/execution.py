@@ -63,7 +63,7 @@ class Step(NamedTuple):
     shares: list[Share]
 
 
-def steps_of(ready: Sequence[Ready], fusion_threshold_bytes: int) -> list[Step]:
+def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> list[Step]:
     """Return what is run, one after the other."""
     shares = (
         Share(number, place, layout)
@@ -72,7 +72,7 @@ def steps_of(ready: Sequence[Ready], fusion_threshold_bytes: int) -> list[Step]:
     )
     steps = [
         Step(list(dict.fromkeys(share.of for share in group)), group)
-        for group in bundle(shares, fusion_threshold_bytes)
+        for group in bundle(shares, threshold_bytes, alone_bytes)
     ]
     steps += [Step([number], []) for number, each in enumerate(ready) if not each.intention.dense]
     return sorted(steps, key=lambda step: step.parts[0])
@@ -137,7 +137,8 @@ class Execution:
     def _steps(self, ready: Sequence[Ready], fusion_threshold_bytes: int) -> list[Step]:
         """Return the steps; those of last time where the table has the same for us."""
         if self._planned[0] is not ready:
-            self._planned = ready, steps_of(ready, fusion_threshold_bytes)
+            alone_bytes = self.transport.full_speed_bytes
+            self._planned = ready, steps_of(ready, fusion_threshold_bytes, alone_bytes)
         return self._planned[1]
 
     def _begin(self, members: Sequence[Part]) -> None:

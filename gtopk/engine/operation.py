@@ -80,8 +80,13 @@ class Operation:
         self.queue_seconds = time.perf_counter() - self.submitted - self.agree_seconds
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome; the engine's lock is held."""
+        """Set the outcome, and let go of all else; the engine's lock is held."""
         self.result, self.error = result, error
+        self.work, self.fusion = _nothing, ()
         self.done = True
         if self.finished is not None:
             self.finished.set()
+
+
+def _nothing(transport: Transport, votes: list[int]) -> None:
+    """Stand for the work that is done."""
