@@ -9,7 +9,8 @@ import torch
 from collectives.transports import Transport
 
 from .buckets import Bucket
-from .exchange import Exchange, Exchanged, Progress, open_exchange
+from .exchange import Exchange, Exchanged, Progress
+from .exchanges import open_exchange
 
 
 class Lane:

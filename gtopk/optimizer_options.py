@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from .compression import Automatic, ErrorFeedback, check_count, check_number
-from .exchange import require_compression
+from .exchanges import require_compression
 from .reductions import NAMES, Average, Sum
 
 # A number of groups, or lists of the parameters that each is made of.
