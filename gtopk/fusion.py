@@ -124,8 +124,8 @@ def bundle(shares: Sequence[Share], threshold_bytes: int) -> list[list[Share]]:
             continue
         dtype, _, *rest = share.layout
         key = dtype, *rest
-        members, held = growing.get(key, ([], threshold_bytes))
-        if held + size > threshold_bytes:
+        members, held = growing.get(key, ([], 0))
+        if not members or held + size > threshold_bytes:
             members, held = [], 0
             bundles.append(members)
         members.append(share)

@@ -24,6 +24,7 @@ from collectives.transports import Transport
 from .agreement import gather_words
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .compression import Automatic, NoneCompressor, SparseCompression
+from .engine import Work
 from .exchange import DenseExchange, Progress, open_residual
 from .hooks import BackwardHooks
 from .lanes import Lane, open_lane
@@ -47,6 +48,8 @@ class Reducer:
     lanes:    in the order in which backward completes them; none before the first step.
     scaler:   the GradScaler that the gradients are scaled by, where there is one.
     weight:   of this rank's gradients; None for what op says.
+    ranks:    of the world that reduce together, in order; rank: this one's place among them.
+    takes_part: whether this rank is one of them: it steps by itself otherwise.
     """
 
     def __init__(
@@ -64,18 +67,35 @@ class Reducer:
         self.scaler = scaler
         self.weight: float | None = None
         self.overlaps = options.overlap and options.local_clip_norm is None
-        self.name = f"gradients.{world.name_optimizer(min(names.values()))}"
-        self._engine, self._size, self._rank = world.engine, world.size, world.rank
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
         self._awaited: list[set[torch.nn.Parameter]] = []
-        self._early = 0  # how many lanes are submitted
         self._facts = ""
         self._round: Round | None = None
-        self._rounds = 0
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
-        self._wanted: list[list[str]] | None = None  # buckets loaded with it
-        self.hooks = BackwardHooks(names, weakref.WeakMethod(self._complete))
+        self._wanted: list[dict[str, Any]] | None = None  # records loaded with it
+        self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
+        self.enter(world)
+
+    def enter(self, world: World) -> None:
+        """Take part in a world: the first, or the next one after `shutdown`, or a failure.
+
+        What this rank held back stays; the ranks plan anew.
+        """
+        round, self._round = self._round, None
+        if round is not None:
+            round.drop()
+        if self.lanes:
+            self._held, self._wanted = self.take_state_out()
+            self.lanes, self._lane_of = [], {}
+        self.name = f"gradients.{world.name_optimizer(self.names.values())}"
+        self.takes_part = bool(self.options.process_set.included())
+        self.ranks: Sequence[int] = [world.rank]
+        self._engine = world.engine
+        if self.takes_part:
+            members = self.options.process_set.members
+            self.ranks, self._engine = members.ranks, self.options.process_set.engine
+        self._size, self.rank = len(self.ranks), self.ranks.index(world.rank)
         if self._size > 1:
             self.hooks.watch(self.trained())
 
@@ -92,7 +112,7 @@ class Reducer:
             self.progress.backward_seconds = self.hooks.seconds
         round, self._round = self._round, None
         order = self.hooks.order
-        self.hooks.begin()  # also where this fails: the next step counts
+        self.hooks.forget()  # also where this fails: the next step counts
         self._make_dense()
         if not self.lanes:
             self._plan(order)
@@ -101,25 +121,24 @@ class Reducer:
             try:
                 round.finish(unplanned=self._has_unplanned())
             finally:
-                self._rounds = round.number + 1
                 self._await_all()
             if not round.void:
                 return round
             round.drop()
             if round.changed:
-                self._stop_overlapping("gradients are changed between backward() and step()")
+                self._stop_overlapping("gradients are changed or dropped after backward()")
             if round.unplanned:
                 self._plan(order)
             round = None
 
     def drop(self) -> None:
-        """Forget what was computed and exchanged towards the next step."""
-        self.hooks.begin()
-        if self._round is not None:
-            round, self._round = self._round, None
-            round.drop()
-            self._await_all()
-            self._stop_overlapping("gradients are dropped after backward()")
+        """Forget what was computed towards the next step.
+
+        A round that has begun goes on until `reduce`: the other ranks may be in it. By then other
+        gradients will be there, so that it will be void.
+        """
+        self.hooks.forget()
+        self._await_all()
 
     def in_flight(self) -> dict[torch.nn.Parameter, Any]:
         """Return the operations on their way, by parameter."""
@@ -131,21 +150,26 @@ class Reducer:
             for parameter in self.lanes[index].parameters
         }
 
-    def take_state_out(self) -> tuple[dict[str, Held], list[list[str]]]:
-        """Return what was held back of each parameter after the last step, and the buckets."""
+    def run_on_all(self, what: str, facts: Sequence[str], work: Work) -> Any:
+        """Run something else that concerns these parameters on all ranks together."""
+        return self._engine.submit(f"{self.name}.{what}", facts, work).wait()
+
+    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
+        """Return what was held back of each parameter after the last step, and lanes' records."""
         if not self.lanes:
             return self._held, self._wanted or []
         if self._round is not None:
             self._round.settle()
-        return take_out(self.lanes), [lane.names for lane in self.lanes]
+        return take_out(self.lanes), [lane.record() for lane in self.lanes]
 
-    def put_state_in(self, held: Mapping[str, Held], buckets: list[list[str]]) -> None:
-        """Hold this back from now on; before the first step, use these buckets, too."""
-        self.drop()
+    def put_state_in(self, held: Mapping[str, Held], lanes: list[dict[str, Any]]) -> None:
+        """Hold this back from now on; before the first step, make lanes like these, too."""
+        if self._round is not None:
+            self._round.invalidate()
         if self.lanes:  # other ranks may load nothing: the plan stays theirs
             put_in(self.lanes, held)
         else:
-            self._held, self._wanted = dict(held), buckets or None
+            self._held, self._wanted = dict(held), lanes or None
 
     # ---- while backward goes on
 
@@ -154,16 +178,17 @@ class Reducer:
         if index is None or not self.overlaps:
             return
         self._awaited[index].discard(parameter)
-        while self._early < len(self.lanes) - 1 and not self._awaited[self._early]:
-            self._make_dense()
-            if self._round is None:
-                self._round = self._open()
-            self._round.submit_early(self._early)
-            self._early += 1
+        if self._awaited[index] or index == len(self.lanes) - 1:
+            return
+        if self._round is not None and index in self._round.operations:
+            return
+        self._make_dense()
+        if self._round is None:
+            self._round = self._open()
+        self._round.submit_early(index)
 
     def _await_all(self) -> None:
         self._awaited = [set(lane.parameters) for lane in self.lanes]
-        self._early = 0
 
     def _stop_overlapping(self, why: str) -> None:
         if self.overlaps:
@@ -171,7 +196,7 @@ class Reducer:
             _log.info(
                 "rank %d: %s: from now on %s are exchanged after backward, without overlap; "
                 "change them between synchronize() and step() to have it back",
-                self._rank,
+                self.ranks[self.rank],
                 why,
                 self.name,
             )
@@ -193,7 +218,6 @@ class Reducer:
             self.lanes,
             self._engine,
             self._facts,
-            self._rounds,
             missing_is_zero=self.options.missing_gradients == "zeros",
             weight=weight * self._local_clip() / scale,
             scale=scale,
@@ -259,13 +283,18 @@ class Reducer:
             said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
             return [Part(how, numbers) for how, numbers in json.loads(said)]
 
-        parts = self._engine.submit(f"{self.name}.plan", facts, work).wait()
+        parts = self.run_on_all("plan", facts, work)
         held = take_out(self.lanes) if self.lanes else self._held
         self._held = {}
         self.lanes = [
             self._open_lane(part, index, trained, names) for index, part in enumerate(parts)
         ]
         put_in(self.lanes, held)
+        records = {tuple(record["names"]): record for record in self._wanted or ()}
+        for lane in self.lanes:
+            if tuple(lane.names) in records:
+                lane.resume(records[tuple(lane.names)])
+        self._wanted = None
         self._lane_of = {p: i for i, lane in enumerate(self.lanes) for p in lane.parameters}
         self._await_all()
         said = json.dumps([facts, [[part.how, part.numbers] for part in parts]])
@@ -314,7 +343,7 @@ class Reducer:
             by_hand = [[numbers[p] for p in group if p in numbers] for group in groups]
         elif self._wanted is not None:
             places = {name: number for number, name in enumerate(names)}
-            by_hand = [[places[n] for n in bucket if n in places] for bucket in self._wanted]
+            by_hand = [[places[n] for n in lane["names"] if n in places] for lane in self._wanted]
             order = [n for bucket in by_hand for n in bucket] + order
             order = list(dict.fromkeys(order))
         return arrange(

@@ -4,28 +4,28 @@
     hooks     ^    ^    ^                 last one by `synchronize`: its operation is the step's end
     engine    [0]  [1]  [2]  [last]       whose votes tell every rank whether the round counts
 
-A vote says whether this rank's gradients are finite, which of them are missing, how many rounds
-there were before, and, in the last lane, whether the round is void: because gradients were changed
-after their lane was submitted, or belong to no lane. So all ranks apply a round, or skip the step,
-or undo the round and try again with what is there by then; and residuals that a round began to
-change are, where it does not count, to the bit what they were.
+A vote says whether this rank's gradients are finite and which of them are missing, and, in lanes
+that `synchronize` submits, whether the round is void: because gradients were changed after their
+lane was submitted, or belong to no lane. So all ranks apply a round, or skip the step, or undo the
+round and try again with what is there by then; and residuals that a round began to change are,
+where it does not count, to the bit what they were.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from .agreement import describe_missing, gather_words, name_ranks
+from .agreement import describe_missing, gather_words
 from .engine import Engine, Operation
 from .exchange import Exchanged
 
@@ -33,8 +33,6 @@ _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
 _MISSING_SHIFT: Final = 3  # a checksum of the names, 32 bits
-_NUMBER_SHIFT: Final = 35
-_NUMBERS: Final = 1 << 28
 
 
 class AnyLane(Protocol):
@@ -48,6 +46,8 @@ class AnyLane(Protocol):
     def facts(self) -> str: ...
     @property
     def on_host(self) -> bool: ...
+    def record(self) -> dict[str, Any]: ...
+    def resume(self, record: Mapping[str, Any]) -> None: ...
     def take(self, weight: float, scale: float) -> None: ...
     def watch(self) -> None: ...
     def is_as_taken(self) -> bool: ...
@@ -66,7 +66,6 @@ class Round:
     """The exchange of all lanes, once.
 
     facts:   what must be equal on all ranks in every lane.
-    number:  how many rounds this optimizer had before, on this rank.
     changed: gradients were, on some rank, after their lane was submitted: the round is void.
     unplanned: some rank has a gradient that belongs to no lane: the round is void.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are.
@@ -78,14 +77,12 @@ class Round:
         lanes: Sequence[AnyLane],
         engine: Engine,
         facts: str,
-        number: int,
         *,
         missing_is_zero: bool,
         weight: float,
         scale: float,
     ) -> None:
         self.lanes = lanes
-        self.number = number
         self.changed = self.unplanned = False
         self.culprits: list[list[str]] = []
         self.spans: list[tuple[float, float]] = []
@@ -97,6 +94,7 @@ class Round:
         self._weight, self._scale = weight, scale
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
+        self._invalid = False
         self._stopped = False  # nothing more is exchanged: known to all ranks alike
 
     def submit_early(self, index: int) -> None:
@@ -117,7 +115,9 @@ class Round:
         Raises HorovodInternalError, on every rank alike, where the ranks disagree; the residuals
         are then what they were.
         """
-        changed = not all(self.lanes[index].is_as_taken() for index in self.operations)
+        changed = self._invalid or not all(
+            self.lanes[index].is_as_taken() for index in self.operations
+        )
         bits = (_CHANGED if changed else 0) | (_UNPLANNED if unplanned else 0)
         late = [index for index in range(len(self.lanes)) if index not in self.operations]
         for index in late:
@@ -128,13 +128,23 @@ class Round:
             self._finite.update((index, self.lanes[index].all_finite()) for index in unknown)
         if not all(self._finite.values()):
             bits |= _NOT_FINITE
-        for index in late:
+        *others, last = late
+        for index in others:
             self._submit(index, bits)
+        self.settle()  # what becomes ready together with the last lane may be run after it
+        self._submit(last, bits)
         try:
             self._wait()
         except BaseException:
             self.drop()
             raise
+
+    def invalidate(self) -> None:
+        """Undo what was exchanged; `finish` will tell the others that the round is void."""
+        self.settle()
+        for lane in self.lanes:
+            lane.undo()
+        self._invalid = True
 
     def drop(self) -> None:
         """Undo what was exchanged; wait for what is still on its way first."""
@@ -182,7 +192,7 @@ class Round:
             lane.name,
             [self._facts, lane.facts],
             partial(self._work, index, missing),
-            vote=bits | checksum << _MISSING_SHIFT | self.number % _NUMBERS << _NUMBER_SHIFT,
+            vote=bits | checksum << _MISSING_SHIFT,
         )
 
     def _wait(self) -> None:
@@ -204,9 +214,8 @@ class Round:
     def _reduce(
         self, index: int, missing: list[str], transport: Transport, votes: list[int]
     ) -> None:
-        self._require_one_number(votes)
         last = index == len(self.lanes) - 1
-        if last and any(operation.error for operation in list(self.operations.values())):
+        if last and any(self.operations[early].error for early in range(index)):
             return
         self.changed |= any(vote & _CHANGED for vote in votes)
         self.unplanned |= any(vote & _UNPLANNED for vote in votes)
@@ -224,24 +233,11 @@ class Round:
             self.lanes[index].remember()
         self.exchanged[index] = self.lanes[index].reduce(transport)
 
-    def _require_one_number(self, votes: list[int]) -> None:
-        """Raise MismatchError where the ranks are at different steps; they go on at the latest."""
-        numbers = [vote >> _NUMBER_SHIFT for vote in votes]
-        if len(set(numbers)) > 1:
-            self.number += max(numbers) - self.number % _NUMBERS
-            behind = [rank for rank, number in enumerate(numbers) if number < max(numbers)]
-            raise MismatchError(
-                f"the ranks are at different steps of {self.lanes[0].name}: {name_ranks(behind)} "
-                f"behind, by up to {max(numbers) - min(numbers)}; every rank must call step() as "
-                "often as the others"
-            )
-
     def _look_at_missing(
         self, index: int, missing: list[str], transport: Transport, votes: list[int]
     ) -> None:
-        mask = 0xFFFFFFFF
         everywhere = set(missing)
-        if len({vote >> _MISSING_SHIFT & mask for vote in votes}) > 1:
+        if len({vote >> _MISSING_SHIFT for vote in votes}) > 1:
             everyones = gather_words(transport, missing)
             if not self._missing_is_zero:
                 raise MismatchError(describe_missing(everyones))

@@ -23,7 +23,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -46,6 +46,7 @@ PIECE_BYTES: Final = 1 << 30
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
 _LEAVE, _DATA = 0, 1  # MPI's tags: of a farewell; of the stream with tag 0, and so on
+_SMALL_BYTES: Final = 1 << 16
 # From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 2 ranks and 100 MB.
 _BLOCKING_BYTES: Final = 1 << 20
 
@@ -206,6 +207,21 @@ class MpiTransport(Carrier):
         self.traffic.count(
             cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
         )
+
+    def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
+        """Fill the others' parts in place; small ones of one size by MPI's own allgather.
+
+        That takes a third of the time. Its messages are reckoned as those of the other way.
+        """
+        sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
+        if self.size == 1 or len(sizes) > 1 or array.nbytes > _SMALL_BYTES:
+            super().allgather_into(array, bounds)
+            return
+        with self._calling:
+            request = self._communicator.Iallgather(self._mpi.IN_PLACE, [array, self._mpi.BYTE])
+        self._finish(self, request, None)
+        block_bytes = array.nbytes // self.size
+        self.traffic.count((self.size - 1) * block_bytes, cost.rounds(self.size))
 
     def _finish(self, stream: Transport, request: MPI.Request, peer: int | None) -> None:
         self._wait(stream, lambda: request.Test() or None, peer)

@@ -202,6 +202,18 @@ class Transport(Endpoint):
         """Tell whether a rank left before it completed the operation of this stream."""
         return rank in self._members and farewell.completed.get(self.tag, 0) < self._begun
 
+    def lost(self) -> list[int]:
+        """Return the world ranks that died without a word, as far as it is known here."""
+        found = set()
+        for rank, farewell in self.farewells().items():
+            link: tuple[int, Farewell] | None = (rank, farewell)
+            while link:
+                rank, farewell = link
+                if farewell.lost:
+                    found.add(rank)
+                link = farewell.missed
+        return sorted(found)
+
     def exchange(self, message: Array, peer: int) -> Array:
         """Swap messages with a rank that does the same."""
         return next(self.exchange_all([(message, peer)], [peer]))

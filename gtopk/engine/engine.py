@@ -73,6 +73,8 @@ class Engine:
         self._waits: dict[int, Operation] = {}  # what each thread waited for last
         self._closing: str | None = None
         self._failed = False
+        self._patience_seconds: float | None = None
+        self._staying: list[int] = []
         self._over: PeerError | None = None
         self._table = Table(transport.ranks, self.settings.cache_capacity)
         self._execution = Execution(transport, self._settle)
@@ -94,6 +96,11 @@ class Engine:
     def activity(self) -> str:
         """What the engine is in, for errors: an operation's name, or "idle"."""
         return self._execution.activity or self._waiting_in or "idle"
+
+    @property
+    def failure(self) -> PeerError | None:
+        """Why nothing is run any more, since a rank is missed; None while all is well."""
+        return self._over
 
     def observe(self, observer: Observer) -> None:
         """Tell an observer what happens from now on."""
@@ -164,25 +171,31 @@ class Engine:
             self._changed.notify()
         return operation
 
-    def close(self, reason: str, failed: bool = False) -> None:
+    def close(
+        self, reason: str, failed: bool = False, patience_seconds: float | None = None
+    ) -> list[int]:
         """Run what was submitted here and on all ranks, tell the others that this one leaves, and,
         where the transport is of all ranks, wait for them to leave, too.
 
         What others submit, or have, that needs this rank fails.
         failed: this rank, or the job, cannot go on: nothing more is run, who does not leave soon is
         not waited for, and the job is ended.
+        patience_seconds: how long to wait for the others, whatever happened, without ending the
+        job. Returns who has not left.
         """
         with self._changed:
             self._closing = self._closing or reason
             self._failed = self._failed or failed
+            self._patience_seconds = patience_seconds
             self._changed.notify()
         if not failed:
             self._thread.join()
-            return
+            return self._staying
         self.transport.resign(reason)  # the thread may be in a cycle that others are not in
         self._thread.join(2 * _PATIENCE_SECONDS)
         if self._thread.is_alive():
             self._end_the_job("it waits for others in vain")
+        return self._staying
 
     def _refuse_when_closed(self, what: str) -> None:
         if self._closing is not None:
@@ -389,12 +402,12 @@ class Engine:
             operation.finish(error=error)
 
     def _leave(self, reason: str) -> None:
-        if not self._broken and not self._failed:
-            self.transport.leave(reason)
-            return
-        staying = self.transport.leave(reason, _PATIENCE_SECONDS)
-        if staying:
-            self._end_the_job(f"{name_ranks(staying)} went on")
+        patience_seconds = self._patience_seconds
+        if patience_seconds is None and (self._broken or self._failed):
+            patience_seconds = _PATIENCE_SECONDS
+        self._staying = self.transport.leave(reason, patience_seconds)
+        if self._staying and self._patience_seconds is None:
+            self._end_the_job(f"{name_ranks(self._staying)} went on")
 
     def _end_the_job(self, why: str) -> None:
         if self.transport.name != "local":

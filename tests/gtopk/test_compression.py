@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -92,8 +94,8 @@ def test_every_option_is_among_the_facts():
         "pieces=1"
     )
     assert Compression.auto(hide_behind_backward=True).facts() == (
-        "auto momentum_correction=0.0 wire=auto values=exact density=None bytes_per_step=None "
-        "hide_behind_backward=True"
+        "auto momentum_correction=0.0 dense=() dense_vectors=False dense_under=0 wire=auto "
+        "values=exact density=None bytes_per_step=None hide_behind_backward=True"
     )
 
 
@@ -122,7 +124,7 @@ def test_warming_up_divides_the_density_by_the_same_factor_every_step():
     densities = [compression.density_at(step) for step in range(6)]
     assert densities[0] == pytest.approx(0.1)
     assert densities[4:] == [0.001, 0.001]
-    ratios = [later / earlier for earlier, later in zip(densities[:4], densities[1:], strict=False)]
+    ratios = [later / earlier for earlier, later in pairwise(densities[:5])]
     assert ratios == pytest.approx([ratios[0]] * 4)
 
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import world
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Average, Sum
 from tests.gtopk.held import held
@@ -313,13 +312,15 @@ def test_gradients_changed_after_backward_are_those_that_count(
         assert one[1].tobytes() == other[1].tobytes()
 
 
-def test_a_batch_dropped_after_early_buckets_were_exchanged_leaves_no_trace(threads):
+@pytest.mark.parametrize("on_one_rank", [False, True])
+def test_a_batch_dropped_after_early_buckets_were_exchanged_leaves_no_trace(threads, on_one_rank):
     def program(transport: LocalTransport, drops: bool) -> Any:
         model = layers()
         with world.entered(transport):
             optimizer = distribute(model)
             for step in range(5):
-                for other in (77, 78) if drops and step in (1, 3) else ():
+                dropping = drops and step in (1, 3) and (transport.rank == 1 or not on_one_rank)
+                for other in (77, 78) if dropping else ():
                     model(inputs(transport.rank, other)).square().sum().backward()
                     optimizer.zero_grad()
                 model(inputs(transport.rank, step)).square().sum().backward()
@@ -332,29 +333,6 @@ def test_a_batch_dropped_after_early_buckets_were_exchanged_leaves_no_trace(thre
     for one, other in zip(dropped, plain, strict=True):
         assert torch.equal(one[0], other[0])
         assert one[1].tobytes() == other[1].tobytes()
-
-
-def test_ranks_at_different_steps_are_told_and_go_on(threads):
-    def program(transport: LocalTransport) -> None:
-        model = layers()
-        with world.entered(transport):
-            optimizer = distribute(model)
-            for step in range(2):
-                optimizer.zero_grad()
-                model(inputs(transport.rank, step)).square().sum().backward()
-                optimizer.step()
-            optimizer._reducer._rounds += transport.rank
-            optimizer.zero_grad()
-            model(inputs(transport.rank, 2)).square().sum().backward()
-            with pytest.raises(HorovodInternalError, match=r"different steps.*rank 0 behind"):
-                optimizer.step()
-            before = held(optimizer).tobytes()
-            optimizer.zero_grad()
-            assert held(optimizer).tobytes() == before
-            model(inputs(transport.rank, 3)).square().sum().backward()
-            optimizer.step()
-
-    threads(2, program)
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, copy.copy, pickle.dumps])

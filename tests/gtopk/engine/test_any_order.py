@@ -133,5 +133,6 @@ def test_what_a_rank_that_leaves_has_submitted_is_done_and_the_rest_fails(
         for name, outcome in outcomes.items():
             if len(cast[name]) == ranks:
                 assert outcome == 2.0**ranks - 1
-            else:
-                assert "has been shut down" in str(outcome)
+            else:  # or who leaves waits for others, who wait for each other
+                text = str(outcome)
+                assert "has been shut down" in text or "about their next operation" in text

@@ -1,0 +1,139 @@
+"""Handlers: how a value of some type is saved, restored, synchronized and committed to disk."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+_REPLICATED: Final = ("state", "param_groups")  # of an optimizer's state_dict: torch's own
+
+
+class StateHandler:
+    """How one value of a state is handled; a subclass for a type of your own goes to the registry.
+
+    The last four methods are for commits to disk only (GTOPK_ELASTIC_DIR).
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Copy the value, for `restore`."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return the value to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make the value that of rank 0, on every rank."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Handle another value from now on."""
+        self.value = value
+        self.save()
+
+    def reset(self) -> None:
+        """Reset what depends on the ranks, which have come together anew."""
+
+    def saved(self) -> Any:
+        """Return what was saved and is the same on every rank, in types that gtopk.objects has."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define saved() and resume() for GTOPK_ELASTIC_DIR, "
+            "where commits are written to disk"
+        )
+
+    def saved_here(self) -> Any:
+        """Return what was saved and is this rank's alone; None: nothing."""
+        return None
+
+    def resume(self, saved: Any) -> None:
+        """Take over what `saved` returned in a job that ended."""
+        raise NotImplementedError
+
+    def resume_here(self, parts: Sequence[Any]) -> None:
+        """Take over what `saved_here` returned on none, one or more ranks of that job.
+
+        Called on every rank, after `sync`; together they get each rank's part once, and as many
+        ranks as there were each its own.
+        """
+
+
+class StateDictHandler(StateHandler):
+    """Handles what has state_dict() and load_state_dict()."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # A copy: an optimizer goes on in the very tensors that it loads.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        self.save()
+
+    def saved(self) -> Any:
+        return self._saved
+
+    def resume(self, saved: Any) -> None:
+        self.value.load_state_dict(saved)
+
+
+class ModelStateHandler(StateDictHandler):
+    """Handles a module: parameters and buffers."""
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        self.save()
+
+
+class OptimizerStateHandler(StateDictHandler):
+    """Handles an optimizer: its options and state are every rank's, a residual each rank's own."""
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()
+
+    def saved(self) -> Any:
+        return {key: self._saved[key] for key in _REPLICATED}
+
+    def saved_here(self) -> Any:
+        return {key: part for key, part in self._saved.items() if key not in _REPLICATED}
+
+    def resume_here(self, parts: Sequence[Any]) -> None:
+        """Load the sum of what the ranks held back: nothing of it is lost on fewer of them."""
+        if parts:
+            self.value.load_state_dict({**self.value.state_dict(), **_add(parts)})
+
+
+class SamplerStateHandler(StateDictHandler):
+    """Handles an ElasticSampler: how far the epoch is."""
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+class LRSchedulerStateHandler(StateDictHandler):
+    """Handles a learning rate scheduler."""
+
+
+def _add(parts: Sequence[Any]) -> Any:
+    """Return the sum of trees: of their tensors, place by place; anything else is the first's."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return sum(parts[1:], start=first)
+    if isinstance(first, dict):
+        places = dict.fromkeys(place for part in parts for place in part)
+        return {place: _add([part[place] for part in parts if place in part]) for place in places}
+    return first
