@@ -52,12 +52,10 @@ class _AdasumOptimizer(Wrapping):
         self._compression = compression
         if not self._trained():
             raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
-        self._hooks = BackwardHooks(self._parameter_names)
-        self._hooks.set_passes_per_step(backward_passes_per_step)
+        self._hooks = BackwardHooks(self._parameter_names, backward_passes_per_step)
         if self._world.size > 1:
             self._hooks.watch(self._trained())
-        first = min(self._parameter_names.values())
-        self._name = f"deltas.{self._world.name_optimizer(first)}"
+        self._name = f"deltas.{self._world.name_optimizer(self._parameter_names.values())}"
         self._are_finite = False  # the gradients, on all ranks; as long as nobody asked: not yet
         self._begun = time.perf_counter()  # this step, when the last one ended
         self._traffic = Traffic()  # of this step
@@ -69,11 +67,11 @@ class _AdasumOptimizer(Wrapping):
     @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes add up before a step."""
-        return self._hooks.passes_per_step
+        return self._hooks.limit
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
-        self._hooks.set_passes_per_step(passes)
+        self._hooks.set_limit(passes)
 
     def _trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that may have a gradient now; some may have come later."""
@@ -89,7 +87,7 @@ class _AdasumOptimizer(Wrapping):
         the step on all of them. `step` asks by itself, unless this was called before.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree.
         """
-        self._hooks.begin()
+        self._hooks.forget()
         trained = self._trained()
         name_later_ones(self.param_groups, self._parameter_names)
         self._hooks.watch(trained if self._world.size > 1 else [])
@@ -224,7 +222,7 @@ class _AdasumOptimizer(Wrapping):
         super().load_state_dict(state_dict)
 
     def _forget(self) -> None:
-        self._hooks.begin()
+        self._hooks.forget()
         self._are_finite = False
 
 

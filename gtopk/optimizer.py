@@ -13,11 +13,13 @@ import torch
 
 from . import optimizer_checkpoint, world
 from .adasum import distribute_adasum
-from .compression import Compression
+from .compression import Compression, ErrorFeedback
 from .optimizer_options import Groups, Options
 from .parameters import name_parameters
+from .process_sets import ProcessSet, global_process_set
 from .reducer import Reducer, warn_of_few_entries
 from .reductions import Adasum, Average
+from .replicas import checksums, compare
 from .rounds import Round
 from .telemetry import StepReport, report
 from .wrapping import Wrapping, wrap
@@ -56,11 +58,17 @@ class _DistributedOptimizer(Wrapping):
         self._synchronized = False
         self._skip = False
         self._exchange_ended: float | None = None
+        self._steps = 0
         self._skipped_in_a_row = 0
         self.skipped_steps = 0
         self.last_step: StepReport | None = None
 
     # ---- what scripts read of Horovod's
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
+        return self._options.process_set
 
     @property
     def op(self) -> int:
@@ -75,7 +83,7 @@ class _DistributedOptimizer(Wrapping):
     @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes add up before a step."""
-        return self._reducer.hooks.passes_per_step
+        return self._reducer.hooks.limit
 
     @property
     def _compression(self) -> Any:
@@ -106,7 +114,7 @@ class _DistributedOptimizer(Wrapping):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
-        self._reducer.hooks.set_passes_per_step(passes)
+        self._reducer.hooks.set_limit(passes)
 
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
@@ -116,10 +124,13 @@ class _DistributedOptimizer(Wrapping):
         Raises HorovodInternalError, on every rank alike, when the ranks disagree;
         FloatingPointError when more steps in a row were skipped than may be.
         """
+        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+            self._world = here
+            self._reducer.enter(here)
+        self._synchronized = True
+        if not self._reducer.takes_part:
+            return
         self._check_scaler()
-        if not self._world.is_current():
-            self._world = world.current()
-            self._reducer.follow(self._world)
         begun = time.perf_counter()
         compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
         round = self._reducer.reduce()
@@ -130,7 +141,6 @@ class _DistributedOptimizer(Wrapping):
         else:
             round.apply()
             self._reducer.progress.steps += 1
-        self._synchronized = True
         self._exchange_ended = time.perf_counter()
         self.last_step = report(
             round,
@@ -165,7 +175,7 @@ class _DistributedOptimizer(Wrapping):
         self._skipped_in_a_row += 1
         where = "; ".join(
             f"rank {rank}: {', '.join(map(repr, names[:3]))}"
-            for rank, names in enumerate(round.culprits)
+            for rank, names in zip(self._reducer.ranks, round.culprits, strict=False)
             if names
         )
         _log.warning(
@@ -225,7 +235,16 @@ class _DistributedOptimizer(Wrapping):
             self._step_wrapped()
         self._skip = False
         self._world.step += 1
+        self._check_replicas()
         return loss
+
+    def _check_replicas(self) -> None:
+        """Raise HorovodInternalError, where it is time to look, for parameters that differ."""
+        self._steps += 1
+        every = self._options.check_every
+        if every and self._steps % every == 0 and self._reducer.takes_part:
+            own, names = checksums(self._parameter_names), self._parameter_names
+            self._reducer.run_on_all("replicas", [], lambda t, votes: compare(t, own, names))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten."""
@@ -234,7 +253,7 @@ class _DistributedOptimizer(Wrapping):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and under "gtopk" what this rank holds back."""
-        own = optimizer_checkpoint.save(self._reducer, self._world.rank, self._world.size)
+        own = optimizer_checkpoint.save(self._reducer)
         return {**super().state_dict(), "gtopk": own}
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
@@ -242,8 +261,7 @@ class _DistributedOptimizer(Wrapping):
 
         All ranks call it together. Any number of ranks can load it: nothing held back is lost.
         """
-        world = self._world
-        parts = optimizer_checkpoint.save_all(self._reducer, world.rank, world.size, root_rank)
+        parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
         return None if parts is None else {**super().state_dict(), "gtopk": parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -255,9 +273,7 @@ class _DistributedOptimizer(Wrapping):
         self._reducer.drop()
         super().load_state_dict(state_dict)
         if "gtopk" in state_dict:
-            optimizer_checkpoint.load(
-                self._reducer, state_dict["gtopk"], self._world.rank, self._world.size
-            )
+            optimizer_checkpoint.load(self._reducer, state_dict["gtopk"])
 
 
 def DistributedOptimizer(
@@ -270,6 +286,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Groups = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     *,
     missing_gradients: Literal["error", "zeros"] = "error",
     overlap: bool = True,
@@ -292,13 +309,14 @@ def DistributedOptimizer(
         Compressor class. Top-k methods weight by 1/world size before they select (op=Average), keep
         what was not sent in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes add up before a step.
-    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`). Its
-        gradients are never exchanged, and what tells how they are to be is refused.
+    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`): how
+        gradients are exchanged does not matter then, and clipping them is the script's.
     gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum.
     groups: into how many buckets gradients go, or lists of the parameters that share one; others
         are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
     sparse_as_dense: make sparse gradients (embeddings') dense. Otherwise the ranks' entries are
         gathered as they are, uncompressed.
+    process_set: the ranks that reduce together; others step by themselves.
     missing_gradients: what it means when a parameter has a gradient on some ranks only: an error
         on all of them, or zeros. One that has none on any rank is passed over, as without gtopk.
     overlap: exchange buckets while backward goes on. Residuals then have a copy in memory, as large
@@ -319,21 +337,13 @@ def DistributedOptimizer(
             "num_groups is deprecated, as in Horovod: use groups", DeprecationWarning, stacklevel=2
         )
         groups = num_groups if groups is None else groups
-    if op == Adasum:
-        _require_nothing_of_gradients(
-            gradient_predivide_factor=gradient_predivide_factor != 1.0,
-            local_clip_norm=local_clip_norm is not None,
-            global_clip_norm=global_clip_norm is not None,
-            check_every=bool(check_every),
-            scaler=scaler is not None,
-        )
-        return distribute_adasum(optimizer, named_parameters, compression, backward_passes_per_step)
     options = Options(
         compression=compression,
         op=op,
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups,
         sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
         missing_gradients=missing_gradients,
         overlap=overlap,
         bucket_bytes=bucket_bytes,
@@ -342,24 +352,19 @@ def DistributedOptimizer(
         check_every=check_every,
         max_skipped_steps=max_skipped_steps,
     )
-    if options.feedback is not None:
-        _require_one_momentum(optimizer, options.feedback.momentum_correction)
+    if op == Adasum:
+        if process_set is not global_process_set:
+            raise ValueError("op=Adasum is for all ranks: it takes no process_set")
+        return distribute_adasum(optimizer, named_parameters, compression, backward_passes_per_step)
+    _require_one_momentum(optimizer, options.feedback)
     distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed
 
 
-def _require_nothing_of_gradients(**asked: bool) -> None:
-    """Raise ValueError where something was asked for that op=Adasum cannot do."""
-    for name in (name for name, was_asked in asked.items() if was_asked):
-        raise ValueError(
-            f"{name} is for op=Average{', Sum' if name != 'gradient_predivide_factor' else ''}: by "
-            "op=Adasum ranks step with gradients of their own"
-        )
-
-
-def _require_one_momentum(optimizer: torch.optim.Optimizer, correction: float) -> None:
-    """Raise ValueError for an optimizer that takes a momentum besides this correction."""
+def _require_one_momentum(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback | None) -> None:
+    """Raise ValueError for an optimizer whose momentum would be taken twice."""
+    correction = feedback.momentum_correction if feedback else 0.0
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
     if correction and momentum:
         raise ValueError(

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 from .compression import Automatic, ErrorFeedback, check_count, check_number
-from .exchange import require_compression
-from .reductions import NAMES, Average, Sum
+from .exchanges import require_compression
+from .process_sets import ProcessSet
+from .reductions import NAMES, Adasum, Average, Sum
 
 # A number of groups, or lists of the parameters that each is made of.
 Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
@@ -25,6 +26,7 @@ class Options:
     gradient_predivide_factor: float
     groups: Groups
     sparse_as_dense: bool
+    process_set: ProcessSet
     missing_gradients: Literal["error", "zeros"]
     overlap: bool
     bucket_bytes: int | None
@@ -35,7 +37,7 @@ class Options:
 
     def __post_init__(self) -> None:
         require_compression(self.compression)
-        if self.op not in (Average, Sum):
+        if self.op not in (Average, Sum, Adasum):
             raise ValueError(
                 f"op must be Average, Sum or Adasum, got {NAMES.get(self.op, self.op)}"
             )
@@ -58,6 +60,19 @@ class Options:
         check_count("check_every", self.check_every)
         check_count("max_skipped_steps", self.max_skipped_steps)
         self._check_buckets()
+        if self.op == Adasum:
+            self._require_nothing_of_gradients()
+
+    def _require_nothing_of_gradients(self) -> None:
+        for name, usual in (
+            ("local_clip_norm", None),
+            ("global_clip_norm", None),
+            ("check_every", 0),
+        ):
+            if getattr(self, name) != usual:
+                raise ValueError(
+                    f"{name} is not for op=Adasum: ranks step with gradients of their own"
+                )
 
     def _check_buckets(self) -> None:
         if self.bucket_bytes is not None:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -38,8 +38,7 @@ class World:
     step:       how many optimizer steps this rank has finished; errors name it.
     timeline:   what records it, on rank 0, while something does.
     advice:     how the job can go on when it ends before its time; errors end with it.
-    optimizers: how many distributed optimizers it has made, by the name of a parameter; equal ones
-                are numbered, in the order in which they were made.
+    optimizers: how many distributed optimizers it has made, by the name of a parameter.
     sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
                 their operations without a name, anew: where ranks left the last one at different
                 operations, they agree again.
@@ -70,11 +69,15 @@ class World:
         # Ranks of different versions may differ in anything: refuse them before they do.
         self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
 
-    def name_optimizer(self, parameter: str) -> str:
-        """Return a name for an optimizer with a parameter of this name."""
-        self.optimizers[parameter] += 1
-        number = self.optimizers[parameter]
-        return parameter if number == 1 else f"{parameter}.{number}"
+    def name_optimizer(self, names: Iterable[str]) -> str:
+        """Return a name for an optimizer of parameters with these names.
+
+        Optimizers of the same names are numbered, in the order in which they come.
+        """
+        first = min(names)
+        self.optimizers[first] += 1
+        number = self.optimizers[first]
+        return first if number == 1 else f"{first}.{number}"
 
     def open_set(self, number: int, ranks: Sequence[int]) -> None:
         """Give some of the ranks operations of their own; every rank calls it, nothing is sent."""

@@ -28,7 +28,7 @@ class Wrapping(torch.optim.Optimizer):
         self.param_groups = groups
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: the copy would be exchanged a second time."""
+        """Refuse to be copied or pickled: the copy's gradients would be reduced a second time."""
         raise TypeError(
             "a distributed optimizer can be neither copied nor pickled: it belongs to the ranks of "
             "a running job. Keep its state_dict(), or copy the plain optimizer and wrap the copy"
