@@ -21,6 +21,7 @@ import torch
 
 from collectives.transports import Transport
 
+from . import world
 from .agreement import gather_words
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .compression import Automatic, NoneCompressor, SparseCompression
@@ -29,7 +30,6 @@ from .exchange import DenseExchange, Progress, open_residual
 from .hooks import BackwardHooks
 from .lanes import Lane, open_lane
 from .optimizer_options import Options
-from .parameters import name_later_ones
 from .reductions import Average
 from .residual_state import Held, put_in, take_out
 from .rounds import AnyLane, Round
@@ -57,7 +57,7 @@ class Reducer:
         param_groups: list[dict[str, Any]],
         names: dict[torch.nn.Parameter, str],
         options: Options,
-        world: World,
+        here: World,
         scaler: Any,
     ) -> None:
         self.names = names
@@ -75,28 +75,28 @@ class Reducer:
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
         self._wanted: list[dict[str, Any]] | None = None  # records loaded with it
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
-        self.enter(world)
+        self.enter(here)
 
-    def enter(self, world: World) -> None:
+    def enter(self, here: World) -> None:
         """Take part in a world: the first, or the next one after `shutdown`, or a failure.
 
         What this rank held back stays; the ranks plan anew.
         """
-        self._world = world
         round, self._round = self._round, None
         if round is not None:
             round.drop()
         if self.lanes:
             self._held, self._wanted = self.take_state_out()
             self.lanes, self._lane_of = [], {}
-        self.name = f"gradients.{world.name_optimizer(self.names.values())}"
+        self.name = f"gradients.{here.name_optimizer(self.names.values())}"
+        self._world = here
         self.takes_part = bool(self.options.process_set.included())
-        self.ranks: Sequence[int] = [world.rank]
-        self._engine = world.engine
+        self.ranks: Sequence[int] = [here.rank]
+        self._engine = here.engine
         if self.takes_part:
             members = self.options.process_set.members
             self.ranks, self._engine = members.ranks, self.options.process_set.engine
-        self._size, self.rank = len(self.ranks), self.ranks.index(world.rank)
+        self._size, self.rank = len(self.ranks), self.ranks.index(here.rank)
         if self._size > 1:
             self.hooks.watch(self.trained())
 
@@ -176,7 +176,7 @@ class Reducer:
 
     def _complete(self, parameter: torch.nn.Parameter) -> None:
         index = self._lane_of.get(parameter)
-        if index is None or not self.overlaps or not self._world.is_current():
+        if index is None or not self.overlaps or not self._is_here():
             return
         self._awaited[index].discard(parameter)
         if self._awaited[index] or index == len(self.lanes) - 1:
@@ -187,6 +187,10 @@ class Reducer:
         if self._round is None:
             self._round = self._open()
         self._round.submit_early(index)
+
+    def _is_here(self) -> bool:
+        """Tell whether this is still the world that was entered; `reduce` enters another."""
+        return world.is_initialized() and world.current() is self._world
 
     def _await_all(self) -> None:
         self._awaited = [set(lane.parameters) for lane in self.lanes]
@@ -264,7 +268,7 @@ class Reducer:
     def _plan(self, order: Sequence[torch.nn.Parameter]) -> None:
         """Make the lanes, the same on every rank: rank 0 says which."""
         trained = self.trained()
-        name_later_ones(self._param_groups, self.names)
+        self._name_new(trained)
         names = [self.names[p] for p in trained]
         facts = self._describe(trained)
         numbers = {p: number for number, p in enumerate(trained)}
@@ -306,6 +310,12 @@ class Reducer:
     def _lane(self, parameter: torch.nn.Parameter) -> AnyLane | None:
         index = self._lane_of.get(parameter)
         return None if index is None else self.lanes[index] if self.lanes else None
+
+    def _name_new(self, trained: Sequence[torch.nn.Parameter]) -> None:
+        for i, group in enumerate(self._param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if parameter not in self.names:
+                    self.names[parameter] = f"noname.{i}.{j}"
 
     def _describe(self, trained: Sequence[torch.nn.Parameter]) -> list[str]:
         """Return what must be equal on all ranks."""

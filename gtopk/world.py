@@ -94,10 +94,6 @@ class World:
         if engine is not None:
             engine.close(reason)
 
-    def is_current(self) -> bool:
-        """Tell whether this is still the world that operations take place in."""
-        return self is _find()
-
     def close(
         self, reason: str, failed: bool = False, patience_seconds: float | None = None
     ) -> list[int]:
