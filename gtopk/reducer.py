@@ -70,21 +70,29 @@ class Reducer:
         self._round: Round | None = None
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
         self._wanted: list[list[str]] | None = None  # buckets loaded with it
-        self._enter(world)
+        self.name = f"gradients.{world.name_optimizer(min(names.values()))}"
         self.hooks = BackwardHooks(names, weakref.WeakMethod(self._complete))
-        if self._size > 1:
-            self.hooks.watch(self.trained())
+        self._enter(world)
 
     def _enter(self, world: World) -> None:
         self.world = world
-        self.name = f"gradients.{world.name_optimizer(min(self.names.values()))}"
         self._engine, self._size, self._rank = world.engine, world.size, world.rank
+        if self._size > 1:
+            self.hooks.watch(self.trained())
 
     def follow(self, world: World) -> None:
-        """Take part in another world, with what is held back here: after another `init`."""
-        state = self.take_state_out()
+        """Take part in another world, with what is held back here: after another `init`.
+
+        The ranks may have parted over their plan, too: they meet to plan the next step anew, with
+        the buckets of before.
+        """
+        if self._round is not None:
+            self._round.drop()
+            self._round = None
+        held, buckets = self.take_state_out()
+        self.lanes, self._lane_of = [], {}
+        self._held, self._wanted = held, buckets or None
         self._enter(world)
-        self.put_state_in(*state)
 
     def trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that may have a gradient, in the optimizer's order."""

@@ -151,7 +151,8 @@ def rejoin() -> None:
     atexit.unregister(_at_exit)
     _process = _guard = None
     init(_communicator)
-    current().step, current().advice = here.step, here.advice
+    world = current()
+    world.step, world.advice, world.optimizers = here.step, here.advice, here.optimizers
 
 
 def _at_exit() -> None:
