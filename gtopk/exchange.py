@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from collectives.algorithms import ALGORITHMS, find_nodes, where_it_works
+from collectives.algorithms import ALGORITHMS, Regions, find_nodes, where_it_works
 from collectives.errors import NonFiniteError
 from collectives.kernels import all_finite
 from collectives.planning import Candidate, predict
@@ -115,6 +115,7 @@ class SparseExchange:
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
         self._outcome: tuple[SparseVector, SparseVector, SparseVector] | None = None
+        self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
         self.format = formats[0] if len(formats) == 1 else None
@@ -122,7 +123,15 @@ class SparseExchange:
     def _set_k(self, length: int) -> None:
         self._density = self.compression.density_at(self._progress.steps)
         self.k = selected(self._density, length)
+        regions = self.regions
         self.options = self.compression.options(self.k, length)
+        if regions is not None:
+            self.options["regions"] = regions
+
+    @property
+    def regions(self) -> Regions | None:
+        """Return the boundaries that are kept from step to step, where the method has some."""
+        return self.options.get("regions")
 
     @property
     def facts(self) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from collectives.transports import Transport
 
 from .buckets import Bucket
-from .exchange import Exchange, Exchanged, Progress, open_exchange
+from .exchange import Exchange, Exchanged, Progress, SparseExchange, open_exchange
 
 
 class Lane:
@@ -38,6 +39,17 @@ class Lane:
     def facts(self) -> str:
         """Return what must be equal on all ranks in the next step, besides the plan."""
         return self.exchange.facts
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides what is held back of each parameter."""
+        regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
+        return {"names": self.names, "regions": regions.record() if regions is not None else None}
+
+    def resume(self, record: Mapping[str, Any]) -> None:
+        """Go on from a record of a lane with the same names."""
+        regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
+        if regions is not None and record["regions"] is not None:
+            regions.resume(record["regions"])
 
     @property
     def on_host(self) -> bool:

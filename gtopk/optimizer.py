@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from . import world
+from . import optimizer_checkpoint, world
 from .compression import Compression, ErrorFeedback
 from .optimizer_options import Groups, Options
 from .parameters import name_parameters
@@ -235,10 +235,25 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer.drop()
         super().zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and under "gtopk" what this rank holds back."""
+        own = optimizer_checkpoint.save(self._reducer, self._world.rank, self._world.size)
+        return {**super().state_dict(), "gtopk": own}
+
+    def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
+        """Return the state with what all ranks hold back, on the root; None on the others.
+
+        All ranks call it together. Any number of ranks can load it: nothing held back is lost.
+        """
+        world = self._world
+        parts = optimizer_checkpoint.save_all(self._reducer, world.rank, world.size, root_rank)
+        return None if parts is None else {**super().state_dict(), "gtopk": parts}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
 
-        The parameter groups stay the same objects: schedulers made before wrapping hold them.
+        A plain optimizer's state is fine: what is held back stays then. The parameter groups stay
+        the same objects: schedulers made before wrapping hold them.
         """
         self._synchronized = self._skip = False
         self._reducer.drop()
@@ -248,6 +263,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             group.clear()
             group.update(loaded)
         self.param_groups = groups
+        if "gtopk" in state_dict:
+            optimizer_checkpoint.load(
+                self._reducer, state_dict["gtopk"], self._world.rank, self._world.size
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: the copy's gradients would be reduced a second time."""

@@ -24,6 +24,7 @@ from collectives.transports import Transport
 from .agreement import gather_words
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .compression import Automatic, NoneCompressor, SparseCompression
+from .engine import Work
 from .exchange import DenseExchange, Progress, open_residual
 from .hooks import BackwardHooks
 from .lanes import Lane, open_lane
@@ -63,14 +64,14 @@ class Reducer:
         self.scaler = scaler
         self.weight: float | None = None
         self.overlaps = options.overlap and options.local_clip_norm is None
+        self.name = f"gradients.{world.name_optimizer(min(names.values()))}"
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
         self._awaited: list[set[torch.nn.Parameter]] = []
         self._facts = ""
         self._round: Round | None = None
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
-        self._wanted: list[list[str]] | None = None  # buckets loaded with it
-        self.name = f"gradients.{world.name_optimizer(min(names.values()))}"
+        self._wanted: list[dict[str, Any]] | None = None  # records loaded with it
         self.hooks = BackwardHooks(names, weakref.WeakMethod(self._complete))
         self._enter(world)
 
@@ -84,14 +85,14 @@ class Reducer:
         """Take part in another world, with what is held back here: after another `init`.
 
         The ranks may have parted over their plan, too: they meet to plan the next step anew, with
-        the buckets of before.
+        the lanes of before.
         """
         if self._round is not None:
             self._round.drop()
             self._round = None
-        held, buckets = self.take_state_out()
+        held, lanes = self.take_state_out()
         self.lanes, self._lane_of = [], {}
-        self._held, self._wanted = held, buckets or None
+        self.put_state_in(held, lanes)
         self._enter(world)
 
     def trained(self) -> list[torch.nn.Parameter]:
@@ -145,22 +146,26 @@ class Reducer:
             for parameter in self.lanes[index].parameters
         }
 
-    def take_state_out(self) -> tuple[dict[str, Held], list[list[str]]]:
-        """Return what was held back of each parameter after the last step, and the buckets."""
+    def run_on_all(self, what: str, facts: Sequence[str], work: Work) -> Any:
+        """Run something else that concerns these parameters on all ranks together."""
+        return self._engine.submit(f"{self.name}.{what}", facts, work).wait()
+
+    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
+        """Return what was held back of each parameter after the last step, and lanes' records."""
         if not self.lanes:
             return self._held, self._wanted or []
         if self._round is not None:
             self._round.settle()
-        return take_out(self.lanes), [lane.names for lane in self.lanes]
+        return take_out(self.lanes), [lane.record() for lane in self.lanes]
 
-    def put_state_in(self, held: Mapping[str, Held], buckets: list[list[str]]) -> None:
-        """Hold this back from now on; before the first step, use these buckets, too."""
+    def put_state_in(self, held: Mapping[str, Held], lanes: list[dict[str, Any]]) -> None:
+        """Hold this back from now on; before the first step, make lanes like these, too."""
         if self._round is not None:
             self._round.invalidate()
         if self.lanes:  # other ranks may load nothing: the plan stays theirs
             put_in(self.lanes, held)
         else:
-            self._held, self._wanted = dict(held), buckets or None
+            self._held, self._wanted = dict(held), lanes or None
 
     # ---- while backward goes on
 
@@ -274,13 +279,18 @@ class Reducer:
             said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
             return [Part(how, numbers) for how, numbers in json.loads(said)]
 
-        parts = self._engine.submit(f"{self.name}.plan", facts, work).wait()
+        parts = self.run_on_all("plan", facts, work)
         held = take_out(self.lanes) if self.lanes else self._held
         self._held = {}
         self.lanes = [
             self._open_lane(part, index, trained, names) for index, part in enumerate(parts)
         ]
         put_in(self.lanes, held)
+        records = {tuple(record["names"]): record for record in self._wanted or ()}
+        for lane in self.lanes:
+            if tuple(lane.names) in records:
+                lane.resume(records[tuple(lane.names)])
+        self._wanted = None
         self._lane_of = {p: i for i, lane in enumerate(self.lanes) for p in lane.parameters}
         self._await_all()
         said = json.dumps([facts, [[part.how, part.numbers] for part in parts]])
@@ -335,7 +345,7 @@ class Reducer:
             by_hand = [[numbers[p] for p in group if p in numbers] for group in groups]
         elif self._wanted is not None:
             places = {name: number for number, name in enumerate(names)}
-            by_hand = [[places[n] for n in bucket if n in places] for bucket in self._wanted]
+            by_hand = [[places[n] for n in lane["names"] if n in places] for lane in self._wanted]
             order = [n for bucket in by_hand for n in bucket] + order
             order = list(dict.fromkeys(order))
         return arrange(

@@ -7,7 +7,8 @@ where the optimizer coalesces them. Parameters of `sparse_as_dense` do not come 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,13 @@ class SparseGradientLane:
     @property
     def _parameter(self) -> torch.nn.Parameter:
         return self.parameters[0]
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: that there is such a lane."""
+        return {"names": self.names, "regions": None}
+
+    def resume(self, record: Mapping[str, Any]) -> None:
+        """Do nothing: every step begins anew."""
 
     def take(self, weight: float, scale: float) -> None:
         """Take the gradient as it is now."""

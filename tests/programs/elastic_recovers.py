@@ -37,7 +37,9 @@ def make_state(**objects: Any) -> hvd.elastic.TorchState:
     torch.manual_seed(RANK)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.1), model.named_parameters()
+        torch.optim.Adam(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        hvd.Compression.gtopk(density=0.3),
     )
     return hvd.elastic.TorchState(model, optimizer, **objects)
 
@@ -153,7 +155,9 @@ def test_a_state_becomes_rank_0s() -> None:
     state.sync()
     assert (state.rank, state.lists) == (0, {"a": [0]})
     assert all(same_bits_everywhere(parameter) for parameter in state.model.parameters())
-    assert same_everywhere(repr(state.optimizer.state_dict()))
+    own = state.optimizer.state_dict()
+    assert own.pop("gtopk")["held"].keys() == {RANK}  # what a rank held back stays its own
+    assert same_everywhere(repr(own))
 
 
 if __name__ == "__main__":
