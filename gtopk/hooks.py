@@ -13,18 +13,19 @@ import torch
 class BackwardHooks:
     """Counts the backward passes of each parameter, and says when its gradient is complete.
 
-    passes_per_step: how many passes add up to a gradient.
-    order:           the parameters in the order in which their gradients were complete last time.
-    seconds:         of the last backward pass, from its first gradient to its last.
-    Parameters hold on to this weakly, as this does to the optimizer: they outlive it.
+    limit:   how many passes add up to a gradient; one more is an error.
+    order:   the parameters in the order in which their gradients were complete last time.
+    seconds: of the last backward pass, from its first gradient to its last.
+    Parameters hold on to this weakly, as this does to whom it tells: they outlive both.
     """
 
     def __init__(
         self,
         names: Mapping[torch.nn.Parameter, str],
-        on_complete: weakref.WeakMethod[Callable[[torch.nn.Parameter], None]],
+        limit: int = 1,
+        on_complete: weakref.WeakMethod[Callable[[torch.nn.Parameter], None]] | None = None,
     ) -> None:
-        self.passes_per_step = 1
+        self.set_limit(limit)
         self.order: list[torch.nn.Parameter] = []
         self.seconds = 0.0
         self._names = names
@@ -34,6 +35,12 @@ class BackwardHooks:
         self._began: float | None = None
         # Gradients on the host and on a GPU come from threads of their own.
         self._lock = threading.Lock()
+
+    def set_limit(self, passes: int) -> None:
+        """Set the limit; raise ValueError where it is none."""
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+        self.limit = passes
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Listen to these from now on; to those already watched once only."""
@@ -50,9 +57,9 @@ class BackwardHooks:
 
     def passes_left(self, parameter: torch.nn.Parameter) -> int:
         """Return how many backward passes a parameter's gradient still lacks."""
-        return self.passes_per_step - self._passes.get(parameter, 0)
+        return self.limit - self._passes.get(parameter, 0)
 
-    def begin(self) -> None:
+    def forget(self) -> None:
         """Count anew: what was computed belongs to no step any more."""
         self._passes.clear()
         self.order = []
@@ -65,13 +72,13 @@ class BackwardHooks:
                 self._began = now
             self.seconds = now - self._began
             passes = self._passes[parameter] = self._passes.get(parameter, 0) + 1
-            if passes > self.passes_per_step:
+            if passes > self.limit:
                 raise AssertionError(
                     f"the gradient of '{self._names[parameter]}' was computed {passes} times "
                     "before a call to step(); increase backward_passes_per_step to accumulate "
                     "gradients locally"
                 )
-            if passes == self.passes_per_step:
+            if passes == self.limit:
                 self.order.append(parameter)
-                if (complete := self._on_complete()) is not None:
+                if self._on_complete and (complete := self._on_complete()) is not None:
                     complete(parameter)

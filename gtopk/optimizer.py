@@ -12,22 +12,24 @@ from typing import Any, Final, Literal
 import torch
 
 from . import optimizer_checkpoint, world
+from .adasum import distribute_adasum
 from .compression import Compression, ErrorFeedback
 from .optimizer_options import Groups, Options
 from .parameters import name_parameters
+from .process_sets import ProcessSet, global_process_set
 from .reducer import Reducer, warn_of_few_entries
-from .reductions import Average
+from .reductions import Adasum, Average
+from .replicas import checksums, compare
 from .rounds import Round
 from .telemetry import StepReport, report
+from .wrapping import Wrapping, wrap
 
 _log = logging.getLogger("gtopk")
 MAX_SKIPPED_STEPS: Final = 100
 
 
-class _DistributedOptimizer(torch.optim.Optimizer):
+class _DistributedOptimizer(Wrapping):
     """What is mixed into the class of the wrapped optimizer."""
-
-    _wrapped: torch.optim.Optimizer
 
     def _distribute(
         self,
@@ -56,11 +58,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         self._skip = False
         self._exchange_ended: float | None = None
+        self._steps = 0
         self._skipped_in_a_row = 0
         self.skipped_steps = 0
         self.last_step: StepReport | None = None
 
     # ---- what scripts read of Horovod's
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
+        return self._options.process_set
 
     @property
     def op(self) -> int:
@@ -75,7 +83,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes add up before a step."""
-        return self._reducer.hooks.passes_per_step
+        return self._reducer.hooks.limit
 
     @property
     def _compression(self) -> Any:
@@ -106,9 +114,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
-        self._reducer.hooks.passes_per_step = passes
+        self._reducer.hooks.set_limit(passes)
 
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
@@ -118,10 +124,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises HorovodInternalError, on every rank alike, when the ranks disagree;
         FloatingPointError when more steps in a row were skipped than may be.
         """
-        self._check_scaler()
-        if not self._world.is_current():
+        if not self._world.is_current():  # after elastic's recovery, say
             self._world = world.current()
-            self._reducer.follow(self._world)
+            self._reducer.enter(self._world)
+        self._synchronized = True
+        if not self._reducer.takes_part:
+            return
+        self._check_scaler()
         begun = time.perf_counter()
         compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
         round = self._reducer.reduce()
@@ -132,7 +141,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         else:
             round.apply()
             self._reducer.progress.steps += 1
-        self._synchronized = True
         self._exchange_ended = time.perf_counter()
         self.last_step = report(
             round,
@@ -167,7 +175,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._skipped_in_a_row += 1
         where = "; ".join(
             f"rank {rank}: {', '.join(map(repr, names[:3]))}"
-            for rank, names in enumerate(round.culprits)
+            for rank, names in zip(self._reducer.ranks, round.culprits, strict=False)
             if names
         )
         _log.warning(
@@ -224,11 +232,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         self._synchronized = False
         if not self._skip:
-            super().step()
-            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
+            self._step_wrapped()
         self._skip = False
         self._world.step += 1
+        self._check_replicas()
         return loss
+
+    def _check_replicas(self) -> None:
+        """Raise HorovodInternalError, where it is time to look, for parameters that differ."""
+        self._steps += 1
+        every = self._options.check_every
+        if every and self._steps % every == 0 and self._reducer.takes_part:
+            own, names = checksums(self._parameter_names), self._parameter_names
+            self._reducer.run_on_all("replicas", [], lambda t, votes: compare(t, own, names))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten."""
@@ -237,7 +253,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and under "gtopk" what this rank holds back."""
-        own = optimizer_checkpoint.save(self._reducer, self._world.rank, self._world.size)
+        own = optimizer_checkpoint.save(self._reducer)
         return {**super().state_dict(), "gtopk": own}
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
@@ -245,35 +261,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         All ranks call it together. Any number of ranks can load it: nothing held back is lost.
         """
-        world = self._world
-        parts = optimizer_checkpoint.save_all(self._reducer, world.rank, world.size, root_rank)
+        parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
         return None if parts is None else {**super().state_dict(), "gtopk": parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
 
-        A plain optimizer's state is fine: what is held back stays then. The parameter groups stay
-        the same objects: schedulers made before wrapping hold them.
+        A plain optimizer's state is fine: what is held back stays then.
         """
         self._synchronized = self._skip = False
         self._reducer.drop()
-        groups = self.param_groups
         super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups
         if "gtopk" in state_dict:
-            optimizer_checkpoint.load(
-                self._reducer, state_dict["gtopk"], self._world.rank, self._world.size
-            )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: the copy's gradients would be reduced a second time."""
-        raise TypeError(
-            "a distributed optimizer can be neither copied nor pickled: it belongs to the ranks of "
-            "a running job. Keep its state_dict(), or copy the plain optimizer and wrap the copy"
-        )
+            optimizer_checkpoint.load(self._reducer, state_dict["gtopk"])
 
 
 def DistributedOptimizer(
@@ -286,6 +286,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Groups = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     *,
     missing_gradients: Literal["error", "zeros"] = "error",
     overlap: bool = True,
@@ -308,12 +309,14 @@ def DistributedOptimizer(
         Compressor class. Top-k methods weight by 1/world size before they select (op=Average), keep
         what was not sent in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes add up before a step.
-    op: Average or Sum.
+    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`), and
+        takes only the arguments before it.
     gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum.
     groups: into how many buckets gradients go, or lists of the parameters that share one; others
         are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
     sparse_as_dense: make sparse gradients (embeddings') dense. Otherwise the ranks' entries are
         gathered as they are, uncompressed.
+    process_set: the ranks that reduce together; others step by themselves.
     missing_gradients: what it means when a parameter has a gradient on some ranks only: an error
         on all of them, or zeros. One that has none on any rank is passed over, as without gtopk.
     overlap: exchange buckets while backward goes on. Residuals then have a copy in memory, as large
@@ -340,6 +343,7 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups,
         sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
         missing_gradients=missing_gradients,
         overlap=overlap,
         bucket_bytes=bucket_bytes,
@@ -348,23 +352,18 @@ def DistributedOptimizer(
         check_every=check_every,
         max_skipped_steps=max_skipped_steps,
     )
-    _require_wrappable(optimizer, options.feedback)
-    kind = type(optimizer)
-    distributed: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {}))
-    distributed.__dict__.update(optimizer.__dict__)
-    distributed._wrapped = optimizer
-    # A scheduler that was made before hangs its own step on the instance; ours comes first.
-    distributed.__dict__.pop("step", None)
+    if op == Adasum:
+        if process_set is not global_process_set:
+            raise ValueError("op=Adasum is for all ranks: it takes no process_set")
+        return distribute_adasum(optimizer, named_parameters, compression, backward_passes_per_step)
+    _require_one_momentum(optimizer, options.feedback)
+    distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed
 
 
-def _require_wrappable(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback | None) -> None:
-    """Raise ValueError for an optimizer that cannot be distributed, or not with this feedback."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates its closure many times a step; use another optimizer")
-    if isinstance(optimizer, _DistributedOptimizer):
-        raise ValueError("the optimizer is distributed already; wrap the plain one")
+def _require_one_momentum(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback | None) -> None:
+    """Raise ValueError for an optimizer whose momentum would be taken twice."""
     correction = feedback.momentum_correction if feedback else 0.0
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
     if correction and momentum:

@@ -33,28 +33,34 @@ _log = logging.getLogger("gtopk")
 _FORMAT: Final = 1
 
 
-def save(reducer: Reducer, rank: int, ranks: int) -> dict[str, Any]:
+def save(reducer: Reducer) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
     held, lanes = reducer.take_state_out()
     return {
         "format": _FORMAT,
-        "ranks": ranks,
+        "ranks": len(reducer.ranks),
         "steps": reducer.progress.steps,
         "lanes": lanes,
-        "held": {rank: held},
+        "held": {reducer.rank: held},
     }
 
 
-def save_all(reducer: Reducer, rank: int, ranks: int, root: int) -> dict[str, Any] | None:
-    """Return all ranks' parts as one on the root, None elsewhere; all ranks call it together."""
-    own = save(reducer, rank, ranks)
+def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
+    """Return all ranks' parts as one on the root, None elsewhere; all ranks call it together.
+
+    root: a rank of the world.
+    """
+    own = save(reducer)
+    if root not in reducer.ranks:
+        raise ValueError(f"root_rank must be one of {list(reducer.ranks)}, got {root}")
+    rank, place = reducer.rank, reducer.ranks.index(root)
 
     def work(transport: Transport, votes: list[int]) -> dict[str, Any] | None:
-        if rank != root:
-            transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), root)()
+        if rank != place:
+            transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
             return None
-        for source in range(ranks):
-            if source != root:
+        for source in range(transport.size):
+            if source != place:
                 own["held"][source] = decode(transport.receive(source).tobytes())
         own["held"] = dict(sorted(own["held"].items()))
         return own
@@ -63,7 +69,7 @@ def save_all(reducer: Reducer, rank: int, ranks: int, root: int) -> dict[str, An
     return gathered
 
 
-def load(reducer: Reducer, part: Mapping[str, Any], rank: int, ranks: int) -> None:
+def load(reducer: Reducer, part: Mapping[str, Any]) -> None:
     """Make the reducer hold back what this rank has to, and say what was done.
 
     Raises ValueError for a part that another version wrote.
@@ -73,6 +79,7 @@ def load(reducer: Reducer, part: Mapping[str, Any], rank: int, ranks: int) -> No
             f"the checkpoint's 'gtopk' part must be of format {_FORMAT}, got "
             f"{part.get('format')!r}; load it with the version of gtopk that saved it"
         )
+    rank, ranks = reducer.rank, len(reducer.ranks)
     held, what = _share(part["held"], int(part["ranks"]), rank, ranks)
     reducer.put_state_in(held, list(part["lanes"]))
     reducer.progress.steps = int(part["steps"])

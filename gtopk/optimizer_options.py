@@ -10,7 +10,8 @@ import torch
 
 from .compression import Automatic, ErrorFeedback, check_count, check_number
 from .exchange import require_compression
-from .reductions import NAMES, Average, Sum
+from .process_sets import ProcessSet
+from .reductions import NAMES, Adasum, Average, Sum
 
 # A number of groups, or lists of the parameters that each is made of.
 Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
@@ -25,6 +26,7 @@ class Options:
     gradient_predivide_factor: float
     groups: Groups
     sparse_as_dense: bool
+    process_set: ProcessSet
     missing_gradients: Literal["error", "zeros"]
     overlap: bool
     bucket_bytes: int | None
@@ -35,8 +37,10 @@ class Options:
 
     def __post_init__(self) -> None:
         require_compression(self.compression)
-        if self.op not in (Average, Sum):
-            raise ValueError(f"op must be Average or Sum, got {NAMES.get(self.op, self.op)}")
+        if self.op not in (Average, Sum, Adasum):
+            raise ValueError(
+                f"op must be Average, Sum or Adasum, got {NAMES.get(self.op, self.op)}"
+            )
         factor = self.gradient_predivide_factor
         if factor != 1.0 and self.op != Average:
             raise ValueError("gradient_predivide_factor is for op=Average only")

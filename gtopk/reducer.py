@@ -47,6 +47,8 @@ class Reducer:
     lanes:    in the order in which backward completes them; none before the first step.
     scaler:   the GradScaler that the gradients are scaled by, where there is one.
     weight:   of this rank's gradients; None for what op says.
+    ranks:    of the world that reduce together, in order; rank: this one's place among them.
+    takes_part: whether this rank is one of them: it steps by itself otherwise.
     """
 
     def __init__(
@@ -64,7 +66,6 @@ class Reducer:
         self.scaler = scaler
         self.weight: float | None = None
         self.overlaps = options.overlap and options.local_clip_norm is None
-        self.name = f"gradients.{world.name_optimizer(min(names.values()))}"
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
         self._awaited: list[set[torch.nn.Parameter]] = []
@@ -72,28 +73,30 @@ class Reducer:
         self._round: Round | None = None
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
         self._wanted: list[dict[str, Any]] | None = None  # records loaded with it
-        self.hooks = BackwardHooks(names, weakref.WeakMethod(self._complete))
-        self._enter(world)
+        self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
+        self.enter(world)
 
-    def _enter(self, world: World) -> None:
-        self.world = world
-        self._engine, self._size, self._rank = world.engine, world.size, world.rank
+    def enter(self, world: World) -> None:
+        """Take part in a world: the first, or the next one after `shutdown`, or a failure.
+
+        What this rank held back stays; the ranks plan anew.
+        """
+        round, self._round = self._round, None
+        if round is not None:
+            round.drop()
+        if self.lanes:
+            self._held, self._wanted = self.take_state_out()
+            self.lanes, self._lane_of = [], {}
+        self.name = f"gradients.{world.name_optimizer(self.names.values())}"
+        self.takes_part = bool(self.options.process_set.included())
+        self.ranks: Sequence[int] = [world.rank]
+        self._world, self._engine = world, world.engine
+        if self.takes_part:
+            members = self.options.process_set.members
+            self.ranks, self._engine = members.ranks, self.options.process_set.engine
+        self._size, self.rank = len(self.ranks), self.ranks.index(world.rank)
         if self._size > 1:
             self.hooks.watch(self.trained())
-
-    def follow(self, world: World) -> None:
-        """Take part in another world, with what is held back here: after another `init`.
-
-        The ranks may have parted over their plan, too: they meet to plan the next step anew, with
-        the lanes of before.
-        """
-        if self._round is not None:
-            self._round.drop()
-            self._round = None
-        held, lanes = self.take_state_out()
-        self.lanes, self._lane_of = [], {}
-        self.put_state_in(held, lanes)
-        self._enter(world)
 
     def trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that may have a gradient, in the optimizer's order."""
@@ -108,7 +111,7 @@ class Reducer:
             self.progress.backward_seconds = self.hooks.seconds
         round, self._round = self._round, None
         order = self.hooks.order
-        self.hooks.begin()  # also where this fails: the next step counts
+        self.hooks.forget()  # also where this fails: the next step counts
         self._make_dense()
         if not self.lanes:
             self._plan(order)
@@ -133,7 +136,7 @@ class Reducer:
         A round that has begun goes on until `reduce`: the other ranks may be in it. By then other
         gradients will be there, so that it will be void.
         """
-        self.hooks.begin()
+        self.hooks.forget()
         self._await_all()
 
     def in_flight(self) -> dict[torch.nn.Parameter, Any]:
@@ -171,7 +174,7 @@ class Reducer:
 
     def _complete(self, parameter: torch.nn.Parameter) -> None:
         index = self._lane_of.get(parameter)
-        if index is None or not self.overlaps or not self.world.is_current():
+        if index is None or not self.overlaps or not self._world.is_current():
             return
         self._awaited[index].discard(parameter)
         if self._awaited[index] or index == len(self.lanes) - 1:
@@ -192,7 +195,7 @@ class Reducer:
             _log.info(
                 "rank %d: %s: from now on %s are exchanged after backward, without overlap; "
                 "change them between synchronize() and step() to have it back",
-                self._rank,
+                self.ranks[self.rank],
                 why,
                 self.name,
             )

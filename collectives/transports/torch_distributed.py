@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -296,10 +296,11 @@ def import_torch() -> Any:
 
 
 def open_torch_distributed(
-    timeout_seconds: float, start_timeout_seconds: float
+    timeout_seconds: float, start_timeout_seconds: float, ranks: Sequence[int] | None = None
 ) -> TorchDistributedTransport:
     """Join the ranks of the default process group, or those that torchrun's environment tells of.
 
+    ranks: which of them; None: all.
     A gloo group of its own is made beside the default one, whatever that one's backend: no message
     of a user's own can mix with ours.
     """
@@ -326,14 +327,25 @@ def open_torch_distributed(
         # Torchrun's store outlives its ranks: when it restarts them, they begin afresh.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = distributed.PrefixStore(f"attempt-{attempt}", store)
-    return join_at(store, rank, size, timeout_seconds, start_timeout_seconds)
+    return join_at(store, rank, size, timeout_seconds, start_timeout_seconds, ranks)
 
 
 def join_at(
-    store: Store, rank: int, size: int, timeout_seconds: float, start_timeout_seconds: float
+    store: Store,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    start_timeout_seconds: float,
+    ranks: Sequence[int] | None = None,
 ) -> TorchDistributedTransport:
-    """Join the ranks that meet at a store, which may serve others, too."""
+    """Join the ranks that meet at a store, which may serve others, too.
+
+    ranks: which of them; None: all.
+    """
     prefix = f"gtopk-{next(_opened)}"
+    if ranks is not None:
+        prefix += f"-of-{'-'.join(map(str, ranks))}"
+        rank, size = ranks.index(rank), len(ranks)
     return TorchDistributedTransport(
         import_torch().distributed.PrefixStore(prefix, store),
         rank,

@@ -25,7 +25,9 @@ def command(hosts: int, launcher: str, *program: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+    # mpirun lies beside the interpreter, which need not be on the PATH.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **more}
 
 
 def emulated(

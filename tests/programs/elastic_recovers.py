@@ -40,6 +40,7 @@ def make_state(**objects: Any) -> hvd.elastic.TorchState:
         torch.optim.Adam(model.parameters(), lr=0.1),
         model.named_parameters(),
         hvd.Compression.gtopk(density=0.3),
+        groups=2,
     )
     return hvd.elastic.TorchState(model, optimizer, **objects)
 
