@@ -124,11 +124,11 @@ class _DistributedOptimizer(Wrapping):
         Raises HorovodInternalError, on every rank alike, when the ranks disagree;
         FloatingPointError when more steps in a row were skipped than may be.
         """
-        if not self._world.is_current():  # after elastic's recovery, say
-            self._world = world.current()
-            self._reducer.enter(self._world)
-        self._synchronized = True
+        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+            self._world = here
+            self._reducer.enter(here)
         if not self._reducer.takes_part:
+            self._synchronized = True
             return
         self._check_scaler()
         begun = time.perf_counter()
@@ -141,6 +141,7 @@ class _DistributedOptimizer(Wrapping):
         else:
             round.apply()
             self._reducer.progress.steps += 1
+        self._synchronized = True
         self._exchange_ended = time.perf_counter()
         self.last_step = report(
             round,

@@ -69,10 +69,6 @@ class World:
         # Ranks of different versions may differ in anything: refuse them before they do.
         self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
 
-    def is_current(self) -> bool:
-        """Tell whether this is still the world that operations take place in."""
-        return self is _find()
-
     def name_optimizer(self, names: Iterable[str]) -> str:
         """Return a name for an optimizer of parameters with these names.
 
