@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -423,3 +424,15 @@ def test_with_patience_who_stays_is_told_and_nothing_is_ended(threads):
     first, second = threads(2, program)
     assert first == [1]
     assert "rank 0 left (begins anew)" in second
+
+
+def test_what_is_done_holds_no_array(threads):
+    def program(engine: Engine, rank: int) -> bool:
+        array = np.zeros(3)
+        seen = weakref.ref(array)
+        engine.submit("a", [], lambda transport, votes: None, fusion=[Dense(array)]).wait()
+        del array
+        engine.submit("b", [], nothing).wait()  # by now the thread has let go, too
+        return seen() is None
+
+    assert threads(2, with_engine(program)) == [True, True]
