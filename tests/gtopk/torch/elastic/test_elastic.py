@@ -31,6 +31,11 @@ NAMES = {
         "get_handler_registry": (),
         "set_handler_registry": ("registry",),
     },
+    "gtopk.common.elastic": {
+        "State": ("bcast_object", "get_rank"),
+        "ObjectState": ("bcast_object", "get_rank", "kwargs"),
+        "run_fn": ("func", "reset"),
+    },
     "gtopk.exceptions": {"HostsUpdatedInterrupt": ("skip_sync",)},
 }
 METHODS = {
