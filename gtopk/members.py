@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .engine import Engine
 
 
-@dataclass(frozen=True)
+@dataclass
 class Members:
     """All ranks, or those of a process set.
 

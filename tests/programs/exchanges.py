@@ -348,6 +348,31 @@ def test_the_gradients_of_groups_are_those_of_their_tensors() -> None:
     assert first.grad.tolist() == [rank + 1.0 for rank in RANKS]
 
 
+# ---- Adasum
+
+
+def test_adasum_averages_what_is_alike_and_adds_what_differs() -> None:
+    for dtype in FLOATS:
+        alike = torch.tensor([3.0, -4.0], dtype=dtype)
+        own = torch.eye(SIZE, dtype=dtype)[RANK] * (RANK + 1)
+        apart = torch.arange(1, SIZE + 1).to(dtype)
+        tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 0.0}
+        torch.testing.assert_close(hvd.allreduce(alike, op=hvd.Adasum), alike, **tolerance)
+        in_place = own.clone()
+        assert hvd.allreduce_(in_place, op=hvd.Adasum) is in_place
+        torch.testing.assert_close(in_place, apart, **tolerance)
+        # In a group, each tensor is combined by itself.
+        tensors = [alike, own, alike.double()]
+        one, two, three = hvd.grouped_allreduce(tensors, op=hvd.Adasum, postscale_factor=2.0)
+        torch.testing.assert_close(one, alike * 2, **tolerance)
+        torch.testing.assert_close(two, apart * 2, **tolerance)
+        torch.testing.assert_close(three, alike.double() * 2)
+    raises(ValueError, lambda: hvd.allreduce(torch.ones(2).int(), op=hvd.Adasum), "floats are")
+    tensor = torch.ones(2, requires_grad=True)
+    hvd.allreduce(tensor, op=hvd.Adasum).sum().backward()
+    torch.testing.assert_close(tensor.grad, torch.ones(2))
+
+
 # ---- sparse
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ...process_sets import ProcessSet, global_process_set
-from ...world import current
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -21,5 +22,11 @@ def join(device: int = -1) -> int:
 
     device: accepted for Horovod's scripts, not needed.
     """
-    last: int = current().engine.join().wait()
+    everyone = global_process_set.members
+    engine = global_process_set.engine
+    last: int = engine.join().wait()
+    # Who joined early has counted fewer operations without a name than the others.
+    count = next(everyone.unnamed)
+    counts = engine.submit("join.unnamed", [], lambda transport, votes: votes, vote=count).wait()
+    everyone.unnamed = itertools.count(max(counts))
     return last

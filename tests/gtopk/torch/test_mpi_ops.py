@@ -10,9 +10,13 @@ import torch
 import gtopk.torch as hvd
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_collectives_give_what_rank_and_size_say(mpirun, tmp_path, ranks: int) -> None:
-    done = mpirun(ranks, "mpi_ops.py", str(tmp_path))
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("mpirun", 1), ("mpirun", 2), ("mpirun", 3), ("torchrun", 3)]
+)
+def test_every_operation_gives_what_rank_and_size_say(
+    request, tmp_path, launcher: str, ranks: int
+) -> None:
+    done = request.getfixturevalue(launcher)(ranks, "mpi_ops.py", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("every collective does as it says") == ranks, done.stdout
 
