@@ -24,8 +24,8 @@ from . import world
 from .compression import Compression, Compressor
 from .deltas import Deltas
 from .engine import Work
+from .hooks import BackwardHooks
 from .parameters import name_parameters
-from .passes import Passes
 from .reductions import Adasum
 from .telemetry import StepReport
 from .wrapping import Wrapping, wrap
@@ -56,10 +56,9 @@ class _AdasumOptimizer(Wrapping):
         if any(p.is_complex() for p in self._trained):
             raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
         counted = self._trained if self._world.size > 1 else {}  # alone, as without gtopk
-        self._passes = Passes(counted, backward_passes_per_step)
-        # One rank's optimizers are told apart by their order of construction.
-        self._world.optimizers += 1
-        self._name = f"deltas.{self._world.optimizers}"
+        self._hooks = BackwardHooks(counted, backward_passes_per_step)
+        self._hooks.watch(counted)
+        self._name = f"deltas.{self._world.name_optimizer(self._trained.values())}"
         self._facts = [
             f"op=Adasum compression={compression.__name__}",
             *(f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in self._trained.items()),
@@ -75,11 +74,11 @@ class _AdasumOptimizer(Wrapping):
     @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes add up before a step."""
-        return self._passes.limit
+        return self._hooks.limit
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
-        self._passes.set_limit(passes)
+        self._hooks.set_limit(passes)
 
     def synchronize(self) -> None:
         """Agree whether the gradients are finite on all ranks; they stay this rank's own.
@@ -88,7 +87,7 @@ class _AdasumOptimizer(Wrapping):
         the step on all of them. `step` asks by itself, unless this was called before.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree.
         """
-        self._passes.forget()
+        self._hooks.forget()
         self._check_gradients()
         entries = [_entries(p.grad) for p in self._trained if p.grad is not None]
         finite = all(bool(part.isfinite().all()) for part in entries)
@@ -195,6 +194,9 @@ class _AdasumOptimizer(Wrapping):
             select_seconds=self._select_seconds,
             communicate_seconds=self._communicate_seconds,
             merge_seconds=0.0,
+            hidden_seconds=0.0,
+            working_seconds=self._communicate_seconds,
+            buckets=1,
             exchange_seconds=exchange_seconds,
             predicted_seconds=None,
             sent_bytes=traffic.sent_bytes,
@@ -218,7 +220,7 @@ class _AdasumOptimizer(Wrapping):
         super().load_state_dict(state_dict)
 
     def _forget(self) -> None:
-        self._passes.forget()
+        self._hooks.forget()
         self._are_finite = False
 
 

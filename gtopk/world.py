@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -38,7 +38,7 @@ class World:
     step:       how many optimizer steps this rank has finished; errors name it.
     timeline:   what records it, on rank 0, while something does.
     advice:     how the job can go on when it ends before its time; errors end with it.
-    optimizers: how many distributed optimizers it has made; their order names their operations.
+    optimizers: how many distributed optimizers it has made, by the name of a parameter.
     sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
                 their operations without a name, anew: where ranks left the last one at different
                 operations, they agree again.
@@ -52,7 +52,7 @@ class World:
         self.step = 0
         self.timeline: timeline.Timeline | None = None
         self.advice = ""
-        self.optimizers = 0
+        self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
         places = [
@@ -68,6 +68,16 @@ class World:
         self.sets_made = 0
         # Ranks of different versions may differ in anything: refuse them before they do.
         self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
+
+    def name_optimizer(self, names: Iterable[str]) -> str:
+        """Return a name for an optimizer of parameters with these names.
+
+        Optimizers of the same names are numbered, in the order in which they come.
+        """
+        first = min(names)
+        self.optimizers[first] += 1
+        number = self.optimizers[first]
+        return first if number == 1 else f"{first}.{number}"
 
     def open_set(self, number: int, ranks: Sequence[int]) -> None:
         """Give some of the ranks operations of their own; every rank calls it, nothing is sent."""

@@ -27,6 +27,13 @@ class Wrapping(torch.optim.Optimizer):
             group.update(loaded)
         self.param_groups = groups
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: the copy's gradients would be reduced a second time."""
+        raise TypeError(
+            "a distributed optimizer can be neither copied nor pickled: it belongs to the ranks of "
+            "a running job. Keep its state_dict(), or copy the plain optimizer and wrap the copy"
+        )
+
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does, with the gradients as they are."""
         super().step()
