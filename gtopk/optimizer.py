@@ -127,8 +127,8 @@ class _DistributedOptimizer(Wrapping):
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._world = here
             self._reducer.enter(here)
-        self._synchronized = True
         if not self._reducer.takes_part:
+            self._synchronized = True
             return
         self._check_scaler()
         begun = time.perf_counter()
@@ -141,6 +141,7 @@ class _DistributedOptimizer(Wrapping):
         else:
             round.apply()
             self._reducer.progress.steps += 1
+        self._synchronized = True
         self._exchange_ended = time.perf_counter()
         self.last_step = report(
             round,

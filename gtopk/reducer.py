@@ -21,6 +21,7 @@ import torch
 
 from collectives.transports import Transport
 
+from . import world
 from .agreement import gather_words
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .compression import Automatic, NoneCompressor, SparseCompression
@@ -56,7 +57,7 @@ class Reducer:
         param_groups: list[dict[str, Any]],
         names: dict[torch.nn.Parameter, str],
         options: Options,
-        world: World,
+        here: World,
         scaler: Any,
     ) -> None:
         self.names = names
@@ -74,9 +75,9 @@ class Reducer:
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
         self._wanted: list[dict[str, Any]] | None = None  # records loaded with it
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
-        self.enter(world)
+        self.enter(here)
 
-    def enter(self, world: World) -> None:
+    def enter(self, here: World) -> None:
         """Take part in a world: the first, or the next one after `shutdown`, or a failure.
 
         What this rank held back stays; the ranks plan anew.
@@ -87,14 +88,15 @@ class Reducer:
         if self.lanes:
             self._held, self._wanted = self.take_state_out()
             self.lanes, self._lane_of = [], {}
-        self.name = f"gradients.{world.name_optimizer(self.names.values())}"
+        self.name = f"gradients.{here.name_optimizer(self.names.values())}"
+        self._world = here
         self.takes_part = bool(self.options.process_set.included())
-        self.ranks: Sequence[int] = [world.rank]
-        self._engine = world.engine
+        self.ranks: Sequence[int] = [here.rank]
+        self._engine = here.engine
         if self.takes_part:
             members = self.options.process_set.members
             self.ranks, self._engine = members.ranks, self.options.process_set.engine
-        self._size, self.rank = len(self.ranks), self.ranks.index(world.rank)
+        self._size, self.rank = len(self.ranks), self.ranks.index(here.rank)
         if self._size > 1:
             self.hooks.watch(self.trained())
 
@@ -174,7 +176,7 @@ class Reducer:
 
     def _complete(self, parameter: torch.nn.Parameter) -> None:
         index = self._lane_of.get(parameter)
-        if index is None or not self.overlaps:
+        if index is None or not self.overlaps or not self._is_here():
             return
         self._awaited[index].discard(parameter)
         if self._awaited[index] or index == len(self.lanes) - 1:
@@ -185,6 +187,10 @@ class Reducer:
         if self._round is None:
             self._round = self._open()
         self._round.submit_early(index)
+
+    def _is_here(self) -> bool:
+        """Tell whether this is still the world that was entered; `reduce` enters another."""
+        return world.is_initialized() and world.current() is self._world
 
     def _await_all(self) -> None:
         self._awaited = [set(lane.parameters) for lane in self.lanes]

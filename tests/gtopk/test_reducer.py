@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
+from gtopk import process_sets, world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Average, Sum
@@ -560,3 +560,53 @@ def test_what_scripts_read_of_horovods_optimizer_is_there(threads):
             optimizer.step()
 
     threads(2, program)
+
+
+def test_ranks_of_a_process_set_reduce_together_and_others_step_alone(threads):
+    def program(transport: LocalTransport) -> Any:
+        model, alone = layers(), layers()
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+        with world.entered(transport):
+            pair = process_sets.ProcessSet([0, 2])
+            process_sets.register(pair)
+            optimizer = distribute(model, Compression.gtopk(1.0), process_set=pair)
+            assert optimizer.process_set is pair
+            for step in range(3):
+                for each, of in ((optimizer, model), (plain, alone)):
+                    each.zero_grad()
+                    of(inputs(transport.rank, step)).square().sum().backward()
+                    each.step()
+            state = optimizer.gather_state(2) if pair.included() else None
+            assert (state is None) == (transport.rank != 2)
+        return flat(model), flat(alone)
+
+    first, other, last = threads(3, program)
+    assert torch.equal(*other)
+    assert torch.equal(first[0], last[0])
+    assert not torch.equal(*first)
+
+
+def test_what_was_held_back_goes_into_the_next_world():
+    """As after elastic's recovery, here with fewer ranks."""
+    models = [layers() for _ in range(3)]
+    optimizers: list[Any] = [None] * 3
+
+    def train(transport: LocalTransport) -> tuple[np.ndarray, np.ndarray]:
+        rank = transport.rank
+        with world.entered(transport):
+            optimizers[rank] = optimizers[rank] or distribute(models[rank])
+            before = held(optimizers[rank])
+            for step in range(3):
+                optimizers[rank].zero_grad()
+                models[rank](inputs(rank, step)).square().sum().backward()
+                optimizers[rank].step()
+                if step == 0:
+                    after_one = held(optimizers[rank])
+            return before, after_one
+
+    run_ranks(local_world(3, 30), train)
+    left = [held(optimizer) for optimizer in optimizers]
+    for rank, (before, after_one) in enumerate(run_ranks(local_world(2, 30), train)):
+        np.testing.assert_array_equal(before, left[rank])
+        assert after_one.any()
+    assert torch.equal(flat(models[0]), flat(models[1]))
