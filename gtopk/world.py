@@ -101,8 +101,9 @@ class World:
 
         patience_seconds: how long to wait for the others instead; returns who stays.
         """
-        for number in [number for number in self.sets if number]:
-            self.close_set(number, reason)
+        if not failed:  # else nothing more is run
+            for number in [number for number in self.sets if number]:
+                self.close_set(number, reason)
         staying = self.engine.close(reason, failed, patience_seconds)
         timeline.stop(self)
         return staying
