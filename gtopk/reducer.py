@@ -30,6 +30,7 @@ from .exchange import DenseExchange, Progress, open_residual
 from .hooks import BackwardHooks
 from .lanes import Lane, open_lane
 from .optimizer_options import Options
+from .parameters import name_later_ones
 from .reductions import Average
 from .residual_state import Held, put_in, take_out
 from .rounds import AnyLane, Round
@@ -268,7 +269,7 @@ class Reducer:
     def _plan(self, order: Sequence[torch.nn.Parameter]) -> None:
         """Make the lanes, the same on every rank: rank 0 says which."""
         trained = self.trained()
-        self._name_new(trained)
+        name_later_ones(self._param_groups, self.names)
         names = [self.names[p] for p in trained]
         facts = self._describe(trained)
         numbers = {p: number for number, p in enumerate(trained)}
@@ -310,12 +311,6 @@ class Reducer:
     def _lane(self, parameter: torch.nn.Parameter) -> AnyLane | None:
         index = self._lane_of.get(parameter)
         return None if index is None else self.lanes[index] if self.lanes else None
-
-    def _name_new(self, trained: Sequence[torch.nn.Parameter]) -> None:
-        for i, group in enumerate(self._param_groups):
-            for j, parameter in enumerate(group["params"]):
-                if parameter not in self.names:
-                    self.names[parameter] = f"noname.{i}.{j}"
 
     def _describe(self, trained: Sequence[torch.nn.Parameter]) -> list[str]:
         """Return what must be equal on all ranks."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import struct
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -23,6 +23,7 @@ import numpy as np
 from ..errors import MessageError
 from ..vector import Array
 from . import reductions
+from .endpoint import Endpoint
 from .farewell import Farewell
 from .traffic import Traffic
 
@@ -40,10 +41,9 @@ def say(text: str) -> None:
     print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
 
 
-class Transport(ABC):
+class Transport(Endpoint):
     """The connection between `size` ranks, seen from one of them.
 
-    ranks:   the world ranks of the members: what errors call them.
     traffic: counts every message given to `send`, also through a view of this transport; see
              `allreduce` for the one exception.
     tag:     a number of this transport's stream of messages, equal on all members; 0 for the
@@ -69,20 +69,6 @@ class Transport(ABC):
         self._members = frozenset(ranks)
         self._begun = 0
         self._activity = ""
-
-    @abstractmethod
-    def send(self, message: Array, to: int) -> Callable[[], None]:
-        """Begin to send uint8 [m] to a rank; return the function that waits until it is gone.
-
-        The message must stay unchanged until then.
-        """
-
-    @abstractmethod
-    def receive(self, source: int) -> Array:
-        """Return the next message of a rank, uint8 [m], in memory of its own.
-
-        Raises PeerError when that rank left, PeerTimeoutError when it stays silent.
-        """
 
     def subset(self, ranks: Sequence[int]) -> Transport:
         """Return the transport of these ranks, numbered 0, 1, ... in the order given.
@@ -111,7 +97,7 @@ class Transport(ABC):
             raise ValueError(f"channel must lie in 0..{CHANNELS - 1}, got {number}")
         return self.view(number, self.ranks)
 
-    def connect(self) -> None:  # noqa: B027
+    def connect(self) -> None:
         """Prepare for messages in GPU memory, where that takes anything; all ranks do so together.
 
         A view that nobody connected may pass them through the hosts.
