@@ -50,12 +50,14 @@ class Transport(Endpoint):
              stream of all ranks.
     counts_allreduce: whether `allreduce` is counted message by message, or by formula.
     timeout_seconds:  the longest a rank waits for a peer.
+    full_speed_bytes: an allreduce of as many has its full speed: two as one would not be faster.
     supports_device_messages: whether messages may be arrays in a GPU's memory.
     """
 
     name: str
     counts_allreduce = True
     timeout_seconds = 600.0
+    full_speed_bytes = 1 << 20
     supports_device_messages = False
 
     def __init__(self, ranks: Sequence[int], rank: int, path: Path, tag: int, traffic: Traffic):
