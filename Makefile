@@ -3,6 +3,8 @@
 # make test-horovod-scripts  scripts written for Horovod, each on 1, 2 and 3 ranks, over MPI and gloo
 # make check  linter, formatter, types, import directions
 # make fuzz   a million mutated messages to the wire's parsers
+# make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
+# make test-horovod   the tests against it
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
 # make clean  remove the virtual environment and what was built
@@ -17,13 +19,14 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c 
 # What an installation is made of: the C++ core is compiled anew where its sources changed.
 INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/host/*.[ch]pp)
 
-.PHONY: demo test test-horovod-scripts check format fuzz sanitize bench-network clean
+.PHONY: demo test test-horovod-scripts check format fuzz horovod test-horovod sanitize bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
 
+# Two workers: where a test waits for its ranks, another has the core.
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal $(ARGS)
 
 test-horovod-scripts: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m matrix tests/gtopk/as_horovod $(ARGS)
@@ -40,6 +43,11 @@ format: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python tests/programs/fuzz_wire.py $(ARGS)
+
+horovod: $(VENV)/.horovod
+
+test-horovod: $(VENV)/.horovod
+	$(VENV)/bin/python -m pytest -m horovod $(ARGS)
 
 sanitize: $(VENV)/.dev
 	tests/sanitize_kernels.sh $(abspath $(VENV))/bin/python
@@ -60,3 +68,8 @@ $(VENV)/.demo: $(INSTALLED) | $(VENV)/bin/python
 $(VENV)/.dev: $(INSTALLED) | $(VENV)/bin/python
 	$(PIP) -e ".[dev]"
 	touch $@ $(VENV)/.demo
+
+# The wheel is kept, by `clean` too: what it was built of is in its folder's name.
+$(VENV)/.horovod: mpi_scripts/build_horovod.sh $(VENV)/.dev
+	mpi_scripts/build_horovod.sh $(VENV)/bin/python .horovod_cache
+	touch $@

@@ -25,7 +25,7 @@ from .compression import Compression, Compressor
 from .deltas import Deltas
 from .engine import Work
 from .hooks import BackwardHooks
-from .parameters import name_parameters
+from .parameters import name_later_ones, name_parameters
 from .reductions import Adasum
 from .telemetry import StepReport
 from .wrapping import Wrapping, wrap
@@ -50,19 +50,12 @@ class _AdasumOptimizer(Wrapping):
         self._world = world.current()
         self._parameter_names = name_parameters(self, named_parameters)
         self._compression = compression
-        self._trained = {p: name for p, name in self._parameter_names.items() if p.requires_grad}
-        if not self._trained:
+        if not self._trained():
             raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
-        if any(p.is_complex() for p in self._trained):
-            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
-        counted = self._trained if self._world.size > 1 else {}  # alone, as without gtopk
-        self._hooks = BackwardHooks(counted, backward_passes_per_step)
-        self._hooks.watch(counted)
-        self._name = f"deltas.{self._world.name_optimizer(self._trained.values())}"
-        self._facts = [
-            f"op=Adasum compression={compression.__name__}",
-            *(f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in self._trained.items()),
-        ]
+        self._hooks = BackwardHooks(self._parameter_names, backward_passes_per_step)
+        if self._world.size > 1:
+            self._hooks.watch(self._trained())
+        self._name = f"deltas.{self._world.name_optimizer(self._parameter_names.values())}"
         self._are_finite = False  # the gradients, on all ranks; as long as nobody asked: not yet
         self._begun = time.perf_counter()  # this step, when the last one ended
         self._traffic = Traffic()  # of this step
@@ -80,6 +73,13 @@ class _AdasumOptimizer(Wrapping):
         """Set how many backward passes add up before a step."""
         self._hooks.set_limit(passes)
 
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that may have a gradient now; some may have come later."""
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if any(p.is_complex() for p in trained):
+            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
+        return trained
+
     def synchronize(self) -> None:
         """Agree whether the gradients are finite on all ranks; they stay this rank's own.
 
@@ -88,8 +88,10 @@ class _AdasumOptimizer(Wrapping):
         Raises HorovodInternalError, on every rank alike, when the ranks disagree.
         """
         self._hooks.forget()
-        self._check_gradients()
-        entries = [_entries(p.grad) for p in self._trained if p.grad is not None]
+        trained = self._trained()
+        name_later_ones(self.param_groups, self._parameter_names)
+        self._hooks.watch(trained if self._world.size > 1 else [])
+        entries = [_entries(p.grad) for p in trained if p.grad is not None]
         finite = all(bool(part.isfinite().all()) for part in entries)
         votes = self._run("finite", lambda transport, votes: votes, vote=finite)
         self._are_finite = all(votes)
@@ -99,20 +101,20 @@ class _AdasumOptimizer(Wrapping):
             ranks = [rank for rank, vote in enumerate(votes) if not vote]
             self._warn_of_skip(f"the gradient is not finite on ranks {ranks}")
 
-    def _check_gradients(self) -> None:
-        """Raise ValueError for a gradient that would step a parameter on this rank alone."""
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter.grad is not None and parameter not in self._trained:
-                raise ValueError(
-                    f"parameter '{self._parameter_names.get(parameter, 'without a name')}' "
-                    f"{list(parameter.shape)} has a gradient, but was frozen or not there when "
-                    "DistributedOptimizer was made; make it anew"
-                )
+    def _facts(self) -> list[str]:
+        """Return what must be equal on all ranks."""
+        return [
+            f"op=Adasum compression={self._compression.__name__}",
+            *(
+                f"parameter '{self._parameter_names[p]}' {list(p.shape)} {p.dtype}"
+                for p in self._trained()
+            ),
+        ]
 
     def _run(self, part: str, work: Work, vote: int = 0) -> Any:
         """Run a part of the step with the other ranks, and return its result."""
         begun = time.perf_counter()
-        operation = self._world.engine.submit(f"{self._name}.{part}", self._facts, work, vote)
+        operation = self._world.engine.submit(f"{self._name}.{part}", self._facts(), work, vote)
         result = operation.wait()
         self._communicate_seconds += time.perf_counter() - begun - operation.queue_seconds
         self._traffic.count(operation.traffic.sent_bytes, operation.traffic.sent_messages)
@@ -152,7 +154,7 @@ class _AdasumOptimizer(Wrapping):
         if self._world.size == 1:
             self._step_wrapped()
             return True
-        parameters = list(self._trained)
+        parameters = self._trained()
         before = [parameter.clone() for parameter in parameters]
         self._step_wrapped()
         begun = time.perf_counter()
@@ -185,7 +187,7 @@ class _AdasumOptimizer(Wrapping):
         """Fill in `last_step`, and begin to count for the next one."""
         now = time.perf_counter()
         exchange_seconds = self._select_seconds + self._communicate_seconds
-        entries = sum(parameter.numel() for parameter in self._trained)
+        entries = sum(parameter.numel() for parameter in self._trained())
         traffic = self._traffic.take()
         self.last_step = StepReport(
             step=self._world.step,

@@ -30,10 +30,8 @@ from .arrays import from_array, to_array
 from .buckets import Bucket
 from .calibration import calibration_of
 from .compression import (
-    Automatic,
     Compressor,
     ErrorFeedback,
-    NoneCompressor,
     SparseCompression,
     selected,
 )
@@ -285,28 +283,3 @@ def _dense(
 def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     """Return the residual of a bucket, empty."""
     return Residual(bucket.length, bucket.dtype, compression.momentum_correction, bucket.device)
-
-
-def open_exchange(bucket: Bucket, compression: Any, progress: Progress) -> Exchange:
-    """Return the exchange for what the user passed as `compression`, which was checked."""
-    if isinstance(compression, SparseCompression):
-        return SparseExchange(bucket, compression, progress)
-    if isinstance(compression, Automatic):
-        from .automatic import AutomaticExchange  # which runs the exchanges above
-
-        return AutomaticExchange(bucket, compression, progress)
-    if compression is NoneCompressor:
-        return DenseExchange()
-    return CompressorExchange(compression)
-
-
-def require_compression(compression: object) -> None:
-    """Raise TypeError for what is neither a record of a method nor a Compressor class."""
-    is_class = isinstance(compression, type) and hasattr(compression, "compress")
-    if is_class or isinstance(compression, ErrorFeedback):
-        return
-    raise TypeError(
-        "compression must be Compression.none, Compression.fp16, Compression.topk(density=...), "
-        "Compression.gtopk(density=...), .oktopk, .hierarchical, .auto or a Compressor class, "
-        f"got {compression!r}"
-    )

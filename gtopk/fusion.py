@@ -21,17 +21,13 @@ the operation's own facts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.transports import Transport
-
-# From here on a copy there and back takes longer than the reduction of its own that it saves.
-ALONE_BYTES: Final = 1 << 20
-
 
 # Hears when a part of a reduction begins and ends.
 Notice = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
@@ -103,26 +99,28 @@ def neutral(layout: Layout) -> Dense:
 
 
 class Share(NamedTuple):
-    """An array of one of the operations that are ready; `of` is which one."""
+    """An array of an operation that is ready: which one of which operation, by their numbers."""
 
     of: int
-    dense: Dense
+    place: int
     layout: Layout
 
 
-def bundle(shares: Sequence[Share], threshold_bytes: int) -> list[list[Share]]:
+def bundle(shares: Iterable[Share], threshold_bytes: int, alone_bytes: int) -> list[list[Share]]:
     """Return which arrays are reduced as one, by the order of the first in each.
 
+    threshold_bytes: the most that are reduced as one. alone_bytes: of an array that gains less by
+    company than the copies to the buffer and back take.
     The same on every rank that has the same layouts in the same order.
     """
     bundles: list[list[Share]] = []
     growing: dict[object, tuple[list[Share], int]] = {}
     for share in shares:
-        size = share.dense.array.nbytes
-        if size >= ALONE_BYTES or size > threshold_bytes:
+        dtype, length, *rest = share.layout
+        size = length * np.dtype(dtype).itemsize
+        if size >= alone_bytes or size > threshold_bytes:
             bundles.append([share])
             continue
-        dtype, _, *rest = share.layout
         key = dtype, *rest
         members, held = growing.get(key, ([], 0))
         if not members or held + size > threshold_bytes:

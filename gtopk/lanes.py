@@ -10,7 +10,8 @@ import torch
 from collectives.transports import Transport
 
 from .buckets import Bucket
-from .exchange import Exchange, Exchanged, Progress, SparseExchange, open_exchange
+from .exchange import Exchange, Exchanged, Progress, SparseExchange
+from .exchanges import open_exchange
 
 
 class Lane:

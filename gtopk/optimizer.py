@@ -313,8 +313,8 @@ def DistributedOptimizer(
         Compressor class. Top-k methods weight by 1/world size before they select (op=Average), keep
         what was not sent in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes add up before a step.
-    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`), and
-        takes only the arguments before it.
+    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`): how
+        gradients are exchanged does not matter then, and clipping them is the script's.
     gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum.
     groups: into how many buckets gradients go, or lists of the parameters that share one; others
         are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.

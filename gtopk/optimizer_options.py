@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from .compression import Automatic, ErrorFeedback, check_count, check_number
-from .exchange import require_compression
+from .exchanges import require_compression
 from .process_sets import ProcessSet
 from .reductions import NAMES, Adasum, Average, Sum
 
@@ -60,6 +60,19 @@ class Options:
         check_count("check_every", self.check_every)
         check_count("max_skipped_steps", self.max_skipped_steps)
         self._check_buckets()
+        if self.op == Adasum:
+            self._require_nothing_of_gradients()
+
+    def _require_nothing_of_gradients(self) -> None:
+        for name, usual in (
+            ("local_clip_norm", None),
+            ("global_clip_norm", None),
+            ("check_every", 0),
+        ):
+            if getattr(self, name) != usual:
+                raise ValueError(
+                    f"{name} is not for op=Adasum: ranks step with gradients of their own"
+                )
 
     def _check_buckets(self) -> None:
         if self.bucket_bytes is not None:

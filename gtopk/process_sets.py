@@ -149,18 +149,19 @@ def register(process_set: ProcessSet) -> None:
     HorovodInternalError, on every rank, when the ranks disagree.
     """
     here = world.current()
-    ranks = process_set._ranks if process_set.mpi_comm is None else None
-    if ranks is not None and not (ranks and all(0 <= rank < here.size for rank in ranks)):
+    given = process_set._ranks if process_set.mpi_comm is None else None
+    if given is not None and not (given and all(0 <= rank < here.size for rank in given)):
         raise ValueError(
-            f"a process set must have at least one rank, all of 0..{here.size - 1}, got {ranks}"
+            f"a process set must have at least one rank, all of 0..{here.size - 1}, got {given}"
         )
 
     def find_ranks(transport: Transport, votes: list[int]) -> list[int]:
-        return ranks or ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
+        return given or _ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
 
-    facts = "an mpi4py communicator" if ranks is None else f"ranks {ranks}"
+    facts = "an mpi4py communicator" if given is None else f"ranks {given}"
     here.sets_made += 1
-    ranks = here.engine.submit(f"add_process_set.{here.sets_made}", [facts], find_ranks).wait()
+    name = f"add_process_set.{here.sets_made}"
+    ranks: list[int] = here.engine.submit(name, [facts], find_ranks).wait()
     for number, members in here.sets.items():
         if list(members.ranks) == ranks:
             raise ValueError(f"process set {number} has the ranks {ranks} already")
@@ -169,7 +170,7 @@ def register(process_set: ProcessSet) -> None:
     process_set.process_set_id = here.sets_made
 
 
-def ranks_of_all(comm: Any, transport: Transport) -> list[list[int]]:
+def _ranks_of_all(comm: Any, transport: Transport) -> list[list[int]]:
     """Return the ranks of every rank's communicator; raise MismatchError where they overlap."""
     mine = np.array(ranks_of(comm, transport), np.int64)
     sets = [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]

@@ -101,8 +101,9 @@ class World:
 
         patience_seconds: how long to wait for the others instead; returns who stays.
         """
-        for number in [number for number in self.sets if number]:
-            self.close_set(number, reason)
+        if not failed:  # else nothing more is run
+            for number in [number for number in self.sets if number]:
+                self.close_set(number, reason)
         staying = self.engine.close(reason, failed, patience_seconds)
         timeline.stop(self)
         return staying
@@ -124,10 +125,16 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
     does not say enough or a rank does not come, ValueError for another comm.
     """
-    global _process, _guard, _communicator
-    if _process is not None:
-        return
-    _process, _communicator = World(join(comm)), comm
+    global _communicator
+    if _process is None:
+        init_on(join(comm))
+        _communicator = comm
+
+
+def init_on(transport: Transport) -> None:
+    """Make a transport the world of this process, until `shutdown`."""
+    global _process, _guard
+    _process = World(transport)
     _guard = Guard(_process)
     _guard.install()
     timeline.start_if_asked(_process)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,11 +21,16 @@ import torch
 from collectives.transports import LocalTransport, Transport, local_world, run_ranks
 from collectives.transports.horovod import HorovodTransport
 from collectives.transports.torch_distributed import TorchDistributedTransport
-from gtopk.launch import run
+from gtopk.launch import rank_environment, run
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("horovod") and importlib.util.find_spec("horovod") is None:
+        pytest.skip("Horovod is not installed: make horovod")
 
 
 class Job(NamedTuple):
@@ -103,34 +110,87 @@ def torchrun() -> Callable[..., Job]:
     return start
 
 
+@pytest.fixture(scope="session")
+def horovodrun() -> Callable[..., Job]:
+    """Run `horovodrun(ranks, options, program, *arguments)`, as `mpirun` does.
+
+    What it puts before each line a rank prints is taken off.
+    """
+
+    def start(
+        ranks: int, options: list[str], program: str, *arguments: str, timeout: float = 150
+    ) -> Job:
+        path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
+        launcher = subprocess.Popen(
+            [
+                str(Path(sys.executable).parent / "horovodrun"),
+                *(*options, "-np", str(ranks), sys.executable, str(path), *arguments),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **rank_environment(ranks), "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            stdout, stderr = launcher.communicate(timeout=timeout)
+        finally:
+            if launcher.poll() is None:
+                launcher.terminate()  # it ends its ranks
+                launcher.communicate()
+        prefix = re.compile(r"^\[(?:1,)?\d+\]<stdout>: ?", re.MULTILINE)
+        return Job(launcher.returncode, prefix.sub("", stdout), stderr)
+
+    return start
+
+
+class FakeHorovods:
+    """What the ranks of one process share in place of Horovod's own threads.
+
+    over: whether Horovod has ended: for all ranks alike, before any of them goes on.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.board: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        self.somebody_ended = self.over = False
+        self.meet = threading.Barrier(size, self._look)
+
+    def _look(self) -> None:
+        self.over = self.over or self.somebody_ended
+
+
 class FakeHorovod:
     """The part of horovod.torch that the transport uses, for the ranks of one process."""
 
-    def __init__(self, rank: int, board: list[list[torch.Tensor]], meet: threading.Barrier) -> None:
-        self._rank, self._board, self._meet = rank, board, meet
+    def __init__(self, rank: int, shared: FakeHorovods) -> None:
+        self._rank, self._shared = rank, shared
 
     def rank(self) -> int:
         return self._rank
 
     def size(self) -> int:
-        return len(self._board)
+        return len(self._shared.board)
+
+    def shutdown(self) -> None:
+        self._shared.somebody_ended = True
 
     def alltoall(
         self, tensor: torch.Tensor, splits: torch.Tensor, name: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         time.sleep(0.001)  # Horovod's cycle
-        self._board[self._rank] = list(torch.split(tensor.clone(), splits.tolist()))
-        self._meet.wait()
-        received = [blocks[self._rank] for blocks in self._board]
-        self._meet.wait()
+        board, meet = self._shared.board, self._shared.meet
+        board[self._rank] = list(torch.split(tensor.clone(), splits.tolist()))
+        meet.wait()
+        if self._shared.over:
+            raise RuntimeError("Horovod has been shut down.")
+        received = [blocks[self._rank] for blocks in board]
+        meet.wait()
         sizes = torch.tensor([block.numel() for block in received], dtype=splits.dtype)
         return torch.cat(received), sizes
 
 
 def fake_horovods(size: int) -> list[FakeHorovod]:
-    board: list[list[torch.Tensor]] = [[] for _ in range(size)]
-    meet = threading.Barrier(size)
-    return [FakeHorovod(rank, board, meet) for rank in range(size)]
+    shared = FakeHorovods(size)
+    return [FakeHorovod(rank, shared) for rank in range(size)]
 
 
 @pytest.fixture(scope="session")

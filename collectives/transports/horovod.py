@@ -10,6 +10,9 @@ Ticks follow each other at once while any rank is awake (it waits for a message,
 send) and ever more slowly while all compute, so that no rank waits long for one that takes no part.
 Channels and subsets share the ticks, told apart by their tags. The ticks end together, on the first
 in which all ranks are done: each has resigned, and knows that all others have.
+
+Horovod ends on all ranks as soon as one shuts it down. So an operation ends on all ranks together:
+who has no more to do in it would else be free to end what carries the rest of it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -29,6 +32,7 @@ from ..vector import Array
 from .carrier import Carrier
 from .farewell import Farewell
 from .mailbox import Mailbox
+from .patience import wait_until
 from .transport import Transport
 
 _HEADER: Final = struct.Struct("<qq")
@@ -57,7 +61,9 @@ class HorovodTransport(Carrier):
         super().__init__(self._horovod.rank(), self._horovod.size())
         self.timeout_seconds = timeout_seconds
         self._mailbox = Mailbox(timeout_seconds)
+        self._timeout_seconds = timeout_seconds
         self._outgoing: list[list[Array]] = [[] for _ in range(self.size)]
+        self._queued_bytes, self._carried_bytes = [0] * self.size, [0] * self.size
         self._incoming = [_Incoming() for _ in range(self.size)]
         self._queueing = threading.Lock()
         self._awake = threading.Event()
@@ -80,7 +86,22 @@ class HorovodTransport(Carrier):
         header = np.frombuffer(_HEADER.pack(tag, message.size), np.uint8)
         with self._queueing:
             self._outgoing[to].append(np.concatenate([header, message]))
+            self._queued_bytes[to] += header.size + message.size
         self._awake.set()
+
+    def conclude_on(self, stream: Transport) -> None:
+        peers = [rank for rank in stream.ranks if rank != self.rank]
+        for peer in peers:
+            self._queue(stream.tag, np.empty(0, np.uint8), peer)
+        until_carried = {peer: self._queued_bytes[peer] for peer in peers}
+        for peer in peers:
+            self._mailbox.take(stream, peer)
+
+        def carried() -> Literal[True] | None:
+            there = all(self._carried_bytes[peer] >= end for peer, end in until_carried.items())
+            return there or None
+
+        wait_until(carried, stream, peers, self._timeout_seconds)
 
     def receive_on(self, stream: Transport, source: int) -> Array:
         self._awake.set()
@@ -122,6 +143,8 @@ class HorovodTransport(Carrier):
             splits=self._torch.tensor([block.size for block in blocks], dtype=self._torch.int32),
             name=self._tick_name,
         )
+        for peer, part in enumerate(parts):
+            self._carried_bytes[peer] += part.size
         ends = np.cumsum(splits.numpy())[:-1]
         theirs = np.split(received.numpy(), ends)
         for source, block in enumerate(theirs):

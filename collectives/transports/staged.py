@@ -34,6 +34,7 @@ class StagedTransport(Transport):
         super().__init__(host.ranks, host.rank, host.path, host.tag, host.traffic)
         self.name = host.name
         self.timeout_seconds = host.timeout_seconds
+        self.full_speed_bytes = host.full_speed_bytes
         self.counts_allreduce = host.counts_allreduce
         self._cupy: Any = load_cupy(self.name) if parent is None else parent._cupy
         self._views: dict[Path, StagedTransport] = {} if parent is None else parent._views
@@ -125,6 +126,9 @@ class StagedTransport(Transport):
     def operation(self, activity: str) -> Iterator[None]:
         with self.host.operation(activity):
             yield
+
+    def conclude(self) -> None:
+        self.host.conclude()
 
     def missing(self, peer: int | None) -> str | None:
         return self.host.missing(peer)

@@ -67,6 +67,7 @@ class TorchDistributedTransport(Carrier):
 
     name = "torch.distributed"
     counts_allreduce = False
+    full_speed_bytes = NATIVE_BYTES
 
     def __init__(
         self,

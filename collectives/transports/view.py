@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ..vector import Array
 from .farewell import Farewell
+from .streams import Streams
 from .traffic import Traffic
 from .transport import Path, Step, Transport
-
-if TYPE_CHECKING:
-    from .carrier import Carrier
 
 
 class View(Transport):
@@ -22,7 +19,7 @@ class View(Transport):
     """
 
     def __init__(
-        self, carrier: Carrier, parent: Transport, path: Path, ranks: Sequence[int], tag: int
+        self, carrier: Streams, parent: Transport, path: Path, ranks: Sequence[int], tag: int
     ) -> None:
         rank = ranks.index(carrier.rank)
         super().__init__(ranks, rank, path, tag, Traffic(parent=parent.traffic))
@@ -41,6 +38,9 @@ class View(Transport):
 
     def receive(self, source: int) -> Array:
         return self._carrier.receive_on(self, self.ranks[source])
+
+    def conclude(self) -> None:
+        self._carrier.conclude_on(self)
 
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         return self._carrier.view_of(self, step, ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -26,10 +27,15 @@ _STANDS_FOR: Final = (
 def install() -> None:
     """Let this process find gtopk wherever it imports horovod, from now on.
 
-    Raises RuntimeError when it has imported Horovod already.
+    Raises RuntimeError when it has imported Horovod already, or is to send through it.
     """
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
+    if os.environ.get("GTOPK_TRANSPORT") == "horovod":
+        raise RuntimeError(
+            "GTOPK_TRANSPORT must not be 'horovod' where gtopk stands for Horovod: the real one "
+            "cannot be imported there; unset it"
+        )
     if "horovod" in sys.modules:
         where = getattr(sys.modules["horovod"], "__file__", None)
         raise RuntimeError(

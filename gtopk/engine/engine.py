@@ -32,8 +32,8 @@ from collectives.transports.transport import say
 
 from ..agreement import name_ranks
 from ..exceptions import HorovodInternalError
-from ..fusion import Dense
-from .execution import Execution, part_of
+from ..fusion import Dense, layout_of
+from .execution import Execution, Settled
 from .observer import Event, Observer
 from .operation import Operation, StandIn, Work
 from .saying import Intention, Saying, exchange
@@ -70,7 +70,7 @@ class Engine:
         self._joining: Operation | None = None
         self._hurried = False
         self._submitters: set[int] = set()  # threads
-        self._waits: dict[int, Operation] = {}  # what each thread waited for last
+        self._waits: dict[int, str] = {}  # what each thread waited for last
         self._closing: str | None = None
         self._failed = False
         self._patience_seconds: float | None = None
@@ -124,13 +124,14 @@ class Engine:
 
         facts:  what must be equal on all ranks besides the name, in words: an error quotes those
                 that differ.
-        vote:   int64 that may differ; `work` gets every rank's, before it does anything.
+        vote:   int64 that may differ; `work` gets every rank's, and leaves them as they are.
         recipe: what a rank that has joined needs to take part, equal on all ranks; None: it cannot.
         fusion: arrays to be reduced before `work` is called; see gtopk/fusion.py.
         Raises ValueError when an operation of this name is still in flight, HorovodInternalError
         after `close`.
         """
-        operation = Operation(name, facts, vote, work, recipe, fusion, self._hurry)
+        intention = Intention(tuple(facts), recipe, tuple(map(layout_of, fusion)))
+        operation = Operation(name, intention, vote, work, fusion, self._hurry)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
             if self._joining is not None:
@@ -158,7 +159,7 @@ class Engine:
         The operation's result is the rank that joined last, the same on all ranks. Nothing else can
         be submitted until then: ValueError.
         """
-        operation = Operation("join", (), 0, _nothing, hurry=self._hurry)
+        operation = Operation("join", Intention((), None, ()), 0, _nothing, (), self._hurry)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
@@ -204,13 +205,20 @@ class Engine:
                 "the optimizer anew"
             )
 
-    def _hurry(self, operation: Operation) -> None:
-        """Have the next cycle begin at once: this thread waits for an operation."""
+    def _hurry(self, operation: Operation) -> threading.Event | None:
+        """Have the next cycle begin at once, as this thread waits for an operation.
+
+        Return what tells that it is done; None: it is.
+        """
         with self._changed:
-            self._waits[threading.get_ident()] = operation
+            if operation.done:
+                return None
+            operation.finished = operation.finished or threading.Event()
+            self._waits[threading.get_ident()] = operation.name
             if not self._hurried:
                 self._hurried = True
                 self._changed.notify()
+            return operation.finished
 
     def _run(self) -> None:
         while self._await_turn():
@@ -283,9 +291,9 @@ class Engine:
             self._take(sayings)
         except BaseException as error:
             self._give_up(error)
-        self._waiting_in = ""
         self.cycles += 1
         self._cycle_ended = time.perf_counter()
+        self._waiting_in = ""
 
     def _saying(self, submitted: Sequence[Operation], joins: bool, leaves: str | None) -> Saying:
         rank, table = self.transport.rank, self._table
@@ -310,8 +318,8 @@ class Engine:
         if len(self._submitters) != 1:
             return None
         (thread,) = self._submitters
-        operation = self._waits.get(thread)
-        if operation is None or operation.done or operation.name not in self._said:
+        operation = self._said.get(self._waits.get(thread, ""))
+        if operation is None or operation.finished is None:
             return None
         is_long = time.perf_counter() - operation.said > _STUCK_SECONDS
         return operation.name if is_long else None
@@ -341,32 +349,31 @@ class Engine:
         self._stalls.warn(self._said.values(), self._table)
 
     def _execute(self, ready: Sequence[Ready], agreed: float) -> None:
-        parts = []
         for each in ready:
             operation = self._said.get(each.name)
             if operation is not None:
                 operation.agreed = agreed
-            parts.append(part_of(each, operation, self.stand_in))
-        self._execution.run(parts, self._limits[1])
+        self._execution.run(ready, self._said, self._limits[1], self.stand_in)
 
     def _refuse(self, name: str, error: CollectiveError) -> None:
         operation = self._said.get(name)
         if operation is not None:
             self._broken |= isinstance(error, PeerError) and not self._said_leaving
-            self._settle(operation, None, error)
+            self._settle([(operation, None, error)])
 
-    def _settle(self, operation: Operation, result: object, error: BaseException | None) -> None:
-        """Set the outcome of an operation; another one may have its name from now on."""
+    def _settle(self, outcomes: Sequence[Settled]) -> None:
+        """Set the outcome of operations; others may have their names from now on."""
         with self._changed:
-            del self._said[operation.name], self._pending[operation.name]
-        operation.finish(result, error)
+            for operation, result, error in outcomes:
+                del self._said[operation.name], self._pending[operation.name]
+                operation.finish(result, error)
 
     def _finish_joining(self, last: int) -> None:
         with self._changed:
-            operation, self._joining = self._joining, None
+            if self._joining is not None:
+                self._joining.finish(last)
+            self._joining = None
             self._said_joining = False
-        if operation is not None:
-            operation.finish(last)
 
     def _end(self, rank: int, reason: str) -> None:
         """Begin no further cycle, on all ranks alike: a rank left in good order."""
@@ -398,8 +405,8 @@ class Engine:
             self._submitted.clear()
             self._joining = None
             self._broken |= bool(left) and not self._said_leaving
-        for operation in left:
-            operation.finish(error=error)
+            for operation in left:
+                operation.finish(error=error)
 
     def _leave(self, reason: str) -> None:
         patience_seconds = self._patience_seconds

@@ -11,7 +11,7 @@ from collectives.errors import CollectiveError, PeerTimeoutError
 from collectives.transports import Traffic, Transport
 
 from ..exceptions import HorovodInternalError
-from ..fusion import Dense, layout_of
+from ..fusion import Dense
 from .saying import Intention
 
 # What an operation does: it gets the transport and every rank's vote, in rank order.
@@ -33,38 +33,37 @@ class Operation:
     def __init__(
         self,
         name: str,
-        facts: Sequence[str],
+        intention: Intention,
         vote: int,
         work: Work,
-        recipe: bytes | None = None,
-        fusion: Sequence[Dense] = (),
-        hurry: Callable[[Operation], None] = lambda operation: None,
+        fusion: Sequence[Dense],
+        hurry: Callable[[Operation], threading.Event | None],
     ) -> None:
+        """hurry: tells the engine that somebody waits; returns what to wait for."""
         self.name = name
-        self.intention = Intention(tuple(facts), recipe, tuple(map(layout_of, fusion)))
+        self.intention = intention
         self.vote = vote
         self.work = work
         self.fusion = fusion
-        self.submitted = time.perf_counter()
-        self.said = self.agreed = self.submitted
-        self.queue_seconds = 0.0
-        self.agree_seconds = 0.0
-        self.traffic = Traffic()
+        self.submitted = self.said = self.agreed = time.perf_counter()
+        self.queue_seconds = self.agree_seconds = 0.0
+        self.done = False  # whether `wait` would return at once
         self.result: Any = None
         self.error: BaseException | None = None
+        self.finished: threading.Event | None = None  # made for the first that waits
         self._hurry = hurry
-        self._finished = threading.Event()
+        self._traffic: Traffic | None = None
 
     @property
-    def done(self) -> bool:
-        """Tell whether `wait` would return at once."""
-        return self._finished.is_set()
+    def traffic(self) -> Traffic:
+        if self._traffic is None:
+            self._traffic = Traffic()
+        return self._traffic
 
     def wait(self) -> Any:
         """Return the result, or raise HorovodInternalError (or what `work` raised)."""
-        if not self._finished.is_set():
-            self._hurry(self)
-            self._finished.wait()
+        if not self.done and (finished := self._hurry(self)):
+            finished.wait()
         if isinstance(self.error, PeerTimeoutError):
             raise HorovodInternalError(
                 f"{self.error}; a larger GTOPK_TIMEOUT (seconds) waits longer"
@@ -81,6 +80,13 @@ class Operation:
         self.queue_seconds = time.perf_counter() - self.submitted - self.agree_seconds
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome."""
+        """Set the outcome, and let go of all else; the engine's lock is held."""
         self.result, self.error = result, error
-        self._finished.set()
+        self.work, self.fusion = _nothing, ()
+        self.done = True
+        if self.finished is not None:
+            self.finished.set()
+
+
+def _nothing(transport: Transport, votes: list[int]) -> None:
+    """Stand for the work that is done."""

@@ -12,7 +12,7 @@ gathered, too: names that are new or changed, votes that are, a rank that joins 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
@@ -40,7 +40,7 @@ class Intention(NamedTuple):
     def words(self) -> list[str]:
         """Return all of it, as an error quotes it."""
         recipe = [] if self.recipe is None else [f"recipe {self.recipe!r}"]
-        return [*self.facts, *(Layout(*layout).describe() for layout in self.dense), *recipe]
+        return [*self.facts, *(layout.describe() for layout in self.dense), *recipe]
 
 
 class Saying(NamedTuple):
@@ -121,12 +121,18 @@ def _decode(ready: int, text: bytes, rank: int) -> Saying:
         return Saying(ready)
     try:
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
-        known = tuple((name, Intention(*intention), vote) for name, intention, vote in fresh)
+        known = tuple((name, _intention(*intention), vote) for name, intention, vote in fresh)
         return Saying(ready, known, *rest)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(
             f"the message from rank {rank} is malformed: what it says in a cycle is {text[:50]!r}"
         ) from error
+
+
+def _intention(
+    facts: tuple[str, ...], recipe: bytes | None, dense: tuple[tuple[Any, ...], ...]
+) -> Intention:
+    return Intention(facts, recipe, tuple(Layout(*layout) for layout in dense))
 
 
 def cycle_bytes(ranks: int, names: int) -> int:

@@ -25,7 +25,10 @@ from .saying import Intention, Saying
 
 
 class Ready(NamedTuple):
-    """An operation that is run now; votes: of each rank, 0 for one that has joined."""
+    """An operation that is run now; votes: of each rank, 0 for one that has joined.
+
+    The same objects come again when the same is run again.
+    """
 
     name: str
     intention: Intention
@@ -54,6 +57,7 @@ class Outcome(NamedTuple):
 class _Slot(NamedTuple):
     """votes: what each rank said last."""
 
+    number: int
     name: str
     intention: Intention
     votes: list[int]
@@ -78,8 +82,9 @@ class Table:
         self._ranks = ranks
         self._size = len(ranks)
         self._slots: list[_Slot | None] = []
-        self._numbers: OrderedDict[str, int] = OrderedDict()  # the least recently used first
+        self._named: OrderedDict[str, _Slot] = OrderedDict()  # the least recently used first
         self._vacant: list[int] = []
+        self._last: tuple[int, list[Ready]] = 0, []  # what was run of slots last, by their bits
         self._bits = [0] * self._size  # of the slots each rank is ready for
         self._open: dict[str, _Open] = {}
         self._leaving: dict[int, str] = {}
@@ -91,12 +96,8 @@ class Table:
 
     def number_of(self, name: str, intention: Intention) -> int | None:
         """Return the slot of a name that is meant as it was last time."""
-        number = self._numbers.get(name)
-        if number is None:
-            return None
-        slot = self._slots[number]
-        assert slot is not None
-        return number if slot.intention == intention else None
+        slot = self._named.get(name)
+        return slot.number if slot is not None and slot.intention == intention else None
 
     def vote_of(self, number: int, rank: int) -> int:
         """Return what a rank said last."""
@@ -106,7 +107,7 @@ class Table:
 
     def names_in(self, saying: Saying) -> list[str]:
         """Return the names that a saying is about; to be asked before it is taken."""
-        cached = [slot.name for n in _places(saying.ready) if (slot := self._slots[n])]
+        cached = [slot.name for slot in self._cached(saying.ready)]
         return cached + [name for name, _, _ in saying.fresh]
 
     def waits(self, rank: int) -> bool:
@@ -149,6 +150,7 @@ class Table:
                 slot = self._slots[number]
                 assert slot is not None
                 slot.votes[rank] = vote
+                self._last = 0, []
         for rank, saying in enumerate(sayings):
             for name, intention, vote in saying.fresh:
                 self._uncache(name)
@@ -170,12 +172,13 @@ class Table:
 
     def _run_slots(self, bits: int) -> list[Ready]:
         """Return the operations of these slots, and note that they were used."""
+        if bits == self._last[0]:
+            return self._last[1]
         ready = []
-        for number in _places(bits):
-            slot = self._slots[number]
-            assert slot is not None
-            self._numbers.move_to_end(slot.name)
+        for slot in self._cached(bits):
+            self._named.move_to_end(slot.name)
             ready.append(Ready(slot.name, slot.intention, slot.votes.copy()))
+        self._last = bits, ready
         return ready
 
     def _complete(self) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
@@ -184,17 +187,7 @@ class Table:
         waiting = [self._bits[rank] for rank in needed]
         all_of = int.__and__ if needed else int.__or__
         bits = functools.reduce(all_of, waiting or self._bits)
-        there = {number: self._there(slot.name) for number, slot in self._cached(bits)}
-        self._bits = [own & ~bits for own in self._bits]
-        ready: list[Ready] = []
-        refused: list[tuple[str, CollectiveError]] = []
-        for run, present in zip(self._run_slots(bits), there.values(), strict=True):
-            error = self._why_not(run.name, run.intention, present)
-            if error is None:
-                votes = [vote if r in present else 0 for r, vote in enumerate(run.votes)]
-                ready.append(run._replace(votes=votes))
-            else:
-                refused.append((run.name, error))
+        ready, refused = self._take_slots(bits)
         for name, entry in list(self._open.items()):
             if any(rank not in entry.intentions for rank in needed):
                 continue
@@ -211,11 +204,28 @@ class Table:
             self._cache(name, intention, votes.copy())
         return ready, refused
 
-    def _cached(self, bits: int) -> Iterable[tuple[int, _Slot]]:
+    def _take_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
+        """Return what is run of these slots, and what is not, as a rank has joined."""
+        there = [self._there(slot.name) for slot in self._cached(bits)] if self.joined else []
+        self._bits = [own & ~bits for own in self._bits]
+        if not self.joined:
+            return [*self._run_slots(bits)], []
+        ready: list[Ready] = []
+        refused: list[tuple[str, CollectiveError]] = []
+        for run, present in zip(self._run_slots(bits), there, strict=True):
+            error = self._why_not(run.name, run.intention, present)
+            if error is None:
+                votes = [vote if r in present else 0 for r, vote in enumerate(run.votes)]
+                ready.append(run._replace(votes=votes))
+            else:
+                refused.append((run.name, error))
+        return ready, refused
+
+    def _cached(self, bits: int) -> Iterable[_Slot]:
         for number in _places(bits):
             slot = self._slots[number]
             assert slot is not None
-            yield number, slot
+            yield slot
 
     def _disagreement(self, name: str, entry: _Open) -> MismatchError | None:
         first, *others = entry.intentions.values()
@@ -246,7 +256,7 @@ class Table:
         for rank, reason in self._leaving.items():
             who = f"rank {self._ranks[rank]} left ({reason}) and was waited for in"
             union = functools.reduce(int.__or__, self._bits) & ~self._bits[rank]
-            names = [slot.name for _, slot in self._cached(union)]
+            names = [slot.name for slot in self._cached(union)]
             names += [name for name, e in self._open.items() if rank not in e.intentions]
             self._bits = [own & ~union for own in self._bits]
             for name in names:
@@ -288,13 +298,14 @@ class Table:
         """Return the ranks that are ready for a name."""
         if name in self._open:
             return set(self._open[name].intentions)
-        number = self._numbers.get(name)
-        if number is None:
+        slot = self._named.get(name)
+        if slot is None:
             return set()
-        return {rank for rank, own in enumerate(self._bits) if own >> number & 1}
+        return {rank for rank, own in enumerate(self._bits) if own >> slot.number & 1}
 
     def _cache(self, name: str, intention: Intention, votes: list[int]) -> None:
         """Give a name a slot: a new one, or that of the name that was used least recently."""
+        self._last = 0, []
         if self._vacant:
             number = self._vacant.pop()
         elif len(self._slots) < self.capacity:
@@ -302,21 +313,21 @@ class Table:
             self._slots.append(None)
         else:
             union = functools.reduce(int.__or__, self._bits)
-            unused = (old for old, n in self._numbers.items() if not union >> n & 1)
+            unused = (slot for slot in self._named.values() if not union >> slot.number & 1)
             oldest = next(unused, None)
             if oldest is None:
                 return
-            number = self._numbers.pop(oldest)
-        self._slots[number] = _Slot(name, intention, votes)
-        self._numbers[name] = number
+            del self._named[oldest.name]
+            number = oldest.number
+        self._slots[number] = self._named[name] = _Slot(number, name, intention, votes)
 
     def _uncache(self, name: str) -> None:
         """Take a name's slot; the ranks that are ready for it are so under its name."""
-        number = self._numbers.pop(name, None)
-        if number is None:
+        slot = self._named.pop(name, None)
+        if slot is None:
             return
-        slot = self._slots[number]
-        assert slot is not None
+        self._last = 0, []
+        number = slot.number
         there = [rank for rank, own in enumerate(self._bits) if own >> number & 1]
         self._bits = [own & ~(1 << number) for own in self._bits]
         self._slots[number] = None

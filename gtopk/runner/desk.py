@@ -10,19 +10,14 @@ of that module's messages only plain bytes are used, never its pickles.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import struct
 import threading
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import (
-    Client,
-    Connection,
-    Listener,
-    answer_challenge,
-    deliver_challenge,
-)
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Final
 
 from ..launch import LaunchError
@@ -47,24 +42,29 @@ class Desk:
         self._ranks = ranks
         self._messages = messages
         self._secret = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), "AF_INET", backlog=min(ranks, 4096))
-        self._host, self._port = host, self._listener.address[1]
-        threading.Thread(target=self._accept, name="gtopk-run-desk", daemon=True).start()
+        self._server = socket.create_server((host, 0), backlog=min(ranks, 4096))
+        self._address = f"{host}:{self._server.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept, name="gtopk-run-desk", daemon=True)
+        self._thread.start()
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which ranks find the desk, and are known there."""
-        return {ADDRESS: f"{self._host}:{self._port}", SECRET: self._secret.hex()}
+        return {ADDRESS: self._address, SECRET: self._secret.hex()}
 
     def close(self) -> None:
         """Receive nobody any more."""
-        self._listener.close()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
+        self._thread.join()
+        self._server.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                connection = self._listener.accept()
+                visitor, _ = self._server.accept()
             except OSError:  # closed
                 return
+            connection = Connection(visitor.detach())
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:

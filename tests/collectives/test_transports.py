@@ -239,6 +239,24 @@ def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(
     in_world(kind, size, program, 30)
 
 
+@pytest.mark.parametrize("through", ["all ranks", "a view"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_who_has_done_its_part_may_end_horovod_at_once(in_world, size: int, through: str) -> None:
+    """Rank 0 has nothing to do in the last operation; the others pass a message on, slowly."""
+
+    def program(transport: Transport) -> None:
+        stream = transport if through == "all ranks" else transport.channel(3)
+        with stream.operation("the last step"):
+            if stream.rank > 1:
+                assert stream.receive(stream.rank - 1).tobytes() == b"news"
+            if 0 < stream.rank < size - 1:
+                time.sleep(0.02)
+                stream.send(np.frombuffer(b"news", np.uint8), stream.rank + 1)()
+        transport._horovod.shutdown()
+
+    in_world("horovod", size, program, 30)
+
+
 @pytest.mark.parametrize("consequence_first", [False, True])
 def test_the_first_that_left_is_named_whoever_is_heard_of_first(consequence_first: bool) -> None:
     first, second, last = local_world(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from collectives.transports import LocalTransport
+from collectives.transports import LocalTransport, local_world
 from gtopk import world
 from gtopk.compression import Compression, Compressor
 from gtopk.exceptions import HorovodInternalError
@@ -384,7 +385,9 @@ def test_a_rank_with_other_options_is_named_on_all(threads):
         (torch.optim.SGD, {"compression": Compression.gtopk(0.1)}, TypeError, "dense vectors"),
         (torch.optim.SGD, {"compression": None}, TypeError, "got None"),
         (torch.optim.SGD, {"backward_passes_per_step": 0}, ValueError, "at least 1, got 0"),
-        (torch.optim.SGD, {"gradient_predivide_factor": 2.0}, ValueError, "op=Average"),
+        (torch.optim.SGD, {"gradient_predivide_factor": 2.0}, ValueError, "op=Average only"),
+        (torch.optim.SGD, {"global_clip_norm": 2.0}, ValueError, "global_clip_norm is not for"),
+        (torch.optim.SGD, {"check_every": 5}, ValueError, "check_every is not for"),
         (torch.optim.LBFGS, {}, ValueError, "LBFGS"),
         (lambda p: distributed(p), {}, ValueError, "distributed already"),
     ],
@@ -412,18 +415,30 @@ def test_parameters_that_cannot_be_combined_are_refused_at_once(threads, paramet
     threads(2, program)
 
 
-def test_a_parameter_that_came_later_is_an_error_not_a_local_step(threads):
-    def program(transport: LocalTransport) -> None:
-        late = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_a_parameter_that_came_later_takes_part(threads, how):
+    def program(transport: LocalTransport) -> list[float]:
+        first, late = (torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in "ab")
+        late.requires_grad_(how == "added")
         with world.entered(transport):
-            optimizer = distributed([torch.nn.Parameter(torch.zeros(3)), late])
+            optimizer = distributed([first] + ([late] if how == "unfrozen" else []))
+            first.sum().backward()
+            optimizer.step()
             late.requires_grad_(True)
-            late.sum().backward()
-            with pytest.raises(ValueError, match=r"\[2\] has a gradient, but was frozen or not"):
+            if how == "added":
+                optimizer.add_param_group({"params": [late]})
+            for _ in range(2):
+                optimizer.zero_grad()
+                (-2.0 * late).sum().backward()
                 optimizer.step()
-        assert late.tolist() == [0.0, 0.0]
+        return [first.item(), late.item()]
 
-    threads(2, program)
+    assert threads(3, program) == [[-1.0, 4.0]] * 3
+
+
+def test_a_distributed_optimizer_is_not_copied():
+    with world.entered(local_world(1)[0]), pytest.raises(TypeError, match="neither copied"):
+        copy.deepcopy(distributed([torch.nn.Parameter(torch.zeros(2))]))
 
 
 def test_a_compressor_of_integers_is_an_error_and_changes_nothing(threads):

@@ -20,8 +20,11 @@ PLENTY_SECONDS = 30.0
 
 
 def records_in(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file that must be complete JSON."""
-    first, *records = json.loads(path.read_text())
+    """Return the records of a file that must be complete JSON, whenever nothing is writing."""
+    text = ""
+    while text != (text := path.read_text()):  # a read beside a write may see some of both
+        pass
+    first, *records = json.loads(text)
     assert first == {}
     return records
 

@@ -41,6 +41,12 @@ for step in range(args.steps):
         if hvd.rank() == 0:
             print(f"step {step + 1}: loss {mean_loss:.6f}", flush=True)
 
+# Vectors that point the same way are averaged, orthogonal ones added.
+parallel = hvd.allreduce(torch.tensor([3.0, 4.0]), op=hvd.Adasum, name="parallel")
+orthogonal = torch.zeros(hvd.size())
+orthogonal[hvd.rank()] = 1.0
+added = hvd.allreduce(orthogonal, op=hvd.Adasum, name="orthogonal")
 replicas = hvd.allgather(model.weight.detach().reshape(1, -1), name="replicas")
 if hvd.rank() == 0:
+    print(f"parallel {parallel.tolist()} orthogonal {added.tolist()}")
     print(f"replicas differ by {(replicas - replicas[0]).abs().max().item()}", flush=True)

@@ -228,3 +228,20 @@ def test_bad_input_is_one_error_that_names_the_thing(train, digits, tmp_path) ->
     # After all that, the ranks still train.
     assert [run.code for run in fine] == [0, 0, 0]
     assert len(accuracies(fine[0].out)) == 1
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize(
+    "controller",
+    [
+        ["--gloo"],
+        # Without them horovodrun says "-bind-to none", which Open MPI 5 takes for the program.
+        ["--mpi", "--binding-args=--bind-to none --map-by slot"],
+    ],
+    ids=["gloo", "mpi"],
+)
+def test_horovodrun_launches_it(horovodrun, digits, controller: list[str]) -> None:
+    options = ["--dataset", digits, "--epochs", "2", "--batch-size", "16", "--lr", "0.1"]
+    done = horovodrun(2, controller, str(TRAIN), *options)
+    assert done.returncode == 0, done.stderr
+    assert accuracies(done.stdout)[-1] > 0.5  # chance: 0.1

@@ -54,7 +54,7 @@ def train(before_batch: Callable[[int, int], None]) -> Trained:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model.named_parameters(),
-        hvd.Compression.gtopk(density=1.0),
+        hvd.Compression.gtopk(density=0.3),
     )
     sampler = hvd.elastic.ElasticSampler(dataset, seed=5)
     loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)

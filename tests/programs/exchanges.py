@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from checks import raises, same_everywhere
+from checks import check_close, raises, same_everywhere
 
 import gtopk.torch as hvd
 
@@ -158,7 +158,7 @@ def test_reducescatter_gives_each_rank_its_rows() -> None:
             mean = every.double() / SIZE
             if not dtype.is_floating_point:
                 mean = mean.trunc()
-            torch.testing.assert_close(hvd.reducescatter(tensor), mean.to(dtype))
+            check_close(hvd.reducescatter(tensor), mean.to(dtype))
             handle = hvd.reducescatter_async(tensor, None, hvd.Sum)  # op comes third here
             assert torch.equal(hvd.synchronize(handle), every.to(dtype))
             assert torch.equal(tensor, matrix(RANK, rows, dtype)), "the argument changed"
@@ -339,13 +339,37 @@ def test_the_gradients_of_groups_are_those_of_their_tensors() -> None:
     ((one.sum() + 2 * two.sum()) * (RANK + 1)).backward()
     assert first.grad is not None
     assert second.grad is not None
-    torch.testing.assert_close(first.grad, torch.full((RANK + 1,), weight / SIZE))
-    torch.testing.assert_close(second.grad, torch.full((1,), 2 * weight / SIZE))
+    check_close(first.grad, torch.full((RANK + 1,), weight / SIZE))
+    check_close(second.grad, torch.full((1,), 2 * weight / SIZE))
     first = torch.ones(SIZE, requires_grad=True)
     (one,) = hvd.grouped_reducescatter([first], op=hvd.Average)
     (one * (RANK + 1)).sum().backward()
     assert first.grad is not None
     assert first.grad.tolist() == [rank + 1.0 for rank in RANKS]
+
+
+# ---- Adasum
+
+
+def test_adasum_averages_what_is_alike_and_adds_what_differs() -> None:
+    for dtype in FLOATS:
+        alike = torch.tensor([3.0, -4.0], dtype=dtype)
+        own = torch.eye(SIZE, dtype=dtype)[RANK] * (RANK + 1)
+        apart = torch.arange(1, SIZE + 1).to(dtype)
+        check_close(hvd.allreduce(alike, op=hvd.Adasum), alike)
+        in_place = own.clone()
+        assert hvd.allreduce_(in_place, op=hvd.Adasum) is in_place
+        check_close(in_place, apart)
+        # In a group, each tensor is combined by itself.
+        tensors = [alike, own, alike.double()]
+        one, two, three = hvd.grouped_allreduce(tensors, op=hvd.Adasum, postscale_factor=2.0)
+        check_close(one, alike * 2)
+        check_close(two, apart * 2)
+        check_close(three, alike.double() * 2)
+    raises(ValueError, lambda: hvd.allreduce(torch.ones(2).int(), op=hvd.Adasum), "floats are")
+    tensor = torch.ones(2, requires_grad=True)
+    hvd.allreduce(tensor, op=hvd.Adasum).sum().backward()
+    check_close(tensor.grad, torch.ones(2))
 
 
 # ---- sparse
@@ -367,7 +391,7 @@ def test_sparse_tensors_are_added_where_they_have_entries() -> None:
             assert result.is_sparse
             assert (result.dtype, result.shape) == (dtype, (SIZE + 1, 2))
             assert result._nnz() == sum(rank + 1 for rank in RANKS)  # not coalesced
-            torch.testing.assert_close(result.to_dense(), expected.to(dtype))
+            check_close(result.to_dense(), expected.to(dtype))
     nothing = torch.zeros(3).to_sparse()
     assert hvd.sparse_allreduce_async(nothing, "nothing", hvd.Sum)()._nnz() == 0
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from collectives.transports.transport import say
 
+from ... import world
 from ...objects import ObjectFormatError, encode
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
@@ -180,6 +182,10 @@ def _reader(place: int, holders: list[int]) -> int:
     return wanted if wanted in holders else holders[0]
 
 
+# In use by a state of this rank.
+_open: weakref.WeakKeyDictionary[world.World, weakref.ref[Archive]] = weakref.WeakKeyDictionary()
+
+
 def open_archive() -> Archive | None:
     """Return the archive that the environment asks for; None: commits stay in memory.
 
@@ -196,4 +202,13 @@ def open_archive() -> Archive | None:
         return None
     if not kept.isdecimal() or int(kept) < 1:
         raise ValueError(f"{KEEP} must be a number of commits of at least 1, got {kept!r}")
-    return Archive(Path(folder), int(kept))
+    here = world.current()
+    archive = _open[here]() if here in _open else None
+    if archive is not None and archive.folder == Path(folder):
+        raise ValueError(
+            f"{FOLDER}={folder} keeps one state, and this is the second on rank {rank()}; put what "
+            "both hold into one TorchState, models and optimizers by keywords of your choice"
+        )
+    archive = Archive(Path(folder), int(kept))
+    _open[here] = weakref.ref(archive)
+    return archive

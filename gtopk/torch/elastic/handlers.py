@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
 
-from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from ..functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from ..mpi_ops import rank, size
 
-_REPLICATED: Final = ("state", "param_groups")  # of an optimizer's state_dict: torch's own
+# What of an optimizer's state_dict is this rank's own; see gtopk/optimizer_checkpoint.py.
+_OWN: Final = "gtopk"
 
 
 class StateHandler:
@@ -106,15 +114,20 @@ class OptimizerStateHandler(StateDictHandler):
         self.save()
 
     def saved(self) -> Any:
-        return {key: self._saved[key] for key in _REPLICATED}
+        return {key: part for key, part in self._saved.items() if key != _OWN}
 
     def saved_here(self) -> Any:
-        return {key: part for key, part in self._saved.items() if key not in _REPLICATED}
+        return self._saved.get(_OWN)
 
     def resume_here(self, parts: Sequence[Any]) -> None:
-        """Load the sum of what the ranks held back: nothing of it is lost on fewer of them."""
-        if parts:
-            self.value.load_state_dict({**self.value.state_dict(), **_add(parts)})
+        """Hold back the sum of what those ranks did: on fewer ranks nothing of it is lost."""
+        frames = allgather_object([{**part, "held": {}} for part in parts[:1]], "elastic.frames")
+        frame: Any = next(chain.from_iterable(frames), None)
+        if frame is None:
+            return  # a plain optimizer's
+        held = _add([held for part in parts for held in part["held"].values()])
+        own = {**frame, "ranks": size(), "held": {rank(): held}}
+        self.value.load_state_dict({**self.value.state_dict(), _OWN: own})
 
 
 class SamplerStateHandler(StateDictHandler):
@@ -128,12 +141,11 @@ class LRSchedulerStateHandler(StateDictHandler):
     """Handles a learning rate scheduler."""
 
 
-def _add(parts: Sequence[Any]) -> Any:
-    """Return the sum of trees: of their tensors, place by place; anything else is the first's."""
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        return sum(parts[1:], start=first)
-    if isinstance(first, dict):
-        places = dict.fromkeys(place for part in parts for place in part)
-        return {place: _add([part[place] for part in parts if place in part]) for place in places}
-    return first
+def _add(held: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]) -> dict[str, Any]:
+    """Return the sum of what ranks held back, by parameter and by what it is."""
+    total: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensors in chain.from_iterable(each.items() for each in held):
+        own = total.setdefault(name, {})
+        for what, tensor in tensors.items():
+            own[what] = own[what] + tensor if what in own else tensor
+    return total

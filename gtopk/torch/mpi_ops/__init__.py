@@ -6,6 +6,7 @@ builds.py        what can be used here
 handles.py       operations in flight
 tensors.py       what tensors are taken, and how they travel
 reduction.py     which reduction, and its factors
+adasum.py        the one that is not element by element
 compressing.py   the form in which tensors are reduced
 allreducing.py   allreduce and its forms
 allgathering.py  allgather and its forms

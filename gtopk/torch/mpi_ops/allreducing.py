@@ -12,6 +12,8 @@ from collectives.transports import Transport
 
 from ...compression import Compression, Compressor
 from ...process_sets import ProcessSet, global_process_set
+from ...reductions import Adasum
+from .adasum import combine
 from .compressing import compress
 from .handles import submit, synchronize
 from .reduction import Reduction, reduction_of
@@ -34,7 +36,7 @@ def allreduce(
     """
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, [tensor])
-    output = _Allreduce.apply(name, reduction, process_set, *compressed)  # type: ignore[no-untyped-call]
+    output = _Allreduce.apply(False, name, reduction, process_set, *compressed)  # type: ignore[no-untyped-call]
     return decompress([output])[0]
 
 
@@ -49,7 +51,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduce the tensor over the ranks in place, and return it."""
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
-    output: torch.Tensor = synchronize(_begin_in_place(tensor, name, reduction, process_set))
+    output: torch.Tensor = synchronize(_begin_in_place([tensor], name, reduction, process_set))
     return output
 
 
@@ -64,7 +66,7 @@ def allreduce_async(
 ) -> int:
     """Begin to reduce a tensor over the ranks; return a handle for `synchronize` and `poll`."""
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
-    return _begin(tensor, empty_like(tensor), name, reduction, process_set)
+    return _begin([tensor], [empty_like(tensor)], name, reduction, process_set)
 
 
 def allreduce_async_(
@@ -78,7 +80,7 @@ def allreduce_async_(
 ) -> int:
     """Begin to reduce a tensor in place; leave it alone until the handle is synchronized."""
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
-    return _begin_in_place(tensor, name, reduction, process_set)
+    return _begin_in_place([tensor], name, reduction, process_set)
 
 
 def grouped_allreduce(
@@ -94,7 +96,7 @@ def grouped_allreduce(
     """Return the tensors, each reduced over the ranks, all or none; differentiable."""
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, tensors)
-    return decompress(_GroupedAllreduce.apply(name, reduction, process_set, *compressed))  # type: ignore[no-untyped-call]
+    return decompress(_Allreduce.apply(True, name, reduction, process_set, *compressed))  # type: ignore[no-untyped-call]
 
 
 def grouped_allreduce_(
@@ -108,7 +110,7 @@ def grouped_allreduce_(
 ) -> tuple[torch.Tensor, ...]:
     """Reduce the tensors over the ranks in place, and return them."""
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
-    handle = _begin_group_in_place(tensors, name, reduction, process_set)
+    handle = _begin_in_place(tensors, name, reduction, process_set, group=True)
     outputs: tuple[torch.Tensor, ...] = synchronize(handle)
     return outputs
 
@@ -124,7 +126,8 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin to reduce tensors over the ranks, all or none; return one handle."""
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
-    return _begin_group(tensors, [*map(empty_like, tensors)], name, reduction, process_set)
+    outputs = [*map(empty_like, tensors)]
+    return _begin(tensors, outputs, name, reduction, process_set, group=True)
 
 
 def grouped_allreduce_async_(
@@ -138,66 +141,62 @@ def grouped_allreduce_async_(
 ) -> int:
     """Begin to reduce tensors in place; leave them alone until the handle is synchronized."""
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
-    return _begin_group_in_place(tensors, name, reduction, process_set)
+    return _begin_in_place(tensors, name, reduction, process_set, group=True)
 
 
 def _begin(
-    tensor: torch.Tensor,
-    output: torch.Tensor,
-    name: str | None,
-    reduction: Reduction,
-    process_set: ProcessSet,
-) -> int:
-    size = process_set.engine.transport.size
-    dense = reduction.begin(memory_of(output, check(tensor)), tensor.dtype, size)
-
-    def work(transport: Transport, votes: list[int]) -> NDArray[Any]:
-        return reduction.end(dense.array, tensor.dtype, size)
-
-    facts = [f"{describe(tensor)} {reduction}"]
-    return submit("allreduce", name, process_set, facts, work, writer(output), fusion=[dense])
-
-
-def _begin_in_place(
-    tensor: torch.Tensor, name: str | None, reduction: Reduction, process_set: ProcessSet
-) -> int:
-    return _begin(check_in_place(tensor), tensor, name, reduction, process_set)
-
-
-def _begin_group(
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     name: str | None,
     reduction: Reduction,
     process_set: ProcessSet,
+    *,
+    group: bool = False,
 ) -> int:
+    """Begin to reduce a tensor, or a group; return a handle for the output, or a tuple of them."""
     size = process_set.engine.transport.size
     dtypes = [check(tensor).dtype for tensor in tensors]
-    group = [
+    denses = [
         reduction.begin(memory_of(output, tensor), tensor.dtype, size)
         for output, tensor in zip(outputs, tensors, strict=True)
     ]
+    combines = reduction.op == Adasum  # not element by element: nothing that the engine could fuse
 
     def work(transport: Transport, votes: list[int]) -> list[NDArray[Any]]:
+        if combines:
+            combine(denses, transport)
         return [
             reduction.end(dense.array, dtype, size)
-            for dense, dtype in zip(group, dtypes, strict=True)
+            for dense, dtype in zip(denses, dtypes, strict=True)
         ]
 
-    def finish(arrays: list[NDArray[Any]]) -> tuple[torch.Tensor, ...]:
-        return tuple(writer(output)(array) for output, array in zip(outputs, arrays, strict=True))
+    def finish(arrays: list[NDArray[Any]]) -> Any:
+        written = tuple(
+            writer(output)(array) for output, array in zip(outputs, arrays, strict=True)
+        )
+        return written if group else written[0]
 
-    facts = describe_each(tensors, describe, str(reduction))
-    return submit("grouped_allreduce", name, process_set, facts, work, finish, fusion=group)
+    kind = "grouped_allreduce" if group else "allreduce"
+    facts = (
+        describe_each(tensors, describe, str(reduction))
+        if group
+        else [f"{describe(tensor)} {reduction}" for tensor in tensors]
+    )
+    fusion = () if combines else denses
+    return submit(kind, name, process_set, facts, work, finish, fusion=fusion)
 
 
-def _begin_group_in_place(
+def _begin_in_place(
     tensors: Sequence[torch.Tensor],
     name: str | None,
     reduction: Reduction,
     process_set: ProcessSet,
+    *,
+    group: bool = False,
 ) -> int:
-    return _begin_group([*map(check_in_place, tensors)], tensors, name, reduction, process_set)
+    for tensor in tensors:
+        check_in_place(tensor)
+    return _begin(tensors, tensors, name, reduction, process_set, group=group)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -206,38 +205,18 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        name: str | None,
-        reduction: Reduction,
-        process_set: ProcessSet,
-        tensor: torch.Tensor,
-    ) -> Any:
-        ctx.arguments = reduction, process_set
-        return synchronize(_begin(tensor, empty_like(tensor), name, reduction, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        handle = _begin(gradient, empty_like(gradient), None, *ctx.arguments)
-        return None, None, None, synchronize(handle)
-
-
-class _GroupedAllreduce(torch.autograd.Function):
-    """Differentiable allreduce of a group; the gradients are reduced alike."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
+        group: bool,
         name: str | None,
         reduction: Reduction,
         process_set: ProcessSet,
         *tensors: torch.Tensor,
     ) -> Any:
-        ctx.arguments = reduction, process_set
+        ctx.group, ctx.arguments = group, (reduction, process_set)
         outputs = [*map(empty_like, tensors)]
-        return synchronize(_begin_group(tensors, outputs, name, reduction, process_set))
+        return synchronize(_begin(tensors, outputs, name, *ctx.arguments, group=group))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         outputs = [*map(empty_like, gradients)]
-        handle = _begin_group(gradients, outputs, None, *ctx.arguments)
-        return None, None, None, *synchronize(handle)
+        reduced = synchronize(_begin(gradients, outputs, None, *ctx.arguments, group=ctx.group))
+        return None, None, None, None, *(reduced if ctx.group else [reduced])

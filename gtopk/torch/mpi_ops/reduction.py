@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from ...fusion import Dense, scale
 from ...reductions import NAMES, Adasum, Average, Max, Min, Product, Sum
 
-_EXCHANGES: Final = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+_EXCHANGES: Final = {
+    Average: "sum",
+    Sum: "sum",
+    Adasum: "adasum",
+    Min: "min",
+    Max: "max",
+    Product: "product",
+}
 # Of bools: after a sum or a maximum one is true where any was, after the others where all were.
 _BOOL_EXCHANGES: Final = {Average: "min", Sum: "max", Min: "min", Max: "max", Product: "min"}
 # An average's sum has room for the numbers of 2^15 ranks and more.
@@ -41,7 +48,12 @@ class Reduction:
         )
 
     def begin(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> Dense:
-        """Return what `size` ranks reduce in place of the elements of tensors of a dtype."""
+        """Return what `size` ranks reduce in place of the elements of tensors of a dtype.
+
+        Raises ValueError for numbers that Adasum does not combine.
+        """
+        if self.op == Adasum and not dtype.is_floating_point:
+            raise ValueError(f"Tensor type {dtype} is not supported by op=Adasum; floats are.")
         if dtype == torch.bool:
             return Dense(array, _BOOL_EXCHANGES[self.op])
         exchange = _EXCHANGES[self.op]
@@ -81,8 +93,6 @@ def reduction_of(
             stacklevel=3,
         )
         op = Average if average else Sum
-    if op == Adasum:
-        raise ValueError("op=Adasum is not available; use Average or Sum")
     if op is not None and op not in _EXCHANGES:
         raise ValueError(f"op must be one of {', '.join(NAMES.values())}, got {op!r}")
     return Reduction(Average if op is None else op, prescale_factor, postscale_factor)

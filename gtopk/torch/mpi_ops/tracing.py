@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 
+from ... import timeline
 from ...world import current
 
 
@@ -19,10 +19,10 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         raise ValueError(
             "start_timeline needs HOROVOD_TIMELINE in the environment: DYNAMIC, or a file"
         )
-    importlib.import_module("gtopk.timeline").start(here, file_path, mark_cycles)
+    timeline.start(here, file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
     """End the record."""
     here = current()
-    importlib.import_module("gtopk.timeline").stop(here)
+    timeline.stop(here)

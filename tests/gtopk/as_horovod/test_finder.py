@@ -48,6 +48,12 @@ def test_a_horovod_that_is_imported_already_is_an_error(monkeypatch) -> None:
         install()
 
 
+def test_what_is_hidden_cannot_carry_messages(monkeypatch) -> None:
+    monkeypatch.setenv("GTOPK_TRANSPORT", "horovod")
+    with pytest.raises(RuntimeError, match="the real one cannot be imported there; unset it"):
+        install()
+
+
 def test_names_below_a_module_lead_below_its_counterpart() -> None:
     assert stands_for("horovod.torch") == "gtopk.torch"
     assert stands_for("horovod.torch.mpi_ops") == "gtopk.torch.mpi_ops"

@@ -61,6 +61,7 @@ def check_synthetic_benchmark(ranks: int, said: str) -> None:
 def check_adasum(ranks: int, said: str) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", said)]
     assert losses[-1] < 0.2 * losses[0]
+    assert f"parallel [3.0, 4.0] orthogonal {[1.0] * ranks}" in said
     assert "replicas differ by 0.0" in said
 
 

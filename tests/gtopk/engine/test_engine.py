@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -403,3 +404,35 @@ def test_an_engine_of_some_ranks_is_independent_and_ends_without_the_others(thre
 
     even, odd = [2.0] * 3 + [4.0], [4.0] * 4 + [4.0]
     assert threads(4, program) == [even, odd, even, odd]
+
+
+def test_with_patience_who_stays_is_told_and_nothing_is_ended(threads):
+    given_up = threading.Event()
+
+    def program(transport: LocalTransport) -> Any:
+        engine = Engine(transport, QUICK)
+        assert engine.failure is None
+        if transport.rank == 1:
+            assert given_up.wait(20)
+            failure = engine.failure
+            engine.close("the test ended")
+            return str(failure)
+        staying = engine.close("begins anew", patience_seconds=0.05)
+        given_up.set()
+        return staying
+
+    first, second = threads(2, program)
+    assert first == [1]
+    assert "rank 0 left (begins anew)" in second
+
+
+def test_what_is_done_holds_no_array(threads):
+    def program(engine: Engine, rank: int) -> bool:
+        array = np.zeros(3)
+        seen = weakref.ref(array)
+        engine.submit("a", [], lambda transport, votes: None, fusion=[Dense(array)]).wait()
+        del array
+        engine.submit("b", [], nothing).wait()  # by now the thread has let go, too
+        return seen() is None
+
+    assert threads(2, with_engine(program)) == [True, True]

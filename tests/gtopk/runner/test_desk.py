@@ -82,6 +82,13 @@ def test_a_stranger_that_says_nothing_keeps_nobody_waiting(desk: Desk) -> None:
     wait_until(desk, lambda: desk.left == [0])
 
 
+def test_a_closed_desk_receives_nobody(desk: Desk) -> None:
+    desk.close()
+    with pytest.raises(OSError, match="refused"):
+        come(desk, 0)
+    assert not any(thread.name == "gtopk-run-desk" for thread in threading.enumerate())
+
+
 def test_on_one_machine_the_desk_is_reached_from_there_only(desk: Desk) -> None:
     assert desk.environment()[ADDRESS].startswith("127.0.0.1:")
     assert own_address("127.0.0.1") == "127.0.0.1"

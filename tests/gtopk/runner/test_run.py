@@ -19,6 +19,8 @@ from gtopk.launch import LaunchError, find_mpirun
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests/programs/calls_run.py"
 
+pytestmark = pytest.mark.timeout(400)  # the first to ask waits for three jobs, one by one
+
 HOROVODS = (
     "func, args=(), kwargs=None, num_proc=1, min_num_proc=None, max_num_proc=None, slots=None, "
     "reset_limit=None, cooldown_range=None, hosts=None, hostfile=None, host_discovery_script=None, "
@@ -69,7 +71,7 @@ def told(folder: Path) -> dict[str, Any]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=350,
         check=False,
     )
     assert done.returncode == 0, done.stderr

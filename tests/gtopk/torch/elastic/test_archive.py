@@ -207,3 +207,14 @@ def test_the_advice_says_where_the_job_goes_on(ranks, folder):
     assert f"GTOPK_ELASTIC_DIR={folder}" in after
     assert "from commit 1" in after
     assert "GTOPK_ELASTIC_DIR" in ADVICE
+
+
+def test_a_folder_keeps_one_state(ranks, folder):
+    def program(rank):
+        archive = open_archive()
+        with pytest.raises(ValueError, match="keeps one state, and this is the second on rank"):
+            open_archive()
+        return archive.number
+
+    assert ranks(2, program) == [0, 0]
+    assert ranks(2, program) == [0, 0]  # after one is gone, there may be another

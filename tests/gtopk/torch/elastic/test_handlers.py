@@ -5,27 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gtopk.torch as hvd
 from gtopk.torch.elastic import TorchState
 
 
 class HoldsBack(torch.optim.SGD):
-    """An optimizer whose state_dict has something of each rank's own."""
+    """An optimizer that holds something back, as a distributed one does."""
 
-    held: dict
+    steps = 0
+    buckets: list[list[str]]
+    held: torch.Tensor | None = None
 
     def state_dict(self):
-        return {**super().state_dict(), "held": self.held}
+        held = {} if self.held is None else {"weight": {"residual": self.held}}
+        own = {
+            "ranks": hvd.size(),
+            "steps": self.steps,
+            "buckets": self.buckets,
+            "held": {hvd.rank(): held},
+        }
+        return {**super().state_dict(), "gtopk": own}
 
     def load_state_dict(self, state_dict):
-        state_dict = dict(state_dict)
-        self.held = state_dict.pop("held", self.held)
         super().load_state_dict(state_dict)
+        if own := state_dict.get("gtopk"):
+            assert own["ranks"] == hvd.size()
+            self.steps, self.buckets = own["steps"], own["buckets"]
+            self.held = own["held"][hvd.rank()].get("weight", {}).get("residual")
 
 
-def make(held):
+def make():
     model = torch.nn.Linear(2, 1)
     optimizer = HoldsBack(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.held = held
+    optimizer.buckets = []
     return TorchState(model, optimizer)
 
 
@@ -34,37 +46,54 @@ def test_what_is_held_back_is_conserved(ranks, tmp_path, monkeypatch, before, af
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
 
     def begin(rank):
-        state = make(
-            {"weight": {"residual": torch.tensor([1.0, 10.0**rank])}, "plan": [["weight"]]}
-        )
+        state = make()
         state.optimizer.param_groups[0]["lr"] = 0.5
+        state.optimizer.steps, state.optimizer.buckets = 7, [["weight"], ["bias"]]
+        state.optimizer.held = torch.tensor([1.0, 10.0**rank])
         state.commit()
 
     def go_on(rank):
-        state = make({})
+        state = make()
         state.sync()
         state.restore()
-        assert state.optimizer.param_groups[0]["lr"] == 0.5
-        return state.optimizer.held
+        optimizer = state.optimizer
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        # Ranks that hold back nothing, too: they are where the others are.
+        assert (optimizer.steps, optimizer.buckets) == (7, [["weight"], ["bias"]])
+        return optimizer.held
 
     ranks(before, begin)
     held = ranks(after, go_on)
-    total = sum(each["weight"]["residual"] for each in held if each)
+    total = sum(tensor for tensor in held if tensor is not None)
     assert total.tolist() == [before, sum(10.0**rank for rank in range(before))]
-    assert all(each["plan"] == [["weight"]] for each in held if each)
     if before == after:
-        assert [each["weight"]["residual"].tolist() for each in held] == [
-            [1.0, 10.0**rank] for rank in range(before)
-        ]
+        assert [tensor.tolist() for tensor in held] == [[1.0, 10.0**r] for r in range(before)]
 
 
 def test_a_sync_leaves_each_rank_what_it_holds_back(ranks):
     def program(rank):
-        state = make({"value": rank})
+        state = make()
+        state.optimizer.held = torch.tensor([float(rank)])
         state.sync()
         state.commit()
-        state.optimizer.held = {"value": "lost"}
+        state.optimizer.held = None
         state.restore()
-        return state.optimizer.held["value"]
+        return state.optimizer.held.item()
 
-    assert ranks(3, program) == [0, 1, 2]
+    assert ranks(3, program) == [0.0, 1.0, 2.0]
+
+
+def test_a_plain_optimizer_goes_on_too(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+
+    def program(rank):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+        state = TorchState(model, optimizer)
+        state.sync()
+        optimizer.param_groups[0]["lr"] *= 2
+        state.commit()
+        return optimizer.param_groups[0]["lr"]
+
+    assert ranks(2, program) == [0.2, 0.2]
+    assert ranks(3, program) == [0.4, 0.4, 0.4]

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,6 +15,9 @@ from gtopk.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from gtopk.torch.elastic import State, run_fn
 
 PROGRAMS = Path(__file__).parents[3] / "programs"
+
+# Of its own: the fixture below starts two jobs, each with a limit.
+pytestmark = pytest.mark.timeout(300)
 
 
 class Told(State):
@@ -88,12 +92,6 @@ def test_attempts_that_get_on_are_not_counted(ranks):
     assert ranks(1, program) == [50]
 
 
-def test_ranks_that_all_live_recover_from_failures(mpirun):
-    job = mpirun(3, "elastic_recovers.py")
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("every failure was survived") == 3, job.stdout + job.stderr
-
-
 def load_job() -> ModuleType:
     spec = importlib.util.spec_from_file_location("elastic_job", PROGRAMS / "elastic_job.py")
     assert spec is not None
@@ -114,36 +112,58 @@ def every_sample_once(trained):
     return trained.samples() == [list(range(job.SAMPLES))] * job.EPOCHS
 
 
-def test_what_a_killed_rank_leaves_is_gone_on_from_by_as_many_ranks_or_fewer(
-    ranks, mpirun, tmp_path, monkeypatch
-):
-    (undisturbed, *_) = train_here(ranks, 3)
+class Killed(NamedTuple):
+    """A job of 3 ranks, one of which was killed in the second epoch, a batch after commit 4.
+
+    left: its folder of commits, as it was then; again: the same job, started again.
+    """
+
+    first: Any
+    left: Path
+    again: Any
+
+
+@pytest.fixture(scope="module")
+def killed(mpirun, tmp_path_factory) -> Killed:
+    where = tmp_path_factory.mktemp("killed")
+    folder = where / "commits"
+    arguments = ("1", "3", "1", str(where / "happened"))
+    first = mpirun(3, "elastic_job.py", *arguments, GTOPK_ELASTIC_DIR=str(folder))
+    left = shutil.copytree(folder, where / "left")
+    return Killed(first, left, mpirun(3, "elastic_recovers.py", GTOPK_ELASTIC_DIR=str(folder)))
+
+
+def test_a_killed_rank_ends_the_job_which_says_how_it_can_go_on(killed):
+    assert killed.first.returncode != 0
+    assert re.search(r"rank 1 with PID \d+ .*\n?.*signal 9", killed.first.stderr)
+    advice = r"rank [02] of 3 .*start it again with GTOPK_ELASTIC_DIR=\S+ .*from commit 4"
+    assert re.search(advice, killed.first.stderr), killed.first.stderr
+
+
+def test_as_many_ranks_end_as_if_nothing_had_happened(ranks, killed):
+    assert killed.again.returncode == 0, killed.again.stderr
+    assert "going on from commit 4 in " in killed.again.stderr
+    undisturbed = train_here(ranks, 3)[0]
     assert every_sample_once(undisturbed)
-    folder, killed = tmp_path / "commits", str(tmp_path / "killed")
-    arguments = ("1", "3", "1", killed)  # in the second epoch, a batch after a commit
+    # To the bit: what the ranks held back is there again, too.
+    told = [line for line in killed.again.stdout.split("\n") if " of 3: " in line]
+    assert sorted(told) == [f"rank {rank} of 3: {undisturbed}" for rank in range(3)]
 
-    job = mpirun(3, "elastic_job.py", *arguments, GTOPK_ELASTIC_DIR=str(folder))
-    assert job.returncode != 0
-    assert re.search(r"rank 1 with PID \d+ .*\n?.*signal 9", job.stderr), job.stderr
-    advice = rf"rank [02] of 3 .*start it again with GTOPK_ELASTIC_DIR={folder} .*from commit 4"
-    assert re.search(advice, job.stderr), job.stderr
-    shutil.copytree(folder, tmp_path / "for two")
 
-    job = mpirun(3, "elastic_job.py", *arguments, GTOPK_ELASTIC_DIR=str(folder))
-    assert job.returncode == 0, job.stderr
-    assert f"going on from commit 4 in {folder}, made by 3 ranks, on 3" in job.stderr
-    # To the bit: what the residuals held back is there again, too.
-    assert sorted(job.stdout.split("\n")) == [
-        f"rank {rank} of 3: {undisturbed}" for rank in range(3)
-    ]
-
-    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path / "for two"))
+def test_fewer_ranks_process_what_was_left(ranks, killed, monkeypatch):
+    undisturbed = train_here(ranks, 3)[0]
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(killed.left))
     two = train_here(ranks, 2)
     assert [trained.digest for trained in two] == [two[0].digest] * 2
     assert every_sample_once(two[0])
     assert two[0].batches[1][:2] == undisturbed.batches[1][:2]
     assert {len(batch) for batch in two[0].batches[1][2:]} == {2 * load_job().BATCH}
     assert [trained.resets for trained in two] == [1, 1]
+
+
+def test_ranks_that_all_live_recover_from_failures(killed):
+    told = killed.again.stdout.count("every failure was survived")
+    assert told == 3, killed.again.stdout + killed.again.stderr
 
 
 def test_torchrun_restarts_all_and_they_go_on(ranks, torchrun, tmp_path):

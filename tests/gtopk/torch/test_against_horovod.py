@@ -1,0 +1,123 @@
+"""gtopk.torch beside the real horovod.torch: the same calls come out the same, or are listed."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.horovod
+
+# What comes out otherwise, and shall: the call, as a pattern, and the reason.
+ON_PURPOSE = {
+    r"(allreduce|reducescatter) (uint8|int8|int16|bfloat16|bool)\b.*": "more dtypes are reduced",
+    r"(allgather|broadcast|alltoall) (bfloat16|bool)": "more dtypes are sent",
+    r"allreduce async of bool": "more dtypes are reduced",
+    r"(allreduce|allgather) strided": "what is not contiguous is copied",
+    r"grouped allreduce of nothing": "nothing is the sum of nothing",
+    r"sparse allreduce max": "Horovod adds where it was asked for the maximum",
+    r"sparse allreduce of dense": "a ValueError says what is needed",
+    r"allreduce no tensor": "another error of the same kind: the caller's",
+    r"(init with a word|init with another word for sets)": "a ValueError says what is allowed",
+    r"broadcast parameters of (a generator|a tuple)": "what Horovod's own documentation promises",
+    r"broadcast parameters of no tensors": "a ValueError says what is needed",
+    r"optimizer unused parameter": "a gradient that no rank has stays None, as without Horovod",
+    r"optimizer loads": "the state holds what was not sent yet, too",
+    r"optimizer zero grad set to none": "zero_grad takes set_to_none, as torch's",
+    r"optimizer min": "no silent minimum of gradients",
+    r"optimizer groups of a word": "a ValueError says what is allowed",
+    r"SyncBatchNorm on the cpu": "it works there",
+    r"allreduce on it": "a ValueError says that the set must be registered",
+    r"a set with a rank twice": "a ValueError, where Horovod takes it",
+}
+# What comes out otherwise, and may as well not.
+OF_NO_ACCOUNT = {
+    r".* before init|allreduce after shutdown": "ValueError or HorovodInternalError",
+    r"allreduce unknown op|reducescatter (min|adasum)": "ValueError or HorovodInternalError",
+    r"(allgather|reducescatter) scalar": "IndexError, ValueError or HorovodInternalError",
+    r"included in it|a dynamic set": "None or False of a set that is not registered",
+    r"grouped allgather": "a list or a tuple",
+    r"poll an unknown handle": "True or a ValueError",
+    r"optimizer zero grad too early|optimizer attributes": "guards and insides of the optimizer",
+}
+# Names of Horovod's modules that are nobody's but its own.
+INSIDES = (
+    r"signature of (check_extension|mpi_ops\.(Horovod[A-Z]\w+|Compression|check_installed_version"
+    r"|get_average_backwards_compatibility_fun|gpu_available|handle_average_backwards_compatibility"
+    r"|num_rank_is_power_2))"
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(mpirun) -> dict[str, list[dict[str, list[str]]]]:
+    """Return every call's outcome on each of two ranks, by face."""
+
+    def ranks(face: str) -> list[dict[str, list[str]]]:
+        done = mpirun(2, "same_calls.py", face, timeout=300)
+        assert done.returncode == 0, done.stderr
+        lines = dict(re.findall(r"^(\d) ({.*})$", done.stdout, re.MULTILINE))
+        return [json.loads(lines[rank]) for rank in "01"]
+
+    return {face: ranks(face) for face in ("horovod.torch", "gtopk.torch")}
+
+
+def differences(outcomes: Any) -> dict[str, list[Any]]:
+    """Return the calls that come out otherwise on any rank, with what came of them.
+
+    Errors are alike when their types are: gtopk's texts say more.
+    """
+    found: dict[str, list[Any]] = {}
+    for real, ours in zip(outcomes["horovod.torch"], outcomes["gtopk.torch"], strict=True):
+        for name, outcome in real.items():
+            other = ours.get(name, ["NameError", "there is no such name"])
+            signature = name.startswith("signature of") and len(outcome) == len(other) == 1
+            if signature and is_extended(outcome[0], other[0]):
+                continue
+            if len(outcome) != len(other) or outcome[0] != other[0]:
+                found.setdefault(name, []).append((outcome, other))
+    return found
+
+
+def is_extended(real: str, ours: str) -> bool:
+    """Tell whether a call that fits Horovod's parameters fits ours; further ones have defaults."""
+    theirs, mine = real.strip("'\""), ours.strip("'\"")
+    if theirs == "args, kwargs":  # Horovod's wrapper of init and shutdown
+        return True
+    further = mine.removeprefix(theirs)
+    return mine.startswith(theirs) and all("=" in p for p in further.split(", ") if p)
+
+
+def listed(name: str, *tables: dict[str, str]) -> bool:
+    return any(re.fullmatch(pattern, name) for table in tables for pattern in table)
+
+
+@pytest.mark.timeout(700)
+def test_the_same_calls_come_out_the_same(outcomes) -> None:
+    assert len(outcomes["horovod.torch"][0]) > 300
+    unlisted = [
+        f"{name}: Horovod {real}, gtopk {ours}"
+        for name, [(real, ours), *_] in differences(outcomes).items()
+        if not listed(name, ON_PURPOSE, OF_NO_ACCOUNT) and not re.fullmatch(INSIDES, name)
+    ]
+    assert not unlisted, "\n".join(unlisted)
+
+
+@pytest.mark.timeout(700)
+def test_what_is_better_than_in_horovod_still_is(outcomes) -> None:
+    found = differences(outcomes)
+    gone = [
+        pattern for pattern in ON_PURPOSE if not any(re.fullmatch(pattern, name) for name in found)
+    ]
+    assert gone == []
+
+
+@pytest.mark.timeout(700)
+def test_no_call_of_horovod_lacks_a_name(outcomes) -> None:
+    missing = [
+        name
+        for name in outcomes["horovod.torch"][0]
+        if name not in outcomes["gtopk.torch"][0] and not re.fullmatch(INSIDES, name)
+    ]
+    assert missing == []
