@@ -26,13 +26,15 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from .agreement import describe_missing, gather_words
-from .engine import Engine, Operation
+from .engine import Engine, Operation, Work
 from .exchange import Exchanged
 
 _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
-_MISSING_SHIFT: Final = 3  # a checksum of the names, 32 bits
+_RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
+_HERE: Final = 8  # not of a rank that has joined, whose vote is 0
+_MISSING_SHIFT: Final = 4  # a checksum of the names, 32 bits
 
 
 class AnyLane(Protocol):
@@ -49,6 +51,7 @@ class AnyLane(Protocol):
     def record(self) -> dict[str, Any]: ...
     def resume(self, record: Mapping[str, Any]) -> None: ...
     def take(self, weight: float, scale: float) -> None: ...
+    def take_nothing(self) -> None: ...
     def watch(self) -> None: ...
     def is_as_taken(self) -> bool: ...
     def missing(self) -> list[str]: ...
@@ -58,6 +61,7 @@ class AnyLane(Protocol):
     def undo(self) -> None: ...
     def reduce(self, transport: Transport) -> Exchanged: ...
     def apply(self, missing_everywhere: Collection[str]) -> None: ...
+    def apply_to_nothing(self) -> None: ...
     def poison(self) -> None: ...
     def let_go(self) -> None: ...
 
@@ -92,9 +96,11 @@ class Round:
         self._facts = facts
         self._missing_is_zero = missing_is_zero
         self._weight, self._scale = weight, scale
+        self.stood_in: set[int] = set()  # lanes
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
         self._invalid = False
+        self._done = 0  # lanes, without an error
         self._stopped = False  # nothing more is exchanged: known to all ranks alike
 
     def submit_early(self, index: int) -> None:
@@ -178,6 +184,28 @@ class Round:
                 lane.undo()
             lane.poison()
 
+    def stand_in(self, index: int) -> Work:
+        """Return what a rank that has joined does of a lane; it needs nothing else of a round.
+
+        What it holds back is sent as ever; its parameters stay as they are.
+        """
+        self.stood_in.add(index)
+        self.lanes[index].take_nothing()
+
+        def work(transport: Transport, votes: list[int]) -> None:
+            self._work(index, [], transport, votes)
+            if index < len(self.lanes) - 1:
+                return
+            if not self.void and self.finite() and self._done == len(self.lanes):
+                for lane in self.lanes:
+                    lane.apply_to_nothing()
+            else:
+                for lane in self.lanes:
+                    lane.undo()
+                    lane.let_go()
+
+        return work
+
     def _take(self, index: int) -> None:
         lane = self.lanes[index]
         lane.take(self._weight, self._scale)
@@ -192,7 +220,8 @@ class Round:
             lane.name,
             [self._facts, lane.facts],
             partial(self._work, index, missing),
-            vote=bits | checksum << _MISSING_SHIFT,
+            vote=_HERE | bits | checksum << _MISSING_SHIFT,
+            recipe=_RECIPE,
         )
 
     def _wait(self) -> None:
@@ -205,6 +234,7 @@ class Round:
         begun = time.perf_counter()
         try:
             self._reduce(index, missing, transport, votes)
+            self._done += 1
         except BaseException:
             self._stopped = True
             raise
@@ -215,7 +245,7 @@ class Round:
         self, index: int, missing: list[str], transport: Transport, votes: list[int]
     ) -> None:
         last = index == len(self.lanes) - 1
-        if last and any(self.operations[early].error for early in range(index)):
+        if last and self._done < index:  # the ranks disagree about another lane
             return
         self.changed |= any(vote & _CHANGED for vote in votes)
         self.unplanned |= any(vote & _UNPLANNED for vote in votes)
@@ -237,9 +267,11 @@ class Round:
         self, index: int, missing: list[str], transport: Transport, votes: list[int]
     ) -> None:
         everywhere = set(missing)
-        if len({vote >> _MISSING_SHIFT for vote in votes}) > 1:
-            everyones = gather_words(transport, missing)
+        here = [rank for rank, vote in enumerate(votes) if vote & _HERE]
+        if len({votes[rank] >> _MISSING_SHIFT for rank in here}) > 1:
+            said = gather_words(transport, missing)
+            everyones = {transport.ranks[rank]: said[rank] for rank in here}
             if not self._missing_is_zero:
                 raise MismatchError(describe_missing(everyones))
-            everywhere = everywhere.intersection(*everyones)
+            everywhere = set.intersection(*map(set, everyones.values()))
         self._missing_everywhere[index] = everywhere
