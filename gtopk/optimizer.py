@@ -14,14 +14,15 @@ import torch
 from . import optimizer_checkpoint, world
 from .adasum import distribute_adasum
 from .compression import Compression, ErrorFeedback
-from .optimizer_options import Groups, Options
+from .optimizer_options import Groups, Options, warn_of_few_entries
 from .parameters import name_parameters
 from .process_sets import ProcessSet, global_process_set
-from .reducer import Reducer, warn_of_few_entries
+from .reducer import Reducer
 from .reductions import Adasum, Average
 from .replicas import checksums, compare
 from .rounds import Round
 from .telemetry import StepReport, report
+from .weights import loss_scale
 from .wrapping import Wrapping, wrap
 
 _log = logging.getLogger("gtopk")
@@ -53,7 +54,8 @@ class _DistributedOptimizer(Wrapping):
             self.param_groups, self._parameter_names, options, self._world, scaler
         )
         self.set_backward_passes_per_step(backward_passes_per_step)
-        warn_of_few_entries(options, elements, self._world.rank)
+        if self._world.rank == 0:
+            warn_of_few_entries(options, elements)
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
@@ -111,6 +113,18 @@ class _DistributedOptimizer(Wrapping):
     @scaler.setter
     def scaler(self, scaler: Any) -> None:
         self._reducer.scaler = scaler
+
+    @property
+    def gradient_weight(self) -> float | None:
+        """What this rank's gradients are weighted by in place of what `op` says, or None.
+
+        To be set before backward: with batches of other sizes than the other ranks', say.
+        """
+        return self._reducer.weight
+
+    @gradient_weight.setter
+    def gradient_weight(self, weight: float | None) -> None:
+        self._reducer.weight = weight
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
@@ -199,8 +213,8 @@ class _DistributedOptimizer(Wrapping):
     def _clip(self) -> None:
         allowed = self._options.global_clip_norm
         if allowed is not None:
-            scale = self._reducer.loss_scale()
-            torch.nn.utils.clip_grad_norm_(self._reducer.trained(), allowed * scale)
+            scaled = allowed * loss_scale(self.scaler)
+            torch.nn.utils.clip_grad_norm_(self._reducer.trained(), scaled)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
-from .compression import Automatic, ErrorFeedback, check_count, check_number
+from .compression import (
+    Automatic,
+    ErrorFeedback,
+    SparseCompression,
+    check_count,
+    check_number,
+    selected,
+)
 from .exchanges import require_compression
 from .process_sets import ProcessSet
 from .reductions import NAMES, Adasum, Average, Sum
+
+_log = logging.getLogger("gtopk")
+FEW_ENTRIES: Final = 500
 
 # A number of groups, or lists of the parameters that each is made of.
 Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
@@ -134,3 +145,20 @@ def _check_groups(groups: Groups) -> None:
                 "more than once"
             )
         seen.add(parameter)
+
+
+def warn_of_few_entries(options: Options, elements: int) -> None:
+    """Warn of a density that leaves too few entries of a model to train well."""
+    if not isinstance(options.compression, SparseCompression):
+        return
+    density = options.compression.density
+    if selected(density, elements) < FEW_ENTRIES < elements:
+        _log.warning(
+            "density=%g leaves %d of %d entries a step; under about %d accuracy suffers: "
+            "density=%.2g has as many",
+            density,
+            selected(density, elements),
+            elements,
+            FEW_ENTRIES,
+            FEW_ENTRIES / elements,
+        )

@@ -9,33 +9,29 @@ any time     a rank has a gradient that belongs to no lane (a layer was added or
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import numpy as np
 import torch
 
 from collectives.transports import Transport
 
 from . import world
-from .agreement import gather_words
-from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
-from .compression import Automatic, NoneCompressor, SparseCompression
 from .engine import Engine, Work
-from .exchange import DenseExchange, Progress, open_residual
+from .exchange import Progress
 from .hooks import BackwardHooks
-from .lanes import Lane, open_lane
+from .lane_plan import Plan
+from .lanes import Lane
 from .optimizer_options import Options
 from .reductions import Average
 from .residual_state import Held, put_in, take_out
 from .rounds import AnyLane, Round
 from .sparse_gradients import SparseGradientLane
+from .weights import local_clip, loss_scale
 from .world import World
 
 _log = logging.getLogger("gtopk")
@@ -88,7 +84,7 @@ class Reducer:
         self._round: Round | None = None
         self._ghost: Round | None = None  # of the others, while this rank has joined
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
-        self._wanted: list[dict[str, Any]] | None = None  # records loaded with it
+        self._wanted: list[dict[str, Any]] = []  # records of lanes that were loaded with it
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
         self.enter(here)
 
@@ -175,7 +171,7 @@ class Reducer:
     def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
         """Return what was held back of each parameter after the last step, and lanes' records."""
         if not self.lanes:
-            return self._held, self._wanted or []
+            return self._held, self._wanted
         if self._round is not None:
             self._round.settle()
         return take_out(self.lanes), [lane.record() for lane in self.lanes]
@@ -187,7 +183,7 @@ class Reducer:
         if self.lanes:  # other ranks may load nothing: the plan stays theirs
             put_in(self.lanes, held)
         else:
-            self._held, self._wanted = dict(held), lanes or None
+            self._held, self._wanted = dict(held), lanes
 
     # ---- while backward goes on
 
@@ -216,11 +212,16 @@ class Reducer:
                 f"{self.name} has no lane {index} on rank {self.ranks[self.rank]}, which has "
                 "joined: every rank must take a step before one joins"
             )
-        if self._ghost is None or index in self._ghost.stood_in:
-            for lane in self.lanes:
-                lane.undo()  # of a round that came to no end
-            self._ghost = self._open()
-        return self._ghost.stand_in(index)
+        ghost = self._ghost
+        if ghost is None or index in ghost.stood_in:
+            ghost = self._open()
+        self._ghost = ghost
+        reduce = ghost.stand_in(index)
+
+        def work(transport: Transport, votes: list[int]) -> None:
+            self.progress.steps += reduce(transport, votes)
+
+        return work
 
     def _await_all(self) -> None:
         self._awaited = [set(lane.parameters) for lane in self.lanes]
@@ -242,45 +243,25 @@ class Reducer:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
 
-    # ---- weights
-
     def _open(self) -> Round:
+        if self._ghost is not None:
+            for lane in self.lanes:
+                lane.undo()  # where it came to no end
+            self._ghost = None
         weight = self.weight
         if weight is None:
             weight = 1.0 / self._size if self.options.op == Average else 1.0
-        scale = self.options.gradient_predivide_factor * self.loss_scale()
+        loss = loss_scale(self.scaler)
+        clip = local_clip(self.trained(), self.options.local_clip_norm, self._size, loss)
+        scale = self.options.gradient_predivide_factor * loss
         return Round(
             self.lanes,
             self._engine,
             self._facts,
             missing_is_zero=self.options.missing_gradients == "zeros",
-            weight=weight * self._local_clip() / scale,
+            weight=weight * clip / scale,
             scale=scale,
         )
-
-    def loss_scale(self) -> float:
-        """Return what the gradients are multiplied with: residuals are kept without it."""
-        if self.scaler is None or not self.scaler.is_enabled():
-            return 1.0
-        return float(self.scaler.get_scale())
-
-    def _local_clip(self) -> float:
-        """Return the factor that shortens this rank's gradient to its share of the norm allowed.
-
-        The share is 1/sqrt(ranks): sums of as many independent gradients have the norm allowed
-        (Lin et al. 2018, section 3.2).
-        """
-        allowed = self.options.local_clip_norm
-        if allowed is None:
-            return 1.0
-        gradients = [p.grad for p in self.trained() if p.grad is not None]
-        parts = [g._values() if g.is_sparse else g for g in gradients]
-        if not parts:
-            return 1.0
-        norms = torch.stack([norm.double().cpu() for norm in torch._foreach_norm(parts)])
-        norm = float(norms.norm()) / self.loss_scale()
-        share = allowed / math.sqrt(self._size)
-        return min(1.0, share / norm) if 0.0 < norm < math.inf else 1.0
 
     # ---- the plan
 
@@ -296,141 +277,39 @@ class Reducer:
         return False
 
     def _plan(self, order: Sequence[torch.nn.Parameter]) -> None:
-        """Make the lanes, the same on every rank: rank 0 says which."""
+        """Make the lanes, the same on every rank."""
         trained = self.trained()
-        self._name_new(trained)
-        names = [self.names[p] for p in trained]
-        facts = self._describe(trained)
-        numbers = {p: number for number, p in enumerate(trained)}
-        seen = [numbers[p] for p in order if p in numbers]
-        seen += [n for n in reversed(range(len(trained))) if n not in set(seen)]
-        sparse_here = [
+        self._name_new()
+        sparse = [
             self.names[p]
             for p in trained
-            if (p.grad is not None and p.grad.is_sparse)
-            or isinstance(self._lane(p), SparseGradientLane)
+            if (p.grad is not None and p.grad.is_sparse) or p in self._sparse()
         ]
-
-        def work(transport: Transport, votes: list[int]) -> list[Part]:
-            sparse = set().union(*gather_words(transport, sparse_here))
-            mine = self._arrange(trained, names, seen, sparse) if transport.rank == 0 else []
-            said = json.dumps([[part.how, part.numbers] for part in mine]).encode()
-            said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
-            return [Part(how, numbers) for how, numbers in json.loads(said)]
-
-        parts = self.run_on_all("plan", facts, work)
+        names = [self.names[p] for p in trained]
+        plan = Plan(self.options, trained, names, order, sparse, self._wanted)
+        facts = plan.facts()
+        parts = self.run_on_all("plan", facts, lambda transport, votes: plan.agree(transport))
         held = take_out(self.lanes) if self.lanes else self._held
-        self._held = {}
-        self.lanes = [
-            self._open_lane(part, index, trained, names) for index, part in enumerate(parts)
-        ]
+        self.lanes = plan.open_lanes(parts, self.name, self.progress)
         put_in(self.lanes, held)
-        records = {tuple(record["names"]): record for record in self._wanted or ()}
+        records = {tuple(record["names"]): record for record in self._wanted}
         for lane in self.lanes:
             if tuple(lane.names) in records:
                 lane.resume(records[tuple(lane.names)])
-        self._wanted = None
+        self._held, self._wanted = {}, []
         self._lane_of = {p: i for i, lane in enumerate(self.lanes) for p in lane.parameters}
         self._await_all()
-        said = json.dumps([facts, [[part.how, part.numbers] for part in parts]])
+        said = "\n".join([*facts, *map(str, parts)])
         self._facts = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
         if self._size > 1:
             self.hooks.watch(trained)
 
-    def _lane(self, parameter: torch.nn.Parameter) -> AnyLane | None:
-        index = self._lane_of.get(parameter)
-        return None if index is None else self.lanes[index] if self.lanes else None
+    def _sparse(self) -> set[torch.nn.Parameter]:
+        """Return the parameters whose gradients were sparse on some rank."""
+        return {lane.parameters[0] for lane in self.lanes if isinstance(lane, SparseGradientLane)}
 
-    def _name_new(self, trained: Sequence[torch.nn.Parameter]) -> None:
+    def _name_new(self) -> None:
         for i, group in enumerate(self._param_groups):
             for j, parameter in enumerate(group["params"]):
                 if parameter not in self.names:
                     self.names[parameter] = f"noname.{i}.{j}"
-
-    def _describe(self, trained: Sequence[torch.nn.Parameter]) -> list[str]:
-        """Return what must be equal on all ranks."""
-        facts = self.options.facts()
-        for parameter in trained:
-            said = f"parameter '{self.names[parameter]}' {list(parameter.shape)} {parameter.dtype}"
-            if not parameter.is_contiguous():
-                strides = torch.empty_like(parameter, device="meta").stride()
-                said += f" of strides {list(strides)}"
-            facts.append(said)
-        return facts
-
-    def _arrange(
-        self,
-        trained: Sequence[torch.nn.Parameter],
-        names: list[str],
-        order: list[int],
-        sparse: set[str],
-    ) -> list[Part]:
-        """Return rank 0's plan."""
-        feedback, groups = self.options.feedback, self.options.groups
-        value_bytes = 8 if any(p.dtype == torch.float64 for p in trained) else 4
-        if isinstance(self.options.compression, Automatic) or self._size == 1:
-            sizes = ONE_BUCKET  # it is judged as one, or there is nothing to hide
-        elif self.options.bucket_bytes is not None:
-            elements = max(1, self.options.bucket_bytes // value_bytes)
-            sizes = Sizes(elements, elements)
-        else:
-            elements = sum(p.numel() for p in trained)
-            sizes = sizes_for(self.options.compression, elements, self._size, value_bytes)
-        numbers = {p: number for number, p in enumerate(trained)}
-        by_hand: list[list[int]] | int = []
-        if isinstance(groups, int):
-            by_hand = groups
-        elif groups is not None:
-            by_hand = [[numbers[p] for p in group if p in numbers] for group in groups]
-        elif self._wanted is not None:
-            places = {name: number for number, name in enumerate(names)}
-            by_hand = [[places[n] for n in lane["names"] if n in places] for lane in self._wanted]
-            order = [n for bucket in by_hand for n in bucket] + order
-            order = list(dict.fromkeys(order))
-        return arrange(
-            order,
-            [p.numel() for p in trained],
-            sizes,
-            groups=by_hand,
-            dense={
-                number
-                for number, p in enumerate(trained)
-                if feedback is not None and feedback.is_dense(names[number], p)
-            },
-            sparse={number for number, name in enumerate(names) if name in sparse},
-        )
-
-    def _open_lane(
-        self, part: Part, index: int, trained: Sequence[torch.nn.Parameter], names: list[str]
-    ) -> AnyLane:
-        parameters = [trained[number] for number in part.numbers]
-        of = [names[number] for number in part.numbers]
-        name = f"{self.name}.{index}"
-        if part.how == "sparse":
-            return SparseGradientLane(name, parameters[0], of[0])
-        compression = self.options.compression if part.how == "compressed" else NoneCompressor
-        lane = open_lane(name, parameters, of, compression, self.progress)
-        feedback = self.options.feedback
-        if part.how == "dense" and feedback is not None and feedback.momentum_correction:
-            # The wrapped optimizer has no momentum: these parameters take theirs here, too.
-            lane.exchange = DenseExchange(open_residual(lane.bucket, feedback))
-        return lane
-
-
-def warn_of_few_entries(options: Options, elements: int, rank: int) -> None:
-    """Warn of a density that leaves too few entries of a model to train well."""
-    if rank == 0 and isinstance(options.compression, SparseCompression):
-        kept = elements * options.compression.density
-        if kept < _FEW_ENTRIES < elements:
-            _log.warning(
-                "density=%g leaves %d of %d entries a step; under about %d accuracy suffers: "
-                "density=%.2g has as many",
-                options.compression.density,
-                max(1, round(kept)),
-                elements,
-                _FEW_ENTRIES,
-                _FEW_ENTRIES / elements,
-            )
-
-
-_FEW_ENTRIES = 500

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Protocol
@@ -26,7 +26,7 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from .agreement import describe_missing, gather_words
-from .engine import Engine, Operation, Work
+from .engine import Engine, Operation
 from .exchange import Exchanged
 
 _NOT_FINITE: Final = 1
@@ -121,29 +121,35 @@ class Round:
         Raises HorovodInternalError, on every rank alike, where the ranks disagree; the residuals
         are then what they were.
         """
+        try:
+            self._submit_the_rest(unplanned)
+            for index in sorted(self.operations):
+                self.operations[index].wait()
+        except BaseException:
+            self.drop()
+            raise
+
+    def _submit_the_rest(self, unplanned: bool) -> None:
         changed = self._invalid or not all(
             self.lanes[index].is_as_taken() for index in self.operations
         )
-        bits = (_CHANGED if changed else 0) | (_UNPLANNED if unplanned else 0)
         late = [index for index in range(len(self.lanes)) if index not in self.operations]
-        for index in late:
-            if not unplanned:
-                self._take(index)
         if not unplanned:
+            for index in late:
+                self._take(index)
             unknown = [index for index in range(len(self.lanes)) if index not in self._finite]
             self._finite.update((index, self.lanes[index].all_finite()) for index in unknown)
-        if not all(self._finite.values()):
-            bits |= _NOT_FINITE
+        bits = (
+            (_CHANGED if changed else 0)
+            | (_UNPLANNED if unplanned else 0)
+            | (0 if all(self._finite.values()) else _NOT_FINITE)
+        )
         *others, last = late
         for index in others:
             self._submit(index, bits)
         self.settle()  # what becomes ready together with the last lane may be run after it
         self._submit(last, bits)
-        try:
-            self._wait()
-        except BaseException:
-            self.drop()
-            raise
+        self.settle()
 
     def invalidate(self) -> None:
         """Undo what was exchanged; `finish` will tell the others that the round is void."""
@@ -184,25 +190,26 @@ class Round:
                 lane.undo()
             lane.poison()
 
-    def stand_in(self, index: int) -> Work:
-        """Return what a rank that has joined does of a lane; it needs nothing else of a round.
+    def stand_in(self, index: int) -> Callable[[Transport, list[int]], bool]:
+        """Return what a rank that has joined does of a lane, and whether that ended in an update.
 
         What it holds back is sent as ever; its parameters stay as they are.
         """
         self.stood_in.add(index)
         self.lanes[index].take_nothing()
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, votes: list[int]) -> bool:
             self._work(index, [], transport, votes)
             if index < len(self.lanes) - 1:
-                return
-            if not self.void and self.finite() and self._done == len(self.lanes):
-                for lane in self.lanes:
+                return False
+            applies = not self.void and self.finite() and self._done == len(self.lanes)
+            for lane in self.lanes:
+                if applies:
                     lane.apply_to_nothing()
-            else:
-                for lane in self.lanes:
+                else:
                     lane.undo()
                     lane.let_go()
+            return applies
 
         return work
 
@@ -223,11 +230,6 @@ class Round:
             vote=_HERE | bits | checksum << _MISSING_SHIFT,
             recipe=_RECIPE,
         )
-
-    def _wait(self) -> None:
-        self.settle()
-        for index in sorted(self.operations):
-            self.operations[index].wait()
 
     def _work(self, index: int, missing: list[str], transport: Transport, votes: list[int]) -> None:
         """Run on the engine's thread, in the same order on every rank."""

@@ -1,0 +1,120 @@
+"""The lanes of an optimizer: which there are is rank 0's to say, and all make the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives.transports import Transport
+
+from .agreement import gather_words
+from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
+from .compression import Automatic, NoneCompressor
+from .exchange import DenseExchange, Progress, open_residual
+from .lanes import open_lane
+from .optimizer_options import Options
+from .rounds import AnyLane
+from .sparse_gradients import SparseGradientLane
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a plan is made for, as one rank sees it.
+
+    names:  of the trained parameters.
+    order:  the parameters whose gradients are complete, the first to be first; others follow.
+    sparse: names of parameters whose gradients are sparse tensors here.
+    wanted: records of lanes that a checkpoint had; none of them where it is empty.
+    """
+
+    options: Options
+    trained: Sequence[torch.nn.Parameter]
+    names: Sequence[str]
+    order: Sequence[torch.nn.Parameter]
+    sparse: Sequence[str]
+    wanted: Sequence[Mapping[str, Any]]
+
+    def facts(self) -> list[str]:
+        """Return what must be equal on all ranks."""
+        facts = self.options.facts()
+        for name, parameter in zip(self.names, self.trained, strict=True):
+            said = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
+            if not parameter.is_contiguous():
+                strides = torch.empty_like(parameter, device="meta").stride()
+                said += f" of strides {list(strides)}"
+            facts.append(said)
+        return facts
+
+    def agree(self, transport: Transport) -> list[Part]:
+        """Return rank 0's parts, on every rank; what is sparse anywhere is so everywhere."""
+        sparse = set().union(*gather_words(transport, list(self.sparse)))
+        mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
+        said = json.dumps([[part.how, part.numbers] for part in mine]).encode()
+        said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
+        return [Part(how, numbers) for how, numbers in json.loads(said)]
+
+    def open_lanes(self, parts: Sequence[Part], name: str, progress: Progress) -> list[AnyLane]:
+        """Return the lanes of these parts, with nothing in their residuals."""
+        return [
+            self._open_lane(part, f"{name}.{index}", progress) for index, part in enumerate(parts)
+        ]
+
+    def _arrange(self, sparse: set[str], ranks: int) -> list[Part]:
+        numbers = {parameter: number for number, parameter in enumerate(self.trained)}
+        groups, order = self._by_hand(numbers)
+        order += [numbers[parameter] for parameter in self.order if parameter in numbers]
+        order += reversed(range(len(self.trained)))
+        feedback = self.options.feedback
+        return arrange(
+            list(dict.fromkeys(order)),
+            [parameter.numel() for parameter in self.trained],
+            self._sizes(ranks),
+            groups=groups,
+            dense={
+                number
+                for parameter, number in numbers.items()
+                if feedback is not None and feedback.is_dense(self.names[number], parameter)
+            },
+            sparse={number for number, name in enumerate(self.names) if name in sparse},
+        )
+
+    def _by_hand(
+        self, numbers: Mapping[torch.nn.Parameter, int]
+    ) -> tuple[list[list[int]] | int, list[int]]:
+        """Return the buckets that are given, and in which order their parameters lie."""
+        groups = self.options.groups
+        if isinstance(groups, int):
+            return groups, []
+        if groups is not None:
+            return [[numbers[p] for p in group if p in numbers] for group in groups], []
+        places = {name: number for number, name in enumerate(self.names)}
+        lanes = [[places[n] for n in lane["names"] if n in places] for lane in self.wanted]
+        return lanes, [number for lane in lanes for number in lane]
+
+    def _sizes(self, ranks: int) -> Sizes:
+        value_bytes = 8 if any(p.dtype == torch.float64 for p in self.trained) else 4
+        if isinstance(self.options.compression, Automatic) or ranks == 1:
+            return ONE_BUCKET  # it is judged as one, or there is nothing to hide
+        if self.options.bucket_bytes is not None:
+            elements = max(1, self.options.bucket_bytes // value_bytes)
+            return Sizes(elements, elements)
+        elements = sum(parameter.numel() for parameter in self.trained)
+        return sizes_for(self.options.compression, elements, ranks, value_bytes)
+
+    def _open_lane(self, part: Part, name: str, progress: Progress) -> AnyLane:
+        parameters = [self.trained[number] for number in part.numbers]
+        names = [self.names[number] for number in part.numbers]
+        if part.how == "sparse":
+            return SparseGradientLane(name, parameters[0], names[0])
+        compression = self.options.compression if part.how == "compressed" else NoneCompressor
+        lane = open_lane(name, parameters, names, compression, progress)
+        feedback = self.options.feedback
+        if part.how == "dense" and feedback is not None and feedback.momentum_correction:
+            # The wrapped optimizer has no momentum: these parameters take theirs here, too.
+            lane.exchange = DenseExchange(open_residual(lane.bucket, feedback))
+        return lane
