@@ -23,10 +23,13 @@ from .compression import Compression, ErrorFeedback
 from .exchange import Exchanged, open_exchange
 from .parameters import name_parameters
 from .reductions import NAMES, Average, Sum
+from .samples import VOTE_BITS, Samples
 from .telemetry import StepReport
 
 _log = logging.getLogger("gtopk")
-_NOT_FINITE: Final = 1  # bit of the vote; the rest of it stands for the missing gradients
+# The vote's lowest bit; above it come a hash of the missing gradients, and the samples.
+_NOT_FINITE: Final = 1
+_MISSING: Final = (1 << VOTE_BITS) - 1 - _NOT_FINITE
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -47,6 +50,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._compression = compression
         self.op = op
         self.missing_gradients = missing_gradients
+        self.samples = Samples()
         trained = [p for p in self._parameter_names if p.requires_grad]
         if not trained:
             raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
@@ -90,12 +94,29 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.backward_passes_per_step = passes
 
+    def set_num_samples(
+        self, samples: int | None, loss_reduction: Literal["mean", "sum"] = "mean"
+    ) -> None:
+        """Say how many samples (or tokens) this rank's gradients come from, until said otherwise.
+
+        The update is then that of one mean over the samples of all ranks: a mean's gradient weighs
+        samples / total, a sum's 1 / total, and that of no samples nothing, whatever it is.
+        None: every rank weighs alike. Where some ranks only say a number, the step is an error.
+        Raises ValueError for a negative number, or with op=Sum.
+        """
+        if samples is not None and self.op != Average:
+            raise ValueError("set_num_samples weights an average: use op=Average")
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+        self.samples.set(samples, summed=loss_reduction == "sum")
+
     def _facts(self) -> list[str]:
         """Return what must be equal on all ranks in the next step."""
         return [
             f"op={NAMES[self.op]}",
             self._exchange.facts,
             f"missing_gradients={self.missing_gradients!r}",
+            self.samples.facts,
             *self._parameter_facts,
         ]
 
@@ -132,19 +153,24 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             for name, parameter in zip(self._names, self._bucket.parameters, strict=True)
             if parameter.grad is None
         ]
+        samples = self.samples
+        if samples.count == 0:
+            torch._foreach_zero_([p.grad for p in self._bucket.parameters if p.grad is not None])
         self._bucket.take(1.0 / self._world.size if self.op == Average else 1.0)
         finite = self._bucket.all_finite()
         missing_everywhere = True
 
         def work(transport: Transport, votes: list[int]) -> Exchanged | None:
             nonlocal missing_everywhere
-            missing_everywhere = len({vote >> 1 for vote in votes}) == 1
+            missing_everywhere = len({vote & _MISSING for vote in votes}) == 1
             if self.missing_gradients == "error" and not missing_everywhere:
                 raise MismatchError(describe_missing(gather_words(transport, missing)))
             not_finite = [rank for rank, vote in enumerate(votes) if vote & _NOT_FINITE]
             if not_finite:
                 self._report_skip(transport, not_finite)
                 return None
+            if samples.count is not None:
+                self._bucket.weight = samples.weight(votes)
             with self._bucket.on_stream():
                 return self._exchange(self._bucket, transport)
 
@@ -152,7 +178,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._operation,
             self._facts(),
             work,
-            vote=(0 if finite else _NOT_FINITE) | zlib.crc32("\n".join(missing).encode()) << 1,
+            vote=(0 if finite else _NOT_FINITE)
+            | zlib.crc32("\n".join(missing).encode()) << 1
+            | samples.vote,
         )
         exchanged: Exchanged | None = operation.wait()
         self._skip = exchanged is None or not exchanged.finite

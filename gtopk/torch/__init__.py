@@ -1,5 +1,6 @@
 """Horovod's torch API on gtopk: `import gtopk.torch as hvd`."""
 
+from ..adaptive.adapt import adapt
 from ..compression import Compression
 from ..exceptions import HorovodInternalError
 from ..optimizer import DistributedOptimizer
@@ -52,6 +53,7 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "adapt",
     "allgather",
     "allgather_async",
     "allgather_object",

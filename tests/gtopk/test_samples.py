@@ -1,0 +1,41 @@
+"""Weights follow from the ranks' numbers of samples."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gtopk.samples import MOST, VOTE_BITS, Samples
+
+
+def samples(count: int | None, summed: bool = False) -> Samples:
+    made = Samples()
+    made.set(count, summed)
+    return made
+
+
+@given(st.lists(st.integers(0, MOST), min_size=1, max_size=20), st.integers(0, 2**VOTE_BITS - 1))
+def test_weights_are_shares_of_the_total(counts: list[int], rest_of_vote: int) -> None:
+    ranks = [samples(count) for count in counts]
+    votes = [rank.vote | rest_of_vote for rank in ranks]
+    assert max(votes) < 2**63
+    weights = [rank.weight(votes) for rank in ranks]
+    assert weights == [count / sum(counts) if count else 0.0 for count in counts]
+
+
+def test_a_sums_gradient_weighs_one_over_the_total() -> None:
+    ranks = [samples(count, summed=True) for count in (3, 0, 5)]
+    votes = [rank.vote for rank in ranks]
+    assert [rank.weight(votes) for rank in ranks] == [1 / 8, 0.0, 1 / 8]
+
+
+def test_ranks_that_say_different_things_have_different_facts() -> None:
+    assert len({samples(None).facts, samples(3).facts, samples(3, summed=True).facts}) == 3
+    assert samples(3).facts == samples(4).facts
+
+
+@pytest.mark.parametrize("count", [-1, MOST + 1])
+def test_a_number_that_does_not_fit_is_an_error(count: int) -> None:
+    with pytest.raises(ValueError, match="must lie in 0"):
+        samples(count)
