@@ -31,13 +31,15 @@ def adapt(
     loader had; the optimizer weighs each rank's gradients by its samples. Every rank must call it,
     after DistributedOptimizer and alike.
 
-    mode: "balanced".
+    mode: "balanced": synchronous steps of one global batch, divided by speed. "abs": micro-batches,
+        as many as there is time for while the step before is reduced; see `rounds`.
     global_batch: samples of all ranks in a step; default: the loader's batch_size times the ranks.
     order: from an epoch to the indices of all samples, equal on every rank; default: as the
         loader's sampler has it, over all samples.
     timer: what tells a batch's seconds in place of the clock, in simulations.
     options: min_batch=8, max_batch=None, grain=1, interval=20, policy="equal_finish",
-        lr_scaling="none", loss_reduction="mean", seed=0, noise_every=0: see Options.
+        lr_scaling="none", loss_reduction="mean", seed=0, noise_every=0, micro_batch=16: see
+        Options.
     Raises ValueError for an argument out of its range, HorovodInternalError on every rank where
     the ranks' differ, TypeError for an optimizer that is not distributed.
     """

@@ -76,7 +76,7 @@ class BalancedLoader:
         self._lead, most = self._meet()
         self._limits = Limits(
             options.global_batch,
-            [min(options.min_batch, size) for size in equal],
+            [min(options.min_batch, *each) for each in zip(equal, most, strict=True)],
             most,
             options.grain,
         )

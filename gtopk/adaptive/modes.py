@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 from .balanced import BalancedLoader
+from .delayed import DelayedLoader
 from .options import Job
 
 
@@ -35,4 +36,5 @@ class Adapted(Protocol):
 
 MODES: Final[Mapping[str, Callable[[Job], Adapted]]] = {
     "balanced": BalancedLoader,
+    "abs": DelayedLoader,
 }
