@@ -8,7 +8,6 @@ rank 2  |==== 32 =====| exchange |==== 32 =====| exchange |      equal batches
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from .options import Job
 from .policies import POLICIES
 from .shares import Limits, whole
 from .sources import open_source
+from .speed import summarise
 from .timing import GradientTimer
 
 _log = logging.getLogger("gtopk")
@@ -176,10 +176,10 @@ class BalancedLoader:
     def _decide(self, passes: int) -> None:
         """Gather every rank's window, and change the sizes where nothing is cut yet."""
         before = self._plan.at(self.step - 1)
-        median = statistics.median(self._seconds) if self._seconds else 0.0
+        seconds = summarise(self._seconds) if self._seconds else 0.0
         self._seconds.clear()
         most = self._memory.most or self._options.global_batch
-        mine = np.array([median, most], np.float64)
+        mine = np.array([seconds, most], np.float64)
 
         def work(transport: Transport, votes: list[int]) -> list[list[float]]:
             return [m.view(np.float64).tolist() for m in transport.allgather(mine.view(np.uint8))]

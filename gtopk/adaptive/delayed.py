@@ -98,6 +98,7 @@ class DelayedLoader:
         self.rounds = Rounds(
             optimizer._bucket.parameters,
             EngineWire(name, optimizer, world.engine),
+            world.rank,
             world.size,
             options.global_batch,
             self._apply,

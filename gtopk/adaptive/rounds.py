@@ -7,10 +7,10 @@ parameters in round t, S_t the update that its gradients reduce to:
     wire                          |==== reduce S_0 ====|   |== reduce S_1 ==|
     apply                       x_1 = x_0            x_2 = x_1 - S_0          x_3 = x_2 - S_1
 
-In a round a rank adds up the gradients of micro-batches, all at the same parameters. When its own
-reduction is through, it says "ready" and goes on computing; when all ranks have said so, and have
-enough samples together, each of them ends the round after the micro-batch in hand. So the delay is
-one round exactly, and every replica makes the same steps.
+In a round a rank adds up the gradients of micro-batches, all at the same parameters. When the next
+one will complete its share of the least batch, it says "ready" and goes on computing; when all
+ranks have said so, and the reduction before is through, it ends the round after the micro-batch in
+hand. So the delay is one round exactly, every replica makes the same steps, and nobody waits.
 
 With one step of delay, gradient descent on a curvature of lambda is stable for lr * lambda below
 1 - momentum, where without it would be below 2 (1 + momentum).
@@ -67,6 +67,7 @@ class Wire(Protocol):
 class Rounds:
     """One rank's rounds.
 
+    least_samples: of all ranks in a round; a rank's share is what it had of the last round known.
     number: of the round that is open.
     ended:  whether a rank had nothing left, and the round is the last until `begin`.
     batches: how many micro-batches each rank has computed since `begin`, as far as is known.
@@ -77,16 +78,19 @@ class Rounds:
         self,
         parameters: Sequence[torch.nn.Parameter],
         wire: Wire,
+        rank: int,
         ranks: int,
         least_samples: int,
         apply: Callable[[int], None],
     ) -> None:
         self._parameters = list(parameters)
         self._wire = wire
+        self._rank = rank
+        self._share = 1.0 / ranks
         self._least_samples = least_samples
         self._apply = apply
         self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
-        self._samples = self._batches = 0
+        self._samples = self._batches = self._next = 0
         self._ready: Pending | None = None
         self._reducing: Pending | None = None
         self.number = 0
@@ -102,7 +106,8 @@ class Rounds:
     @property
     def waits_for(self) -> Pending | None:
         """Return what a rank with nothing to compute has to wait for."""
-        return self._ready or self._reducing
+        under_way = (self._ready, self._reducing)
+        return next((each for each in under_way if each is not None and not each.done), None)
 
     def begin(self) -> None:
         """Open rounds anew after the last one."""
@@ -121,6 +126,7 @@ class Rounds:
             else:
                 total.add_(gradient.detach(), alpha=scale)
         self._samples += samples
+        self._next = samples  # the next one will be as large, or the epoch ends
         self._batches += 1
 
     def poll(self, is_last: bool = False) -> None:
@@ -131,10 +137,12 @@ class Rounds:
         if self.ended:
             return
         if self._ready is None:
-            if self._reducing is None or self._reducing.done:
-                self._ready = self._wire.ready(self._samples, is_last)
+            # A round ends in a later call of `poll`: one more micro-batch is sure to be in it.
+            promised = self._samples + (0 if is_last else self._next)
+            if is_last or promised >= self._share * self._least_samples:
+                self._ready = self._wire.ready(promised, is_last)
             return
-        if not self._ready.done:
+        if self.waits_for is not None:
             return
         ready: Ready = self._ready.wait()
         self._ready = None
@@ -160,10 +168,11 @@ class Rounds:
         self.batches = [a + b for a, b in zip(self.batches, reduced.batches, strict=True)]
         if reduced.update is None:
             self.skipped += 1
-        elif sum(reduced.samples):
+        elif total := sum(reduced.samples):
+            self._share = reduced.samples[self._rank] / total
             for parameter, update in zip(self._parameters, reduced.update, strict=True):
                 parameter.grad = update
-            self._apply(sum(reduced.samples))
+            self._apply(total)
             for parameter in self._parameters:
                 parameter.grad = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -9,7 +10,7 @@ FORGETTING: Final = 0.5  # the weight of a window against the one after it
 REMEMBERED: Final = 4  # windows
 VARIED: Final = 0.05  # sizes that differ by more than this share of their mean can be fitted
 REGIME: Final = 0.3  # a rank this far from its model has become another
-LEAST_SLOPE: Final = 0.1  # of seconds / b: noise must not make samples look free
+LEAST_SLOPE: Final = 0.25  # of seconds / b: noise must not make samples look free
 
 
 class Cost(NamedTuple):
@@ -79,6 +80,19 @@ class SpeedModel:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Know what another model knew."""
         self._seen = [(int(size), float(seconds)) for size, seconds in state["seen"]]
+
+
+def summarise(seconds: Sequence[float]) -> float:
+    """Return the median of a window; of its second half, where a rank became another within it.
+
+    A median across such a change would be of neither.
+    """
+    half = len(seconds) // 2
+    median = statistics.median(seconds)
+    if half < 2:
+        return median
+    before, after = statistics.median(seconds[:half]), statistics.median(seconds[half:])
+    return after if abs(after - before) > REGIME * before else median
 
 
 def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:

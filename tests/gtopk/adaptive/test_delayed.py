@@ -148,7 +148,7 @@ def descend(rate: float, momentum: float, rounds_to_go: int = 4000) -> tuple[flo
         delays.append(rounds.number - taken_at.pop(0))
         optimizer.step()
 
-    rounds = Rounds([x], AtOnce(), 1, least_samples=1, apply=apply)
+    rounds = Rounds([x], AtOnce(), 0, 1, least_samples=1, apply=apply)
     number = -1
     while rounds.number < rounds_to_go and abs(x.item()) < 1e6:
         if rounds.number != number:

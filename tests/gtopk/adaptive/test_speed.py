@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gtopk.adaptive.speed import Cost, SpeedModel
+from gtopk.adaptive.speed import Cost, SpeedModel, summarise
 
 
 @given(st.floats(0, 0.5), st.floats(1e-4, 1e-2), st.integers(50, 200))
@@ -15,7 +15,7 @@ def test_an_affine_cost_is_found_from_two_sizes(fixed: float, slope: float, size
     for each in (size, 2 * size):
         model.observe(each, true.seconds(each))
     if model.cost.per_sample > slope * (1 + 1e-6):  # the floor of the slope
-        assert slope * 1.5 * size < 0.1001 * true.seconds(1.5 * size)
+        assert slope * 1.5 * size < 0.2501 * true.seconds(1.5 * size)
     else:
         assert model.cost.seconds(3 * size) == pytest.approx(true.seconds(3 * size))
 
@@ -40,6 +40,13 @@ def test_a_rank_that_slows_fourfold_starts_anew() -> None:
     assert not model.observe(150, 1.5)
     assert model.observe(150, 6.0)
     assert model.cost == Cost(0.0, 6.0 / 150)
+
+
+def test_a_window_is_its_median_unless_the_rank_changes_within_it() -> None:
+    assert summarise([1.0, 9.0, 1.1, 1.0, 0.9, 1.0]) == 1.0
+    assert summarise([1.0, 1.0, 1.0, 4.0, 4.0]) == 4.0
+    assert summarise([1.0, 1.0, 4.0, 4.0]) == 4.0
+    assert summarise([2.0]) == 2.0
 
 
 def test_a_batch_of_nothing_says_nothing() -> None:
