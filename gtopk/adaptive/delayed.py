@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
 from collectives.transports import Transport
 
-from ..engine import Operation
+from ..engine import Engine, Operation
 from .dealing import deal, left_over, speeds_after
 from .epochs import Epochs
 from .learning_rate import LearningRate
 from .options import Job
+from .round_exchange import RoundExchange
 from .rounds import Ready, Reduced, Rounds
 from .sources import order_of, rebuilt
 
 SAFE_MOMENTUM: Final = 0.5
 _COUNT_BITS: Final = 31
+_COUNTS: Final = (1 << _COUNT_BITS) - 1
 
 
 class EngineWire:
-    """The ranks' rounds as operations of the engine, with the optimizer's own exchange."""
+    """The ranks' rounds as operations of the engine."""
 
-    def __init__(self, name: str, optimizer: Any, engine: Any) -> None:
+    def __init__(
+        self, name: str, exchange: RoundExchange, facts: Sequence[str], engine: Engine
+    ) -> None:
+        self.exchange = exchange
         self._name = name
-        self._optimizer = optimizer
+        self._facts = [exchange.facts, *facts]
         self._engine = engine
 
     def ready(self, samples: int, is_last: bool) -> Operation:
@@ -37,40 +42,26 @@ class EngineWire:
         def work(transport: Transport, votes: list[int]) -> Ready:
             return Ready(sum(vote >> 1 for vote in votes), any(vote & 1 for vote in votes))
 
-        operation: Operation = self._engine.submit(
-            f"{self._name}.ready", [], work, vote=samples << 1 | is_last
-        )
-        return operation
+        return self._engine.submit(f"{self._name}.ready", [], work, vote=samples << 1 | is_last)
 
-    def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Operation:
-        """Reduce the sums of a round to their mean, through residual and selection if there are."""
-        optimizer = self._optimizer
-        bucket, exchange = optimizer._bucket, optimizer._exchange
-        for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        bucket.take(1.0)
-        for parameter in bucket.parameters:
-            parameter.grad = None
-        finite = bucket.all_finite()
-        ones = (1 << _COUNT_BITS) - 1
+    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Operation:
+        """Reduce the sums of a round to their mean."""
+        finite = self.exchange.take(sums)
 
         def work(transport: Transport, votes: list[int]) -> Reduced:
-            counts = [vote >> 1 & ones for vote in votes]
+            counts = [vote >> 1 & _COUNTS for vote in votes]
             done = [vote >> 1 + _COUNT_BITS for vote in votes]
-            if not all(vote & 1 for vote in votes) or not sum(counts):
-                return Reduced(None if sum(counts) else bucket.gradients, counts, done)
-            bucket.weight = 1.0 / sum(counts)
-            with bucket.on_stream():
-                exchanged = exchange(bucket, transport)
-            return Reduced(bucket.gradients if exchanged.finite else None, counts, done)
+            update = None
+            if all(vote & 1 for vote in votes) and any(counts):
+                update = self.exchange.reduce(transport, sum(counts))
+            return Reduced(update, counts, done)
 
-        operation: Operation = self._engine.submit(
+        return self._engine.submit(
             f"{self._name}.gradients",
-            optimizer._facts(),
+            self._facts,
             work,
             vote=finite | samples << 1 | batches << 1 + _COUNT_BITS,
         )
-        return operation
 
 
 class DelayedLoader:
@@ -95,9 +86,13 @@ class DelayedLoader:
         name = f"adapt.{next(world.unnamed)}"
         facts = ["mode='abs'", f"{length} samples", *options.facts()]
         world.engine.submit(name, facts, lambda transport, votes: None).wait()
+        names = optimizer._parameter_names
+        trained = [parameter for parameter in names if parameter.requires_grad]
+        parameter_facts = [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained]
+        self.exchange = RoundExchange(trained, optimizer._compression)
         self.rounds = Rounds(
-            optimizer._bucket.parameters,
-            EngineWire(name, optimizer, world.engine),
+            trained,
+            EngineWire(name, self.exchange, parameter_facts, world.engine),
             world.rank,
             world.size,
             options.global_batch,

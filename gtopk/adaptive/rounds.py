@@ -45,7 +45,7 @@ class Ready(NamedTuple):
 class Reduced(NamedTuple):
     """A round's outcome, the same on every rank.
 
-    update: for each parameter; None where a gradient was not finite.
+    update: for each parameter; None where a gradient was not finite, or nobody had samples.
     samples, batches: of each rank in that round.
     """
 
@@ -60,7 +60,7 @@ class Wire(Protocol):
     def ready(self, samples: int, is_last: bool) -> Pending:
         """Say that this rank may end the round; the result is Ready."""
 
-    def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Pending:
+    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Pending:
         """Reduce sums over samples to their mean over all ranks' samples; the result is Reduced."""
 
 
@@ -166,9 +166,10 @@ class Rounds:
         reduced: Reduced = self._reducing.wait()
         self._reducing = None
         self.batches = [a + b for a, b in zip(self.batches, reduced.batches, strict=True)]
+        total = sum(reduced.samples)
         if reduced.update is None:
-            self.skipped += 1
-        elif total := sum(reduced.samples):
+            self.skipped += total > 0
+        else:
             self._share = reduced.samples[self._rank] / total
             for parameter, update in zip(self._parameters, reduced.update, strict=True):
                 parameter.grad = update

@@ -13,9 +13,8 @@ import torch
 from collectives.transports import LocalTransport, local_world, run_ranks
 
 from ..adaptive.cuts import shuffled
+from ..adaptive.round_exchange import RoundExchange
 from ..adaptive.rounds import Ready, Reduced, Rounds
-from ..buckets import Bucket
-from ..exchange import open_exchange
 from .record import Record
 from .setting import Setting
 
@@ -103,9 +102,8 @@ class Ends:
         self.time = time
         self._setting, self._record = setting, record
         self._meetings: dict[tuple[str, int], Meeting] = {}
-        self._buckets = [Bucket(list(model.parameters())) for model in models]
         self._exchanges = [
-            open_exchange(bucket, setting.compression, lambda: 0.0) for bucket in self._buckets
+            RoundExchange(list(model.parameters()), setting.compression) for model in models
         ]
         self._transports = local_world(setting.cluster.ranks)
         self._reduce_seconds = setting.reduce_seconds
@@ -124,29 +122,17 @@ class Ends:
             meeting.over_at = self.time.now + self._setting.cluster.signal_seconds()
             return
         counts, batches = ([part[place] for part in parts] for place in (1, 2))
-        updates = self._reduce([part[0] for part in parts], sum(counts))
+        for exchange, part in zip(self._exchanges, parts, strict=True):
+            exchange.take(part[0])
+
+        def reduce(transport: LocalTransport) -> list[torch.Tensor] | None:
+            return self._exchanges[transport.rank].reduce(transport, sum(counts))
+
+        updates = run_ranks(self._transports, reduce)
         meeting.results = [Reduced(update, counts, batches) for update in updates]
         meeting.over_at = self.time.now + self._reduce_seconds
         self._record.exchange += self._reduce_seconds
         self._record.sizes.append((self.time.now, counts))
-
-    def _reduce(
-        self, sums: Sequence[list[torch.Tensor | None]], samples: int
-    ) -> list[list[torch.Tensor]]:
-        """Return every rank's copy of the update, by the exchange of the library."""
-        for bucket, gradients in zip(self._buckets, sums, strict=True):
-            for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
-                parameter.grad = gradient
-            bucket.take(1.0 / samples)
-            for parameter in bucket.parameters:
-                parameter.grad = None
-
-        def rank(transport: LocalTransport) -> list[torch.Tensor]:
-            bucket = self._buckets[transport.rank]
-            self._exchanges[transport.rank](bucket, transport)
-            return bucket.gradients
-
-        return run_ranks(self._transports, rank)
 
 
 def simulate(setting: Setting) -> Record:
