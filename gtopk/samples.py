@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-VOTE_BITS: Final = 33  # of the vote, below the number
-MOST: Final = 2**30 - 1
+VOTE_BITS: Final = 35  # of the vote, below the number
+MOST: Final = 2**28 - 1
 
 
 class Samples:
