@@ -161,20 +161,33 @@ class DelayedLoader:
         """Do nothing: what is under way is applied before an iteration ends."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next epoch hangs on; raise RuntimeError in the middle of one."""
+        """Return what the next epoch hangs on, this rank's residual included.
+
+        Raises RuntimeError in the middle of an epoch.
+        """
         if not self.rounds.is_drained:
             raise RuntimeError(
                 "gradients are under way, which a checkpoint would lose; take it after the epoch"
             )
-        return {"mode": "abs", "epochs": self._epochs.state_dict(), "speeds": self._speeds}
+        return {
+            "mode": "abs",
+            "epochs": self._epochs.state_dict(),
+            "speeds": self._speeds,
+            "residual": self.exchange.residual,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the epoch after the one another loader finished."""
+        """Go on with the epoch after the one another loader finished.
+
+        Speeds and residuals are those of as many ranks: others begin without.
+        """
         if state["mode"] != "abs":
             raise ValueError(f"this loader's mode is 'abs', the state's {state['mode']!r}")
         self._epochs.load_state_dict(state["epochs"])
         if len(state["speeds"]) == self._world.size:
             self._speeds = list(state["speeds"])
+            if state["residual"] is not None:
+                self.exchange.residual = state["residual"]
 
 
 def check(job: Job) -> None:
@@ -184,6 +197,8 @@ def check(job: Job) -> None:
             "mode 'abs' adds up micro-batches itself: use backward_passes_per_step=1, got "
             f"{job.optimizer.backward_passes_per_step}"
         )
+    if job.options.lr_scaling == "adascale":
+        raise ValueError("mode 'abs' measures no noise: use lr_scaling 'none', 'linear' or 'sqrt'")
     if not hasattr(job.loader.dataset, "__len__"):
         raise ValueError(
             "mode 'abs' deals the samples of an epoch: it needs a data set of a length"

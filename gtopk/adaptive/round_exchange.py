@@ -9,6 +9,7 @@ import torch
 
 from collectives.transports import Transport
 
+from ..arrays import view_tensor
 from ..buckets import Bucket
 from ..exchange import open_exchange
 
@@ -26,10 +27,18 @@ class RoundExchange:
         return self._exchange.facts
 
     @property
-    def residual(self) -> Any:
-        """Return what was not sent yet, [n]; None where all of it is."""
+    def residual(self) -> torch.Tensor | None:
+        """Return a copy of what was not sent yet, [n] on the host; None where all of it is."""
         residual = getattr(self._exchange, "residual", None)
-        return None if residual is None else residual.values
+        return None if residual is None else view_tensor(residual.values).to("cpu", copy=True)
+
+    @residual.setter
+    def residual(self, values: torch.Tensor) -> None:
+        residual = getattr(self._exchange, "residual", None)
+        if residual is None:
+            raise ValueError("this compression keeps no residual, and the state has one")
+        view_tensor(residual.values).copy_(values)
+        residual.holds_nothing = False
 
     def take(self, sums: Sequence[torch.Tensor | None]) -> bool:
         """Take a rank's sums, one for each parameter; return whether they are finite."""

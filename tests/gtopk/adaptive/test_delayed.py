@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import world
+from gtopk.adaptive.round_exchange import RoundExchange
 from gtopk.adaptive.rounds import Ready, Reduced, Rounds
 from gtopk.world import World
 
@@ -110,8 +111,11 @@ def test_nothing_is_lost_with_gtopk() -> None:
         for sums, operation in pending:
             if total := sum(operation.wait().samples):
                 weighted += sums / total
-        residual = torch.from_numpy(loader.exchange.residual.copy())
-        return model.weight.detach(), residual, weighted
+        state = loader.state_dict()
+        other, *_ = adapted(here, 96, hvd.Compression.gtopk(density=0.4))
+        other.load_state_dict(state)
+        assert torch.equal(other.exchange.residual, loader.exchange.residual)
+        return model.weight.detach(), loader.exchange.residual, weighted
 
     results = on_ranks(3, program)
     left = -results[0][0] + sum(residual for _, residual, _ in results)
@@ -222,6 +226,10 @@ def test_what_rounds_cannot_do_is_said() -> None:
             hvd.adapt(DataLoader(data(8), 4), optimizer, "abs")
         with pytest.raises(ValueError, match="needs a data set of a length"):
             hvd.adapt(DataLoader(Stream(), 2), optimizer, "abs")
+        with pytest.raises(ValueError, match="measures no noise"):
+            hvd.adapt(DataLoader(data(8), 4), optimizer, "abs", lr_scaling="adascale")
+        with pytest.raises(ValueError, match="keeps no residual"):
+            RoundExchange(list(model.parameters()), hvd.Compression.none).residual = torch.zeros(3)
         twice = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0),
             model.named_parameters(),
