@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -99,7 +100,12 @@ class DelayedLoader:
             self._apply,
         )
         self._wrapped_step = optimizer.step
-        optimizer.step = self._step
+
+        def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+            return self._step(closure)
+
+        # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
+        optimizer.step = MethodType(step, optimizer)
         self.num_samples = 0
 
     def _apply(self, samples: int) -> None:

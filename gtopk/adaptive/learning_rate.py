@@ -48,6 +48,8 @@ class LearningRate:
         self._reference = reference
         self._rates: list[float] = []
         self.factor = 1.0
+        if scaling == "none":
+            return
         multiply, restore = weakref.WeakMethod(self._multiply), weakref.WeakMethod(self._restore)
 
         def before(optimizer: torch.optim.Optimizer, *step: Any) -> None:

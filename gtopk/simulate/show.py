@@ -19,9 +19,13 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
     speeds = ":".join(f"{speed:g}" for speed in cluster.speeds)
     seeds = len({record.seed for record in records})
     method = "dense" if setting.density is None else f"gTop-k at density {setting.density:g}"
+    slower = "".join(
+        f"; rank {slow.rank} takes {slow.factor:g} times as long from second {slow.second:g} on"
+        for slow in cluster.slowdowns
+    )
     intro = (
         f"Simulated, not measured: {cluster.ranks} ranks of {speeds} samples/s, overhead "
-        f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}; an exchange of "
+        f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}{slower}; an exchange of "
         f"{count_text(setting.task.length)} values by {method} takes "
         f"{seconds_text(setting.reduce_seconds)}. Batch {setting.global_batch}, learning rate "
         f"{setting.learning_rate:g}, momentum {setting.momentum:g}, {setting.epochs} epochs, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.samples import MOST, VOTE_BITS, Samples
@@ -15,6 +15,7 @@ def samples(count: int | None, summed: bool = False) -> Samples:
     return made
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, MOST), min_size=1, max_size=20), st.integers(0, 2**VOTE_BITS - 1))
 def test_weights_are_shares_of_the_total(counts: list[int], rest_of_vote: int) -> None:
     ranks = [samples(count) for count in counts]
@@ -22,6 +23,15 @@ def test_weights_are_shares_of_the_total(counts: list[int], rest_of_vote: int) -
     assert max(votes) < 2**63
     weights = [rank.weight(votes) for rank in ranks]
     assert weights == [count / sum(counts) if count else 0.0 for count in counts]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=20), st.integers(1, 9))
+def test_weights_do_not_hang_on_the_size_of_the_step(counts: list[int], factor: int) -> None:
+    small, large = ([samples(n * each) for each in counts] for n in (1, factor))
+    for one, other in zip(small, large, strict=True):
+        weight = other.weight([rank.vote for rank in large])
+        assert weight == pytest.approx(one.weight([rank.vote for rank in small]))
 
 
 def test_a_sums_gradient_weighs_one_over_the_total() -> None:

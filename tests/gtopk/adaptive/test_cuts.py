@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.cuts import Plan, cut_epoch, shuffled
@@ -21,6 +21,7 @@ def plans(draw: Any) -> tuple[Plan, int]:
     return plan, ranks
 
 
+@settings(deadline=None)
 @given(plans(), st.integers(0, 200))
 def test_every_place_is_in_exactly_one_share(case: Any, length: int) -> None:
     plan, ranks = case
@@ -30,6 +31,7 @@ def test_every_place_is_in_exactly_one_share(case: Any, length: int) -> None:
     assert all(cut.sizes == plan.at(cut.step) for cut in cuts[:-1])
 
 
+@settings(deadline=None)
 @given(plans(), st.integers(0, 200))
 def test_only_the_partial_step_is_dropped(case: Any, length: int) -> None:
     plan, _ = case
@@ -39,6 +41,7 @@ def test_only_the_partial_step_is_dropped(case: Any, length: int) -> None:
     assert length - end < sum(plan.at(len(kept)))
 
 
+@settings(deadline=None)
 @given(plans(), st.integers(0, 200), st.integers(0, 20))
 def test_an_epoch_goes_on_where_it_was_left(case: Any, length: int, left_after: int) -> None:
     plan, ranks = case

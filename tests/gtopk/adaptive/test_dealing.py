@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.dealing import deal, left_over, speeds_after
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
 def test_every_batch_is_computed_once(count: int, speeds: list[int], data: Any) -> None:
     left, seen = list(range(count)), []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.learning_rate import FACTORS, LearningRate, adascale
@@ -52,6 +52,7 @@ def test_averages_take_both_parts_apart_and_survive_a_checkpoint() -> None:
     assert other.value == value
 
 
+@settings(deadline=None)
 @given(st.floats(0.1, 16), st.floats(0, 1e3), st.floats(1e-3, 1e3))
 def test_factors_are_one_at_the_reference_and_adascale_lies_between(
     s: float, variance: float, square: float

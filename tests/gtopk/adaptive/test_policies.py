@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.policies import POLICIES, Measured, equal_finish, spread_of
@@ -29,6 +29,7 @@ def clusters(draw: Any, ranks: st.SearchStrategy[int]) -> tuple[Limits, list[Cos
     return Limits(total, low, high, grain), costs
 
 
+@settings(deadline=None)
 @given(clusters(st.integers(1, 6)), st.sampled_from(sorted(POLICIES)), st.data())
 def test_sizes_keep_to_the_limits(case: Any, name: str, data: Any) -> None:
     limits, costs = case
@@ -41,6 +42,7 @@ def test_sizes_keep_to_the_limits(case: Any, name: str, data: Any) -> None:
     assert all(size % limits.grain == 0 for size in sizes)
 
 
+@settings(deadline=None)
 @given(clusters(st.integers(2, 3)))
 def test_no_other_sizes_end_sooner_than_equal_finish(case: Any) -> None:
     limits, costs = case

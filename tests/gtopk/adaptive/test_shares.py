@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.shares import Limits, clamp, divide, whole
@@ -22,6 +22,7 @@ def limits_and_wishes(draw: Any) -> tuple[Limits, list[float]]:
     return Limits(total, low, high, grain), wishes
 
 
+@settings(deadline=None)
 @given(limits_and_wishes())
 def test_whole_sizes_keep_to_the_limits_and_near_the_wish(case: Any) -> None:
     limits, wishes = case
@@ -39,6 +40,7 @@ def test_ties_go_to_the_lower_rank() -> None:
     assert whole([2.5, 2.5, 2.5, 2.5], Limits(10, [0] * 4, [9] * 4)) == [3, 3, 2, 2]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.floats(0, 1))
 def test_a_partial_step_is_divided_in_proportion(sizes: list[int], share: float) -> None:
     count = int(share * sum(sizes))

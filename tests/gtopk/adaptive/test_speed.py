@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.speed import Cost, SpeedModel, summarise
 
 
+@settings(deadline=None)
 @given(st.floats(0, 0.5), st.floats(1e-4, 1e-2), st.integers(50, 200))
 def test_an_affine_cost_is_found_from_two_sizes(fixed: float, slope: float, size: int) -> None:
     true, model = Cost(fixed, slope), SpeedModel()
