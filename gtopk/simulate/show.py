@@ -25,8 +25,8 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
     )
     intro = (
         f"Simulated, not measured: {cluster.ranks} ranks of {speeds} samples/s, overhead "
-        f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}{slower}; an exchange of "
-        f"{count_text(setting.task.length)} values by {method} takes "
+        f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}{slower}; an "
+        f"exchange of {count_text(setting.task.length)} values by {method} takes "
         f"{seconds_text(setting.reduce_seconds)}. Batch {setting.global_batch}, learning rate "
         f"{setting.learning_rate:g}, momentum {setting.momentum:g}, {setting.epochs} epochs, "
         f"{seeds} seed{'s' * (seeds > 1)}. Gradients, residuals and collectives are real."
