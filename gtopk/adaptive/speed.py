@@ -85,13 +85,13 @@ class SpeedModel:
 def summarise(seconds: Sequence[float]) -> float:
     """Return the median of a window; of its second half, where a rank became another within it.
 
-    A median across such a change would be of neither.
+    The lower median is one of the values: no mean of what was before a change and after it.
     """
     half = len(seconds) // 2
-    median = statistics.median(seconds)
+    median = statistics.median_low(seconds)
     if half < 2:
         return median
-    before, after = statistics.median(seconds[:half]), statistics.median(seconds[half:])
+    before, after = statistics.median_low(seconds[:half]), statistics.median_low(seconds[half:])
     return after if abs(after - before) > REGIME * before else median
 
 

@@ -47,6 +47,7 @@ def test_a_window_is_its_median_unless_the_rank_changes_within_it() -> None:
     assert summarise([1.0, 9.0, 1.1, 1.0, 0.9, 1.0]) == 1.0
     assert summarise([1.0, 1.0, 1.0, 4.0, 4.0]) == 4.0
     assert summarise([1.0, 1.0, 4.0, 4.0]) == 4.0
+    assert summarise([1.0, 1.0, 1.0, 4.0]) == 1.0
     assert summarise([2.0]) == 2.0
 
 
