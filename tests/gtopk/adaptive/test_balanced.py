@@ -78,7 +78,8 @@ def network() -> torch.nn.Module:
 
 def sgd(model: torch.nn.Module, compression: Any = hvd.Compression.none) -> Any:
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return hvd.DistributedOptimizer(inner, model.named_parameters(), compression)
+    each_alone = {"bucket_bytes": 1}  # so that exchanges begin while backward goes on
+    return hvd.DistributedOptimizer(inner, model.named_parameters(), compression, **each_alone)
 
 
 def some_optimizer() -> Any:
@@ -495,6 +496,18 @@ def test_arguments_out_of_range_are_an_error(options: dict[str, Any], text: str)
     def program(here: World) -> None:
         with pytest.raises(ValueError, match=text):
             hvd.adapt(DataLoader(Indices(10), 4), some_optimizer(), **options)
+
+    on_ranks(2, program)
+
+
+def test_a_process_set_is_not_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
+    def program(here: World) -> None:
+        inner, first = torch.optim.SGD(network().parameters(), 0.1), hvd.add_process_set([0])
+        optimizer = hvd.DistributedOptimizer(inner, process_set=first)
+        with pytest.raises(ValueError, match="takes no process_set"):
+            hvd.adapt(DataLoader(Indices(10), 4), optimizer)
 
     on_ranks(2, program)
 

@@ -239,5 +239,12 @@ def test_what_rounds_cannot_do_is_said() -> None:
         )
         with pytest.raises(ValueError, match="backward_passes_per_step=1, got 2"):
             hvd.adapt(DataLoader(data(8), 4), twice, "abs")
+        clipping = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model.named_parameters(),
+            global_clip_norm=1.0,
+        )
+        with pytest.raises(ValueError, match="takes no global_clip_norm"):
+            hvd.adapt(DataLoader(data(8), 4), clipping, "abs")
 
     on_ranks(1, program)
