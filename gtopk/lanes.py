@@ -62,6 +62,10 @@ class Lane:
         self.bucket.take(weight, scale)
         self._taken = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
 
+    def weigh(self, weight: float) -> None:
+        """Multiply what was taken with another weight."""
+        self.bucket.weight = weight
+
     def watch(self) -> None:
         """Make sure that `is_as_taken` knows what was taken: before the program goes on."""
         self._sample = self._take_sample()

@@ -33,6 +33,7 @@ from .optimizer_options import Options
 from .reductions import Average
 from .residual_state import Held, put_in, take_out
 from .rounds import AnyLane, Round
+from .samples import Samples
 from .sparse_gradients import SparseGradientLane
 from .world import World
 
@@ -47,7 +48,7 @@ class Reducer:
     progress: what exchanges go by; its steps are counted by whoever applies the rounds.
     lanes:    in the order in which backward completes them; none before the first step.
     scaler:   the GradScaler that the gradients are scaled by, where there is one.
-    weight:   of this rank's gradients; None for what op says.
+    samples:  that this rank's gradients come from; where nobody says, op weighs them.
     ranks:    of the world that reduce together, in order; rank: this one's place among them.
     takes_part: whether this rank is one of them: it steps by itself otherwise.
     """
@@ -65,7 +66,7 @@ class Reducer:
         self.progress = Progress()
         self.lanes: list[AnyLane] = []
         self.scaler = scaler
-        self.weight: float | None = None
+        self.samples = Samples()
         self.overlaps = options.overlap and options.local_clip_norm is None
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
@@ -114,6 +115,8 @@ class Reducer:
         round, self._round = self._round, None
         order = self.hooks.order
         self.hooks.forget()  # also where this fails: the next step counts
+        if round is not None and round.samples != self.samples:  # said after backward
+            round.invalidate()
         self._make_dense()
         if not self.lanes:
             self._plan(order)
@@ -127,7 +130,9 @@ class Reducer:
                 return round
             round.drop()
             if round.changed:
-                self._stop_overlapping("gradients are changed or dropped after backward()")
+                self._stop_overlapping(
+                    "gradients are changed or dropped, or their samples told, after backward()"
+                )
             if round.unplanned:
                 self._plan(order)
             round = None
@@ -178,6 +183,8 @@ class Reducer:
         index = self._lane_of.get(parameter)
         if index is None or not self.overlaps or not self._is_here():
             return
+        if self.samples.count == 0:
+            return  # what weighs nothing is overwritten; not before it is sure that it does
         self._awaited[index].discard(parameter)
         if self._awaited[index] or index == len(self.lanes) - 1:
             return
@@ -215,14 +222,14 @@ class Reducer:
     # ---- weights
 
     def _open(self) -> Round:
-        weight = self.weight
-        if weight is None:
-            weight = 1.0 / self._size if self.options.op == Average else 1.0
+        alike = self.samples.count is None and self.options.op == Average
+        weight = 1.0 / self._size if alike else 1.0
         scale = self.options.gradient_predivide_factor * self.loss_scale()
         return Round(
             self.lanes,
             self._engine,
             self._facts,
+            self.samples,
             missing_is_zero=self.options.missing_gradients == "zeros",
             weight=weight * self._local_clip() / scale,
             scale=scale,
@@ -248,7 +255,8 @@ class Reducer:
         if not parts:
             return 1.0
         norms = torch.stack([norm.double().cpu() for norm in torch._foreach_norm(parts)])
-        norm = float(norms.norm()) / self.loss_scale()
+        samples = (self.samples.count or 1) if self.samples.summed else 1
+        norm = float(norms.norm()) / self.loss_scale() / samples
         share = allowed / math.sqrt(self._size)
         return min(1.0, share / norm) if 0.0 < norm < math.inf else 1.0
 

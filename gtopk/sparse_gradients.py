@@ -54,6 +54,10 @@ class SparseGradientLane:
         self._weight, self._scale = weight, scale
         self._indices, self._values = _entries(self._parameter, gradient)
 
+    def weigh(self, weight: float) -> None:
+        """Multiply what was taken with another weight."""
+        self._weight = weight
+
     def watch(self) -> None:
         """Nothing more is to be known of a gradient that was taken as it was."""
 
