@@ -24,8 +24,9 @@ INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/h
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
 
+# Two workers: where a test waits for its ranks, another has the core.
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal $(ARGS)
 
 test-horovod-scripts: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m matrix tests/gtopk/as_horovod $(ARGS)

@@ -10,7 +10,12 @@
         compression=gtopk.horovod.Compression.gtopk(density=0.01),
     )
 
-Horovod's own alltoall carries the messages. `hvd.shutdown()` ends both; so does the program's end.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    gtopk.horovod.broadcast_optimizer_state(optimizer, root_rank=0)
+
+Horovod's own alltoall carries the messages. `hvd.shutdown()` ends both, and so does the program's
+end; before another `hvd.init()`, call `shutdown` here, too. Horovod's `broadcast_optimizer_state`
+is for the optimizer before it is wrapped: it steps one that has no state yet, on that rank alone.
 """
 
 from __future__ import annotations
@@ -22,8 +27,9 @@ from typing import ParamSpec, TypeVar
 from . import optimizer, world
 from .compression import Compression
 from .joining import join_over
+from .torch import functions
 
-__all__ = ["Compression", "DistributedOptimizer", "shutdown"]
+__all__ = ["Compression", "DistributedOptimizer", "broadcast_optimizer_state", "shutdown"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,3 +54,4 @@ def _open_world() -> None:
 
 
 DistributedOptimizer = _on_horovod(optimizer.DistributedOptimizer)
+broadcast_optimizer_state = _on_horovod(functions.broadcast_optimizer_state)

@@ -271,9 +271,12 @@ class _DistributedOptimizer(Wrapping):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and under "gtopk" what this rank holds back."""
+        """Return the wrapped optimizer's state, and under "gtopk" what this rank holds back.
+
+        Before the first step there is nothing of the latter.
+        """
         own = optimizer_checkpoint.save(self._reducer)
-        return {**super().state_dict(), "gtopk": own}
+        return {**super().state_dict(), **({"gtopk": own} if own["lanes"] else {})}
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
         """Return the state with what all ranks hold back, on the root; None on the others.

@@ -30,7 +30,7 @@ def recipe(*words: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["VENV", "ARGS", "PYTHON"])
-@pytest.mark.parametrize("target", ["test", "demo", "clean"])
+@pytest.mark.parametrize("target", ["test", "demo", "clean", "test-horovod"])
 def test_a_variable_of_the_environment_changes_nothing(target: str, name: str) -> None:
     assert recipe(target, **{name: "somebody-elses"}) == recipe(target)
 
@@ -38,5 +38,12 @@ def test_a_variable_of_the_environment_changes_nothing(target: str, name: str) -
 def test_the_command_line_has_its_way() -> None:
     asked = recipe("test", "VENV=/my/own", "ARGS=--maxfail=1", "PYTHON=python9", ARGS="--co")
     assert "python9 -m venv /my/own\n" in asked
-    assert "/my/own/bin/python -m pytest --maxfail=1\n" in asked
+    assert "/my/own/bin/python -m pytest --numprocesses=2 --dist=worksteal --maxfail=1\n" in asked
     assert "rm -rf /my/own " in recipe("clean", "VENV=/my/own")
+
+
+def test_horovod_is_built_for_the_environment_that_tests_it() -> None:
+    asked = recipe("test-horovod", "VENV=/my/own", "ARGS=-x").splitlines()
+    build = asked.index("mpi_scripts/build_horovod.sh /my/own/bin/python .horovod_cache")
+    assert build < asked.index("/my/own/bin/python -m pytest -m horovod -x")
+    assert not any(".horovod_cache" in line for line in recipe("clean").splitlines())

@@ -18,6 +18,12 @@ def _engine(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _optimizer(arguments: Sequence[str]) -> int:
+    from .optimizer.command import main
+
+    return main(arguments)
+
+
 def _selection(arguments: Sequence[str]) -> int:
     from .selection.command import main
 
@@ -34,6 +40,7 @@ def _wire(arguments: Sequence[str]) -> int:
 _BENCHMARKS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "collectives": (_collectives, "every reduction beside the baselines and the model"),
     "engine": (_engine, "matching operations by name, and fusion, beside a bare allreduce"),
+    "optimizer": (_optimizer, "what a distributed step costs, and what of it overlap hides"),
     "selection": (_selection, "accumulate and select beside other selectors, on this machine"),
     "wire": (_wire, "bytes and time per entry of each format, and where it pays"),
 }

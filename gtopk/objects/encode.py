@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import reprlib
 import zlib
 from collections.abc import Sequence
@@ -112,10 +113,12 @@ class _Writer:
                 f"torch tensors and the like, got a {what}; to send it as a pickle, which can "
                 f"execute anything where it is received, set GTOPK_ALLOW_PICKLE=1 on every rank"
             )
+        module = pickler()
         try:
-            content: bytes = pickler().dumps(obj)
+            content: bytes = module.dumps(obj)
         except Exception as error:  # any class can raise anything when it is pickled
-            raise TypeError(f"cannot pickle the {what}: {error}") from error
+            hint = "; pip install cloudpickle to send functions" if module is pickle else ""
+            raise TypeError(f"cannot pickle the {what}: {error}{hint}") from error
         self._flags |= HAS_PICKLE
         self._write_leaf(Code.PICKLE, (), content)
 

@@ -35,7 +35,6 @@ def hashes(done: Any, ranks: int) -> list[str]:
     """Return the hash that each rank printed, in the order of the ranks."""
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^rank (\d+) of (\d+): (\w{64})$", done.stdout, re.MULTILINE)
-    assert sorted(lines)[0][0] == "0"
     assert [(int(r), int(s)) for r, s, _ in sorted(lines)] == [(r, ranks) for r in range(ranks)]
     return [digest for _, _, digest in sorted(lines)]
 
@@ -67,9 +66,10 @@ def test_without_horovod_it_says_what_to_install(monkeypatch, lacking: str) -> N
     assert not world.is_initialized()
 
 
-def test_the_optimizer_is_the_one_of_gtopk_torch() -> None:
-    ours, theirs = gtopk.horovod.DistributedOptimizer, gtopk.torch.DistributedOptimizer
-    assert inspect.signature(ours) == inspect.signature(theirs)
+def test_its_functions_are_those_of_gtopk_torch() -> None:
+    for name in ("DistributedOptimizer", "broadcast_optimizer_state"):
+        ours, theirs = getattr(gtopk.horovod, name), getattr(gtopk.torch, name)
+        assert inspect.signature(ours) == inspect.signature(theirs)
     assert gtopk.horovod.Compression is gtopk.torch.Compression
 
 

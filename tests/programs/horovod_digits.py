@@ -31,11 +31,12 @@ assert world.is_initialized() == (FACE == "gtopk"), "gtopk's world opens with th
 torch.manual_seed(rank)
 model = mlp(hidden=16).double()
 optimizer = face.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.5),
+    torch.optim.SGD(model.parameters(), lr=0.5 + rank),
     named_parameters=model.named_parameters(),
     compression=face.Compression.gtopk(density=0.05),
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+face.broadcast_optimizer_state(optimizer, root_rank=0)
 assert world.current().transport.name == ("horovod" if FACE == "horovod" else "mpi")
 assert (world.current().rank, world.current().size) == (rank, size)
 

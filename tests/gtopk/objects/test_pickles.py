@@ -38,6 +38,8 @@ def test_objects_of_known_types_hold_no_pickle() -> None:
 def test_pickle_serves_where_cloudpickle_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert decode(encode(Path("/tmp"))) == Path("/tmp")
+    with pytest.raises(TypeError, match=r"cannot pickle .* pip install cloudpickle to send funct"):
+        encode(lambda: None)
 
 
 def test_a_rank_that_does_not_allow_pickles_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ def test_the_call_is_made_with_its_arguments(allow_pickle: bool) -> None:
 
 
 def test_a_closure_travels_as_a_pickle() -> None:
+    pytest.importorskip("cloudpickle")
     offset = 3
     preparation, content = call.pack(lambda x: x + offset, (4,), {}, True, False)
     assert objects.holds_pickle(content)
