@@ -54,12 +54,12 @@ def gather_words(transport: Transport, words: list[str]) -> list[list[str]]:
     return [text.split("\n") if text else [] for text in texts]
 
 
-def describe_missing(missing: list[list[str]]) -> str:
-    """Return the text about gradients that some ranks lack and others have."""
-    everywhere = set(missing[0]).intersection(*missing)
+def describe_missing(missing: Mapping[int, list[str]]) -> str:
+    """Return the text about gradients that some ranks lack, by rank, and others have."""
+    everywhere = set.intersection(*map(set, missing.values()))
     sayings = []
-    for name in sorted(set().union(*missing) - everywhere):
-        without = [rank for rank, names in enumerate(missing) if name in names]
+    for name in sorted(set().union(*missing.values()) - everywhere):
+        without = [rank for rank, names in missing.items() if name in names]
         sayings.append(f"'{name}' has none on {name_ranks(without)}")
     return (
         f"the ranks disagree about which parameters have a gradient: {', '.join(sayings)}; use the "

@@ -67,6 +67,14 @@ class Bucket:
         with self._on_stream():
             self._parts = self._where_they_lie()
 
+    def take_nothing(self) -> None:
+        """Take zeros for gradients, in memory of their own: what `put` writes goes nowhere."""
+        self.weight = self.scale = 1.0
+        self.gradients = [torch.zeros_like(p) for p in self.parameters]
+        self._on_stream = current_stream(self.device)
+        with self._on_stream():
+            self._parts = self._where_they_lie()
+
     def on_stream(self) -> AbstractContextManager[None]:
         """Work, in any thread, on the stream that `take` was called on: after the backward pass."""
         return self._on_stream()

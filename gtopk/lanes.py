@@ -66,6 +66,10 @@ class Lane:
         """Multiply what was taken with another weight."""
         self.bucket.weight = weight
 
+    def take_nothing(self) -> None:
+        """Take part without gradients: only what is held back here is exchanged."""
+        self.bucket.take_nothing()
+
     def watch(self) -> None:
         """Make sure that `is_as_taken` knows what was taken: before the program goes on."""
         self._sample = self._take_sample()
@@ -132,6 +136,12 @@ class Lane:
             self.exchange.apply(self.bucket)
         self.bucket.keep([name in missing_everywhere for name in self.names])
         self._done()
+
+    def apply_to_nothing(self) -> None:
+        """Hold back what was not sent; the parameters stay without an update."""
+        with self.bucket.on_stream():
+            self.exchange.apply(self.bucket)
+        self.let_go()
 
     def poison(self) -> None:
         """Make every gradient NaN: the step is skipped."""

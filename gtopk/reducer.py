@@ -14,7 +14,9 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from . import world
 from .agreement import gather_words
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
 from .compression import Automatic, NoneCompressor, SparseCompression
-from .engine import Work
+from .engine import Engine, Work
 from .exchange import DenseExchange, Progress, open_residual
 from .hooks import BackwardHooks
 from .lanes import Lane, open_lane
@@ -38,6 +40,18 @@ from .sparse_gradients import SparseGradientLane
 from .world import World
 
 _log = logging.getLogger("gtopk")
+
+
+# Of each engine, by name: who stands in for a rank that has joined.
+_reducers_of: WeakKeyDictionary[Engine, WeakValueDictionary[str, Reducer]] = WeakKeyDictionary()
+
+
+def _stand_in(reducers: Mapping[str, Reducer], name: str, recipe: bytes) -> Work:
+    """Return what a rank that has joined does of an operation of others."""
+    of, _, index = name.rpartition(".")
+    if of not in reducers:
+        raise RuntimeError(f"this rank has joined, and its optimizer of {of} is no more")
+    return reducers[of].stand_in(int(index))
 
 
 class Reducer:
@@ -73,6 +87,7 @@ class Reducer:
         self._awaited: list[set[torch.nn.Parameter]] = []
         self._facts = ""
         self._round: Round | None = None
+        self._ghost: Round | None = None  # of the others, while this rank has joined
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
         self._wanted: list[dict[str, Any]] | None = None  # records loaded with it
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
@@ -100,6 +115,8 @@ class Reducer:
         self._size, self.rank = len(self.ranks), self.ranks.index(here.rank)
         if self._size > 1:
             self.hooks.watch(self.trained())
+        _reducers_of.setdefault(self._engine, WeakValueDictionary())[self.name] = self
+        self._engine.stand_in = partial(_stand_in, _reducers_of[self._engine])
 
     def trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that may have a gradient, in the optimizer's order."""
@@ -198,6 +215,19 @@ class Reducer:
     def _is_here(self) -> bool:
         """Tell whether this is still the world that was entered; `reduce` enters another."""
         return world.is_initialized() and world.current() is self._world
+
+    def stand_in(self, index: int) -> Work:
+        """Return what this rank, which has joined, does of a lane in the others' round."""
+        if index >= len(self.lanes):
+            raise RuntimeError(
+                f"{self.name} has no lane {index} on rank {self.ranks[self.rank]}, which has "
+                "joined: every rank must take a step before one joins"
+            )
+        if self._ghost is None or index in self._ghost.stood_in:
+            for lane in self.lanes:
+                lane.undo()  # of a round that came to no end
+            self._ghost = self._open()
+        return self._ghost.stand_in(index)
 
     def _await_all(self) -> None:
         self._awaited = [set(lane.parameters) for lane in self.lanes]

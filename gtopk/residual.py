@@ -33,12 +33,13 @@ class Residual:
         device: torch.device = _HOST,
     ) -> None:
         self._empty = partial(zeros, length, dtype, device)
-        self.values: NDArray[Any] = view_array(self._empty())
         self.momentum = momentum
-        self.velocity = view_array(self._empty()) if momentum else None
+        self._tensors = [self._empty() for _ in range(2 if momentum else 1)]
+        self.values: NDArray[Any] = view_array(self._tensors[0])
+        self.velocity = view_array(self._tensors[1]) if momentum else None
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
-        self._before: list[NDArray[Any]] | None = None
+        self._before: list[torch.Tensor] = []
         self._remembers_nothing = True
         self._remembered = False
 
@@ -67,11 +68,8 @@ class Residual:
 
     def remember(self) -> None:
         """Keep a copy of what is here now, for `restore`; the first call makes room for it."""
-        held = self._held()
-        if self._before is None:
-            self._before = [view_array(self._empty()) for _ in held]
-        for copy, array in zip(self._before, held, strict=True):
-            copy[:] = array
+        self._before = self._before or [self._empty() for _ in self._tensors]
+        torch._foreach_copy_(self._before, self._tensors)
         self._remembers_nothing = self.holds_nothing
         self._remembered = True
 
@@ -79,9 +77,7 @@ class Residual:
         """Become what was remembered last, to the bit; without such a thing, stay."""
         if not self._remembered:
             return
-        assert self._before is not None
-        for copy, array in zip(self._before, self._held(), strict=True):
-            array[:] = copy
+        torch._foreach_copy_(self._tensors, self._before)
         self.holds_nothing = self._remembers_nothing
         self._remembered = False
 
@@ -89,15 +85,11 @@ class Residual:
         """Let what was remembered be: there is nothing to restore from now on."""
         self._remembered = False
 
-    def after_last_step(self) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        """Return values and velocity without what a step that is under way has changed."""
-        if not self._remembered:
-            return self.values, self.velocity
-        assert self._before is not None
-        return self._before[0], self._before[1] if self.velocity is not None else None
-
-    def _held(self) -> list[NDArray[Any]]:
-        return [self.values] if self.velocity is None else [self.values, self.velocity]
+    def after_last_step(self) -> dict[str, torch.Tensor]:
+        """Return "residual" and "velocity" without what a step under way has changed: [n]."""
+        names = ("residual", "velocity")[: len(self._tensors)]
+        tensors = self._before if self._remembered else self._tensors
+        return dict(zip(names, tensors, strict=True))
 
     def add_to(self, gradient: NDArray[Any]) -> None:
         """Add all that is left to the weighted gradient, in place: everything is to be sent.

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .arrays import view_tensor
 from .lanes import Lane
 from .residual import Residual
 
@@ -40,7 +39,7 @@ def put_in(lanes: Sequence[Any], held: Mapping[str, Held]) -> None:
             view.copy_(tensor)
     for lane in lanes:
         if (residual := _residual(lane)) is not None:
-            residual.holds_nothing = not bool(view_tensor(residual.values).any())
+            residual.holds_nothing = not bool(residual.after_last_step()["residual"].any())
 
 
 def _residual(lane: Any) -> Residual | None:
@@ -53,9 +52,7 @@ def _views(lanes: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Te
         residual = _residual(lane)
         if residual is None:
             continue
-        values, velocity = residual.after_last_step()
-        vectors = {"residual": values} | ({} if velocity is None else {"velocity": velocity})
-        tensors = {what: view_tensor(array) for what, array in vectors.items()}
+        tensors = residual.after_last_step()
         starts = np.cumsum([0, *(p.numel() for p in lane.parameters)]).tolist()
         for name, parameter, stride, start in zip(
             lane.names, lane.parameters, lane.bucket.strides, starts, strict=False

@@ -26,14 +26,16 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from .agreement import describe_missing, gather_words
-from .engine import Engine, Operation
+from .engine import Engine, Operation, Work
 from .exchange import Exchanged
 from .samples import VOTE_BITS, Samples
 
 _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
-_MISSING_SHIFT: Final = 3  # a checksum of the names, 32 bits; above it, the samples
+_RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
+_HERE: Final = 8  # not of a rank that has joined, whose vote is 0
+_MISSING_SHIFT: Final = 4  # a checksum of the names, 32 bits; above it, the samples
 _MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
 
 
@@ -52,6 +54,7 @@ class AnyLane(Protocol):
     def resume(self, record: Mapping[str, Any]) -> None: ...
     def take(self, weight: float, scale: float) -> None: ...
     def weigh(self, weight: float) -> None: ...
+    def take_nothing(self) -> None: ...
     def watch(self) -> None: ...
     def is_as_taken(self) -> bool: ...
     def missing(self) -> list[str]: ...
@@ -61,6 +64,7 @@ class AnyLane(Protocol):
     def undo(self) -> None: ...
     def reduce(self, transport: Transport) -> Exchanged: ...
     def apply(self, missing_everywhere: Collection[str]) -> None: ...
+    def apply_to_nothing(self) -> None: ...
     def poison(self) -> None: ...
     def let_go(self) -> None: ...
 
@@ -99,9 +103,11 @@ class Round:
         self.samples = samples
         self._missing_is_zero = missing_is_zero
         self._weight, self._scale = weight, scale
+        self.stood_in: set[int] = set()  # lanes
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
         self._invalid = False
+        self._done = 0  # lanes, without an error
         self._stopped = False  # nothing more is exchanged: known to all ranks alike
 
     def submit_early(self, index: int) -> None:
@@ -185,6 +191,28 @@ class Round:
                 lane.undo()
             lane.poison()
 
+    def stand_in(self, index: int) -> Work:
+        """Return what a rank that has joined does of a lane; it needs nothing else of a round.
+
+        What it holds back is sent as ever; its parameters stay as they are.
+        """
+        self.stood_in.add(index)
+        self.lanes[index].take_nothing()
+
+        def work(transport: Transport, votes: list[int]) -> None:
+            self._work(index, [], transport, votes)
+            if index < len(self.lanes) - 1:
+                return
+            if not self.void and self.finite() and self._done == len(self.lanes):
+                for lane in self.lanes:
+                    lane.apply_to_nothing()
+            else:
+                for lane in self.lanes:
+                    lane.undo()
+                    lane.let_go()
+
+        return work
+
     def _take(self, index: int) -> None:
         lane = self.lanes[index]
         if self.samples.count == 0:  # they may be NaN
@@ -202,7 +230,8 @@ class Round:
             lane.name,
             [self._facts, self.samples.facts, lane.facts],
             partial(self._work, index, missing),
-            vote=bits | checksum << _MISSING_SHIFT | self.samples.vote,
+            vote=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.vote,
+            recipe=_RECIPE,
         )
 
     def _wait(self) -> None:
@@ -215,6 +244,7 @@ class Round:
         begun = time.perf_counter()
         try:
             self._reduce(index, missing, transport, votes)
+            self._done += 1
         except BaseException:
             self._stopped = True
             raise
@@ -225,7 +255,7 @@ class Round:
         self, index: int, missing: list[str], transport: Transport, votes: list[int]
     ) -> None:
         last = index == len(self.lanes) - 1
-        if last and any(self.operations[early].error for early in range(index)):
+        if last and self._done < index:  # the ranks disagree about another lane
             return
         self.changed |= any(vote & _CHANGED for vote in votes)
         self.unplanned |= any(vote & _UNPLANNED for vote in votes)
@@ -249,11 +279,11 @@ class Round:
         self, index: int, missing: list[str], transport: Transport, votes: list[int]
     ) -> None:
         everywhere = set(missing)
-        if len({vote & _MISSING for vote in votes}) > 1:
-            everyones = gather_words(transport, missing)
-            weigh = map(self.samples.weighs, votes)
-            heard = [names for names, weighs in zip(everyones, weigh, strict=True) if weighs]
-            if not self._missing_is_zero and any(names != heard[0] for names in heard):
-                raise MismatchError(describe_missing(everyones))
-            everywhere = everywhere.intersection(*everyones)
+        here = [rank for rank, vote in enumerate(votes) if vote & _HERE]
+        if len({votes[rank] & _MISSING for rank in here}) > 1:
+            said = gather_words(transport, missing)
+            heard = {transport.ranks[r]: said[r] for r in here if self.samples.weighs(votes[r])}
+            if not self._missing_is_zero and len(set(map(tuple, heard.values()))) > 1:
+                raise MismatchError(describe_missing(heard))
+            everywhere = set.intersection(*(set(said[rank]) for rank in here))
         self._missing_everywhere[index] = everywhere

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-VOTE_BITS: Final = 35  # of the vote, below the number
-MOST: Final = 2**28 - 1
+VOTE_BITS: Final = 36  # of the vote, below the number
+MOST: Final = 2**27 - 1
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,10 @@ class SparseGradientLane:
         """Multiply what was taken with another weight."""
         self._weight = weight
 
+    def take_nothing(self) -> None:
+        """Take part without entries."""
+        self._indices, self._values = _entries(self._parameter, None)
+
     def watch(self) -> None:
         """Nothing more is to be known of a gradient that was taken as it was."""
 
@@ -118,6 +122,10 @@ class SparseGradientLane:
         assert self._sum is not None
         if self.names[0] not in missing_everywhere:
             self._parameter.grad = self._sum
+        self.let_go()
+
+    def apply_to_nothing(self) -> None:
+        """Let the sum be."""
         self.let_go()
 
     def poison(self) -> None:

@@ -735,3 +735,37 @@ def test_sparse_gradients_are_weighted_by_samples(threads):
 
     for gradient in threads(3, program):
         torch.testing.assert_close(gradient, torch.tensor([0, 1, 4, 5]).double() / 3)
+
+
+@pytest.mark.parametrize(
+    "compression", [Compression.none, Compression.gtopk(0.3), Compression.topk(1.0)], ids=repr
+)
+@pytest.mark.parametrize("missing", ["error", "zeros"])
+def test_ranks_without_batches_join_and_what_they_hold_back_is_sent(threads, compression, missing):
+    batches = [6, 3, 4]
+
+    def program(transport: LocalTransport) -> Any:
+        model, left = layers(), []
+        with world.entered(transport) as here:
+            optimizer = distribute(model, compression, missing_gradients=missing)
+            for step in range(batches[transport.rank]):
+                optimizer.zero_grad()
+                model(inputs(transport.rank, step)).square().sum().backward()
+                if step == 4 and transport.rank == 0:
+                    model[1].weight.grad[0, 0] = float("nan")
+                optimizer.step()
+                left.append(optimizer.last_step.skipped)
+            before = held(optimizer)
+            last = here.engine.join().wait()
+            assert optimizer._handles == {}
+            return flat(model), before, held(optimizer), left, last
+
+    ranks = threads(3, program)
+    assert ranks[0][3] == [False, False, False, False, True, False]
+    assert {rank[4] for rank in ranks} == {0}
+    assert torch.isfinite(ranks[0][0]).all()
+    if isinstance(compression, type) or compression.density == 1.0:
+        return
+    for _, before, after, _, _ in ranks[1:]:
+        assert np.abs(before).sum() > 0
+        assert (before != after).any()
