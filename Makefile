@@ -1,5 +1,6 @@
 # make demo   train on four local MPI ranks and write report/index.html
 # make test   the whole test-suite, real mpirun included
+# make test-horovod-scripts  scripts written for Horovod, each on 1, 2 and 3 ranks, over MPI and gloo
 # make check  linter, formatter, types, import directions
 # make fuzz   a million mutated messages to the wire's parsers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
@@ -18,13 +19,17 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c 
 # What an installation is made of: the C++ core is compiled anew where its sources changed.
 INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/host/*.[ch]pp)
 
-.PHONY: demo test check format fuzz horovod test-horovod sanitize bench-network clean
+.PHONY: demo test test-horovod-scripts check format fuzz horovod test-horovod sanitize bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
 
+# Two workers: where a test waits for its ranks, another has the core.
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal $(ARGS)
+
+test-horovod-scripts: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m matrix tests/gtopk/as_horovod $(ARGS)
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -3,10 +3,18 @@
     import gtopk.torch as hvd
 
 is the face of the library: Horovod's names, and `Compression.gtopk` beside `none` and `fp16`.
+
+    gtopk.run(func, args, np=4)
+
+starts ranks itself and calls a function on them, as horovod.run does.
 """
 
 import importlib.util
 from pathlib import Path
+
+from .runner import RankError, run
+
+__all__ = ["RankError", "run"]
 
 __version__ = "0.1.0"
 

@@ -1,60 +1,42 @@
-"""Agreement: all ranks say in one small message what they are about to do, before they do it."""
+"""Agreement: how errors tell what the ranks disagree about."""
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-_RECORD: Final = struct.Struct("<16sq")  # what this rank is about to do, hashed; its vote
 
+def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
+    """Return the text that says where the ranks' intentions part.
 
-def agree(transport: Transport, intention: Sequence[str], vote: int) -> list[int]:
-    """Return every rank's vote, once all ranks are known to intend the same.
-
-    intention: the operation's name, then its facts.
-    Raises MismatchError, with the same text on every rank, that says who intends what.
+    intentions: by rank: the operation's name, then its facts.
     """
-    text = "\n".join(intention).encode()
-    digest = hashlib.blake2b(text, digest_size=16).digest()
-    record = np.frombuffer(_RECORD.pack(digest, vote), np.uint8)
-    records = [_RECORD.unpack(r.tobytes()) for r in transport.allgather(record)]
-    if all(other == digest for other, _ in records):
-        return [vote for _, vote in records]
-    texts = transport.allgather(np.frombuffer(text, np.uint8))
-    raise MismatchError(
-        describe_mismatch([t.tobytes().decode(errors="replace").split("\n") for t in texts])
-    )
-
-
-def agreement_bytes(ranks: int) -> int:
-    """Return what a rank sends to agree: P-1 records and their sizes, and a count a round."""
-    return (ranks - 1) * (_RECORD.size + 8) + 8 * (ranks - 1).bit_length()
-
-
-def describe_mismatch(intentions: Sequence[Sequence[str]]) -> str:
-    """Return the text that says where the ranks' intentions, by rank, part."""
-    names = [intention[0] for intention in intentions]
-    if len(set(names)) > 1:
-        return f"the ranks disagree about their next operation: {_sides(names)}"
-    everywhere = set(intentions[0]).intersection(*intentions)
+    (name,) = {intention[0] for intention in intentions.values()}
+    first, *others = intentions.values()
+    everywhere = set(first).intersection(*others)
     # The first fact of each rank that the others do not share says it; the rest often follow.
-    apart = [next((f for f in facts if f not in everywhere), "less") for facts in intentions]
-    if len(set(apart)) == 1:  # all share all of them, in another order
-        places = zip(*intentions, strict=True)
-        apart = next(list(place) for place in places if len(set(place)) > 1)
-    return f"the ranks disagree about {names[0]}: {_sides(apart)}"
+    apart = {
+        rank: next((fact for fact in facts if fact not in everywhere), "less")
+        for rank, facts in intentions.items()
+    }
+    if len(set(apart.values())) == 1:  # all share all of them, in another order
+        places = zip(*intentions.values(), strict=True)
+        parted = next(place for place in places if len(set(place)) > 1)
+        apart = dict(zip(intentions, parted, strict=True))
+    return f"the ranks disagree about {name}: {_sides(apart)}"
 
 
-def _sides(sayings: Sequence[str]) -> str:
+def describe_tangle(waiting: Mapping[int, str]) -> str:
+    """Return the text about ranks that wait for different operations; waiting: by rank."""
+    return f"the ranks disagree about their next operation: {_sides(waiting)}"
+
+
+def _sides(sayings: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
-    for rank, saying in enumerate(sayings):
+    for rank, saying in sayings.items():
         ranks.setdefault(saying, []).append(rank)
     return "; ".join(f"{name_ranks(those)}: {saying}" for saying, those in ranks.items())
 

@@ -33,6 +33,12 @@ def from_array(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(array).to(device=like.device, dtype=like.dtype).reshape(like.shape)
 
 
+def lies_as_array(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's own memory is an array on the host that ranks can reduce in place."""
+    as_numbers = tensor.dtype not in (torch.bfloat16, torch.bool)
+    return tensor.device.type == "cpu" and as_numbers and tensor.is_contiguous()
+
+
 def view_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return the tensor's own memory as an array, [numel]: NumPy's on the host, CuPy's on a GPU.
 

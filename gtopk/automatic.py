@@ -10,7 +10,8 @@ import dataclasses
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -23,8 +24,16 @@ from collectives.transports import Transport
 from .buckets import Bucket
 from .calibration import calibration_of
 from .compression import Automatic, GTopK, Hierarchical, OkTopK, SparseCompression, TopK
-from .exchange import DenseExchange, Exchange, Exchanged, SparseExchange, open_residual
+from .exchange import (
+    DenseExchange,
+    Exchange,
+    Exchanged,
+    Progress,
+    SparseExchange,
+    open_residual,
+)
 from .judge import Judge, Measured
+from .residual import Residual
 
 _log = logging.getLogger("gtopk")
 
@@ -40,14 +49,13 @@ class AutomaticExchange:
     A change to dense sends what sparse steps left in the residual along, in its first step.
     """
 
-    def __init__(
-        self, bucket: Bucket, compression: Automatic, backward_seconds: Callable[[], float]
-    ) -> None:
+    def __init__(self, bucket: Bucket, compression: Automatic, progress: Progress) -> None:
         self.compression = compression
-        self.residual = open_residual(bucket, compression)
+        self.residual: Residual = open_residual(bucket, compression)
         self.judge: Judge | None = None  # None: the ranks have not met yet
-        self._backward_seconds = backward_seconds
+        self._progress = progress
         self._exchange: Exchange = DenseExchange()
+        self._exchanged: Exchanged | None = None  # and not applied yet
         self._seen: list[tuple[float, ...]] = []  # seconds: Measured's, and the backward pass's
         self._to_settle = 0
 
@@ -60,18 +68,23 @@ class AutomaticExchange:
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         if self.judge is None:
             self.judge = self._begin(bucket, transport)
-        predicted_seconds = self.judge.chosen.seconds
+        elif len(self._seen) >= self.judge.window:
+            self._look(self.judge, bucket, transport)
         exchanged = self._exchange(bucket, transport)
-        if transport.size > 1:
-            self._see(exchanged)
-            if len(self._seen) == self.judge.window:
-                self._look(self.judge, bucket, transport)
-        return dataclasses.replace(exchanged, predicted_seconds=predicted_seconds)
+        self._exchanged = exchanged if transport.size > 1 else None
+        return dataclasses.replace(exchanged, predicted_seconds=self.judge.chosen.seconds)
+
+    def apply(self, bucket: Bucket) -> None:
+        """Apply as what ran does; that belongs to what the step took."""
+        begun = time.perf_counter()
+        self._exchange.apply(bucket)
+        if self._exchanged is not None:
+            self._see(self._exchanged, time.perf_counter() - begun)
 
     def _begin(self, bucket: Bucket, transport: Transport) -> Judge:
         alone = transport.size == 1  # nothing is sent, whatever it would take
         calibration = assumed(1) if alone else calibration_of(transport)
-        (fastest,) = agree_on_slowest(transport, [-self._backward_seconds()])
+        (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
         judge = Judge(self.compression, calibration, bucket.length, bucket.dtype.itemsize)
         self._run(judge, agreed(judge.begin(-fastest), transport), bucket)
         if transport.rank == 0:
@@ -85,17 +98,17 @@ class AutomaticExchange:
             )
         return judge
 
-    def _see(self, exchanged: Exchanged) -> None:
+    def _see(self, exchanged: Exchanged, apply_seconds: float) -> None:
         if self._to_settle:
             self._to_settle -= 1
             return
         merge_seconds = exchanged.merge_seconds
         self._seen.append(
             (
-                exchanged.select_seconds,
+                exchanged.select_seconds + apply_seconds,
                 merge_seconds,
                 exchanged.communicate_seconds - merge_seconds,
-                self._backward_seconds(),
+                self._progress.backward_seconds,
             )
         )
 
@@ -138,7 +151,7 @@ class AutomaticExchange:
             wire=candidate.format.indices,
             values=candidate.format.values,
         )
-        self._exchange = SparseExchange(bucket, compression, self.residual)
+        self._exchange = SparseExchange(bucket, compression, self._progress, self.residual)
 
 
 def agreed(candidate: Candidate, transport: Transport) -> Candidate:

@@ -35,7 +35,8 @@ class Bucket:
     length, dtype: of the vector; float64 when a parameter is float64, float32 otherwise.
     device:    where it is worked on.
     strides:   of each parameter when the bucket was made; they are the order of its elements.
-    weight:    what this step's gradients are to be multiplied with.
+    weight:    what this step's gradients are to be multiplied with, before anything else.
+    scale:     what the update is to be multiplied with, after everything else.
     gradients: of this step; zeros for one that is missing.
     Raises ValueError for complex parameters, and when there is no element at all.
     """
@@ -51,14 +52,14 @@ class Bucket:
         self.dtype: np.dtype[Any] = np.dtype(np.float64 if any_double else np.float32)
         self.device = home_of(self.parameters)
         self.strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
-        self.weight = 1.0
+        self.weight = self.scale = 1.0
         self.gradients: list[torch.Tensor] = []
         self._parts: list[NDArray[Any]] | None = None
         self._on_stream: Callable[[], AbstractContextManager[None]] = current_stream(self.device)
 
-    def take(self, weight: float) -> None:
+    def take(self, weight: float, scale: float = 1.0) -> None:
         """Take this step's gradients, to be multiplied with `weight`: they stay where they are."""
-        self.weight = weight
+        self.weight, self.scale = weight, scale
         self.gradients = [
             torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.parameters
         ]
@@ -99,13 +100,16 @@ class Bucket:
 
     def put(self, update: SparseVector) -> None:
         """Make the gradients that `addend` returned the update's entries, and zeros elsewhere."""
+        if self.scale != 1.0:
+            scaled = update.values * update.values.dtype.type(self.scale)
+            update = SparseVector(update.indices, scaled, update.length)
         if self._parts is not None:
             torch._foreach_zero_(self.gradients)
             put_at(self._parts, update)
             return
         self._flat.zero_()
         put_at([self.flat], update)
-        self.scatter()
+        torch._foreach_copy_(self.gradients, self.views)
 
     def gather(self) -> NDArray[Any]:
         """Copy the gradients, times `weight`, side by side into `flat`, and return it."""
@@ -115,7 +119,9 @@ class Bucket:
         return self.flat
 
     def scatter(self) -> None:
-        """Copy `flat` out into the gradients."""
+        """Copy `flat`, times `scale`, out into the gradients."""
+        if self.scale != 1.0:
+            self._flat.mul_(self.scale)
         torch._foreach_copy_(self.gradients, self.views)
 
     @cached_property
@@ -147,16 +153,18 @@ class Bucket:
     def _pinned(self) -> torch.Tensor:
         return torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
 
-    def keep(self, may_stay_none: bool) -> None:
+    def keep(self, may_stay_none: Sequence[bool]) -> None:
         """Give the parameters without a gradient theirs, and let go of this step's gradients.
 
-        may_stay_none: a missing gradient is missing on every rank, and stays so where the update
-            is zero: the optimizer passes over it, as it does without gtopk.
+        may_stay_none: for each parameter, whether its gradient is missing on every rank: it stays
+            so where the update is zero. The optimizer passes over it, as it does without gtopk.
         """
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            if parameter.grad is None and not (may_stay_none and not bool(gradient.any())):
+        for parameter, gradient, may_stay in zip(
+            self.parameters, self.gradients, may_stay_none, strict=True
+        ):
+            if parameter.grad is None and not (may_stay and not bool(gradient.any())):
                 parameter.grad = gradient
-        self._let_go()
+        self.let_go()
 
     def poison(self) -> None:
         """Make every gradient NaN: whoever looks at them (GradScaler) sees what `step` saw.
@@ -166,9 +174,9 @@ class Bucket:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.fill_(float("nan"))
-        self._let_go()
+        self.let_go()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Hold no memory that `zero_grad` is to free before the next backward pass."""
         self.gradients = []
         self._parts = None

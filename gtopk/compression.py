@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 from numbers import Real
@@ -68,6 +69,11 @@ class ErrorFeedback:
     # factor is taken before selection, on each rank (Lin et al. 2018, section 3.1 and 3.3: momentum
     # correction with factor masking), and the wrapped optimizer's momentum must be 0.
     momentum_correction: float = 0.0
+    # Parameters that travel whole, beside the others: regular expressions found in their names,
+    # all of one dimension and less (biases and norms), and those of fewer elements than this.
+    dense: tuple[str, ...] = ()
+    dense_vectors: bool = False
+    dense_under: int = 0
     # How indices travel: "raw" takes the least time and the most bytes, "packed" the other way
     # round; "auto": what is quickest on this network.
     wire: str = "blocks"
@@ -78,11 +84,24 @@ class ErrorFeedback:
     def __post_init__(self) -> None:
         check_choice("wire", self.wire, (*INDEX_CODES, "auto"))
         check_choice("values", self.values, (*VALUE_CODES, "auto"))
+        if isinstance(self.dense, str):
+            object.__setattr__(self, "dense", (self.dense,))
+        for pattern in self.dense:
+            re.compile(pattern)
+        check_count("dense_under", self.dense_under)
         check_number("momentum_correction", self.momentum_correction)
         if not 0.0 <= self.momentum_correction < 1.0:
             raise ValueError(
                 f"momentum_correction must lie in [0, 1), got {self.momentum_correction}"
             )
+
+    def is_dense(self, name: str, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter's gradient travels whole."""
+        return (
+            parameter.numel() < self.dense_under
+            or (self.dense_vectors and parameter.dim() <= 1)
+            or any(re.search(pattern, name) for pattern in self.dense)
+        )
 
     def formats(self) -> list[Format]:
         """Return the formats to choose from."""
@@ -103,16 +122,26 @@ class SparseCompression(ErrorFeedback):
     # Lower: less traffic, slower convergence per step. Under about 500 entries left, accuracy
     # suffers: small models want 0.01 and more.
     density: float = 0.001
+    _: KW_ONLY
+    # Above 0: the first steps send more, from `warmup_from` down to `density` in equal ratios
+    # (Lin et al. 2018, section 3.3). Higher: a calmer start, and more bytes in it.
+    warmup_steps: int = 0
+    warmup_from: float = 0.25
 
     algorithm: ClassVar[str]
 
     def __post_init__(self) -> None:
         check_density("density", self.density)
+        check_density("warmup_from", self.warmup_from)
+        check_count("warmup_steps", self.warmup_steps)
         super().__post_init__()
 
-    def selected(self, length: int) -> int:
-        """Return k for a vector of `length` elements: at least 1."""
-        return max(1, round(length * self.density))
+    def density_at(self, steps: int) -> float:
+        """Return the density after so many steps."""
+        if steps >= self.warmup_steps or self.warmup_from <= self.density:
+            return self.density
+        share = steps / self.warmup_steps
+        return float(self.warmup_from ** (1.0 - share) * self.density**share)
 
     def widening(self) -> float:
         """Return how many times the entries selected the update may have; 1 is as many."""
@@ -245,6 +274,19 @@ class Automatic(ErrorFeedback):
 
     def facts(self) -> str:
         return f"auto {super().facts()}"
+
+
+def selected(density: float, length: int) -> int:
+    """Return k for a vector of `length` elements: at least 1."""
+    return max(1, round(length * density))
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise TypeError or ValueError for what is no number of things."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more, got {value}")
 
 
 def check_number(name: str, value: object) -> None:

@@ -3,3 +3,14 @@
 
 class HorovodInternalError(RuntimeError):
     """An operation failed across ranks: they disagreed, or one of them is gone."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The hosts have changed: ranks were added, or are to be removed.
+
+    skip_sync: whether the ranks that stay are still in step, so that nothing needs to be sent.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        self.skip_sync = skip_sync
+        super().__init__("the hosts of the job have changed")

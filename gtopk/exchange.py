@@ -1,23 +1,23 @@
 """The method on one screen: accumulate, select, exchange, apply.
 
-An Exchange takes this rank's gradients in a bucket and leaves the agreed update there. It runs on
-the engine's thread and the gradients' device and stream, after all ranks agreed that they are about
-to do the same.
+An Exchange turns this rank's gradients in a bucket into the agreed update: on the engine's thread
+and the gradients' device and stream, after all ranks agreed that they are about to do the same.
+The gradients stay as they are until `apply`, which follows once every bucket of the step is known
+to count; before that, `undo` leaves no trace.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from collectives.algorithms import ALGORITHMS, find_nodes, where_it_works
+from collectives.algorithms import ALGORITHMS, Regions, find_nodes, where_it_works
 from collectives.errors import NonFiniteError
 from collectives.kernels import all_finite
 from collectives.planning import Candidate, predict
@@ -30,20 +30,31 @@ from .arrays import from_array, to_array
 from .buckets import Bucket
 from .calibration import calibration_of
 from .compression import (
-    Automatic,
     Compressor,
     ErrorFeedback,
-    NoneCompressor,
     SparseCompression,
+    selected,
 )
 from .residual import Residual
 
 
+@dataclass
+class Progress:
+    """How far an optimizer is: what its exchanges may go by.
+
+    steps:            taken with an update, on all ranks alike.
+    backward_seconds: of the last backward pass, from its first gradient to its last.
+    """
+
+    steps: int = 0
+    backward_seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Exchanged:
-    """What an exchange did, besides leaving the update in the bucket.
+    """What an exchange did.
 
-    select_seconds: accumulate, select, apply; communicate_seconds: encode to decode.
+    select_seconds: accumulate and select; communicate_seconds: encode to decode.
     finite: whether the update is; the same on every rank, as the update is. A sum can overflow
             where no gradient did.
     predicted_seconds: what selecting and communicating was expected to take, where it was.
@@ -69,11 +80,18 @@ class Exchange(Protocol):
     """One way to turn the ranks' gradients into one update."""
 
     @property
+    def residual(self) -> Residual | None:
+        """Return what was not sent yet, where this way leaves something."""
+
+    @property
     def facts(self) -> str:
         """Return what must be equal on all ranks, in words."""
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        """Replace the gradients by the sum over ranks of weight * gradient."""
+        """Sum weight * gradient over the ranks; the sum is kept for `apply`."""
+
+    def apply(self, bucket: Bucket) -> None:
+        """Replace the gradients by the sum that was kept, which was finite."""
 
 
 class SparseExchange:
@@ -85,43 +103,74 @@ class SparseExchange:
     """
 
     def __init__(
-        self, bucket: Bucket, compression: SparseCompression, residual: Residual | None = None
+        self,
+        bucket: Bucket,
+        compression: SparseCompression,
+        progress: Progress,
+        residual: Residual | None = None,
     ) -> None:
         self.compression = compression
-        self.k = compression.selected(bucket.length)
-        self.options = compression.options(self.k, bucket.length)
-        self.residual = residual or open_residual(bucket, compression)
-        self.facts = compression.facts()
+        self.residual: Residual = residual or open_residual(bucket, compression)
+        self._progress = progress
+        self._outcome: tuple[SparseVector, SparseVector, SparseVector] | None = None
+        self.options: dict[str, Any] = {}
+        self._set_k(bucket.length)
         formats = compression.formats()
         self.format = formats[0] if len(formats) == 1 else None
 
+    def _set_k(self, length: int) -> None:
+        self._density = self.compression.density_at(self._progress.steps)
+        self.k = selected(self._density, length)
+        regions = self.regions
+        self.options = self.compression.options(self.k, length)
+        if regions is not None:
+            self.options["regions"] = regions
+
+    @property
+    def regions(self) -> Regions | None:
+        """Return the boundaries that are kept from step to step, where the method has some."""
+        return self.options.get("regions")
+
+    @property
+    def facts(self) -> str:
+        """Return the options; while the density is on its way, how far it is, too."""
+        steps = self._progress.steps
+        warming = steps < self.compression.warmup_steps
+        return self.compression.facts() + (f" at step {steps}" if warming else "")
+
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         algorithm = self.compression.algorithm
+        if self._density != self.compression.density_at(self._progress.steps):
+            self._set_k(bucket.length)
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
         if algorithm == "hierarchical" and "nodes" not in self.options:
             self.options["nodes"] = find_nodes(transport)
         begun = time.perf_counter()
         picked = self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
-        selected, waited = time.perf_counter(), transport.traffic.wait_seconds
-        update = None
+        picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
+        self._outcome = None
         with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
-            update, returned = self._reduce(picked, transport, self.format)
-        communicate_seconds = time.perf_counter() - selected
-        merge_seconds = communicate_seconds - (transport.traffic.wait_seconds - waited)
-        if update is not None:
-            self.residual.settle(picked, returned)
-            bucket.put(update)
+            self._outcome = picked, *self._reduce(picked, transport, self.format)
+        communicate_seconds = time.perf_counter() - picked_at
         return Exchanged(
             algorithm,
             picked.entries,
-            update.entries if update is not None else 0,
-            time.perf_counter() - begun - communicate_seconds,
+            self._outcome[1].entries if self._outcome else 0,
+            picked_at - begun,
             communicate_seconds,
-            merge_seconds,
-            finite=update is not None,
+            communicate_seconds - (transport.traffic.wait_seconds - waited),
+            finite=self._outcome is not None,
             bytes_counted=True,
         )
+
+    def apply(self, bucket: Bucket) -> None:
+        """Take out of the residual what was sent and did not return; put the update in place."""
+        assert self._outcome is not None
+        picked, update, returned = self._outcome
+        self._outcome = None
+        self.residual.settle(picked, returned)
+        bucket.put(update)
 
     def _reduce(
         self, picked: SparseVector, transport: Transport, format: Format
@@ -172,15 +221,19 @@ class DenseExchange:
                 transport.allreduce(on_host)
         else:
             transport.allreduce(gradient)
-        communicated = time.perf_counter()
-        exchanged = _dense(bucket, transport, added - begun, communicated - added)
-        if self.residual is not None and exchanged.finite:
+        return _dense(bucket, transport, added - begun, time.perf_counter() - added)
+
+    def apply(self, bucket: Bucket) -> None:
+        """Put the sum in place; nothing is left of what was sent."""
+        if self.residual is not None:
             self.residual.clear()
-        return exchanged
+        bucket.scatter()
 
 
 class CompressorExchange:
     """Every entry, in the form that a Horovod Compressor gives it, fused by dtype."""
+
+    residual = None
 
     def __init__(self, compressor: type[Compressor]) -> None:
         self.compressor = compressor
@@ -207,22 +260,22 @@ class CompressorExchange:
                 bucket.views[index].copy_(self.compressor.decompress(reduced, context))
         return _dense(bucket, transport, time.perf_counter() - began - seconds, seconds)
 
+    def apply(self, bucket: Bucket) -> None:
+        """Put the sum in place."""
+        bucket.scatter()
+
 
 def _dense(
     bucket: Bucket, transport: Transport, select_seconds: float, communicate_seconds: float
 ) -> Exchanged:
-    begun = time.perf_counter()
-    finite = all_finite(bucket.flat)
-    if finite:
-        bucket.scatter()
     return Exchanged(
         "dense",
         bucket.length,
         bucket.length,
-        select_seconds + time.perf_counter() - begun,
+        select_seconds,
         communicate_seconds,
         0.0,
-        finite,
+        all_finite(bucket.flat),
         transport.counts_allreduce,
     )
 
@@ -230,28 +283,3 @@ def _dense(
 def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     """Return the residual of a bucket, empty."""
     return Residual(bucket.length, bucket.dtype, compression.momentum_correction, bucket.device)
-
-
-def open_exchange(
-    bucket: Bucket, compression: object, backward_seconds: Callable[[], float]
-) -> Exchange:
-    """Return the exchange for what the user passed as `compression`.
-
-    backward_seconds: tells what the last backward pass took.
-    Raises TypeError for anything but a sparse compression or a Compressor class.
-    """
-    if isinstance(compression, SparseCompression):
-        return SparseExchange(bucket, compression)
-    if isinstance(compression, Automatic):
-        from .automatic import AutomaticExchange  # which runs the exchanges above
-
-        return AutomaticExchange(bucket, compression, backward_seconds)
-    if compression is NoneCompressor:
-        return DenseExchange()
-    if isinstance(compression, type) and hasattr(compression, "compress"):
-        return CompressorExchange(compression)
-    raise TypeError(
-        "compression must be Compression.none, Compression.fp16, Compression.topk(density=...), "
-        "Compression.gtopk(density=...), .oktopk, .hierarchical, .auto or a Compressor class, "
-        f"got {compression!r}"
-    )

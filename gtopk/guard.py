@@ -27,6 +27,7 @@ class Member(Protocol):
     transport: Transport
     engine: Engine
     step: int
+    advice: str
 
 
 class Guard:
@@ -77,7 +78,9 @@ class Guard:
     def tell(self, error: BaseException) -> None:
         """Say that this rank failed, and with what."""
         if self.needed:
-            self._say(f"failed at step {self.member.step}: {describe(error)}; ending the job")
+            what = describe(error)
+            advice = "" if self.member.advice in what else f"; {self.member.advice}"
+            self._say(f"failed at step {self.member.step}: {what}; ending the job{advice}")
 
     def _on_exception(
         self,
@@ -96,7 +99,8 @@ class Guard:
             self.member.transport.abort(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._say(f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}")
+        advice = f"; {self.member.advice}" if self.member.advice else ""
+        self._say(f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}{advice}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -12,14 +12,15 @@ over NCCL, "staged" through pinned host memory. They are used only where asked f
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from collectives.errors import PeerTimeoutError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
+from .communicators import communicator_of, is_communicator
 from .launch import Launched, carried_by, launched_by
 from .launch.deadline import deadline
 from .launch.meeting import Address, horovodrun_server, master, srun_address
@@ -34,19 +35,21 @@ _OVER_ANOTHER: Final = ("nccl", "staged")
 TIMEOUT_SECONDS: Final = {"GTOPK_TIMEOUT": 600.0, "GTOPK_START_TIMEOUT": 120.0}
 
 
-def join(comm: MPI.Intracomm | None = None) -> Transport:
+def join(comm: MPI.Intracomm | Sequence[int] | None = None) -> Transport:
     """Return the transport of the ranks that were launched with this one.
 
-    comm: an mpi4py communicator of the ranks to join.
-    Raises ImportError when the transport lacks a package, RuntimeError when the launcher does not
-    say enough, PeerTimeoutError (or, inside MPI's start, ends the process) when a rank is missing.
+    comm: an mpi4py communicator of the ranks to join, or which of the ranks launched join.
+    Raises ValueError for another comm, ImportError when the transport lacks a package, RuntimeError
+    when the launcher does not say enough, PeerTimeoutError (or, inside MPI's start, ends the
+    process) when a rank is missing.
     """
     timeouts = _seconds("GTOPK_TIMEOUT"), _seconds("GTOPK_START_TIMEOUT")
+    those = comm if is_communicator(comm) else _ranks(comm)
     job = launched_by()
     over = os.environ.get("GTOPK_TRANSPORT", "")
     if over not in _OVER_ANOTHER:
-        return _join(comm, job, transport_for(job), timeouts)
-    host = _join(comm, job, transport_for(job, {**os.environ, "GTOPK_TRANSPORT": ""}), timeouts)
+        return _join(those, job, transport_for(job), timeouts)
+    host = _join(those, job, transport_for(job, {**os.environ, "GTOPK_TRANSPORT": ""}), timeouts)
     return open_transport(over, *timeouts, bootstrap=host)
 
 
@@ -55,15 +58,38 @@ def join_over(name: str) -> Transport:
     return open_transport(name, _seconds("GTOPK_TIMEOUT"), _seconds("GTOPK_START_TIMEOUT"))
 
 
-def _join(
-    comm: MPI.Intracomm | None, job: Launched | None, name: str, timeouts: tuple[float, float]
-) -> Transport:
-    if comm is not None or name == "mpi":
+def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, float]) -> Transport:
+    if name == "mpi" or is_communicator(comm):
         with deadline(timeouts[1], _late(job, timeouts[1])):
             return _join_mpi(comm, timeouts[0])
-    if name == "torch.distributed" and job is not None:
-        return _join_torch(job, *timeouts)
+    if name == "torch.distributed" and (job or comm):
+        return _join_torch(job, comm, *timeouts)
+    if comm:
+        _check(comm, 0, 1)
     return open_transport(name, *timeouts)
+
+
+def _ranks(comm: object) -> list[int] | None:
+    """Return the ranks that a list of them means; None where it means all."""
+    if comm is None:
+        return None
+    numbers: list[Any] = list(comm) if isinstance(comm, Iterable) else [None]
+    if not all(isinstance(number, int) for number in numbers):
+        raise ValueError(
+            f"comm must be an mpi4py communicator, a list of ranks or None, got {comm!r}"
+        )
+    return numbers or None
+
+
+def _check(ranks: Sequence[int], rank: int, size: int) -> None:
+    """Raise ValueError where the ranks that join cannot be these."""
+    if len(set(ranks)) != len(ranks) or not all(0 <= number < size for number in ranks):
+        raise ValueError(f"comm must be distinct ranks of 0..{size - 1}, got {list(ranks)}")
+    if rank not in ranks:
+        raise ValueError(
+            f"comm={list(ranks)} is without rank {rank}, which called init(); every rank passes "
+            "the ranks of its own world"
+        )
 
 
 def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -81,13 +107,16 @@ def _has_process_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _join_mpi(comm: MPI.Intracomm | None, timeout_seconds: float) -> Transport:
+def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
     if comm is None:
         return open_transport("mpi", timeout_seconds)
     from collectives.transports.direct import open_mpi
 
-    if not hasattr(comm, "Split_type"):
-        raise ValueError(f"comm must be an mpi4py communicator or None, got {comm!r}")
+    if not is_communicator(comm):
+        from mpi4py import MPI
+
+        _check(comm, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+        comm = communicator_of(comm)
     return open_mpi(comm, timeout_seconds)
 
 
@@ -99,13 +128,23 @@ def _late(job: Launched | None, seconds: float) -> str:
     )
 
 
-def _join_torch(job: Launched, timeout_seconds: float, start_timeout_seconds: float) -> Transport:
+def _join_torch(
+    job: Launched | None,
+    ranks: Sequence[int] | None,
+    timeout_seconds: float,
+    start_timeout_seconds: float,
+) -> Transport:
     from collectives.transports.torch_distributed import join_at, open_torch_distributed
 
-    if {"RANK", "WORLD_SIZE"} <= set(os.environ):  # torchrun, or who does as it does
-        return open_torch_distributed(timeout_seconds, start_timeout_seconds)
+    if ranks and job:
+        _check(ranks, job.rank, job.size)
+    elif ranks:
+        _check(ranks, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    # A process group, torchrun, or who does as it does.
+    if job is None or {"RANK", "WORLD_SIZE"} <= set(os.environ):
+        return open_torch_distributed(timeout_seconds, start_timeout_seconds, ranks)
     store = _meet(job, start_timeout_seconds)
-    return join_at(store, job.rank, job.size, timeout_seconds, start_timeout_seconds)
+    return join_at(store, job.rank, job.size, timeout_seconds, start_timeout_seconds, ranks)
 
 
 def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:

@@ -25,8 +25,8 @@ from collectives.planning import (
 )
 from collectives.planning.choice import SPARSE
 
-from .agreement import agreement_bytes
 from .compression import Automatic
+from .engine.saying import cycle_bytes
 
 CLEARLY: Final = 4.0  # a model is hardly wrong by more
 PROBE_STEPS: Final = 5
@@ -176,7 +176,7 @@ class Judge:
         if self.compression.hide_behind_backward:
             return Budget(seconds=self._backward_seconds)
         if self.compression.bytes_per_step is not None:
-            agreeing = agreement_bytes(self.calibration.network.ranks)
+            agreeing = cycle_bytes(self.calibration.network.ranks, names=1024)
             return Budget(bytes_per_step=self.compression.bytes_per_step - agreeing)
         return Budget(density=self.compression.density)
 

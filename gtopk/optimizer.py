@@ -5,231 +5,220 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 import torch
 
-from collectives.errors import MismatchError
-from collectives.transports import Transport
-
-from . import world
-from .agreement import describe_missing, gather_words
-from .buckets import Bucket
+from . import optimizer_checkpoint, world
+from .adasum import distribute_adasum
 from .compression import Compression, ErrorFeedback
-from .exchange import Exchanged, open_exchange
+from .optimizer_options import Groups, Options
 from .parameters import name_parameters
-from .reductions import NAMES, Average, Sum
-from .telemetry import StepReport
+from .process_sets import ProcessSet, global_process_set
+from .reducer import Reducer, warn_of_few_entries
+from .reductions import Adasum, Average
+from .replicas import checksums, compare
+from .rounds import Round
+from .samples import Samples
+from .telemetry import StepReport, report
+from .wrapping import Wrapping, wrap
 
 _log = logging.getLogger("gtopk")
-_NOT_FINITE: Final = 1  # bit of the vote; the rest of it stands for the missing gradients
+MAX_SKIPPED_STEPS: Final = 100
 
 
-class _DistributedOptimizer(torch.optim.Optimizer):
+class _DistributedOptimizer(Wrapping):
     """What is mixed into the class of the wrapped optimizer."""
-
-    _wrapped: torch.optim.Optimizer
 
     def _distribute(
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
-        compression: Any,
+        options: Options,
         backward_passes_per_step: int,
-        op: int,
-        missing_gradients: Literal["error", "zeros"],
+        scaler: Any,
     ) -> None:
         self._world = world.current()
         self._parameter_names = name_parameters(self, named_parameters)
-        self._compression = compression
-        self.op = op
-        self.missing_gradients = missing_gradients
+        self._options = options
         trained = [p for p in self._parameter_names if p.requires_grad]
         if not trained:
             raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
-        self._bucket = Bucket(trained)
-        self._names = [self._parameter_names[p] for p in trained]
-        self._exchange = open_exchange(
-            self._bucket, compression, backward_seconds=lambda: self._backward_seconds
+        if any(p.is_complex() for p in trained):
+            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
+        elements = sum(p.numel() for p in trained)
+        if elements == 0:
+            raise ValueError("there is nothing to train: no parameter requires a gradient")
+        self._reducer = Reducer(
+            self.param_groups, self._parameter_names, options, self._world, scaler
         )
-        # One rank's optimizers are told apart by their order of construction.
-        self._world.optimizers += 1
-        self._operation = f"gradients.{self._world.optimizers}"
-        self._parameter_facts = [
-            f"parameter '{name}' {list(p.shape)} {p.dtype}"
-            + ("" if p.is_contiguous() else f" of strides {list(stride)}")
-            for name, p, stride in zip(self._names, trained, self._bucket.strides, strict=True)
-        ]
-        self._passes = dict.fromkeys(trained, 0)
-        self._backward_began: float | None = None
-        self._backward_seconds = 0.0  # of the last step, from its first gradient to its last
         self.set_backward_passes_per_step(backward_passes_per_step)
-        if self._world.size > 1:
-            # Weakly: a parameter outlives its optimizers, and their hooks must not count on.
-            count_pass = weakref.WeakMethod(self._count_pass)
-
-            def hook(parameter: torch.nn.Parameter) -> None:
-                if (count := count_pass()) is not None:
-                    count(parameter)
-
-            for parameter in trained:
-                parameter.register_post_accumulate_grad_hook(hook)
+        warn_of_few_entries(options, elements, self._world.rank)
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
         self._exchange_ended: float | None = None
+        self._steps = 0
+        self._skipped_in_a_row = 0
         self.skipped_steps = 0
         self.last_step: StepReport | None = None
 
+    # ---- what scripts read of Horovod's
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
+        return self._options.process_set
+
+    @property
+    def op(self) -> int:
+        """Average or Sum."""
+        return self._options.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before the sum, and multiplied with after it."""
+        return self._options.gradient_predivide_factor
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes add up before a step."""
+        return self._reducer.hooks.limit
+
+    @property
+    def _compression(self) -> Any:
+        return self._options.compression
+
+    @property
+    def _handles(self) -> dict[torch.nn.Parameter, Any]:
+        return self._reducer.in_flight()
+
+    @property
+    def _requires_update(self) -> set[torch.nn.Parameter]:
+        return set(self._reducer.trained())
+
+    @property
+    def _allreduce_delay(self) -> dict[torch.nn.Parameter, int]:
+        return {p: self._reducer.hooks.passes_left(p) for p in self._reducer.trained()}
+
+    # ---- the step
+
+    @property
+    def scaler(self) -> Any:
+        """The GradScaler whose scale the gradients have when they are synchronized, or None."""
+        return self._reducer.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        self._reducer.scaler = scaler
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
-        self.backward_passes_per_step = passes
+        self._reducer.hooks.set_limit(passes)
 
-    def _facts(self) -> list[str]:
-        """Return what must be equal on all ranks in the next step."""
-        return [
-            f"op={NAMES[self.op]}",
-            self._exchange.facts,
-            f"missing_gradients={self.missing_gradients!r}",
-            *self._parameter_facts,
-        ]
+    def set_num_samples(
+        self, samples: int | None, loss_reduction: Literal["mean", "sum"] = "mean"
+    ) -> None:
+        """Say how many samples (or tokens) this rank's gradients come from, until said otherwise.
 
-    def _count_pass(self, parameter: torch.nn.Parameter) -> None:
-        now = time.perf_counter()
-        if self._backward_began is None:
-            self._backward_began = now
-        self._backward_seconds = now - self._backward_began
-        passes = self._passes[parameter] = self._passes[parameter] + 1
-        if passes > self.backward_passes_per_step:
-            raise AssertionError(
-                f"the gradient of '{self._parameter_names[parameter]}' was computed {passes} times "
-                "before a call to step(); increase backward_passes_per_step to accumulate "
-                "gradients locally"
-            )
-
-    def _forget_passes(self) -> None:
-        self._passes = dict.fromkeys(self._passes, 0)
-        self._backward_began = None
+        The update is then that of one mean over the samples of all ranks: a mean's gradient weighs
+        samples / total, a sum's 1 / total, and that of no samples nothing, whatever it is.
+        None: every rank weighs alike. Where some ranks only say a number, the step is an error.
+        Say it before the backward pass: what was exchanged during one is exchanged anew otherwise.
+        Raises ValueError for a number out of range, or with op=Sum.
+        """
+        if samples is not None and self.op != Average:
+            raise ValueError("set_num_samples weights an average: use op=Average")
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+        self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
 
         When a gradient was not finite on any rank, all ranks skip: the residuals stay as they were,
         the gradients become NaN on every rank, and `step` applies nothing.
-        Raises HorovodInternalError, on every rank alike, when the ranks disagree.
+        Raises HorovodInternalError, on every rank alike, when the ranks disagree;
+        FloatingPointError when more steps in a row were skipped than may be.
         """
+        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+            self._world = here
+            self._reducer.enter(here)
+        if not self._reducer.takes_part:
+            self._synchronized = True
+            return
+        self._check_scaler()
         begun = time.perf_counter()
         compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
-        self._forget_passes()  # also where this fails: the next step counts
-        self._check_gradients()
-        missing = [
-            name
-            for name, parameter in zip(self._names, self._bucket.parameters, strict=True)
-            if parameter.grad is None
-        ]
-        self._bucket.take(1.0 / self._world.size if self.op == Average else 1.0)
-        finite = self._bucket.all_finite()
-        missing_everywhere = True
-
-        def work(transport: Transport, votes: list[int]) -> Exchanged | None:
-            nonlocal missing_everywhere
-            missing_everywhere = len({vote >> 1 for vote in votes}) == 1
-            if self.missing_gradients == "error" and not missing_everywhere:
-                raise MismatchError(describe_missing(gather_words(transport, missing)))
-            not_finite = [rank for rank, vote in enumerate(votes) if vote & _NOT_FINITE]
-            if not_finite:
-                self._report_skip(transport, not_finite)
-                return None
-            with self._bucket.on_stream():
-                return self._exchange(self._bucket, transport)
-
-        operation = self._world.engine.submit(
-            self._operation,
-            self._facts(),
-            work,
-            vote=(0 if finite else _NOT_FINITE) | zlib.crc32("\n".join(missing).encode()) << 1,
-        )
-        exchanged: Exchanged | None = operation.wait()
-        self._skip = exchanged is None or not exchanged.finite
+        round = self._reducer.reduce()
+        reduced = time.perf_counter()
+        self._skip = not round.finite()
         if self._skip:
-            self.skipped_steps += 1
-            self._bucket.poison()
-            if exchanged is not None:
-                _log.warning(
-                    "rank %d: step %d is skipped on every rank: the sum of finite gradients is "
-                    "not finite",
-                    self._world.rank,
-                    self._world.step,
-                )
+            round.skip()
         else:
-            self._bucket.keep(missing_everywhere)
+            round.apply()
+            self._reducer.progress.steps += 1
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
-        communicate_seconds = operation.agree_seconds
-        if exchanged is not None:
-            communicate_seconds += exchanged.communicate_seconds
-        elsewhere = communicate_seconds + operation.queue_seconds
-        self.last_step = StepReport(
+        self.last_step = report(
+            round,
             step=self._world.step,
-            algorithm=exchanged.algorithm if exchanged else "",
             compute_seconds=compute_seconds,
-            select_seconds=self._exchange_ended - begun - elsewhere,
-            communicate_seconds=communicate_seconds,
-            merge_seconds=exchanged.merge_seconds if exchanged else 0.0,
-            exchange_seconds=exchanged.seconds if exchanged else 0.0,
-            predicted_seconds=exchanged.predicted_seconds if exchanged else None,
-            sent_bytes=operation.traffic.sent_bytes,
-            sent_messages=operation.traffic.sent_messages,
-            bytes_counted=exchanged.bytes_counted if exchanged else True,
-            selected=exchanged.selected if exchanged else 0,
-            updated=exchanged.updated if exchanged else 0,
+            synchronize_began=begun,
+            apply_seconds=self._exchange_ended - reduced,
             skipped=self._skip,
         )
+        if self._skip:
+            self._count_skip(round)
+        else:
+            self._skipped_in_a_row = 0
+            self._clip()
 
-    def _check_gradients(self) -> None:
-        """Raise ValueError for gradients that would not be exchanged, or not as they are."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                name = self._parameter_names.get(parameter, "without a name")
-                if parameter not in self._passes:
-                    raise ValueError(
-                        f"parameter '{name}' {list(parameter.shape)} has a gradient, but was "
-                        "frozen or not there when DistributedOptimizer was made; make it anew"
-                    )
-                if parameter.grad.is_sparse:
-                    raise ValueError(
-                        f"the gradient of '{name}' is sparse (COO), and gradients are exchanged "
-                        "dense; use sparse=False in its layer"
-                    )
+    def _check_scaler(self) -> None:
+        """Raise ValueError where the scaler told of has unscaled the gradients too early."""
+        states = getattr(self.scaler, "_per_optimizer_states", {})
+        if id(self) in states and states[id(self)]["stage"].name == "UNSCALED":
+            raise ValueError(
+                "the GradScaler has unscaled this rank's gradients before they were reduced: other "
+                "ranks cannot see its overflows. Use\n"
+                "    optimizer.synchronize()\n"
+                "    scaler.unscale_(optimizer)\n"
+                "    with optimizer.skip_synchronize():\n"
+                "        scaler.step(optimizer)"
+            )
 
-    def _report_skip(self, transport: Transport, not_finite: list[int]) -> None:
+    def _count_skip(self, round: Round) -> None:
         """Warn, on every rank, of the ranks and parameters whose gradients are not finite."""
-        culprits = gather_words(transport, self._not_finite())
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
         where = "; ".join(
-            f"rank {rank}: {', '.join(map(repr, culprits[rank][:3]))}" for rank in not_finite
+            f"rank {rank}: {', '.join(map(repr, names[:3]))}"
+            for rank, names in zip(self._reducer.ranks, round.culprits, strict=False)
+            if names
         )
         _log.warning(
-            "rank %d: step %d is skipped on every rank, residuals untouched: the gradient is "
-            "not finite on %s",
-            transport.rank,
+            "rank %d: step %d is skipped on every rank%s",
+            self._world.rank,
             self._world.step,
-            where,
+            f", residuals untouched: the gradient is not finite on {where}"
+            if where
+            else ": the sum of finite gradients is not finite",
         )
+        allowed = self._options.max_skipped_steps
+        if self._skipped_in_a_row > allowed:
+            raise FloatingPointError(
+                f"rank {self._world.rank}: {self._skipped_in_a_row} steps in a row were skipped at "
+                f"step {self._world.step}, the last because "
+                f"{'a gradient is not finite on ' + where if where else 'a sum overflowed'}; "
+                f"max_skipped_steps={allowed} allows as many"
+            )
 
-    def _not_finite(self) -> list[str]:
-        """Return the names of the parameters whose gradient holds NaN or infinity here."""
-        return [
-            name
-            for name, gradient in zip(self._names, self._bucket.gradients, strict=True)
-            if not bool(torch.isfinite(gradient).all())
-        ]
+    def _clip(self) -> None:
+        allowed = self._options.global_clip_norm
+        if allowed is not None:
+            scale = self._reducer.loss_scale()
+            torch.nn.utils.clip_grad_norm_(self._reducer.trained(), allowed * scale)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -262,30 +251,51 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         self._synchronized = False
         if not self._skip:
-            super().step()
-            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
+            self._step_wrapped()
         self._skip = False
         self._world.step += 1
+        self._check_replicas()
         return loss
+
+    def _check_replicas(self) -> None:
+        """Raise HorovodInternalError, where it is time to look, for parameters that differ."""
+        self._steps += 1
+        every = self._options.check_every
+        if every and self._steps % every == 0 and self._reducer.takes_part:
+            own, names = checksums(self._parameter_names), self._parameter_names
+            self._reducer.run_on_all("replicas", [], lambda t, votes: compare(t, own, names))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten."""
-        self._forget_passes()
+        self._reducer.drop()
         super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and under "gtopk" what this rank holds back.
+
+        Before the first step there is nothing of the latter.
+        """
+        own = optimizer_checkpoint.save(self._reducer)
+        return {**super().state_dict(), **({"gtopk": own} if own["lanes"] else {})}
+
+    def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
+        """Return the state with what all ranks hold back, on the root; None on the others.
+
+        All ranks call it together. Any number of ranks can load it: nothing held back is lost.
+        """
+        parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
+        return None if parts is None else {**super().state_dict(), "gtopk": parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
 
-        The parameter groups stay the same objects: schedulers made before wrapping hold them.
+        A plain optimizer's state is fine: what is held back stays then.
         """
         self._synchronized = self._skip = False
-        self._forget_passes()
-        groups = self.param_groups
+        self._reducer.drop()
         super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups
+        if "gtopk" in state_dict:
+            optimizer_checkpoint.load(self._reducer, state_dict["gtopk"])
 
 
 def DistributedOptimizer(
@@ -295,43 +305,88 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     *,
     missing_gradients: Literal["error", "zeros"] = "error",
+    overlap: bool = True,
+    bucket_bytes: int | None = None,
+    scaler: Any = None,
+    local_clip_norm: float | None = None,
+    global_clip_norm: float | None = None,
+    check_every: int = 0,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
 ) -> Any:
     """Return the optimizer, its `step` reduced over all ranks.
 
     The result is of a class derived from the optimizer's own, and shares its parameter groups and
-    state. Every rank must make its distributed optimizers in the same order, and step them alike.
+    state. Every rank must step its distributed optimizers alike. They are told apart by the names
+    of their parameters; only those whose parameters have the same names must be made in the same
+    order on every rank.
 
     named_parameters: pairs of name and parameter, usually model.named_parameters().
     compression: Compression.none, .fp16, .topk(density=...), .gtopk(density=...), .auto(...), or a
         Compressor class. Top-k methods weight by 1/world size before they select (op=Average), keep
         what was not sent in a residual, and step with the agreed sparse update.
     backward_passes_per_step: how many backward passes add up before a step.
-    op: Average or Sum.
-    gradient_predivide_factor: accepted for Horovod's scripts. The weight is always applied before
-        the sum, so there is no overflow left to avoid with it.
+    op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`): how
+        gradients are exchanged does not matter then, and clipping them is the script's.
+    gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum.
+    groups: into how many buckets gradients go, or lists of the parameters that share one; others
+        are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
+    sparse_as_dense: make sparse gradients (embeddings') dense. Otherwise the ranks' entries are
+        gathered as they are, uncompressed.
+    process_set: the ranks that reduce together; others step by themselves.
     missing_gradients: what it means when a parameter has a gradient on some ranks only: an error
         on all of them, or zeros. One that has none on any rank is passed over, as without gtopk.
+    overlap: exchange buckets while backward goes on. Residuals then have a copy in memory, as large
+        as they are; what counts is the same.
+    bucket_bytes: the size from which a bucket is exchanged; None: as the cost model has it.
+    scaler: the GradScaler that scales the loss, to keep residuals as they are when its scale
+        changes. It must unscale between `synchronize()` and `step()`.
+    local_clip_norm: shortens each rank's gradient to its share, 1/sqrt(ranks), of this norm before
+        it is added to the residual. Its norm is known after backward only: there is no overlap.
+    global_clip_norm: shortens the agreed update to this norm.
+    check_every: compare the parameters of all ranks after so many steps, by hash; 0: never.
+    max_skipped_steps: how many steps in a row may be skipped because gradients are not finite.
     Raises ValueError for an argument out of its range, names that are missing or double, a
     momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
     """
-    if op not in (Average, Sum):
-        raise ValueError(f"op must be Average or Sum, got {NAMES.get(op, op)}")
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor is for op=Average only")
-    if gradient_predivide_factor <= 0:
-        raise ValueError(
-            f"gradient_predivide_factor must be above 0, got {gradient_predivide_factor}"
+    if num_groups:
+        warnings.warn(
+            "num_groups is deprecated, as in Horovod: use groups", DeprecationWarning, stacklevel=2
         )
-    if missing_gradients not in ("error", "zeros"):
-        raise ValueError(f"missing_gradients must be 'error' or 'zeros', got {missing_gradients!r}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates its closure many times a step; use another optimizer")
-    if isinstance(optimizer, _DistributedOptimizer):
-        raise ValueError("the optimizer is distributed already; wrap the plain one")
-    feedback = isinstance(compression, ErrorFeedback)
-    correction = compression.momentum_correction if feedback else 0.0
+        groups = num_groups if groups is None else groups
+    options = Options(
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        missing_gradients=missing_gradients,
+        overlap=overlap,
+        bucket_bytes=bucket_bytes,
+        local_clip_norm=local_clip_norm,
+        global_clip_norm=global_clip_norm,
+        check_every=check_every,
+        max_skipped_steps=max_skipped_steps,
+    )
+    if op == Adasum:
+        if process_set is not global_process_set:
+            raise ValueError("op=Adasum is for all ranks: it takes no process_set")
+        return distribute_adasum(optimizer, named_parameters, compression, backward_passes_per_step)
+    _require_one_momentum(optimizer, options.feedback)
+    distributed = wrap(optimizer, _DistributedOptimizer)
+    distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
+    return distributed
+
+
+def _require_one_momentum(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback | None) -> None:
+    """Raise ValueError for an optimizer whose momentum would be taken twice."""
+    correction = feedback.momentum_correction if feedback else 0.0
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
     if correction and momentum:
         raise ValueError(
@@ -343,13 +398,3 @@ def DistributedOptimizer(
             f"momentum_correction={correction} is for SGD; {type(optimizer).__name__} has a "
             "momentum of its own: leave momentum_correction at 0"
         )
-    kind = type(optimizer)
-    distributed: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {}))
-    distributed.__dict__.update(optimizer.__dict__)
-    distributed._wrapped = optimizer
-    # A scheduler that was made before hangs its own step on the instance; ours comes first.
-    distributed.__dict__.pop("step", None)
-    distributed._distribute(
-        named_parameters, compression, backward_passes_per_step, op, missing_gradients
-    )
-    return distributed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -45,3 +46,12 @@ def name_parameters(
             f"{'; '.join(unnamed)}"
         )
     return {p: named[p] for group in groups for p in group}
+
+
+def name_later_ones(
+    param_groups: Iterable[dict[str, Any]], names: dict[torch.nn.Parameter, str]
+) -> None:
+    """Add the names of parameters that were not there yet when the others were named."""
+    for i, group in enumerate(param_groups):
+        for j, parameter in enumerate(group["params"]):
+            names.setdefault(parameter, f"noname.{i}.{j}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -31,14 +32,15 @@ class Residual:
         momentum: float = 0.0,
         device: torch.device = _HOST,
     ) -> None:
-        def empty() -> NDArray[Any]:
-            return view_array(zeros(length, dtype, device))
-
-        self.values = empty()
+        self._empty = partial(zeros, length, dtype, device)
+        self.values: NDArray[Any] = view_array(self._empty())
         self.momentum = momentum
-        self.velocity = empty() if momentum else None
+        self.velocity = view_array(self._empty()) if momentum else None
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
+        self._before: list[NDArray[Any]] | None = None
+        self._remembers_nothing = True
+        self._remembered = False
 
     def accumulate_and_select(
         self, gradient: Gradient, k: int, weight: float = 1.0
@@ -62,6 +64,40 @@ class Residual:
         if self.velocity is not None:
             applied = abs(self.values[picked.indices]) < abs(picked.values) / 2
             clear_at(self.velocity, picked.indices[applied])
+
+    def remember(self) -> None:
+        """Keep a copy of what is here now, for `restore`; the first call makes room for it."""
+        held = self._held()
+        if self._before is None:
+            self._before = [view_array(self._empty()) for _ in held]
+        for copy, array in zip(self._before, held, strict=True):
+            copy[:] = array
+        self._remembers_nothing = self.holds_nothing
+        self._remembered = True
+
+    def restore(self) -> None:
+        """Become what was remembered last, to the bit; without such a thing, stay."""
+        if not self._remembered:
+            return
+        assert self._before is not None
+        for copy, array in zip(self._before, self._held(), strict=True):
+            array[:] = copy
+        self.holds_nothing = self._remembers_nothing
+        self._remembered = False
+
+    def forget(self) -> None:
+        """Let what was remembered be: there is nothing to restore from now on."""
+        self._remembered = False
+
+    def after_last_step(self) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Return values and velocity without what a step that is under way has changed."""
+        if not self._remembered:
+            return self.values, self.velocity
+        assert self._before is not None
+        return self._before[0], self._before[1] if self.velocity is not None else None
+
+    def _held(self) -> list[NDArray[Any]]:
+        return [self.values] if self.velocity is None else [self.values, self.velocity]
 
     def add_to(self, gradient: NDArray[Any]) -> None:
         """Add all that is left to the weighted gradient, in place: everything is to be sent.

@@ -3,76 +3,132 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
+from collectives.transports.transport import CHANNELS
 
-from . import __version__
+from . import __version__, timeline
+from .agreement import name_ranks
 from .engine import Engine
+from .exceptions import HorovodInternalError
 from .guard import Guard, describe
 from .joining import join
+from .members import Members
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+_MOMENT_SECONDS: Final = 5.0
 
 
 class World:
     """A rank's view of all ranks.
 
     step:       how many optimizer steps this rank has finished; errors name it.
-    optimizers: how many distributed optimizers it has made; their order names their operations.
-    unnamed:    counts the operations without a name. A new world counts anew: where ranks left the
-                last one at different operations, they agree again.
+    timeline:   what records it, on rank 0, while something does.
+    advice:     how the job can go on when it ends before its time; errors end with it.
+    optimizers: how many distributed optimizers it has made, by the name of a parameter.
+    sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
+                their operations without a name, anew: where ranks left the last one at different
+                operations, they agree again.
+    sets_made:  how many sets were made besides, those that were refused or removed included.
+    is_homogeneous: whether every node has as many ranks.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
-        self.optimizers = 0
-        self.unnamed = itertools.count(1)
+        self.timeline: timeline.Timeline | None = None
+        self.advice = ""
+        self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
         places = [
             tuple(message.view(np.int64).tolist())
             for message in transport.allgather(np.array([node[0], self.local_rank]).view(np.uint8))
         ]
+        self.is_homogeneous = len(set(Counter(first for first, _ in places).values())) == 1
         # The nodes that have a process with this local rank, in order of their first rank.
         nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
         self.engine = Engine(transport)
+        self.sets = {0: Members(range(self.size), self.engine)}
+        self.sets_made = 0
         # Ranks of different versions may differ in anything: refuse them before they do.
         self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
 
-    def close(self, reason: str, failed: bool = False) -> None:
-        """Leave the world; returns when every rank has left, or the job is at its end anyway."""
-        self.engine.close(reason, failed)
+    def name_optimizer(self, names: Iterable[str]) -> str:
+        """Return a name for an optimizer of parameters with these names.
+
+        Optimizers of the same names are numbered, in the order in which they come.
+        """
+        first = min(names)
+        self.optimizers[first] += 1
+        number = self.optimizers[first]
+        return first if number == 1 else f"{first}.{number}"
+
+    def open_set(self, number: int, ranks: Sequence[int]) -> None:
+        """Give some of the ranks operations of their own; every rank calls it, nothing is sent."""
+        engine = None
+        if self.rank in ranks:
+            # A stream of their own: a set is independent of whatever else the same ranks do.
+            engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
+        self.sets[number] = Members(tuple(ranks), engine)
+        timeline.watch(self, number)
+
+    def close_set(self, number: int, reason: str) -> None:
+        """Run what the set's members have submitted, and forget the set."""
+        engine = self.sets.pop(number).engine
+        if engine is not None:
+            engine.close(reason)
+
+    def close(
+        self, reason: str, failed: bool = False, patience_seconds: float | None = None
+    ) -> list[int]:
+        """Leave the world; returns when every rank has left, or the job is at its end anyway.
+
+        patience_seconds: how long to wait for the others instead; returns who stays.
+        """
+        if not failed:  # else nothing more is run
+            for number in [number for number in self.sets if number]:
+                self.close_set(number, reason)
+        staying = self.engine.close(reason, failed, patience_seconds)
+        timeline.stop(self)
+        return staying
 
 
 _process: World | None = None
+_communicator: MPI.Intracomm | Sequence[int] | None = None  # that `init` was given
 _guard: Guard | None = None
 _forked_from: int | None = None
 _of_thread = threading.local()
 
 
-def init(comm: MPI.Intracomm | None = None) -> None:
+def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     """Join the world that a launcher started, or be a world of one.
 
-    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD.
+    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD, or the ranks, of those that the
+        launcher started, that are the world; only they call this.
     Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
     does not say enough or a rank does not come, ValueError for another comm.
     """
+    global _communicator
     if _process is None:
         init_on(join(comm))
+        _communicator = comm
 
 
 def init_on(transport: Transport) -> None:
@@ -81,6 +137,7 @@ def init_on(transport: Transport) -> None:
     _process = World(transport)
     _guard = Guard(_process)
     _guard.install()
+    timeline.start_if_asked(_process)
     atexit.register(_at_exit)
 
 
@@ -102,6 +159,34 @@ def shutdown() -> None:
     _guard.remove()
     _process = _guard = None
     atexit.unregister(_at_exit)
+
+
+def rejoin() -> None:
+    """Leave the world and join it anew, as every rank of it must, whatever failed on some of them.
+
+    Ranks that compute meanwhile are waited for as long as a rank waits in an operation.
+    Raises HorovodInternalError when a rank has died or stays silent: the job is at its end.
+    """
+    global _process, _guard
+    here, guard = current(), _guard
+    if guard is None:
+        raise ValueError("a world of threads cannot be joined anew")
+    # Who has been silent for that long already is given a moment.
+    silent = isinstance(here.engine.failure, PeerTimeoutError)
+    patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    staying = here.close(guard.farewell("begins anew"), patience_seconds=patience_seconds)
+    if gone := sorted({*staying, *here.transport.lost()}):
+        failure = here.engine.failure
+        raise HorovodInternalError(
+            f"{name_ranks(gone)} cannot join this job anew"
+            + (f" ({failure})" if failure else "")
+            + (f"; {here.advice}" if here.advice else "")
+        )
+    guard.remove()
+    atexit.unregister(_at_exit)
+    _process = _guard = None
+    init(_communicator)
+    current().step, current().advice = here.step, here.advice
 
 
 def _at_exit() -> None:

@@ -72,16 +72,22 @@ def mpirun() -> Callable[..., Job]:
 
 @pytest.fixture(scope="session")
 def torchrun() -> Callable[..., Job]:
-    """Run `torchrun(ranks, program, *arguments)`, as `mpirun` does."""
+    """Run `torchrun(ranks, program, *arguments)`, as `mpirun` does; restarts: of all ranks."""
 
     def start(
-        ranks: int, program: str, *arguments: str, timeout: float = 120, **variables: str
+        ranks: int,
+        program: str,
+        *arguments: str,
+        timeout: float = 120,
+        restarts: int = 0,
+        **variables: str,
     ) -> Job:
         path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
         agent = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *(f"--nproc-per-node={ranks}", str(path), *arguments),
+                *(f"--max-restarts={restarts}", f"--nproc-per-node={ranks}"),
+                *(str(path), *arguments),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

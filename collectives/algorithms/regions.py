@@ -19,8 +19,8 @@ one got too full.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,17 @@ class Regions:
         self._cut: Cut | None = None
         self._served = 0
         self._fullest = 1.0
+
+    def record(self) -> dict[str, Any]:
+        """Return what `resume` goes on from, as plain numbers and lists."""
+        cut = None if self._cut is None else [self._cut.bounds, self._cut.owners]
+        return {"cut": cut, "served": self._served, "fullest": self._fullest}
+
+    def resume(self, record: Mapping[str, Any]) -> None:
+        """Go on from a record; every rank from an equal one."""
+        cut = record["cut"]
+        self._cut = None if cut is None else Cut(list(cut[0]), list(cut[1]))
+        self._served, self._fullest = int(record["served"]), float(record["fullest"])
 
     def agree(self, picks: SparseVector, transport: Transport) -> Cut:
         """Return the regions of this step; where they are due, new ones for these picks."""

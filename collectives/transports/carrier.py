@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ..vector import Array
 from .farewell import Farewell
+from .streams import Streams
 from .traffic import Traffic
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, say
 from .view import View
@@ -18,12 +18,11 @@ from .view import View
 _LOOK_SECONDS: Final = 0.001  # how often a rank that leaves looks who else has
 
 
-class Carrier(Transport):
+class Carrier(Streams):
     """One rank of a world; a subclass connects it to the others.
 
     It implements `send_on`, `receive_on`, `resign`, `collect_farewells` (into `_left`), `abort`,
-    `neighbours` and `library`. `send_on` and `receive_on` are called by one thread per stream, and
-    by the threads of several streams at once.
+    `neighbours` and `library`.
     tag_limit: tags of streams lie below it.
     """
 
@@ -35,23 +34,6 @@ class Carrier(Transport):
         self._views: dict[Path, Transport] = {(): self}
         self._tags: dict[int, Path] = {0: ()}
         self._making_a_view = threading.Lock()
-
-    @abstractmethod
-    def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        """Begin to send a message to a world rank, in the order of its stream; as `send`.
-
-        Counts it in the stream's traffic.
-        """
-
-    @abstractmethod
-    def receive_on(self, stream: Transport, source: int) -> Array:
-        """Return the next message that a world rank sent on this stream; as `receive`.
-
-        Looks at `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
-        """
-
-    def conclude_on(self, stream: Transport) -> None:
-        """`conclude` a stream's operation; nothing is to be done where what was sent arrives."""
 
     def conclude(self) -> None:
         self.conclude_on(self)

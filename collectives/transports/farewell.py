@@ -17,11 +17,13 @@ class Farewell(NamedTuple):
     completed: how many operations of each stream it has completed, by the stream's tag.
     missed:    the rank that left before and was missed by this one, and its farewell: who hears of
                the consequence first learns the cause with it.
+    lost:      it said nothing: its connection broke, so its process has died or cannot be reached.
     """
 
     completed: Mapping[int, int]
     reason: str
     missed: tuple[int, Farewell] | None = None
+    lost: bool = False
 
     def encode(self) -> Array:
         """Return the message, uint8."""
@@ -33,6 +35,6 @@ class Farewell(NamedTuple):
         return cls._of(*json.loads(message.tobytes()))
 
     @classmethod
-    def _of(cls, completed: dict[str, int], reason: str, missed: Any) -> Farewell:
+    def _of(cls, completed: dict[str, int], reason: str, missed: Any, lost: bool) -> Farewell:
         counts = {int(tag): count for tag, count in completed.items()}
-        return cls(counts, reason, missed and (missed[0], cls._of(*missed[1])))
+        return cls(counts, reason, missed and (missed[0], cls._of(*missed[1])), lost)

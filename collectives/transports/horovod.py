@@ -59,6 +59,7 @@ class HorovodTransport(Carrier):
         self._version = version
         self._tick_name = f"gtopk-{next(_opened)}.tick"
         super().__init__(self._horovod.rank(), self._horovod.size())
+        self.timeout_seconds = timeout_seconds
         self._mailbox = Mailbox(timeout_seconds)
         self._timeout_seconds = timeout_seconds
         self._outgoing: list[list[Array]] = [[] for _ in range(self.size)]

@@ -27,6 +27,7 @@ class LocalTransport(Carrier):
     def __init__(self, rank: int, mailboxes: Sequence[Mailbox], left: dict[int, Farewell]) -> None:
         super().__init__(rank, len(mailboxes))
         self._mailboxes = mailboxes
+        self.timeout_seconds = mailboxes[rank].timeout_seconds
         self._left = left  # shared by all ranks
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:

@@ -20,7 +20,7 @@ class Mailbox:
     """Messages by stream and source, in order; several threads put, one thread per stream takes."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._boxes: dict[tuple[int, int], _Box] = {}
         self._waited_for: dict[_Box, None] = {}
 
@@ -62,7 +62,7 @@ class Mailbox:
         self, box: _Box, stream: Transport, who: str, peer: int | None, begun: float
     ) -> Array:
         next_warning = begun + transport.STALL_WARNING_SECONDS
-        deadline = begun + self._timeout_seconds
+        deadline = begun + self.timeout_seconds
         while True:
             # Read before the look into the box: whoever leaves has sent all it will ever send.
             missing = stream.missing(peer)

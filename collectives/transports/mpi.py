@@ -23,13 +23,14 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from .. import cost
+from ..errors import PeerTimeoutError
 from ..vector import Array
 from .carrier import Carrier
 from .farewell import Farewell
@@ -45,7 +46,11 @@ PIECE_BYTES: Final = 1 << 30
 # Below what MPIs send at once over TCP: 64 KiB with their own header in Open MPI.
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
-_LEAVE, _DATA = 0, 1  # MPI's tags: of a farewell; of the stream with tag 0, and so on
+# MPI's tags: of a farewell; of the word that one waits; of the stream with tag 0, and so on.
+_LEAVE, _HERE, _DATA = 0, 1, 2
+_LONG_SECONDS: Final = 0.5  # so long a wait is told to the others
+_HEAR_EVERY: Final = 100  # gathers, so that who never waits hears it, too
+_SMALL_BYTES: Final = 1 << 16
 # From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 2 ranks and 100 MB.
 _BLOCKING_BYTES: Final = 1 << 20
 
@@ -97,8 +102,10 @@ class MpiTransport(Carrier):
         highest = self._communicator.Get_attr(MPI.TAG_UB)
         assert isinstance(highest, int)
         self.tag_limit = highest + 1 - _DATA
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._resigned = False
+        self._gathers = 0  # of MPI's own
+        self._here: dict[int, int] = {}  # up to which gather others have told that they wait
         # Threads may call MPI at once, or take turns: no call under the lock waits for a peer.
         self._several_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._calling = nullcontext() if self._several_threads else threading.Lock()
@@ -207,6 +214,68 @@ class MpiTransport(Carrier):
             cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
         )
 
+    def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
+        """Fill the others' parts in place; small ones of one size by MPI's own allgather.
+
+        That takes a third of the time. Its messages are reckoned as those of the other way.
+        """
+        sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
+        if self.size == 1 or len(sizes) > 1 or array.nbytes > _SMALL_BYTES:
+            super().allgather_into(array, bounds)
+            return
+        self._gathers += 1
+        with self._calling:
+            request = self._communicator.Iallgather(self._mpi.IN_PLACE, [array, self._mpi.BYTE])
+        self._await_gather(request)
+        block_bytes = array.nbytes // self.size
+        self.traffic.count((self.size - 1) * block_bytes, cost.rounds(self.size))
+
+    def _await_gather(self, request: MPI.Request) -> None:
+        """Wait for all; raise PeerTimeoutError that names who never came.
+
+        Who waits long tells the others so: of the rest nothing was heard.
+        """
+        look_from = time.monotonic() + _LONG_SECONDS
+        told = False
+
+        def look() -> None:
+            nonlocal told
+            if time.monotonic() > look_from:
+                if not told:
+                    self._tell_all_here()
+                    told = True
+                self._hear_who_is_here()
+
+        def tested() -> bool | None:
+            with self._calling:
+                return request.Test() or None
+
+        if self._gathers % _HEAR_EVERY == 0:
+            self._hear_who_is_here()
+        try:
+            wait_until(tested, self, [], self.timeout_seconds, look)
+        except PeerTimeoutError as error:
+            late = [r for r in range(self.size) if self._here.get(r, 0) < self._gathers]
+            names = " and ".join(f"rank {rank}" for rank in late if rank != self.rank)
+            raise PeerTimeoutError(str(error).replace("its peers", names or "its peers")) from None
+
+    def _tell_all_here(self) -> None:
+        number = np.array([self._gathers]).view(np.uint8)
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._isend(number, rank, _HERE)
+
+    def _hear_who_is_here(self) -> None:
+        status = self._mpi.Status()
+        number = np.empty(1, np.int64)
+        while True:
+            with self._calling:
+                message = self._communicator.Improbe(self._mpi.ANY_SOURCE, _HERE, status)
+                if message is None:
+                    return
+                message.Recv([number.view(np.uint8), self._mpi.BYTE])
+            self._here[status.source] = int(number[0])
+
     def _finish(self, stream: Transport, request: MPI.Request, peer: int | None) -> None:
         self._wait(stream, lambda: request.Test() or None, peer)
 
@@ -220,7 +289,7 @@ class MpiTransport(Carrier):
             with self._calling:
                 return test()
 
-        return wait_until(tested, stream, [] if peer is None else [peer], self._timeout_seconds)
+        return wait_until(tested, stream, [] if peer is None else [peer], self.timeout_seconds)
 
     def collect_farewells(self) -> None:
         if self._mpi.Is_finalized():

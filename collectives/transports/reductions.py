@@ -20,15 +20,13 @@ can be. A block is reduced on its owner and copied from there, so that all ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from ..errors import MessageError
 from ..vector import Array
-
-if TYPE_CHECKING:
-    from .transport import Transport
+from .endpoint import Endpoint
 
 REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "sum": np.add,
@@ -45,20 +43,20 @@ def travels_whole(array_bytes: int, size: int) -> bool:
     return array_bytes * (size - 1) <= _WHOLE_BYTES
 
 
-def allreduce(transport: Transport, array: Array, reduction: str) -> None:
+def allreduce(endpoint: Endpoint, array: Array, reduction: str) -> None:
     """Reduce an array over the ranks in place; the same bits on every rank."""
-    rank, size = transport.rank, transport.size
+    rank, size = endpoint.rank, endpoint.size
     if size == 1:
         return
     if travels_whole(array.nbytes, size):
         rows = np.empty((size, array.size), array.dtype)
         rows[rank] = array
-        allgather_into(transport, rows.reshape(-1), [r * array.size for r in range(size + 1)])
+        allgather_into(endpoint, rows.reshape(-1), [r * array.size for r in range(size + 1)])
         array[...] = _reduce_rows(rows, reduction)
         return
     bounds = even_bounds(array.size, size)
-    reduce_scatter(transport, array, bounds, reduction)
-    allgather_into(transport, array, bounds)
+    reduce_scatter(endpoint, array, bounds, reduction)
+    allgather_into(endpoint, array, bounds)
 
 
 def _reduce_rows(rows: Array, reduction: str) -> Array:
@@ -75,31 +73,29 @@ def even_bounds(length: int, size: int) -> Sequence[int]:
     return [length * rank // size for rank in range(size + 1)]
 
 
-def reduce_scatter(
-    transport: Transport, array: Array, bounds: Sequence[int], reduction: str
-) -> None:
+def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], reduction: str) -> None:
     """Reduce this rank's block in place; the other blocks are left with partial results."""
-    rank, size = transport.rank, transport.size
+    rank, size = endpoint.rank, endpoint.size
     combine = REDUCTIONS[reduction]
     wide = np.float32 if array.dtype == np.float16 else array.dtype
     for distance in reversed(_distances(size)):
         blocks = min(distance, size - distance)
         to, source = (rank + distance) % size, (rank - distance) % size
-        sent = transport.send(_joined(_parts(array, bounds, to, blocks)), to)
+        sent = endpoint.send(_joined(_parts(array, bounds, to, blocks)), to)
         parts = _parts(array, bounds, rank, blocks)
-        for mine, theirs in _received(transport, source, parts):
+        for mine, theirs in _received(endpoint, source, parts):
             mine[...] = combine(mine.astype(wide, copy=False), theirs.astype(wide, copy=False))
         sent()
 
 
-def allgather_into(transport: Transport, array: Array, bounds: Sequence[int]) -> None:
+def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> None:
     """Fill the blocks that the other ranks own with theirs."""
-    rank, size = transport.rank, transport.size
+    rank, size = endpoint.rank, endpoint.size
     for distance in _distances(size):
         blocks = min(distance, size - distance)
         to, source = (rank - distance) % size, (rank + distance) % size
-        sent = transport.send(_joined(_parts(array, bounds, rank, blocks)), to)
-        for mine, theirs in _received(transport, source, _parts(array, bounds, source, blocks)):
+        sent = endpoint.send(_joined(_parts(array, bounds, rank, blocks)), to)
+        for mine, theirs in _received(endpoint, source, _parts(array, bounds, source, blocks)):
             mine[...] = theirs
         sent()
 
@@ -122,14 +118,14 @@ def _joined(parts: list[Array]) -> Array:
     return np.ascontiguousarray(whole).view(np.uint8)
 
 
-def _received(transport: Transport, source: int, parts: list[Array]) -> list[tuple[Array, Array]]:
+def _received(endpoint: Endpoint, source: int, parts: list[Array]) -> list[tuple[Array, Array]]:
     """Receive what belongs to these parts of the array; return each with its share."""
-    message = transport.receive(source)
+    message = endpoint.receive(source)
     expected = sum(part.nbytes for part in parts)
     if message.size != expected:
         raise MessageError(
-            f"the message from rank {transport.ranks[source]} is malformed: a part of a dense "
-            f"collective has {message.size} bytes where rank {transport.ranks[transport.rank]}'s "
+            f"the message from rank {endpoint.ranks[source]} is malformed: a part of a dense "
+            f"collective has {message.size} bytes where rank {endpoint.ranks[endpoint.rank]}'s "
             f"has {expected}; every rank must pass an array of one size and dtype"
         )
     theirs = message.view(parts[0].dtype)

@@ -33,6 +33,8 @@ class StagedTransport(Transport):
         host = self.host
         super().__init__(host.ranks, host.rank, host.path, host.tag, host.traffic)
         self.name = host.name
+        self.timeout_seconds = host.timeout_seconds
+        self.full_speed_bytes = host.full_speed_bytes
         self.counts_allreduce = host.counts_allreduce
         self._cupy: Any = load_cupy(self.name) if parent is None else parent._cupy
         self._views: dict[Path, StagedTransport] = {} if parent is None else parent._views

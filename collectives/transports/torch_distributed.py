@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,6 +67,7 @@ class TorchDistributedTransport(Carrier):
 
     name = "torch.distributed"
     counts_allreduce = False
+    full_speed_bytes = NATIVE_BYTES
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class TorchDistributedTransport(Carrier):
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, start_timeout)
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._mailbox = Mailbox(timeout_seconds)
         self._resigned: list[Work] | None = None
         self._in_flight: dict[int, list[Work]] = {}  # gloo forgets a message whose Work is gone
@@ -107,7 +108,7 @@ class TorchDistributedTransport(Carrier):
             farewell = self._receive_all(source)
         except Exception as error:
             reason = str(error).split("] ")[-1].split(". ")[0]  # gloo's: without file and advice
-            farewell = Farewell({}, f"its connection is lost: {reason}")
+            farewell = Farewell({}, f"its connection is lost: {reason}", lost=True)
         self._left.setdefault(source, farewell)
         self._mailbox.wake()
 
@@ -164,12 +165,12 @@ class TorchDistributedTransport(Carrier):
             begun = time.monotonic()
             try:
                 for work in works:
-                    work.wait(timedelta(seconds=self._timeout_seconds))
+                    work.wait(timedelta(seconds=self.timeout_seconds))
             except RuntimeError as error:
-                if time.monotonic() - begun < self._timeout_seconds:
+                if time.monotonic() - begun < self.timeout_seconds:
                     raise self._explain(stream, to, error) from None
                 raise PeerTimeoutError(
-                    f"rank {self.rank} has waited {self._timeout_seconds:.3g} s for rank {to} to "
+                    f"rank {self.rank} has waited {self.timeout_seconds:.3g} s for rank {to} to "
                     f"take a message in {stream.activity}"
                 ) from None
             finally:
@@ -296,10 +297,11 @@ def import_torch() -> Any:
 
 
 def open_torch_distributed(
-    timeout_seconds: float, start_timeout_seconds: float
+    timeout_seconds: float, start_timeout_seconds: float, ranks: Sequence[int] | None = None
 ) -> TorchDistributedTransport:
     """Join the ranks of the default process group, or those that torchrun's environment tells of.
 
+    ranks: which of them; None: all.
     A gloo group of its own is made beside the default one, whatever that one's backend: no message
     of a user's own can mix with ours.
     """
@@ -326,14 +328,25 @@ def open_torch_distributed(
         # Torchrun's store outlives its ranks: when it restarts them, they begin afresh.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = distributed.PrefixStore(f"attempt-{attempt}", store)
-    return join_at(store, rank, size, timeout_seconds, start_timeout_seconds)
+    return join_at(store, rank, size, timeout_seconds, start_timeout_seconds, ranks)
 
 
 def join_at(
-    store: Store, rank: int, size: int, timeout_seconds: float, start_timeout_seconds: float
+    store: Store,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    start_timeout_seconds: float,
+    ranks: Sequence[int] | None = None,
 ) -> TorchDistributedTransport:
-    """Join the ranks that meet at a store, which may serve others, too."""
+    """Join the ranks that meet at a store, which may serve others, too.
+
+    ranks: which of them; None: all.
+    """
     prefix = f"gtopk-{next(_opened)}"
+    if ranks is not None:
+        prefix += f"-of-{'-'.join(map(str, ranks))}"
+        rank, size = ranks.index(rank), len(ranks)
     return TorchDistributedTransport(
         import_torch().distributed.PrefixStore(prefix, store),
         rank,

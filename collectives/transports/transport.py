@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import struct
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -23,6 +23,7 @@ import numpy as np
 from ..errors import MessageError
 from ..vector import Array
 from . import reductions
+from .endpoint import Endpoint
 from .farewell import Farewell
 from .traffic import Traffic
 
@@ -40,20 +41,23 @@ def say(text: str) -> None:
     print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
 
 
-class Transport(ABC):
+class Transport(Endpoint):
     """The connection between `size` ranks, seen from one of them.
 
-    ranks:   the world ranks of the members: what errors call them.
     traffic: counts every message given to `send`, also through a view of this transport; see
              `allreduce` for the one exception.
     tag:     a number of this transport's stream of messages, equal on all members; 0 for the
              stream of all ranks.
     counts_allreduce: whether `allreduce` is counted message by message, or by formula.
+    timeout_seconds:  the longest a rank waits for a peer.
+    full_speed_bytes: an allreduce of as many has its full speed: two as one would not be faster.
     supports_device_messages: whether messages may be arrays in a GPU's memory.
     """
 
     name: str
     counts_allreduce = True
+    timeout_seconds = 600.0
+    full_speed_bytes = 1 << 20
     supports_device_messages = False
 
     def __init__(self, ranks: Sequence[int], rank: int, path: Path, tag: int, traffic: Traffic):
@@ -67,20 +71,6 @@ class Transport(ABC):
         self._members = frozenset(ranks)
         self._begun = 0
         self._activity = ""
-
-    @abstractmethod
-    def send(self, message: Array, to: int) -> Callable[[], None]:
-        """Begin to send uint8 [m] to a rank; return the function that waits until it is gone.
-
-        The message must stay unchanged until then.
-        """
-
-    @abstractmethod
-    def receive(self, source: int) -> Array:
-        """Return the next message of a rank, uint8 [m], in memory of its own.
-
-        Raises PeerError when that rank left, PeerTimeoutError when it stays silent.
-        """
 
     def subset(self, ranks: Sequence[int]) -> Transport:
         """Return the transport of these ranks, numbered 0, 1, ... in the order given.
@@ -109,7 +99,7 @@ class Transport(ABC):
             raise ValueError(f"channel must lie in 0..{CHANNELS - 1}, got {number}")
         return self.view(number, self.ranks)
 
-    def connect(self) -> None:  # noqa: B027
+    def connect(self) -> None:
         """Prepare for messages in GPU memory, where that takes anything; all ranks do so together.
 
         A view that nobody connected may pass them through the hosts.
@@ -218,6 +208,18 @@ class Transport(ABC):
     def misses(self, rank: int, farewell: Farewell) -> bool:
         """Tell whether a rank left before it completed the operation of this stream."""
         return rank in self._members and farewell.completed.get(self.tag, 0) < self._begun
+
+    def lost(self) -> list[int]:
+        """Return the world ranks that died without a word, as far as it is known here."""
+        found = set()
+        for rank, farewell in self.farewells().items():
+            link: tuple[int, Farewell] | None = (rank, farewell)
+            while link:
+                rank, farewell = link
+                if farewell.lost:
+                    found.add(rank)
+                link = farewell.missed
+        return sorted(found)
 
     def exchange(self, message: Array, peer: int) -> Array:
         """Swap messages with a rank that does the same."""

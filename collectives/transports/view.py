@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ..vector import Array
 from .farewell import Farewell
+from .streams import Streams
 from .traffic import Traffic
 from .transport import Path, Step, Transport
-
-if TYPE_CHECKING:
-    from .carrier import Carrier
 
 
 class View(Transport):
@@ -22,11 +19,12 @@ class View(Transport):
     """
 
     def __init__(
-        self, carrier: Carrier, parent: Transport, path: Path, ranks: Sequence[int], tag: int
+        self, carrier: Streams, parent: Transport, path: Path, ranks: Sequence[int], tag: int
     ) -> None:
         rank = ranks.index(carrier.rank)
         super().__init__(ranks, rank, path, tag, Traffic(parent=parent.traffic))
         self.name = carrier.name
+        self.timeout_seconds = carrier.timeout_seconds
         self.supports_device_messages = carrier.supports_device_messages
         self._carrier = carrier
         self._parent = parent

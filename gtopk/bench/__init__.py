@@ -12,6 +12,18 @@ def _collectives(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _engine(arguments: Sequence[str]) -> int:
+    from .engine.command import main
+
+    return main(arguments)
+
+
+def _optimizer(arguments: Sequence[str]) -> int:
+    from .optimizer.command import main
+
+    return main(arguments)
+
+
 def _selection(arguments: Sequence[str]) -> int:
     from .selection.command import main
 
@@ -27,6 +39,8 @@ def _wire(arguments: Sequence[str]) -> int:
 # Each imports what it needs only when it is called.
 _BENCHMARKS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "collectives": (_collectives, "every reduction beside the baselines and the model"),
+    "engine": (_engine, "matching operations by name, and fusion, beside a bare allreduce"),
+    "optimizer": (_optimizer, "what a distributed step costs, and what of it overlap hides"),
     "selection": (_selection, "accumulate and select beside other selectors, on this machine"),
     "wire": (_wire, "bytes and time per entry of each format, and where it pays"),
 }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from .cores import allowed_cores, core_quota, usable_cores
+from .errors import LaunchError, LaunchTimeoutError
 from .launched import Launched, carried_by, launched_by, launchers
 from .mpirun import (
-    LaunchError,
-    LaunchTimeoutError,
     Mpi,
     by_reason,
     explain,

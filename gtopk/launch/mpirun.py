@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import os
 import re
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
 from .cores import usable_cores
-from .launched import launched_by
-
-_JOB: Final = "GTOPK_JOB"  # in the environment of every process of a job, and so in /proc
-_GRACE_SECONDS: Final = 3.0  # what mpirun gets to end its ranks before we do
-
-# Becomes mpirun, after asking the kernel to end it should we be killed (prctl 1: PR_SET_PDEATHSIG).
-_BECOME_MPIRUN: Final = (
-    f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
-)
-
-
-class LaunchError(RuntimeError):
-    """Ranks cannot be started here."""
-
-
-class LaunchTimeoutError(LaunchError):
-    """The ranks ran longer than allowed, and have been ended."""
+from .errors import LaunchError, LaunchTimeoutError
+from .job import job, refuse_inside_a_job
 
 
 @dataclass(frozen=True)
@@ -184,40 +165,25 @@ def run(
     Raises LaunchError without an mpirun or inside another job, LaunchTimeoutError after
     timeout_seconds. Should this process be killed, Linux ends mpirun, and mpirun its ranks.
     """
-    mpirun = _require_mpirun()
-    token = uuid.uuid4().hex
-    command = mpirun_command(mpirun, ranks, program)
-    if sys.platform == "linux":
-        command = [sys.executable, "-IS", "-c", _BECOME_MPIRUN, str(os.getpid()), *command]
+    refuse_inside_a_job()
+    command = mpirun_command(require_mpirun(), ranks, program)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=None if on_line is None else subprocess.PIPE,
-        stderr=errors,
-        env={**os.environ, **rank_environment(ranks), _JOB: token},
-        start_new_session=True,
-    )
-    try:
-        if on_line is not None and process.stdout is not None:
-            _relay(process, process.stdout, on_line, deadline)
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        return process.wait(remaining)
-    except subprocess.TimeoutExpired as error:
-        raise LaunchTimeoutError(
-            f"{ranks} ranks had to be done in {timeout_seconds:g} s, were not, and have been ended"
-        ) from error
-    finally:
-        _end(process, token)
+    stdout = None if on_line is None else subprocess.PIPE
+    with job(command, rank_environment(ranks), stdout=stdout, stderr=errors) as process:
+        try:
+            if on_line is not None and process.stdout is not None:
+                _relay(process, process.stdout, on_line, deadline)
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return process.wait(remaining)
+        except subprocess.TimeoutExpired as error:
+            raise LaunchTimeoutError(
+                f"{ranks} ranks had to be done in {timeout_seconds:g} s, were not, and have been "
+                "ended"
+            ) from error
 
 
-def _require_mpirun() -> Path:
-    job = launched_by()
-    if job is not None and job.size > 1:
-        raise LaunchError(
-            f"this process is already rank {job.rank} of {job.size}, started by {job.launcher}; "
-            "a command that starts ranks itself must be run without it"
-        )
+def require_mpirun() -> Path:
+    """Return this environment's mpirun; raise LaunchError without one."""
     mpirun = find_mpirun()
     if mpirun is None:
         raise LaunchError(
@@ -253,39 +219,3 @@ def _relay(
                 raise subprocess.TimeoutExpired(process.args, 0)
     if pending:
         on_line(pending)
-
-
-def _end(process: subprocess.Popen[bytes], token: str) -> None:
-    """End mpirun, if it has not ended, and every process of its job that is left.
-
-    mpirun alone is not enough: it puts ranks into process groups (MPICH: sessions) of their own,
-    and MPICH's waits for ranks that ignore SIGTERM.
-    """
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_SECONDS)
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-    for _ in range(100):  # a dying job may still start a process; 5 s at most
-        left = _processes_of(token)
-        if not left:
-            break
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-def _processes_of(token: str) -> list[int]:
-    """Return the living processes whose environment names the job; none where there is no /proc."""
-    needle = f"{_JOB}={token}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # another user's process, or one that has just ended
-            if needle in entry.read_bytes():
-                found.append(int(entry.parent.name))
-    return found

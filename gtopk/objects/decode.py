@@ -28,15 +28,16 @@ from .leaves import LEAVES
 from .pickles import pickle_allowed
 
 
-def decode(data: Buffer | NDArray[np.uint8]) -> Any:
+def decode(data: Buffer | NDArray[np.uint8], *, allow_pickle: bool | None = None) -> Any:
     """Return the object in bytes made by `encode`; tensors land on the CPU, contiguous.
 
-    Raises ObjectFormatError when the bytes are anything else, or when they hold a pickle and
-    GTOPK_ALLOW_PICKLE is not 1 here. Without a pickle, nothing the sender chose is executed.
+    allow_pickle: whether pickles are executed; None: as GTOPK_ALLOW_PICKLE says.
+    Raises ObjectFormatError when the bytes are anything else, or when they hold a pickle that is
+    not allowed here. Without a pickle, nothing the sender chose is executed.
     """
     message = data.data if isinstance(data, np.ndarray) else memoryview(data)
     flags, head, bulk = _open(message)
-    if flags and not pickle_allowed():
+    if flags and not (pickle_allowed() if allow_pickle is None else allow_pickle):
         raise ObjectFormatError(
             "the object holds a pickle, which can execute anything; set GTOPK_ALLOW_PICKLE=1 on "
             "this rank too if you trust the sender"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import reprlib
 import zlib
 from collections.abc import Sequence
@@ -25,8 +26,10 @@ from .leaves import UnsupportedError, leaf_of
 from .pickles import pickle_allowed, pickler
 
 
-def encode(obj: object) -> bytes:
+def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
     """Return the object as bytes.
+
+    allow_pickle: whether what has no code of its own is pickled; None: as GTOPK_ALLOW_PICKLE says.
 
     These types come back exactly: None, bool, int of any size, float, complex, str, bytes,
     bytearray, list, tuple, set, frozenset, dict, OrderedDict, defaultdict (of list, dict, set, int,
@@ -35,9 +38,9 @@ def encode(obj: object) -> bytes:
     torch.Size. What sits in two places of the object comes back as two.
 
     Raises TypeError, naming the place in the object, for anything else: subclasses of these types,
-    enums and named tuples among them. Where GTOPK_ALLOW_PICKLE is 1, it is pickled instead.
+    enums and named tuples among them. Where pickles are allowed, it is pickled instead.
     """
-    writer = _Writer()
+    writer = _Writer(pickle_allowed() if allow_pickle is None else allow_pickle)
     writer.write(obj)
     return writer.message()
 
@@ -45,7 +48,8 @@ def encode(obj: object) -> bytes:
 class _Writer:
     """Takes one object apart into head and bulk."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_pickle: bool) -> None:
+        self._may_pickle = may_pickle
         self._packer = msgpack.Packer(unicode_errors="surrogatepass")
         self._head = bytearray()
         self._bulk: list[Buffer] = []
@@ -103,16 +107,18 @@ class _Writer:
         trait: what about this object of a known type is unknown, or "".
         """
         what = f"{type_name(type(obj))}{trait and f' ({trait})'} at {self._place()}"
-        if not pickle_allowed():
+        if not self._may_pickle:
             raise TypeError(
                 f"objects between ranks must consist of plain values, lists, dicts, NumPy arrays, "
                 f"torch tensors and the like, got a {what}; to send it as a pickle, which can "
                 f"execute anything where it is received, set GTOPK_ALLOW_PICKLE=1 on every rank"
             )
+        module = pickler()
         try:
-            content: bytes = pickler().dumps(obj)
+            content: bytes = module.dumps(obj)
         except Exception as error:  # any class can raise anything when it is pickled
-            raise TypeError(f"cannot pickle the {what}: {error}") from error
+            hint = "; pip install cloudpickle to send functions" if module is pickle else ""
+            raise TypeError(f"cannot pickle the {what}: {error}{hint}") from error
         self._flags |= HAS_PICKLE
         self._write_leaf(Code.PICKLE, (), content)
 

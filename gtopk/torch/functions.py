@@ -17,7 +17,9 @@ from .. import optimizer_state
 from ..agreement import name_ranks
 from ..exceptions import HorovodInternalError
 from ..objects import decode, encode, holds_pickle, pickle_allowed
-from .mpi_ops import allgather, broadcast_, broadcast_async_, rank, size, synchronize
+from ..process_sets import ProcessSet, global_process_set
+from .mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
+from .mpi_ops.broadcasting import check_root
 
 __all__ = [
     "allgather_object",
@@ -120,15 +122,19 @@ def _pack(obj: object) -> _Parcel:
     return _Parcel(content, holds_pickle(content))
 
 
-def _exchange_labels(parcel: _Parcel, name: str) -> list[_Label]:
+def _exchange_labels(
+    parcel: _Parcel, name: str, process_set: ProcessSet = global_process_set
+) -> list[_Label]:
     """Return the labels in rank order; raise TypeError where a pickle would not be taken."""
     mine = _Label(
         len(parcel.content), parcel.error is not None, parcel.has_pickle, pickle_allowed()
     )
-    rows = allgather(torch.tensor([mine], dtype=torch.int64, device="cpu"), f"{name}.label")
+    own = torch.tensor([mine], dtype=torch.int64, device="cpu")
+    rows = allgather(own, f"{name}.label", process_set)
     labels = [_Label(row[0], *map(bool, row[1:])) for row in rows.tolist()]
-    senders = [sender for sender, label in enumerate(labels) if label.has_pickle]
-    refusing = [receiver for receiver, label in enumerate(labels) if not label.takes_pickle]
+    ranks = process_set.members.ranks
+    senders = [r for r, label in zip(ranks, labels, strict=True) if label.has_pickle]
+    refusing = [r for r, label in zip(ranks, labels, strict=True) if not label.takes_pickle]
     if senders and refusing:
         raise TypeError(
             f"{name}: the object of {name_ranks(senders)} holds a pickle, and GTOPK_ALLOW_PICKLE "
@@ -141,20 +147,25 @@ def _as_tensor(content: bytes) -> torch.Tensor:
     return torch.from_numpy(np.array(memoryview(content), np.uint8))
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """Return the root's object; what the other ranks pass does not matter.
 
+    root_rank: in the world, also with a process set.
     The root gets its own object back, the others a copy (gtopk.objects.encode lists the types).
     Raises TypeError, on every rank, when the root's object cannot be sent.
     """
-    if not 0 <= root_rank < size():
-        raise ValueError(f"root_rank must lie in 0..{size() - 1}, got {root_rank}")
+    ranks = check_root(root_rank, process_set)
     name = name or "broadcast_object"
     is_root = rank() == root_rank
     parcel = _pack(obj) if is_root else _Parcel(b"")
-    label = _exchange_labels(parcel, name)[root_rank]
+    label = _exchange_labels(parcel, name, process_set)[ranks.index(root_rank)]
     content = _as_tensor(parcel.content if is_root else bytes(label.content_bytes))
-    received = broadcast_(content, root_rank, f"{name}.content").numpy()
+    received = broadcast_(content, root_rank, f"{name}.content", process_set).numpy()
     if label.failed:
         text = received.tobytes().decode()
         raise TypeError(f"{name}: rank {root_rank}: {text}") from parcel.error

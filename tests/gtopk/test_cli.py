@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import gtopk
@@ -23,3 +26,10 @@ def test_what_is_no_command_ends_with_the_usage(capsys, words):
     said = capsys.readouterr().err
     assert "usage: gtopk COMMAND" in said
     assert all(word in said for word in words)
+
+
+def test_python_m_gtopk_is_the_command():
+    said = subprocess.run(
+        [sys.executable, "-m", "gtopk", "--version"], capture_output=True, text=True, check=True
+    )
+    assert said.stdout == f"gtopk {gtopk.__version__}\n"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from gtopk.compression import Compression, Compressor
+from gtopk.compression import Compression, Compressor, selected
 
 SPARSE = [
     Compression.topk,
@@ -40,7 +42,7 @@ def test_a_momentum_that_diverges_is_refused(momentum):
     ("density", "length", "k"), [(0.001, 25_557_032, 25557), (1.0, 7, 7), (0.001, 10, 1)]
 )
 def test_k_is_the_share_of_the_length_but_never_0(density, length, k):
-    assert Compression.gtopk(density).selected(length) == k
+    assert selected(density, length) == k
 
 
 @pytest.mark.parametrize("kind", SPARSE)
@@ -87,12 +89,13 @@ def test_without_a_budget_a_thousandth_is_sent():
 def test_every_option_is_among_the_facts():
     facts = Compression.gtopk(0.5, momentum_correction=0.9).facts()
     assert facts == (
-        "gtopk density=0.5 momentum_correction=0.9 wire=blocks values=exact growth=1.0 "
-        "put_back=owners pieces=1"
+        "gtopk density=0.5 momentum_correction=0.9 dense=() dense_vectors=False dense_under=0 "
+        "wire=blocks values=exact warmup_steps=0 warmup_from=0.25 growth=1.0 put_back=owners "
+        "pieces=1"
     )
     assert Compression.auto(hide_behind_backward=True).facts() == (
-        "auto momentum_correction=0.0 wire=auto values=exact density=None bytes_per_step=None "
-        "hide_behind_backward=True"
+        "auto momentum_correction=0.0 dense=() dense_vectors=False dense_under=0 wire=auto "
+        "values=exact density=None bytes_per_step=None hide_behind_backward=True"
     )
 
 
@@ -114,3 +117,50 @@ def test_fp16_leaves_integers_alone_and_restores_the_dtype():
 def test_an_unfinished_compressor_says_so():
     with pytest.raises(TypeError, match="compress of this Compressor is not defined"):
         Compressor.compress(torch.zeros(1))
+
+
+def test_warming_up_divides_the_density_by_the_same_factor_every_step():
+    compression = Compression.gtopk(0.001, warmup_steps=4, warmup_from=0.1)
+    densities = [compression.density_at(step) for step in range(6)]
+    assert densities[0] == pytest.approx(0.1)
+    assert densities[4:] == [0.001, 0.001]
+    ratios = [later / earlier for earlier, later in pairwise(densities[:5])]
+    assert ratios == pytest.approx([ratios[0]] * 4)
+
+
+def test_a_density_above_the_warm_ups_stays_what_it_is():
+    compression = Compression.gtopk(0.5, warmup_steps=4, warmup_from=0.1)
+    assert compression.density_at(0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "travel_dense"),
+    [
+        ({}, []),
+        ({"dense_vectors": True}, ["bias", "norm.weight"]),
+        ({"dense_under": 10}, ["bias", "small.weight"]),
+        ({"dense": "norm"}, ["norm.weight"]),
+        ({"dense": ("^bias$", "large")}, ["bias", "large.weight"]),
+    ],
+)
+def test_a_policy_says_which_parameters_travel_whole(options, travel_dense):
+    shapes = {
+        "bias": (4,),
+        "norm.weight": (16,),
+        "small.weight": (3, 3),
+        "large.weight": (40, 40),
+    }
+    compression = Compression.gtopk(0.1, **options)
+    found = [
+        name for name, shape in shapes.items() if compression.is_dense(name, torch.ones(shape))
+    ]
+    assert found == travel_dense
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"warmup_steps": -1}, {"warmup_from": 0.0}, {"dense_under": -1}, {"warmup_steps": 2.5}],
+)
+def test_options_of_the_toolbox_are_checked(options):
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        Compression.gtopk(0.1, **options)

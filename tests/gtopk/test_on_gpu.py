@@ -147,7 +147,9 @@ def test_no_step_waits_for_the_whole_gpu(gpu: Any, monkeypatch: pytest.MonkeyPat
     on_ranks(
         Compression.gtopk(density=0.05),
         device="cuda",
-        during=lambda optimizer: homes.add(type(optimizer._exchange.residual.values)),
+        during=lambda optimizer: homes.add(
+            type(optimizer._reducer.lanes[0].exchange.residual.values)
+        ),
     )
     assert homes == {gpu.ndarray}
     assert waits == []

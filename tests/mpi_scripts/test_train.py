@@ -73,7 +73,7 @@ def write_data(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_every_compression_trains_and_one_rank_tells_alike_every_time(
     train, digits, ranks: int
 ) -> None:
@@ -109,7 +109,7 @@ def test_every_compression_trains_and_one_rank_tells_alike_every_time(
 
 def test_by_its_path_it_runs_from_anywhere(mpirun, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = mpirun(4, str(TRAIN), "--epochs", "6", PYTHONPATH="")
+    done = mpirun(2, str(TRAIN), "--epochs", "6", PYTHONPATH="")
     assert done.returncode == 0, done.stderr
     reached = accuracies(done.stdout)
     assert len(reached) == 6

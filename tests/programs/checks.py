@@ -21,6 +21,21 @@ def raises(kind: type[BaseException], call: Callable[[], object], *parts: str) -
     return text
 
 
+def check_close(result: torch.Tensor | None, expected: torch.Tensor, what: object = "") -> None:
+    """Check that tensors are equal: integers to the bit, floats to the rounding of their dtype.
+
+    What torch.testing has for it takes seconds to import.
+    """
+    assert result is not None, what
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape), what
+    if not expected.dtype.is_floating_point:
+        assert torch.equal(result, expected), f"{what}: {result} is not {expected}"
+        return
+    tolerance = 16 * torch.finfo(expected.dtype).eps * (1 + expected.double().abs())
+    apart = (result.double() - expected.double()).abs()
+    assert bool((apart <= tolerance).all()), f"{what}: {result} is not {expected}"
+
+
 def same_everywhere(text: str) -> bool:
     """Tell whether this text is the same on every rank."""
     return len(set(hvd.allgather_object(text))) == 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from collectives import ALGORITHMS, SparseVector, reduce, run_ranks, select
@@ -18,6 +19,13 @@ from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format
 Outcome = tuple[SparseVector, SparseVector]  # update, returned
 
 FEW = [-2.0, -1.0, 0.5, 1.0, 2.0]  # ties, and sums that cancel exactly
+TRUNCATING = ["gtopk-tree", "gtopk", "oktopk"]  # whose update has at most k entries
+MERGING = ["gtopk-tree", "gtopk"]  # and which drop picks on the way
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+truncating_algorithm = pytest.mark.parametrize("algorithm", TRUNCATING)
+merging_algorithm = pytest.mark.parametrize("algorithm", MERGING)
+every_size = pytest.mark.parametrize("size", range(1, 10))
+
 FORMATS = [Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES]
 
 

@@ -38,6 +38,8 @@ def test_objects_of_known_types_hold_no_pickle() -> None:
 def test_pickle_serves_where_cloudpickle_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert decode(encode(Path("/tmp"))) == Path("/tmp")
+    with pytest.raises(TypeError, match=r"cannot pickle .* pip install cloudpickle to send funct"):
+        encode(lambda: None)
 
 
 def test_a_rank_that_does_not_allow_pickles_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +59,14 @@ def test_a_pickle_that_the_flags_conceal_is_refused() -> None:
 def test_an_object_that_cannot_be_pickled_is_refused_by_place() -> None:
     with pytest.raises(TypeError, match=r"cannot pickle the .*Unpicklable at \['a'\]: no way"):
         encode({"a": Unpicklable()})
+
+
+def test_the_caller_may_say_it_in_place_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="GTOPK_ALLOW_PICKLE=1"):
+        encode(Path("/tmp"), allow_pickle=False)
+    data = encode(Path("/tmp"))
+    with pytest.raises(ObjectFormatError, match="holds a pickle"):
+        decode(data, allow_pickle=False)
+    monkeypatch.delenv("GTOPK_ALLOW_PICKLE")
+    assert encode(Path("/tmp"), allow_pickle=True) == data
+    assert decode(data, allow_pickle=True) == Path("/tmp")

@@ -10,9 +10,13 @@ import torch
 import gtopk.torch as hvd
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_collectives_give_what_rank_and_size_say(mpirun, tmp_path, ranks: int) -> None:
-    done = mpirun(ranks, "mpi_ops.py", str(tmp_path))
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("mpirun", 1), ("mpirun", 2), ("mpirun", 3), ("torchrun", 3)]
+)
+def test_every_operation_gives_what_rank_and_size_say(
+    request, tmp_path, launcher: str, ranks: int
+) -> None:
+    done = request.getfixturevalue(launcher)(ranks, "mpi_ops.py", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("every collective does as it says") == ranks, done.stdout
 
@@ -52,8 +56,15 @@ def test_a_step_after_shutdown_is_an_error_not_a_hang() -> None:
         optimizer.step()
 
 
-def test_only_an_mpi_communicator_can_stand_for_all_ranks() -> None:
-    for comm in ([0, 1], "world", 1):
-        with pytest.raises(ValueError, match="mpi4py communicator"):
+def test_the_world_is_all_ranks_or_some_of_them_or_a_communicators() -> None:
+    for comm in ("world", 1, [0.5]):
+        with pytest.raises(ValueError, match="mpi4py communicator, a list of ranks or None"):
+            hvd.init(comm)
+    for comm in ([0, 1], [1], [0, 0]):
+        with pytest.raises(ValueError, match=r"distinct ranks of 0\.\.0"):
             hvd.init(comm)
     assert not hvd.is_initialized()
+    for comm in ([0], []):
+        hvd.init(comm)
+        assert hvd.size() == 1
+        hvd.shutdown()

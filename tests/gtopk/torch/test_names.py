@@ -7,6 +7,7 @@ import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -16,68 +17,107 @@ import gtopk.torch as hvd
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
-# Every name, and the parameters a script may pass by position or by name, in Horovod's order.
-REDUCE = ("tensor", "average", "name", "op", "prescale_factor", "postscale_factor")
-PARAMETERS = {
-    "init": ("comm",),
-    "shutdown": (),
-    "is_initialized": (),
-    "rank": (),
-    "size": (),
-    "local_rank": (),
-    "local_size": (),
-    "cross_rank": (),
-    "cross_size": (),
-    "mpi_built": (),
-    "mpi_enabled": (),
-    "allreduce": (
-        "tensor",
-        "average",
-        "name",
-        "compression",
-        "op",
-        "prescale_factor",
-        "postscale_factor",
-    ),
-    "allreduce_": REDUCE,
-    "allreduce_async": REDUCE,
-    "allreduce_async_": REDUCE,
-    "allgather": ("tensor", "name"),
-    "allgather_async": ("tensor", "name"),
-    "broadcast": ("tensor", "root_rank", "name"),
-    "broadcast_": ("tensor", "root_rank", "name"),
-    "broadcast_async": ("tensor", "root_rank", "name"),
-    "broadcast_async_": ("tensor", "root_rank", "name"),
-    "poll": ("handle",),
-    "synchronize": ("handle",),
-    "barrier": (),
-    "broadcast_parameters": ("params", "root_rank"),
-    "broadcast_optimizer_state": ("optimizer", "root_rank", "model"),
-    "broadcast_object": ("obj", "root_rank", "name"),
-    "allgather_object": ("obj", "name"),
-    "DistributedOptimizer": (
-        "optimizer",
-        "named_parameters",
-        "compression",
-        "backward_passes_per_step",
-        "op",
-        "gradient_predivide_factor",
-    ),
+# What horovod.torch 0.28.1 has: every function with its parameters and defaults. NONE is
+# Compression.none, WORLD global_process_set.
+SIGNATURES = {
+    "init": "(comm=None, process_sets=None)",
+    "shutdown": "()",
+    "is_initialized": "()",
+    "size": "()",
+    "rank": "()",
+    "local_size": "()",
+    "local_rank": "()",
+    "cross_size": "()",
+    "cross_rank": "()",
+    "mpi_threads_supported": "()",
+    "mpi_enabled": "()",
+    "gloo_enabled": "()",
+    "mpi_built": "()",
+    "gloo_built": "()",
+    "ddl_built": "()",
+    "ccl_built": "()",
+    "cuda_built": "()",
+    "rocm_built": "()",
+    "nccl_built": "()",
+    "start_timeline": "(file_path, mark_cycles=False)",
+    "stop_timeline": "()",
+    "allreduce": "(tensor, average=None, name=None, compression=NONE, op=None, "
+    "prescale_factor=1.0, postscale_factor=1.0, process_set=WORLD)",
+    "allreduce_": "(tensor, average=None, name=None, op=None, "
+    "prescale_factor=1.0, postscale_factor=1.0, process_set=WORLD)",
+    "allreduce_async": "(tensor, average=None, name=None, op=None, "
+    "prescale_factor=1.0, postscale_factor=1.0, process_set=WORLD)",
+    "allreduce_async_": "(tensor, average=None, name=None, op=None, "
+    "prescale_factor=1.0, postscale_factor=1.0, process_set=WORLD)",
+    "grouped_allreduce": "(tensors, average=None, name=None, compression=NONE, op=None, "
+    "prescale_factor=1.0, postscale_factor=1.0, process_set=WORLD)",
+    "grouped_allreduce_": "(tensors, average=None, name=None, op=None, "
+    "prescale_factor=1.0, postscale_factor=1.0, process_set=WORLD)",
+    "grouped_allreduce_async": "(tensors, average=None, name=None, op=None, "
+    "prescale_factor=1.0, postscale_factor=1.0, process_set=WORLD)",
+    "grouped_allreduce_async_": "(tensors, average=None, name=None, op=None, "
+    "prescale_factor=1.0, postscale_factor=1.0, process_set=WORLD)",
+    "sparse_allreduce_async": "(tensor, name, op, process_set=WORLD)",
+    "allgather": "(tensor, name=None, process_set=WORLD)",
+    "allgather_async": "(tensor, name=None, process_set=WORLD)",
+    "grouped_allgather": "(tensors, name=None, process_set=WORLD)",
+    "grouped_allgather_async": "(tensors, name=None, process_set=WORLD)",
+    "broadcast": "(tensor, root_rank, name=None, process_set=WORLD)",
+    "broadcast_": "(tensor, root_rank, name=None, process_set=WORLD)",
+    "broadcast_async": "(tensor, root_rank, name=None, process_set=WORLD)",
+    "broadcast_async_": "(tensor, root_rank, name=None, process_set=WORLD)",
+    "alltoall": "(tensor, splits=None, name=None, process_set=WORLD)",
+    "alltoall_async": "(tensor, splits=None, name=None, process_set=WORLD)",
+    "reducescatter": "(tensor, name=None, compression=NONE, op=0, process_set=WORLD, "
+    "prescale_factor=1.0, postscale_factor=1.0)",
+    "reducescatter_async": "(tensor, name=None, op=0, process_set=WORLD, "
+    "prescale_factor=1.0, postscale_factor=1.0)",
+    "grouped_reducescatter": "(tensors, name=None, compression=NONE, op=0, process_set=WORLD, "
+    "prescale_factor=1.0, postscale_factor=1.0)",
+    "grouped_reducescatter_async": "(tensors, name=None, op=0, process_set=WORLD, "
+    "prescale_factor=1.0, postscale_factor=1.0)",
+    "poll": "(handle)",
+    "synchronize": "(handle)",
+    "join": "(device=-1)",
+    "barrier": "(process_set=WORLD)",
+    "broadcast_parameters": "(params, root_rank)",
+    "broadcast_optimizer_state": "(optimizer, root_rank, model=None)",
+    "broadcast_object": "(obj, root_rank=0, name=None, process_set=WORLD)",
+    "allgather_object": "(obj, name=None)",
+    "ProcessSet": "(ranks_or_comm)",
+    "add_process_set": "(process_set)",
+    "remove_process_set": "(process_set)",
+    "SyncBatchNorm": "(num_features, eps=1e-05, momentum=0.1, affine=True, "
+    "track_running_stats=True)",
 }
-DEFAULTS = {
-    "average": None,
-    "backward_passes_per_step": 1,
-    "comm": None,
-    "compression": hvd.Compression.none,
-    "gradient_predivide_factor": 1.0,
-    "model": None,
-    "name": None,
-    "named_parameters": None,
-    "postscale_factor": 1.0,
-    "prescale_factor": 1.0,
-}
+OPTIMIZER = (
+    "(optimizer, named_parameters=None, compression=NONE, backward_passes_per_step=1, op=0, "
+    "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, "
+    "process_set=WORLD)"
+)
 REDUCTIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
-OTHERS = ("Compression", "HorovodInternalError")
+OTHERS = ("Compression", "DistributedOptimizer", "HorovodInternalError", "global_process_set")
+# Names that are there only by their module's path.
+IN_MPI_OPS_ALONE = ("is_homogeneous", "HorovodInternalError")
+NOT_IN_MPI_OPS = (
+    "broadcast_parameters",
+    "broadcast_optimizer_state",
+    "broadcast_object",
+    "allgather_object",
+    "SyncBatchNorm",
+)
+
+
+def parameters_of(text: str) -> list[inspect.Parameter]:
+    """Return the parameters that a line of the table stands for."""
+    known = {"NONE": hvd.Compression.none, "WORLD": hvd.global_process_set}
+    return parameters(eval(f"lambda {text[1:-1]}: None", known))
+
+
+def parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
+    """Return a function's parameters, without their types."""
+    given = inspect.signature(function).parameters.values()
+    return [parameter.replace(annotation=inspect.Parameter.empty) for parameter in given]
 
 
 def test_what_is_exported_is_what_is_there() -> None:
@@ -90,32 +130,26 @@ def test_what_is_exported_is_what_is_there() -> None:
     assert hvd.__all__ == sorted(set(hvd.__all__))
 
 
-def test_the_names_that_training_scripts_use_are_there() -> None:
-    assert {*PARAMETERS, *REDUCTIONS, *OTHERS} - set(hvd.__all__) == set()
+def test_every_name_of_horovods_is_there() -> None:
+    assert {*SIGNATURES, *REDUCTIONS, *OTHERS} - set(hvd.__all__) == set()
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_arguments_come_in_horovods_order(name: str) -> None:
-    given = inspect.signature(getattr(hvd, name)).parameters
-    leading = list(given)[: len(PARAMETERS[name])]
-    assert tuple(leading) == PARAMETERS[name]
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_parameters_and_defaults_are_horovods(name: str) -> None:
+    given, horovods = parameters(getattr(hvd, name)), parameters_of(SIGNATURES[name])
+    assert given[: len(horovods)] == horovods
     # What Horovod does not know must never be required.
-    further = list(given.values())[len(leading) :]
-    assert all(parameter.default is not inspect.Parameter.empty for parameter in further)
-    for parameter in leading:
-        if parameter in DEFAULTS:
-            assert given[parameter].default == DEFAULTS[parameter], parameter
+    assert all(further.default is not inspect.Parameter.empty for further in given[len(horovods) :])
 
 
-def test_defaults_that_differ_by_function_are_horovods() -> None:
-    def default(function: object, parameter: str) -> object:
-        return inspect.signature(function).parameters[parameter].default  # type: ignore[arg-type]
-
-    assert default(hvd.allreduce, "op") is None
-    assert default(hvd.DistributedOptimizer, "op") == hvd.Average
-    assert default(hvd.broadcast_object, "root_rank") == 0
-    for function in (hvd.broadcast, hvd.broadcast_parameters, hvd.broadcast_optimizer_state):
-        assert default(function, "root_rank") is inspect.Parameter.empty
+def test_the_optimizers_parameters_come_in_horovods_order() -> None:
+    by_position = [
+        parameter
+        for parameter in parameters(hvd.DistributedOptimizer)
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    assert len(by_position) >= 6
+    assert by_position == parameters_of(OPTIMIZER)[: len(by_position)]
 
 
 def test_reductions_have_horovods_numbers() -> None:
@@ -127,18 +161,10 @@ def test_reductions_have_horovods_numbers() -> None:
     [
         (
             "mpi_ops",
-            (*list(PARAMETERS)[: list(PARAMETERS).index("barrier") + 1], *REDUCTIONS),
+            (*(set(SIGNATURES) - set(NOT_IN_MPI_OPS)), *REDUCTIONS, "global_process_set"),
         ),
         ("compression", ("Compression",)),
-        (
-            "functions",
-            (
-                "broadcast_parameters",
-                "broadcast_optimizer_state",
-                "broadcast_object",
-                "allgather_object",
-            ),
-        ),
+        ("functions", NOT_IN_MPI_OPS[:4]),
         ("optimizer", ("DistributedOptimizer",)),
     ],
 )
@@ -148,6 +174,22 @@ def test_horovods_import_paths_give_the_same_objects(path: str, names: tuple[str
     for name in names:
         assert getattr(module, name) is getattr(hvd, name)
         assert name in module.__all__
+
+
+def test_some_names_are_only_in_mpi_ops() -> None:
+    for name in IN_MPI_OPS_ALONE:
+        assert name in hvd.mpi_ops.__all__
+    assert hvd.mpi_ops.HorovodInternalError is hvd.HorovodInternalError
+    assert parameters(hvd.mpi_ops.is_homogeneous) == []
+
+
+def test_elastic_and_batch_norm_are_modules_of_their_own() -> None:
+    batch_norm = importlib.import_module("gtopk.torch.sync_batch_norm")
+    assert batch_norm.SyncBatchNorm is hvd.SyncBatchNorm
+    elastic = importlib.import_module("gtopk.torch.elastic")
+    assert hvd.elastic is elastic
+    for name in ("run", "TorchState", "ElasticSampler"):
+        assert hasattr(elastic, name)
 
 
 def test_compression_has_horovods_classes() -> None:

@@ -1,0 +1,163 @@
+"""Adasum: dense vectors, combined so that what is alike is averaged and what differs is added.
+
+    a (+) b  =  a (1 - a.b / 2|a|^2)  +  b (1 - a.b / 2|b|^2)
+
+Orthogonal vectors add, equal ones stay as they are (Maleki et al. 2021, section 3). The ranks are
+combined pairwise, in a tree: neighbours first, after the ranks beyond the largest power of two.
+
+    P = 6     ((0 (+) 4) (+) (1 (+) 5))  (+)  (2 (+) 3)
+
+The tree is walked by halving the vector while the distance doubles: both of a pair keep a half,
+and then a half of that. A rank of a pair holds only a part of both vectors, so the dot products
+are added up among all ranks that share the two. What they hold, with the vector in quarters:
+
+    P = 4            rank 0     rank 1     rank 2     rank 3
+                     1234       1234       1234       1234      its own
+    distance 1       12         34         12         34        of 0 (+) 1, of 2 (+) 3
+    distance 2       1          3          2          4         of all
+    back the same way: 2, then 1                                all of it
+
+Where P is a power of two, a rank sends 2 (P-1)/P vectors. Else that is of the power of two below;
+a rank beyond it sends its vector once, and the rank it is folded into sends one more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from ..errors import MessageError
+from ..transports.transport import Transport
+from ..vector import Array
+
+_DTYPES: Final = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+_BLOCK: Final = 1 << 15  # elements that are widened at a time: they stay in the cache
+
+
+def allreduce(transport: Transport, array: Array, segments: Sequence[int] | None = None) -> None:
+    """Combine an array, [n], over the ranks in place; the same bits on every rank.
+
+    segments: lengths that add up to n, equal on all ranks: each part is combined by itself, as it
+              would be in a call of its own; None: the array is one.
+
+    Dot products and sums are taken in float64, and the result of each pair is rounded once to the
+    array's dtype. NaN or infinity on any rank makes its segment NaN where there are several ranks;
+    so do float64 numbers whose squares overflow. Raises ValueError for another dtype, or segments
+    that do not add up; MessageError when a peer's array is of another size or dtype.
+    """
+    group = _Group(transport, _checked_bounds(array, segments))
+    with (
+        transport.operation("an allreduce by Adasum"),
+        np.errstate(over="ignore", invalid="ignore"),  # what is not finite passes through
+    ):
+        paired = 1 << (transport.size.bit_length() - 1)
+        if transport.rank >= paired:
+            host = transport.rank - paired
+            transport.send(_bytes(array), host)()
+            array[...] = group.receive(host, array)
+            return
+        guest = transport.rank + paired
+        if guest < transport.size:
+            group.combine(0, array, group.receive(guest, array), out=array, holders=1)
+        group.allreduce(array, paired)
+        if guest < transport.size:
+            transport.send(_bytes(array), guest)()
+
+
+def _checked_bounds(array: Array, segments: Sequence[int] | None) -> list[int]:
+    """Return where each segment ends, after a 0; raise ValueError for what cannot be combined."""
+    if array.dtype not in _DTYPES:
+        raise ValueError(f"Adasum is for float16, float32 and float64, got {array.dtype}")
+    lengths = [array.size] if segments is None else segments
+    least = min(lengths, default=0)
+    if least < 0 or sum(lengths) != array.size:
+        raise ValueError(
+            f"segments must be lengths that add up to {array.size} (the array's), got "
+            f"{len(lengths)} that add up to {sum(lengths)}, the least of them {least}"
+        )
+    return list(itertools.accumulate(lengths, initial=0))
+
+
+class _Group:
+    """The ranks, and where the segments of their vectors end."""
+
+    def __init__(self, transport: Transport, bounds: Sequence[int]) -> None:
+        self._transport = transport
+        self._bounds = bounds
+
+    def allreduce(self, array: Array, paired: int) -> None:
+        """Combine the arrays of the first `paired` ranks, a power of two, in place."""
+        held = slice(0, array.size)
+        halvings = []
+        for distance in _distances(paired):
+            peer = self._transport.rank ^ distance
+            middle = (held.start + held.stop) // 2
+            lower, upper = slice(held.start, middle), slice(middle, held.stop)
+            held, given = (lower, upper) if self._transport.rank < peer else (upper, lower)
+            mine, theirs = array[held], self.swap(array[given], peer, array[held])
+            a, b = (mine, theirs) if self._transport.rank < peer else (theirs, mine)
+            self.combine(held.start, a, b, out=mine, holders=2 * distance)
+            halvings.append((peer, held, given))
+        for peer, held, given in reversed(halvings):
+            array[given] = self.swap(array[held], peer, array[given])
+
+    def combine(self, start: int, a: Array, b: Array, out: Array, holders: int) -> None:
+        """Set `out` to a (+) b: the part of both vectors from element `start` on.
+
+        holders: how many ranks, neighbours in number, hold the two, and do this together.
+        """
+        products = np.zeros((len(self._bounds) - 1, 3))
+        for segment, block in self._blocks(start, a.size):
+            x, y = a[block].astype(np.float64), b[block].astype(np.float64)
+            products[segment] += x @ y, x @ x, y @ y
+        for distance in _distances(holders):
+            # Who adds what to which does not matter to the bits: all holders get the same.
+            products += self.swap(products, self._transport.rank ^ distance, products)
+        dots, squares = products[:, :1], products[:, 1:]
+        # From a zero vector nothing is taken.
+        taken = np.divide(dots, 2 * squares, out=np.zeros_like(squares), where=squares != 0)
+        for segment, block in self._blocks(start, a.size):
+            of_a, of_b = 1 - taken[segment]
+            x, y = a[block].astype(np.float64), b[block].astype(np.float64)
+            out[block] = x * of_a + y * of_b
+
+    def _blocks(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
+        """Yield the blocks of a part that begins at element `start`, each with its segment."""
+        first = bisect.bisect_right(self._bounds, start) - 1
+        for segment, (low, high) in enumerate(itertools.pairwise(self._bounds[first:]), first):
+            if low >= start + length:
+                return
+            end = min(high - start, length)
+            for begin in range(max(low - start, 0), end, _BLOCK):
+                yield segment, slice(begin, min(begin + _BLOCK, end))
+
+    def swap(self, part: Array, peer: int, like: Array) -> Array:
+        """Give a part to a peer and return the one it gives, which is like an array."""
+        return self._elements(self._transport.exchange(_bytes(part), peer), peer, like)
+
+    def receive(self, peer: int, like: Array) -> Array:
+        """Return a peer's array, which is like this rank's."""
+        return self._elements(self._transport.receive(peer), peer, like)
+
+    def _elements(self, message: Array, sender: int, like: Array) -> Array:
+        if message.size != like.nbytes:
+            ranks = self._transport.ranks
+            raise MessageError(
+                f"the message from rank {ranks[sender]} is malformed: a part of a vector for "
+                f"Adasum has {message.size} bytes where rank {ranks[self._transport.rank]} expects "
+                f"{like.nbytes}; every rank must pass an array of one size and dtype, and the same "
+                "segments"
+            )
+        return message.view(like.dtype).reshape(like.shape)
+
+
+def _distances(size: int) -> list[int]:
+    return [1 << j for j in range((size - 1).bit_length())]
+
+
+def _bytes(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,34 @@
+"""Endpoint: one of several ranks that send each other messages, and nothing more than that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from ..vector import Array
+
+
+class Endpoint(ABC):
+    """The ranks, seen from one of them.
+
+    rank, size: its number among them, and how many there are.
+    ranks:      the world ranks of all: what errors call them.
+    """
+
+    rank: int
+    size: int
+    ranks: Sequence[int]
+
+    @abstractmethod
+    def send(self, message: Array, to: int) -> Callable[[], None]:
+        """Begin to send uint8 [m] to a rank; return the function that waits until it is gone.
+
+        The message must stay unchanged until then.
+        """
+
+    @abstractmethod
+    def receive(self, source: int) -> Array:
+        """Return the next message of a rank, uint8 [m], in memory of its own.
+
+        Raises PeerError when that rank left, PeerTimeoutError when it stays silent.
+        """

@@ -1,0 +1,38 @@
+"""Streams: a transport that carries the messages of its views beside its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+from ..vector import Array
+from .transport import Step, Transport
+
+
+class Streams(Transport):
+    """What a view asks of the transport that it is a part of.
+
+    `send_on` and `receive_on` are called by one thread per stream, and by the threads of several
+    streams at once.
+    """
+
+    @abstractmethod
+    def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        """Begin to send a message to a world rank, in the order of its stream; as `send`.
+
+        Counts it in the stream's traffic.
+        """
+
+    @abstractmethod
+    def receive_on(self, stream: Transport, source: int) -> Array:
+        """Return the next message that a world rank sent on this stream; as `receive`.
+
+        Looks at `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
+        """
+
+    def conclude_on(self, stream: Transport) -> None:
+        """`conclude` a stream's operation; nothing is to be done where what was sent arrives."""
+
+    @abstractmethod
+    def view_of(self, parent: Transport, step: Step, ranks: Sequence[int]) -> Transport:
+        """Return the view one step on from a parent; as `view`."""

@@ -1,0 +1,254 @@
+"""The Adasum optimizer: every rank steps by itself, and what the steps changed is combined.
+
+    gradients of this rank -> step of the wrapped optimizer -> delta = after - before
+        -> compress -> Adasum over the ranks, each tensor by itself -> decompress -> before + delta
+
+So momentum and the like follow this rank's own gradients and differ from rank to rank; parameters
+do not. What is alike in the deltas is averaged and what differs adds up: the learning rate is that
+of a single rank, however many there are (Maleki et al. 2021).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from collectives.transports import Traffic
+
+from . import world
+from .compression import Compression, Compressor
+from .deltas import Deltas
+from .engine import Work
+from .hooks import BackwardHooks
+from .parameters import name_later_ones, name_parameters
+from .reductions import Adasum
+from .telemetry import StepReport
+from .wrapping import Wrapping, wrap
+
+_log = logging.getLogger("gtopk")
+
+
+class _AdasumOptimizer(Wrapping):
+    """What is mixed into the class of the wrapped optimizer.
+
+    skipped_steps: how many steps changed nothing, as a number was not finite on some rank.
+    """
+
+    op = Adasum
+
+    def _distribute(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+        compression: type[Compressor],
+        backward_passes_per_step: int,
+    ) -> None:
+        self._world = world.current()
+        self._parameter_names = name_parameters(self, named_parameters)
+        self._compression = compression
+        if not self._trained():
+            raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
+        self._hooks = BackwardHooks(self._parameter_names, backward_passes_per_step)
+        if self._world.size > 1:
+            self._hooks.watch(self._trained())
+        self._name = f"deltas.{self._world.name_optimizer(self._parameter_names.values())}"
+        self._are_finite = False  # the gradients, on all ranks; as long as nobody asked: not yet
+        self._begun = time.perf_counter()  # this step, when the last one ended
+        self._traffic = Traffic()  # of this step
+        self._communicate_seconds = 0.0
+        self._select_seconds = 0.0
+        self.skipped_steps = 0
+        self.last_step: StepReport | None = None
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes add up before a step."""
+        return self._hooks.limit
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes add up before a step."""
+        self._hooks.set_limit(passes)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that may have a gradient now; some may have come later."""
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if any(p.is_complex() for p in trained):
+            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
+        return trained
+
+    def synchronize(self) -> None:
+        """Agree whether the gradients are finite on all ranks; they stay this rank's own.
+
+        Where they are not they become NaN on every rank: a GradScaler that looks at them next skips
+        the step on all of them. `step` asks by itself, unless this was called before.
+        Raises HorovodInternalError, on every rank alike, when the ranks disagree.
+        """
+        self._hooks.forget()
+        trained = self._trained()
+        name_later_ones(self.param_groups, self._parameter_names)
+        self._hooks.watch(trained if self._world.size > 1 else [])
+        entries = [_entries(p.grad) for p in trained if p.grad is not None]
+        finite = all(bool(part.isfinite().all()) for part in entries)
+        votes = self._run("finite", lambda transport, votes: votes, vote=finite)
+        self._are_finite = all(votes)
+        if not self._are_finite:
+            for part in entries:
+                part.fill_(float("nan"))
+            ranks = [rank for rank, vote in enumerate(votes) if not vote]
+            self._warn_of_skip(f"the gradient is not finite on ranks {ranks}")
+
+    def _facts(self) -> list[str]:
+        """Return what must be equal on all ranks."""
+        return [
+            f"op=Adasum compression={self._compression.__name__}",
+            *(
+                f"parameter '{self._parameter_names[p]}' {list(p.shape)} {p.dtype}"
+                for p in self._trained()
+            ),
+        ]
+
+    def _run(self, part: str, work: Work, vote: int = 0) -> Any:
+        """Run a part of the step with the other ranks, and return its result."""
+        begun = time.perf_counter()
+        operation = self._world.engine.submit(f"{self._name}.{part}", self._facts(), work, vote)
+        result = operation.wait()
+        self._communicate_seconds += time.perf_counter() - begun - operation.queue_seconds
+        self._traffic.count(operation.traffic.sent_bytes, operation.traffic.sent_messages)
+        return result
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Refuse: what is exchanged here is known only after the step."""
+        raise AssertionError(
+            "skip_synchronize() is not for op=Adasum: gradients are not exchanged, what the step "
+            "changed is; clip or unscale this rank's gradients before step()"
+        )
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the wrapped optimizer on this rank, and combine what it changed with the others.
+
+        Where a rank's gradient, or the result, is not finite, no parameter changes on any rank.
+        closure: called once, before, to compute the loss and the gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._are_finite:
+            self.synchronize()
+        done = self._are_finite and self._step_together()
+        self._are_finite = False
+        self.skipped_steps += not done
+        self._report(not done)
+        self._world.step += 1
+        return loss
+
+    @torch.no_grad()
+    def _step_together(self) -> bool:
+        """Step, and make the change that of all ranks; tell whether it is finite."""
+        if self._world.size == 1:
+            self._step_wrapped()
+            return True
+        parameters = self._trained()
+        before = [parameter.clone() for parameter in parameters]
+        self._step_wrapped()
+        begun = time.perf_counter()
+        changes = [p - old for p, old in zip(parameters, before, strict=True)]
+        for parameter, old in zip(parameters, before, strict=True):
+            parameter.copy_(old)  # nothing has changed until it is combined, nor where it cannot be
+        deltas = Deltas(changes, self._compression)
+        taken = time.perf_counter()
+        self._run("adasum", lambda transport, votes: deltas.allreduce(transport))
+        combined = time.perf_counter()
+        changes = deltas.tensors()
+        finite = all(bool(change.isfinite().all()) for change in changes)
+        if finite:
+            for parameter, change in zip(parameters, changes, strict=True):
+                parameter.add_(change)
+        else:
+            self._warn_of_skip("what the ranks' steps changed is not finite")
+        self._select_seconds = taken - begun + time.perf_counter() - combined
+        return finite
+
+    def _warn_of_skip(self, reason: str) -> None:
+        _log.warning(
+            "rank %d: step %d is skipped on every rank: %s",
+            self._world.rank,
+            self._world.step,
+            reason,
+        )
+
+    def _report(self, skipped: bool) -> None:
+        """Fill in `last_step`, and begin to count for the next one."""
+        now = time.perf_counter()
+        exchange_seconds = self._select_seconds + self._communicate_seconds
+        entries = sum(parameter.numel() for parameter in self._trained())
+        traffic = self._traffic.take()
+        self.last_step = StepReport(
+            step=self._world.step,
+            algorithm="adasum",
+            compute_seconds=now - self._begun - exchange_seconds,
+            select_seconds=self._select_seconds,
+            communicate_seconds=self._communicate_seconds,
+            merge_seconds=0.0,
+            hidden_seconds=0.0,
+            working_seconds=self._communicate_seconds,
+            buckets=1,
+            exchange_seconds=exchange_seconds,
+            predicted_seconds=None,
+            sent_bytes=traffic.sent_bytes,
+            sent_messages=traffic.sent_messages,
+            bytes_counted=True,
+            selected=0 if skipped else entries,
+            updated=0 if skipped else entries,
+            skipped=skipped,
+        )
+        self._begun = now
+        self._select_seconds = self._communicate_seconds = 0.0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; what was computed towards the next step is forgotten."""
+        self._forget()
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state; what was computed towards a step is forgotten."""
+        self._forget()
+        super().load_state_dict(state_dict)
+
+    def _forget(self) -> None:
+        self._hooks.forget()
+        self._are_finite = False
+
+
+def _entries(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the numbers that a gradient holds: all, or a sparse one's values."""
+    return gradient._values() if gradient.is_sparse else gradient.detach()
+
+
+def distribute_adasum(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+) -> Any:
+    """Return the optimizer, whose steps on all ranks are combined by Adasum.
+
+    compression: Compression.none, .fp16 or a Compressor class; it gets deltas, which are smaller
+        than gradients by about the learning rate.
+    A parameter without a gradient on this rank has not changed here, and takes the others' change.
+    Raises TypeError for another compression; else as DistributedOptimizer does.
+    """
+    if not (isinstance(compression, type) and hasattr(compression, "compress")):
+        raise TypeError(
+            "op=Adasum takes Compression.none, Compression.fp16 or a Compressor class, got "
+            f"{compression!r}: it combines dense vectors"
+        )
+    distributed = wrap(optimizer, _AdasumOptimizer)
+    distributed._distribute(named_parameters, compression, backward_passes_per_step)
+    return distributed

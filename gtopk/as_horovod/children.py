@@ -1,0 +1,30 @@
+"""Processes that multiprocessing spawns load the script anew: they find gtopk in Horovod's place.
+
+A DataLoader's workers with multiprocessing_context="forkserver" are such processes, and Horovod's
+own examples ask for them. Forked ones need nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from multiprocessing import spawn
+from typing import Any, Final
+
+MAIN: Final = "GTOPK_AS_HOROVOD_MAIN"  # JSON: the script's path, or null; its module, or null
+_SPAWNED: Final = "gtopk.as_horovod.spawned"
+
+
+def follow() -> None:
+    """Make every process that multiprocessing spawns from now on begin with `spawned`."""
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        told = prepare(name)
+        path, module = told.pop("init_main_from_path", None), told.pop("init_main_from_name", None)
+        if path or module:
+            os.environ[MAIN] = json.dumps([path, module])
+            told["init_main_from_name"] = _SPAWNED
+        return told
+
+    spawn.get_preparation_data = get_preparation_data

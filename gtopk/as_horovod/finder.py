@@ -1,0 +1,117 @@
+"""The finder that answers every import of horovod with a module of gtopk."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+# The version whose names, arguments and meaning gtopk.torch has.
+HOROVOD_VERSION: Final = "0.28.1"
+
+# Horovod's module, gtopk's; what lies below the one lies below the other.
+_STANDS_FOR: Final = (
+    ("horovod.common", "gtopk.common"),
+    ("horovod.run.runner", "gtopk.runner"),  # until Horovod 0.20
+    ("horovod.runner", "gtopk.runner"),
+    ("horovod.torch", "gtopk.torch"),
+)
+
+
+def install() -> None:
+    """Let this process find gtopk wherever it imports horovod, from now on.
+
+    Raises RuntimeError when it has imported Horovod already, or is to send through it.
+    """
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+        return
+    if os.environ.get("GTOPK_TRANSPORT") == "horovod":
+        raise RuntimeError(
+            "GTOPK_TRANSPORT must not be 'horovod' where gtopk stands for Horovod: the real one "
+            "cannot be imported there; unset it"
+        )
+    if "horovod" in sys.modules:
+        where = getattr(sys.modules["horovod"], "__file__", None)
+        raise RuntimeError(
+            f"horovod must not be imported before gtopk stands for it, and was, from {where}"
+        )
+    sys.meta_path.insert(0, Finder())
+
+
+def stands_for(name: str) -> str | None:
+    """Return the module of gtopk that stands for one of Horovod's, if one does."""
+    for theirs, ours in _STANDS_FOR:
+        if name == theirs or name.startswith(f"{theirs}."):
+            target = ours + name.removeprefix(theirs)
+            return target if _exists(target) else None
+    return None
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+class Finder(MetaPathFinder):
+    """First in sys.meta_path: finds gtopk's modules under Horovod's names, and never Horovod's."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec for a name that is horovod or below it; None for any other."""
+        if name.partition(".")[0] != "horovod":
+            return None
+        if name in ("horovod", "horovod.run"):
+            return ModuleSpec(name, _Made(), is_package=True)
+        module = stands_for(name)
+        if module is None:
+            raise ModuleNotFoundError(
+                f"No module named {name!r}: under gtopk.as_horovod, gtopk stands for "
+                "horovod.torch, horovod.run and horovod.common, not for the rest of Horovod",
+                name=name,
+            )
+        return ModuleSpec(name, _Alias(module))
+
+
+class _Alias(Loader):
+    """Loads a module that exists under another name: both names mean one object."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to the import system to make a module, which is then replaced."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put gtopk's module in the place of the one that was made."""
+        sys.modules[module.__name__] = importlib.import_module(self._module)
+
+
+class _Made(Loader):
+    """Loads the two modules that gtopk has no counterpart of: horovod, and the old horovod.run."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return an empty module; horovod.run is a function, and was once a package."""
+        return _CallableModule(spec.name) if spec.name == "horovod.run" else ModuleType(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill it."""
+        from ..runner import run
+
+        module.__dict__["run"] = run
+        module.__dict__["__version__"] = HOROVOD_VERSION
+
+
+class _CallableModule(ModuleType):
+    """`horovod.run` after `import horovod.run.runner`: still to be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["run"](*args, **kwargs)

@@ -1,0 +1,1 @@
+"""`gtopk bench engine`: what it costs that operations are matched by name."""

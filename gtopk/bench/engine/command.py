@@ -1,0 +1,93 @@
+"""`gtopk bench engine` as people call it: on every rank of a launcher, or alone on threads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from collectives.errors import PeerError
+from collectives.transports import Transport, local_world, run_ranks
+
+from ...joining import join
+from ...launch import launched_by
+from ...machine import Machine, load, this_machine
+from .gradients import resnet50, small
+from .measure import GOAL_RATIO, Record, measure, table
+
+_GRADIENTS = {"resnet50": resnet50, "small": small}
+_TIMEOUT_SECONDS = 3600.0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gtopk bench engine",
+        description="Time negotiation by name, and steps through the engine, beside a bare "
+        "allreduce of the same size: start it on the ranks to measure "
+        "(mpirun -n 2 gtopk bench engine), or without a launcher on threads.",
+    )
+    parser.add_argument("--rounds", type=int, default=21, help="default: %(default)s")
+    parser.add_argument(
+        "--gradients",
+        nargs="*",
+        default=list(_GRADIENTS),
+        choices=list(_GRADIENTS),
+        help="default: all",
+    )
+    parser.add_argument("--json", type=Path, help="file to write")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark on this rank and return the exit code."""
+    options = parse(arguments)
+    if options.rounds < 2:
+        message = f"--rounds must be at least 2, got {options.rounds}"
+        print(f"gtopk bench engine: {message}", file=sys.stderr)
+        return 2
+    if launched_by() is None:
+        run_ranks(local_world(2, _TIMEOUT_SECONDS), lambda transport: _run(transport, options))
+        return 0
+    transport = join()
+    try:
+        _run(transport, options)
+    except BaseException as error:
+        if not isinstance(error, PeerError) or transport.rank == 0:
+            traceback.print_exc()
+        sys.stderr.flush()
+        transport.abort(1)
+        raise
+    return 0
+
+
+def _run(transport: Transport, options: argparse.Namespace) -> None:
+    machine = this_machine()
+    gradients = {name: _GRADIENTS[name]() for name in options.gradients}
+    records = measure(transport, gradients, options.rounds)
+    machine["load_after"] = load()
+    if transport.rank == 0:
+        _deliver(transport, records, machine, options.json)
+
+
+def _deliver(
+    transport: Transport, records: list[Record], machine: Machine, path: Path | None
+) -> None:
+    print(
+        f"{transport.size} ranks, {transport.name} ({transport.library()}), "
+        f"{machine['processor']}, {machine['cores']} cores, load {machine['load_before']} before "
+        f"and {machine['load_after']} after; medians of the slowest rank; goal: a ratio of "
+        f"{GOAL_RATIO} at most\n\n{table(records)}"
+    )
+    if path is not None:
+        written = {
+            "machine": machine,
+            "ranks": transport.size,
+            "transport": transport.name,
+            "library": transport.library(),
+            "records": records,
+        }
+        path.write_text(json.dumps(written, indent=1) + "\n")
+        print(f"written to {path}")

@@ -1,0 +1,97 @@
+"""`gtopk bench optimizer` as people see it: alone, or on all ranks of a launcher."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ... import world
+from .measure import Record, measure, ways
+from .networks import NETWORKS
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gtopk bench optimizer",
+        description="Time training steps of a plain optimizer and of distributed ones, in turn in "
+        "one run. Alone, it shows what DistributedOptimizer costs; started on several ranks "
+        "(mpirun -n 4 gtopk bench optimizer), how much of the exchange backward hides.",
+    )
+    parser.add_argument("--model", choices=NETWORKS, default="resnet20")
+    parser.add_argument("--batch", type=int, default=32, help="default: %(default)s")
+    parser.add_argument("--density", type=float, default=0.001, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=20, help="timed; default: %(default)s")
+    parser.add_argument("--json", type=Path, help="file to write the records to")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit code."""
+    options = parse(arguments)
+    for name in ("batch", "rounds"):
+        if getattr(options, name) < 1:
+            return _refuse(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if not 0.0 < options.density <= 1.0:
+        return _refuse(f"--density must lie in (0, 1], got {options.density}")
+    torch.set_num_threads(1)
+    world.init()
+    here = world.current()
+    records = measure(
+        NETWORKS[options.model],
+        ways(options.density, here.size),
+        options.batch,
+        options.rounds,
+        here.rank,
+        _progress if here.rank == 0 else lambda done: None,
+    )
+    if here.rank == 0:
+        facts = {
+            "model": options.model,
+            "batch": options.batch,
+            "density": options.density,
+            "ranks": here.size,
+            "transport": here.transport.name,
+            "threads": torch.get_num_threads(),
+            "load": round(os.getloadavg()[0], 1),
+        }
+        print(", ".join(f"{name}: {value}" for name, value in facts.items()))
+        print(table(records))
+        if options.json:
+            content = {**facts, "records": [dataclasses.asdict(each) for each in records]}
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
+            print(f"written to {options.json}")
+    world.shutdown()
+    return 0
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return the records as lines of text."""
+    lines = [
+        f"{'':20} {'step':>9} {'over plain':>11} {'CPU over':>9} {'engine':>9} {'hidden':>7} "
+        f"{'buckets':>8}"
+    ]
+    for each in records:
+        hidden = "" if each.hidden_share is None else f"{each.hidden_share:.0%}"
+        lines.append(
+            f"{each.name:20} {1e3 * each.step_seconds:6.1f} ms {each.over_plain:+11.1%} "
+            f"{each.cpu_over_plain:+9.1%} {1e3 * each.working_seconds:6.1f} ms {hidden:>7} "
+            f"{each.buckets:8}"
+        )
+    return "\n".join(lines)
+
+
+def _refuse(reason: str) -> int:
+    print(f"gtopk bench optimizer: {reason}", file=sys.stderr)
+    return 2
+
+
+def _progress(done: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rround {done}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Horovod's import paths under `horovod.common`."""

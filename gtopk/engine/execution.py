@@ -1,0 +1,188 @@
+"""Execution: what is run after a cycle, in an order that is equal on all ranks.
+
+    ready        a    b    c    d         a, c, d: dense arrays with one key; b: anything else
+    run          a c d     b              a c d reduced as one, then the work of each
+
+What can be reduced as one is, at the place of the first of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ..fusion import Dense, Fuser, Share, bundle, neutral
+from .observer import Event, Phase, What
+from .operation import Operation, StandIn, Work
+from .table import Ready
+
+Notice = Callable[[Event], None]
+Settled = tuple[Operation, Any, BaseException | None]  # its result, its error
+
+
+class Part(NamedTuple):
+    """What this rank does of an operation that all ranks run.
+
+    operation: None where this rank has joined and stands in.
+    """
+
+    name: str
+    votes: list[int]
+    dense: Sequence[Dense]
+    work: Work
+    operation: Operation | None
+
+
+def part_of(ready: Ready, operation: Operation | None, stand_in: StandIn | None) -> Part:
+    """Return what this rank does of an operation; None: it has joined, and did not submit it."""
+    name, intention, votes = ready
+    if operation is not None:
+        return Part(name, votes, operation.fusion, operation.work, operation)
+    work: Work = _nothing
+    if intention.recipe is not None:
+        if stand_in is None:
+            raise RuntimeError(f"engine.stand_in must be set to stand in for '{name}'")
+        work = stand_in(name, intention.recipe)
+    return Part(name, votes, list(map(neutral, intention.dense)), work, None)
+
+
+def _nothing(transport: Transport, votes: list[int]) -> None:
+    """Do nothing more than was reduced."""
+
+
+class Step(NamedTuple):
+    """What is run at a time: one operation, or the arrays of several that are reduced as one."""
+
+    parts: list[int]  # the operations, each once
+    shares: list[Share]
+
+
+def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> list[Step]:
+    """Return what is run, one after the other."""
+    shares = (
+        Share(number, place, layout)
+        for number, each in enumerate(ready)
+        for place, layout in enumerate(each.intention.dense)
+    )
+    steps = [
+        Step(list(dict.fromkeys(share.of for share in group)), group)
+        for group in bundle(shares, threshold_bytes, alone_bytes)
+    ]
+    steps += [Step([number], []) for number, each in enumerate(ready) if not each.intention.dense]
+    return sorted(steps, key=lambda step: step.parts[0])
+
+
+class Execution:
+    """Runs operations on a transport.
+
+    settle: sets the outcomes of operations.
+    notice: hears of it all, where there is one.
+    """
+
+    def __init__(self, transport: Transport, settle: Callable[[Sequence[Settled]], None]) -> None:
+        self.transport = transport
+        self.settle = settle
+        self.notice: Notice | None = None
+        self.activity = ""  # what is run now, or failed
+        self._fuser = Fuser()
+        self._planned: tuple[Sequence[Ready], list[Step]] = [], []
+
+    def run(
+        self,
+        ready: Sequence[Ready],
+        operations: Mapping[str, Operation],
+        fusion_threshold_bytes: int,
+        stand_in: StandIn | None,
+    ) -> None:
+        """Run operations that all ranks run now; settle each.
+
+        operations: this rank's; it stands in for the others.
+        Raises what one of them raised that leaves the ranks in different places; those after it are
+        not settled then. That all ranks disagree (MismatchError) leaves them in one.
+        """
+        parts = [part_of(each, operations.get(each.name), stand_in) for each in ready]
+        left = [len(part.dense) for part in parts]  # arrays to be reduced
+        begun: set[int] = set()
+        for step in self._steps(ready, fusion_threshold_bytes):
+            members = [parts[number] for number in step.parts]
+            self.activity = _title(members)
+            settled: list[Settled] = []
+            # A sum that overflows is found by its result; NumPy's warning would name this line.
+            quiet = np.errstate(over="ignore", invalid="ignore")
+            try:
+                with self.transport.operation(self.activity), quiet:
+                    self._begin([parts[number] for number in step.parts if number not in begun])
+                    begun.update(step.parts)
+                    if step.shares:
+                        self._reduce(step.shares, parts, members)
+                        for share in step.shares:
+                            left[share.of] -= 1
+                    for number in step.parts:
+                        if left[number] == 0:
+                            settled += self._work(parts[number])
+            except BaseException as error:
+                done = {operation for operation, _, _ in settled}
+                failed = [p.operation for p in members if p.operation and p.operation not in done]
+                self.settle(settled + [(operation, None, error) for operation in failed])
+                raise
+            self.settle(settled)
+        self.activity = ""
+
+    def _steps(self, ready: Sequence[Ready], fusion_threshold_bytes: int) -> list[Step]:
+        """Return the steps; those of last time where the table has the same for us."""
+        if self._planned[0] is not ready:
+            alone_bytes = self.transport.full_speed_bytes
+            self._planned = ready, steps_of(ready, fusion_threshold_bytes, alone_bytes)
+        return self._planned[1]
+
+    def _begin(self, members: Sequence[Part]) -> None:
+        for part in members:
+            if part.operation is not None:
+                part.operation.begin()
+        self._notice("begin", "execute", members)
+
+    def _reduce(
+        self, shares: Sequence[Share], parts: Sequence[Part], members: Sequence[Part]
+    ) -> None:
+        def notice(phase: Phase, what: What) -> None:
+            self._notice(phase, what, members)
+
+        dense = [parts[share.of].dense[share.place] for share in shares]
+        self._fuser.reduce(dense, shares[0].layout, self.transport, notice)
+        self._count(members[0])
+
+    def _work(self, part: Part) -> list[Settled]:
+        """Do what is left of an operation; return its outcome, where it is this rank's."""
+        result: Any = None
+        error: MismatchError | None = None
+        try:
+            result = part.work(self.transport, part.votes)
+        except MismatchError as disagreement:  # on every rank, which thus completes the operation
+            error = disagreement
+        if self.transport.traffic.sent_messages:
+            self._count(part)
+        self._notice("end", "execute", [part])
+        return [] if part.operation is None else [(part.operation, result, error)]
+
+    def _count(self, part: Part) -> None:
+        taken = self.transport.traffic.take()
+        if part.operation is not None:
+            part.operation.traffic.count(taken.sent_bytes, taken.sent_messages)
+            part.operation.traffic.count_wait(taken.wait_seconds)
+
+    def _notice(self, phase: Phase, what: What, members: Sequence[Part]) -> None:
+        if self.notice is not None:
+            now = time.perf_counter()
+            for part in members:
+                self.notice(Event(phase, what, part.name, now))
+
+
+def _title(members: Sequence[Part]) -> str:
+    others = len(members) - 1
+    return f"{members[0].name} and {others} more" if others else members[0].name

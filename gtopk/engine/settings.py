@@ -1,0 +1,70 @@
+"""Settings: what the environment says about cycles, the cache, fusion and stalls."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+_DEFAULTS: Final = {
+    "HOROVOD_CYCLE_TIME": 1.0,
+    "HOROVOD_CACHE_CAPACITY": 1024.0,
+    "HOROVOD_FUSION_THRESHOLD": float(64 << 20),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": 60.0,
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 0.0,
+}
+_SHORTEST_IDLE_SECONDS: Final = 0.02
+
+
+class Settings(NamedTuple):
+    """How an engine works.
+
+    cycle_seconds:            how long a burst of submissions is waited for after the last of them.
+    cache_capacity:           names that are known by a number; the least of all ranks' counts.
+    fusion_threshold_bytes:   of arrays that are reduced as one; 0: none are; the least counts.
+    stall_warning_seconds:    after which a rank that waits for others says so; infinity: never.
+    stall_shutdown_seconds:   after which it ends the job; infinity: never.
+    idle_seconds:             after which a rank with nothing to do looks what the others wait for.
+    """
+
+    cycle_seconds: float = 1e-3
+    cache_capacity: int = 1024
+    fusion_threshold_bytes: int = 64 << 20
+    stall_warning_seconds: float = 60.0
+    stall_shutdown_seconds: float = math.inf
+    idle_seconds: float = 10.0
+
+    def within(self, timeout_seconds: float) -> Settings:
+        """Return the settings with an idle time well below all that waits are limited by."""
+        limits = self.stall_warning_seconds, self.stall_shutdown_seconds, timeout_seconds
+        idle = min(self.idle_seconds, min(limits) / 4)
+        return self._replace(idle_seconds=max(idle, _SHORTEST_IDLE_SECONDS))
+
+
+def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings; raise ValueError for a number that is none, or below 0."""
+    number = {name: _number(environ, name) for name in _DEFAULTS}
+    unchecked = environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
+    return Settings(
+        cycle_seconds=number["HOROVOD_CYCLE_TIME"] / 1e3,
+        cache_capacity=int(number["HOROVOD_CACHE_CAPACITY"]),
+        fusion_threshold_bytes=int(number["HOROVOD_FUSION_THRESHOLD"]),
+        stall_warning_seconds=(
+            math.inf if unchecked else number["HOROVOD_STALL_CHECK_TIME_SECONDS"] or math.inf
+        ),
+        stall_shutdown_seconds=(
+            math.inf if unchecked else number["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] or math.inf
+        ),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> float:
+    text = environ.get(name) or str(_DEFAULTS[name])
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number, 0 or above, got {text!r}")
+    return value

@@ -1,0 +1,352 @@
+"""Table: who is ready for what; every rank keeps the same one, from what all say.
+
+A name that was done once has a slot: its number in the bits that ranks say. Any other name is open
+as long as some rank is ready for it and another is not.
+
+    slot   name             intention        ready on rank 0 1 2
+    0      allreduce.w      float32 [3] ...                1 1 1     all are: it is run now
+    1      allreduce.b      float32 [1] ...                1 0 1     rank 1 is missing
+    open   broadcast.x      {rank 1: uint8 [8] root_rank=0}          ranks 0 and 2 are
+
+Nothing here communicates, waits or knows the time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from collectives.errors import CollectiveError, MismatchError, PeerError
+
+from ..agreement import describe_mismatch, describe_tangle, name_ranks
+from .saying import Intention, Saying
+
+
+class Ready(NamedTuple):
+    """An operation that is run now; votes: of each rank, 0 for one that has joined.
+
+    The same objects come again when the same is run again.
+    """
+
+    name: str
+    intention: Intention
+    votes: list[int]
+
+
+class Outcome(NamedTuple):
+    """What follows from a cycle, on every rank alike.
+
+    ready:   what is run now, in this order.
+    refused: what cannot be run, and why.
+    joined:  the rank that joined last, once all have.
+    left:    a rank that takes part no more, and why: nothing can be run after what is ready.
+    expired: why the job ends: a rank has waited for too long.
+    news:    whether anything was said that may change what the ranks do.
+    """
+
+    ready: list[Ready]
+    refused: list[tuple[str, CollectiveError]]
+    joined: int | None
+    left: tuple[int, str] | None
+    expired: str | None
+    news: bool
+
+
+class _Slot(NamedTuple):
+    """votes: what each rank said last."""
+
+    number: int
+    name: str
+    intention: Intention
+    votes: list[int]
+
+
+class _Open(NamedTuple):
+    """By rank."""
+
+    intentions: dict[int, Intention]
+    votes: dict[int, int]
+
+
+class Table:
+    """The names that some ranks are ready for, and those that all were once.
+
+    ranks: what errors call the ranks; numbered 0, 1, ... here.
+    """
+
+    def __init__(self, ranks: Sequence[int], capacity: int) -> None:
+        self.capacity = capacity  # of slots; to be set before the first name is done
+        self.joined: dict[int, None] = {}
+        self._ranks = ranks
+        self._size = len(ranks)
+        self._slots: list[_Slot | None] = []
+        self._named: OrderedDict[str, _Slot] = OrderedDict()  # the least recently used first
+        self._vacant: list[int] = []
+        self._last: tuple[int, list[Ready]] = 0, []  # what was run of slots last, by their bits
+        self._bits = [0] * self._size  # of the slots each rank is ready for
+        self._open: dict[str, _Open] = {}
+        self._leaving: dict[int, str] = {}
+
+    @property
+    def slots(self) -> int:
+        """How many bits a rank says."""
+        return len(self._slots)
+
+    def number_of(self, name: str, intention: Intention) -> int | None:
+        """Return the slot of a name that is meant as it was last time."""
+        slot = self._named.get(name)
+        return slot.number if slot is not None and slot.intention == intention else None
+
+    def vote_of(self, number: int, rank: int) -> int:
+        """Return what a rank said last."""
+        slot = self._slots[number]
+        assert slot is not None
+        return slot.votes[rank]
+
+    def names_in(self, saying: Saying) -> list[str]:
+        """Return the names that a saying is about; to be asked before it is taken."""
+        cached = [slot.name for slot in self._cached(saying.ready)]
+        return cached + [name for name, _, _ in saying.fresh]
+
+    def waits(self, rank: int) -> bool:
+        """Tell whether a rank is ready for something that others are not, or has joined."""
+        is_open = any(rank in entry.intentions for entry in self._open.values())
+        return rank in self.joined or self._bits[rank] != 0 or is_open
+
+    def is_waited_for(self, rank: int) -> bool:
+        """Tell whether others are ready for something that this rank is not."""
+        if rank in self.joined:
+            return False
+        union = functools.reduce(int.__or__, self._bits)
+        is_open = any(rank not in entry.intentions for entry in self._open.values())
+        return union & ~self._bits[rank] != 0 or is_open
+
+    def missing(self, name: str) -> list[int]:
+        """Return the ranks that a name waits for, by what errors call them."""
+        there = self._there(name)
+        lacking = [r for r in range(self._size) if r not in there and r not in self.joined]
+        return [self._ranks[rank] for rank in lacking]
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not joined, by what errors call them."""
+        return [rank for place, rank in enumerate(self._ranks) if place not in self.joined]
+
+    def take(self, sayings: Sequence[Saying]) -> Outcome:
+        """Note what the ranks say; return what follows."""
+        first = sayings[0]
+        if not self.joined and not self._leaving and all(saying == first for saying in sayings):
+            # The usual: all became ready for the same, and were waiting for nothing.
+            unusual = first[1:] != _NOTHING[1:] or self._open or any(self._bits)
+            if not unusual:
+                return Outcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
+        return self._take_any(sayings)
+
+    def _take_any(self, sayings: Sequence[Saying]) -> Outcome:
+        for rank, saying in enumerate(sayings):
+            self._bits[rank] |= saying.ready
+            for number, vote in saying.votes.items():
+                slot = self._slots[number]
+                assert slot is not None
+                slot.votes[rank] = vote
+                self._last = 0, []
+        for rank, saying in enumerate(sayings):
+            for name, intention, vote in saying.fresh:
+                self._uncache(name)
+                entry = self._open.setdefault(name, _Open({}, {}))
+                entry.intentions[rank] = intention
+                entry.votes[rank] = vote
+        joining = [rank for rank, saying in enumerate(sayings) if saying.joins]
+        self.joined |= dict.fromkeys(joining)
+        for rank, saying in enumerate(sayings):
+            if saying.leaves is not None:
+                self._leaving[rank] = saying.leaves
+        ready, refused = self._complete()
+        expired = next((t for s in sayings for n, t in s.expired.items() if self._there(n)), None)
+        refused += self._without_those_who_leave()
+        news = any(saying.is_news for saying in sayings)
+        if not news:
+            refused += self._untangle(sayings)
+        return Outcome(ready, refused, self._all_joined(joining), self._gone(), expired, news)
+
+    def _run_slots(self, bits: int) -> list[Ready]:
+        """Return the operations of these slots, and note that they were used."""
+        if bits == self._last[0]:
+            return self._last[1]
+        ready = []
+        for slot in self._cached(bits):
+            self._named.move_to_end(slot.name)
+            ready.append(Ready(slot.name, slot.intention, slot.votes.copy()))
+        self._last = bits, ready
+        return ready
+
+    def _complete(self) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
+        """Return what all ranks are ready for that have not joined, and what they disagree on."""
+        needed = [rank for rank in range(self._size) if rank not in self.joined]
+        waiting = [self._bits[rank] for rank in needed]
+        all_of = int.__and__ if needed else int.__or__
+        bits = functools.reduce(all_of, waiting or self._bits)
+        ready, refused = self._take_slots(bits)
+        for name, entry in list(self._open.items()):
+            if any(rank not in entry.intentions for rank in needed):
+                continue
+            del self._open[name]
+            intention = entry.intentions[min(entry.intentions)]
+            error = self._disagreement(name, entry) or self._why_not(
+                name, intention, entry.intentions
+            )
+            if error is not None:
+                refused.append((name, error))
+                continue
+            votes = [entry.votes.get(rank, 0) for rank in range(self._size)]
+            ready.append(Ready(name, intention, votes))
+            self._cache(name, intention, votes.copy())
+        return ready, refused
+
+    def _take_slots(self, bits: int) -> tuple[list[Ready], list[tuple[str, CollectiveError]]]:
+        """Return what is run of these slots, and what is not, as a rank has joined."""
+        there = [self._there(slot.name) for slot in self._cached(bits)] if self.joined else []
+        self._bits = [own & ~bits for own in self._bits]
+        if not self.joined:
+            return [*self._run_slots(bits)], []
+        ready: list[Ready] = []
+        refused: list[tuple[str, CollectiveError]] = []
+        for run, present in zip(self._run_slots(bits), there, strict=True):
+            error = self._why_not(run.name, run.intention, present)
+            if error is None:
+                votes = [vote if r in present else 0 for r, vote in enumerate(run.votes)]
+                ready.append(run._replace(votes=votes))
+            else:
+                refused.append((run.name, error))
+        return ready, refused
+
+    def _cached(self, bits: int) -> Iterable[_Slot]:
+        for number in _places(bits):
+            slot = self._slots[number]
+            assert slot is not None
+            yield slot
+
+    def _disagreement(self, name: str, entry: _Open) -> MismatchError | None:
+        first, *others = entry.intentions.values()
+        if all(other == first for other in others):
+            return None
+        said = {
+            self._ranks[rank]: [name, *intention.words()]
+            for rank, intention in sorted(entry.intentions.items())
+        }
+        return MismatchError(describe_mismatch(said))
+
+    def _why_not(
+        self, name: str, intention: Intention, there: Iterable[int]
+    ) -> MismatchError | None:
+        """Return why those who have joined cannot take part, if so."""
+        lacking = self.joined.keys() - set(there)
+        if not lacking or intention.recipe is not None or intention.dense:
+            return None
+        who = name_ranks(sorted(self._ranks[rank] for rank in lacking))
+        return MismatchError(
+            f"'{name}' needs every rank, and {who} joined: until every rank has called join(), "
+            "only reductions are possible"
+        )
+
+    def _without_those_who_leave(self) -> list[tuple[str, CollectiveError]]:
+        """Refuse what waits for a rank that leaves."""
+        refused: list[tuple[str, CollectiveError]] = []
+        for rank, reason in self._leaving.items():
+            who = f"rank {self._ranks[rank]} left ({reason}) and was waited for in"
+            union = functools.reduce(int.__or__, self._bits) & ~self._bits[rank]
+            names = [slot.name for slot in self._cached(union)]
+            names += [name for name, e in self._open.items() if rank not in e.intentions]
+            self._bits = [own & ~union for own in self._bits]
+            for name in names:
+                self._open.pop(name, None)
+                refused.append((name, PeerError(f"{who} {name}: gtopk has been shut down there")))
+        return refused
+
+    def _untangle(self, sayings: Sequence[Saying]) -> list[tuple[str, CollectiveError]]:
+        """Refuse what the ranks wait for where each waits for another thing, and none goes on."""
+        waited = {
+            rank: saying.stuck
+            for rank, saying in enumerate(sayings)
+            if rank not in self.joined and rank not in self._leaving
+        }
+        names = {name for name in waited.values() if name is not None and self._there(name)}
+        if not names or not all(name in names for name in waited.values()):
+            return []
+        text = describe_tangle({self._ranks[rank]: name or "" for rank, name in waited.items()})
+        for name in names:
+            self._uncache(name)
+            self._open.pop(name, None)
+        return [(name, MismatchError(text)) for name in sorted(names)]
+
+    def _all_joined(self, joining: Sequence[int]) -> int | None:
+        if len(self.joined) < self._size:
+            return None
+        self.joined.clear()
+        return self._ranks[max(joining)]
+
+    def _gone(self) -> tuple[int, str] | None:
+        """Return a rank that leaves and has nothing left to do."""
+        for rank, reason in self._leaving.items():
+            is_open = any(rank in entry.intentions for entry in self._open.values())
+            if self._bits[rank] == 0 and not is_open:
+                return self._ranks[rank], reason
+        return None
+
+    def _there(self, name: str) -> set[int]:
+        """Return the ranks that are ready for a name."""
+        if name in self._open:
+            return set(self._open[name].intentions)
+        slot = self._named.get(name)
+        if slot is None:
+            return set()
+        return {rank for rank, own in enumerate(self._bits) if own >> slot.number & 1}
+
+    def _cache(self, name: str, intention: Intention, votes: list[int]) -> None:
+        """Give a name a slot: a new one, or that of the name that was used least recently."""
+        self._last = 0, []
+        if self._vacant:
+            number = self._vacant.pop()
+        elif len(self._slots) < self.capacity:
+            number = len(self._slots)
+            self._slots.append(None)
+        else:
+            union = functools.reduce(int.__or__, self._bits)
+            unused = (slot for slot in self._named.values() if not union >> slot.number & 1)
+            oldest = next(unused, None)
+            if oldest is None:
+                return
+            del self._named[oldest.name]
+            number = oldest.number
+        self._slots[number] = self._named[name] = _Slot(number, name, intention, votes)
+
+    def _uncache(self, name: str) -> None:
+        """Take a name's slot; the ranks that are ready for it are so under its name."""
+        slot = self._named.pop(name, None)
+        if slot is None:
+            return
+        self._last = 0, []
+        number = slot.number
+        there = [rank for rank, own in enumerate(self._bits) if own >> number & 1]
+        self._bits = [own & ~(1 << number) for own in self._bits]
+        self._slots[number] = None
+        self._vacant.append(number)
+        if there:
+            self._open[name] = _Open(
+                dict.fromkeys(there, slot.intention), {rank: slot.votes[rank] for rank in there}
+            )
+
+
+_NOTHING = Saying()
+
+
+@functools.lru_cache(maxsize=256)
+def _places(bits: int) -> tuple[int, ...]:
+    """Return the places of the ones, the lowest first."""
+    found = []
+    while bits:
+        lowest = bits & -bits
+        found.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return tuple(found)

@@ -1,0 +1,33 @@
+"""Exchanges: which of them a compression stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .automatic import AutomaticExchange
+from .buckets import Bucket
+from .compression import Automatic, ErrorFeedback, NoneCompressor, SparseCompression
+from .exchange import CompressorExchange, DenseExchange, Exchange, Progress, SparseExchange
+
+
+def open_exchange(bucket: Bucket, compression: Any, progress: Progress) -> Exchange:
+    """Return the exchange for what the user passed as `compression`, which was checked."""
+    if isinstance(compression, SparseCompression):
+        return SparseExchange(bucket, compression, progress)
+    if isinstance(compression, Automatic):
+        return AutomaticExchange(bucket, compression, progress)
+    if compression is NoneCompressor:
+        return DenseExchange()
+    return CompressorExchange(compression)
+
+
+def require_compression(compression: object) -> None:
+    """Raise TypeError for what is neither a record of a method nor a Compressor class."""
+    is_class = isinstance(compression, type) and hasattr(compression, "compress")
+    if is_class or isinstance(compression, ErrorFeedback):
+        return
+    raise TypeError(
+        "compression must be Compression.none, Compression.fp16, Compression.topk(density=...), "
+        "Compression.gtopk(density=...), .oktopk, .hierarchical, .auto or a Compressor class, "
+        f"got {compression!r}"
+    )

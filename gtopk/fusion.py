@@ -1,0 +1,192 @@
+"""Fusion: small dense arrays that are ready at the same time are reduced as one.
+
+    engine.submit(name, facts, work, fusion=[Dense(array)])
+
+An operation that is submitted with dense arrays has them reduced by the engine, in their own
+memory, before `work` is called: alone, or copied into one buffer with arrays of other operations
+that became ready in the same cycle and have the same key. `work(transport, votes)` is what is left
+to do (an integer's division, say); its result is the operation's. Several arrays in one operation
+are a group: all are reduced, or none.
+
+No rank needs a recipe for such an operation: one that has joined takes part with the neutral
+element (zeros in a sum). The engine checks dtype, length, reduction and factors across ranks, after
+the operation's own facts.
+
+    arrays, in the order all ranks agree on     reduced
+    a  float32 sum   1 KB                       a c   in the buffer
+    b  float32 sum   4 MB                       b     alone, in its own memory
+    c  float32 sum   2 KB                       d     alone: no other has its key
+    d  float64 sum   1 KB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.transports import Transport
+
+# Hears when a part of a reduction begins and ends.
+Notice = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
+
+
+class Dense(NamedTuple):
+    """An array that is reduced over the ranks in place.
+
+    array:     on the host, one-dimensional, contiguous, writable; nobody else may touch it until
+               the operation is done.
+    reduction: "sum", "product", "min" or "max".
+    prescale:  factor before the reduction, postscale: after it. Integers are scaled in float64 and
+               truncated, float16 in float32.
+    """
+
+    array: NDArray[Any]
+    reduction: str = "sum"
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+class Layout(NamedTuple):
+    """All of a dense array but its values: equal on all ranks."""
+
+    dtype: str
+    length: int
+    reduction: str
+    prescale: float
+    postscale: float
+
+    def describe(self) -> str:
+        """Return it in words."""
+        return (
+            f"{np.dtype(self.dtype).name} [{self.length}] {self.reduction} "
+            f"prescale_factor={self.prescale} postscale_factor={self.postscale}"
+        )
+
+
+def layout_of(dense: Dense) -> Layout:
+    """Return the layout of an array; raise ValueError for one that cannot be reduced in place."""
+    array = dense.array
+    if (
+        array.dtype.kind not in "iuf"
+        or array.ndim != 1
+        or not array.flags.c_contiguous
+        or not array.flags.writeable
+    ):
+        raise ValueError(
+            "a dense array must be of integers or floats, one-dimensional, contiguous and "
+            f"writable, got {array.dtype} {list(array.shape)} with strides {array.strides}"
+        )
+    return Layout(
+        array.dtype.str, array.size, dense.reduction, float(dense.prescale), float(dense.postscale)
+    )
+
+
+def neutral(layout: Layout) -> Dense:
+    """Return the array that changes nothing in the reduction."""
+    dtype = np.dtype(layout.dtype)
+    limits = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    infinity = np.inf if dtype.kind == "f" else None
+    element = {
+        "sum": 0,
+        "product": 1,
+        "min": infinity or limits.max,
+        "max": -infinity if infinity else limits.min,
+    }[layout.reduction]
+    return Dense(np.full(layout.length, element, dtype), layout.reduction)
+
+
+class Share(NamedTuple):
+    """An array of an operation that is ready: which one of which operation, by their numbers."""
+
+    of: int
+    place: int
+    layout: Layout
+
+
+def bundle(shares: Iterable[Share], threshold_bytes: int, alone_bytes: int) -> list[list[Share]]:
+    """Return which arrays are reduced as one, by the order of the first in each.
+
+    threshold_bytes: the most that are reduced as one. alone_bytes: of an array that gains less by
+    company than the copies to the buffer and back take.
+    The same on every rank that has the same layouts in the same order.
+    """
+    bundles: list[list[Share]] = []
+    growing: dict[object, tuple[list[Share], int]] = {}
+    for share in shares:
+        dtype, length, *rest = share.layout
+        size = length * np.dtype(dtype).itemsize
+        if size >= alone_bytes or size > threshold_bytes:
+            bundles.append([share])
+            continue
+        key = dtype, *rest
+        members, held = growing.get(key, ([], 0))
+        if not members or held + size > threshold_bytes:
+            members, held = [], 0
+            bundles.append(members)
+        members.append(share)
+        growing[key] = members, held + size
+    return bundles
+
+
+def scale(array: NDArray[Any], factor: float) -> None:
+    """Multiply in place; integers in float64, truncated; float16 in float32."""
+    if factor == 1.0:
+        return
+    if array.dtype.kind != "f":
+        array[...] = np.trunc(array * np.float64(factor))
+    elif array.dtype == np.float16:
+        array[...] = array.astype(np.float32) * np.float32(factor)
+    else:
+        array *= array.dtype.type(factor)
+
+
+class Fuser:
+    """Reduces arrays as one; keeps the buffer for the next ones."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def reduce(
+        self,
+        members: Sequence[Dense],
+        layout: Layout,
+        transport: Transport,
+        notice: Notice,
+    ) -> None:
+        """Reduce arrays with one key over the ranks; each changes in its own memory.
+
+        layout: of any of them.
+        """
+        if len(members) == 1:
+            scale(members[0].array, members[0].prescale)
+            _reduce(members[0].array, layout, transport, notice)
+            return
+        notice("begin", "copy-in")
+        for dense in members:
+            scale(dense.array, dense.prescale)
+        buffer = self._take(sum(dense.array.nbytes for dense in members)).view(layout.dtype)
+        np.concatenate([dense.array for dense in members], out=buffer)
+        notice("end", "copy-in")
+        _reduce(buffer, layout, transport, notice)
+        notice("begin", "copy-out")
+        start = 0
+        for dense in members:
+            end = start + dense.array.size
+            dense.array[...] = buffer[start:end]
+            start = end
+        notice("end", "copy-out")
+
+    def _take(self, size_bytes: int) -> NDArray[np.uint8]:
+        if self._buffer.size < size_bytes:
+            self._buffer = np.empty(size_bytes, np.uint8)
+        return self._buffer[:size_bytes]
+
+
+def _reduce(array: NDArray[Any], layout: Layout, transport: Transport, notice: Notice) -> None:
+    notice("begin", "reduce")
+    transport.allreduce(array, layout.reduction)
+    scale(array, layout.postscale)
+    notice("end", "reduce")

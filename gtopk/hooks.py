@@ -1,0 +1,84 @@
+"""Hooks: what backward tells of each parameter, as it tells it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+
+class BackwardHooks:
+    """Counts the backward passes of each parameter, and says when its gradient is complete.
+
+    limit:   how many passes add up to a gradient; one more is an error.
+    order:   the parameters in the order in which their gradients were complete last time.
+    seconds: of the last backward pass, from its first gradient to its last.
+    Parameters hold on to this weakly, as this does to whom it tells: they outlive both.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[torch.nn.Parameter, str],
+        limit: int = 1,
+        on_complete: weakref.WeakMethod[Callable[[torch.nn.Parameter], None]] | None = None,
+    ) -> None:
+        self.set_limit(limit)
+        self.order: list[torch.nn.Parameter] = []
+        self.seconds = 0.0
+        self._names = names
+        self._on_complete = on_complete
+        self._passes: dict[torch.nn.Parameter, int] = {}
+        self._hooked: set[torch.nn.Parameter] = set()
+        self._began: float | None = None
+        # Gradients on the host and on a GPU come from threads of their own.
+        self._lock = threading.Lock()
+
+    def set_limit(self, passes: int) -> None:
+        """Set the limit; raise ValueError where it is none."""
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
+        self.limit = passes
+
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Listen to these from now on; to those already watched once only."""
+        count = weakref.WeakMethod(self._count)
+
+        def hook(parameter: torch.nn.Parameter) -> None:
+            if (counted := count()) is not None:
+                counted(parameter)
+
+        for parameter in parameters:
+            if parameter not in self._hooked and parameter.requires_grad:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    def passes_left(self, parameter: torch.nn.Parameter) -> int:
+        """Return how many backward passes a parameter's gradient still lacks."""
+        return self.limit - self._passes.get(parameter, 0)
+
+    def forget(self) -> None:
+        """Count anew: what was computed belongs to no step any more."""
+        self._passes.clear()
+        self.order = []
+        self._began = None
+
+    def _count(self, parameter: torch.nn.Parameter) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            if self._began is None:
+                self._began = now
+            self.seconds = now - self._began
+            passes = self._passes[parameter] = self._passes.get(parameter, 0) + 1
+            if passes > self.limit:
+                raise AssertionError(
+                    f"the gradient of '{self._names[parameter]}' was computed {passes} times "
+                    "before a call to step(); increase backward_passes_per_step to accumulate "
+                    "gradients locally"
+                )
+            if passes == self.limit:
+                self.order.append(parameter)
+                if self._on_complete and (complete := self._on_complete()) is not None:
+                    complete(parameter)

@@ -1,0 +1,14 @@
+"""How ranks are started on one machine where there is no MPI: torchrun."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def torchrun_command(ranks: int, program: Sequence[str], python: str = sys.executable) -> list[str]:
+    """Return the command that runs `program` (its executable first) on `ranks` ranks here."""
+    return [
+        *(python, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={ranks}", "--no-python", *program),
+    ]

@@ -1,0 +1,115 @@
+"""What of a distributed optimizer goes into a checkpoint besides the wrapped optimizer's state.
+
+    state_dict()["gtopk"] = {
+        "format":  1,
+        "ranks":   how many there were,
+        "steps":   taken; where the density is on its warm-up,
+        "lanes":   [{"names": [...], "regions": ...}]: a run that is resumed has the same buckets,
+        "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters
+    }
+
+`state_dict()` holds this rank's own; `gather_state` all ranks', which any number of ranks can load:
+what ranks that are no more held back is held back by others.
+
+    saved by rank   0  1  2  3  4        each rank takes those that are equal to its own, modulo the
+    loaded by rank  0  1  2  0  1        number of ranks: summed over ranks, nothing is lost
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from collectives.transports import Transport
+
+from .objects import decode, encode
+from .reducer import Reducer
+from .residual_state import Held
+
+_log = logging.getLogger("gtopk")
+_FORMAT: Final = 1
+
+
+def save(reducer: Reducer) -> dict[str, Any]:
+    """Return this rank's part of a checkpoint."""
+    held, lanes = reducer.take_state_out()
+    return {
+        "format": _FORMAT,
+        "ranks": len(reducer.ranks),
+        "steps": reducer.progress.steps,
+        "lanes": lanes,
+        "held": {reducer.rank: held},
+    }
+
+
+def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
+    """Return all ranks' parts as one on the root, None elsewhere; all ranks call it together.
+
+    root: a rank of the world.
+    """
+    own = save(reducer)
+    if root not in reducer.ranks:
+        raise ValueError(f"root_rank must be one of {list(reducer.ranks)}, got {root}")
+    rank, place = reducer.rank, reducer.ranks.index(root)
+
+    def work(transport: Transport, votes: list[int]) -> dict[str, Any] | None:
+        if rank != place:
+            transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
+            return None
+        for source in range(transport.size):
+            if source != place:
+                own["held"][source] = decode(transport.receive(source).tobytes())
+        own["held"] = dict(sorted(own["held"].items()))
+        return own
+
+    gathered: dict[str, Any] | None = reducer.run_on_all("state", [f"root={root}"], work)
+    return gathered
+
+
+def load(reducer: Reducer, part: Mapping[str, Any]) -> None:
+    """Make the reducer hold back what this rank has to, and say what was done.
+
+    Raises ValueError for a part that another version wrote.
+    """
+    if part.get("format") != _FORMAT:
+        raise ValueError(
+            f"the checkpoint's 'gtopk' part must be of format {_FORMAT}, got "
+            f"{part.get('format')!r}; load it with the version of gtopk that saved it"
+        )
+    rank, ranks = reducer.rank, len(reducer.ranks)
+    held, what = _share(part["held"], int(part["ranks"]), rank, ranks)
+    reducer.put_state_in(held, list(part["lanes"]))
+    reducer.progress.steps = int(part["steps"])
+    level = logging.WARNING if "lost" in what else logging.INFO
+    _log.log(level, "rank %d of %d %s", rank, ranks, what)
+
+
+def _share(
+    parts: Mapping[int, Mapping[str, Held]], saved: int, rank: int, ranks: int
+) -> tuple[dict[str, Held], str]:
+    """Return what this rank holds back of what all ranks did, and what that was, in words."""
+    if len(parts) == saved:
+        mine = [source for source in range(saved) if source % ranks == rank]
+        listed = ", ".join(map(str, mine)) or "none"
+        said = f"holds back what ranks [{listed}] of {saved} did"
+        return _sum([parts[source] for source in mine]), said
+    if rank in parts and saved == ranks:
+        return _sum([parts[rank]]), f"holds back what it did as rank {rank} of {saved}"
+    there = ", ".join(map(str, parts))
+    return {}, (
+        f"holds back nothing: the checkpoint has what rank {there} of {saved} held back, and the "
+        "others' is lost; save what gather_state returns, or let every rank save its own"
+    )
+
+
+def _sum(parts: list[Mapping[str, Held]]) -> dict[str, Held]:
+    total: dict[str, Held] = {}
+    for part in parts:
+        for name, tensors in part.items():
+            own = total.setdefault(name, {})
+            for what, tensor in tensors.items():
+                own[what] = own[what] + tensor if what in own else tensor.clone()
+    return total

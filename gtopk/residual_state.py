@@ -1,0 +1,69 @@
+"""What is held back of each parameter, taken out of its bucket and put into another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .arrays import view_tensor
+from .lanes import Lane
+from .residual import Residual
+
+# By what it is, "residual" or "velocity": a tensor of the parameter's shape.
+Held = dict[str, torch.Tensor]
+
+
+def take_out(lanes: Sequence[Any]) -> dict[str, Held]:
+    """Return copies of what the lanes hold back, by parameter name."""
+    return {
+        name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
+        for name, views in _views(lanes)
+    }
+
+
+def put_in(lanes: Sequence[Any], held: Mapping[str, Held]) -> None:
+    """Make the lanes hold this back, and nothing of parameters that are not in it."""
+    for name, views in _views(lanes):
+        for what, view in views:
+            tensor = held.get(name, {}).get(what)
+            if tensor is None:
+                view.zero_()
+                continue
+            if tensor.shape != view.shape:
+                raise ValueError(
+                    f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
+                    f"parameter has {list(view.shape)}"
+                )
+            view.copy_(tensor)
+    for lane in lanes:
+        if (residual := _residual(lane)) is not None:
+            residual.holds_nothing = not bool(view_tensor(residual.values).any())
+
+
+def _residual(lane: Any) -> Residual | None:
+    return lane.exchange.residual if isinstance(lane, Lane) else None
+
+
+def _views(lanes: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+    """Return, parameter by parameter, its part of every vector that is held, as its shape."""
+    for lane in lanes:
+        residual = _residual(lane)
+        if residual is None:
+            continue
+        values, velocity = residual.after_last_step()
+        vectors = {"residual": values} | ({} if velocity is None else {"velocity": velocity})
+        tensors = {what: view_tensor(array) for what, array in vectors.items()}
+        starts = np.cumsum([0, *(p.numel() for p in lane.parameters)]).tolist()
+        for name, parameter, stride, start in zip(
+            lane.names, lane.parameters, lane.bucket.strides, starts, strict=False
+        ):
+            yield (
+                name,
+                [
+                    (what, tensor.as_strided(parameter.shape, stride, start))
+                    for what, tensor in tensors.items()
+                ],
+            )

@@ -1,0 +1,108 @@
+"""How the ranks of a call are started: mpirun here or on other hosts, or torchrun here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ..launch import LaunchError, find_mpirun, identify, mpirun_command, rank_environment
+from ..launch.hosts import Host, refuse_too_few_slots
+from ..launch.mpirun import require_mpirun
+from ..launch.remote import (
+    host_options,
+    interface_environment,
+    refuse_other_than_open_mpi,
+    ssh_environment,
+)
+from ..launch.torchrun import torchrun_command
+from .worker import BEGIN, OUTPUT
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where and by what ranks are to be started; None and empty: what is at hand, here."""
+
+    ranks: int
+    hosts: Sequence[Host] = ()
+    launcher: str | None = None  # "mpirun" or "torchrun"
+    mpi_args: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    interfaces: str | None = None
+    python: str = sys.executable
+    output_folder: str | None = None
+
+    @property
+    def elsewhere(self) -> str | None:
+        """Return the name of a host that is not this one, if there is one."""
+        return next((host.name for host in self.hosts if not host.is_this_one), None)
+
+
+class Start(NamedTuple):
+    """A launcher's command line, and what its environment needs besides this process's."""
+
+    command: list[str]
+    variables: dict[str, str]
+
+
+def start_of(places: Places, needed: Mapping[str, str]) -> Start:
+    """Return how to start the ranks, with these variables in their environment.
+
+    Raises LaunchError where there is nothing to start them with, ValueError where the hosts have
+    too few slots.
+    """
+    variables = {**needed}
+    if places.output_folder is not None:
+        variables[OUTPUT] = os.path.abspath(places.output_folder)
+    if places.interfaces is not None:
+        variables |= interface_environment(places.interfaces)
+    if places.hosts:
+        refuse_too_few_slots(places.hosts, places.ranks)
+    root = Path(__file__).parents[2]
+    program = [places.python, "-c", BEGIN, str(root)]
+    if (places.launcher or _at_hand(places)) == "torchrun":
+        return _by_torchrun(places, program, variables)
+    return _by_mpirun(places, program, variables)
+
+
+def _at_hand(places: Places) -> str:
+    """Return the launcher that works here: mpirun, or torchrun where MPI is not complete."""
+    complete = find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
+    return "mpirun" if complete or places.elsewhere else "torchrun"
+
+
+def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
+    if places.elsewhere:
+        raise LaunchError(
+            f"torchrun starts ranks on this host, not on '{places.elsewhere}': use mpirun "
+            "(use_mpi=True), or start the script itself by torchrun on each host"
+        )
+    if places.mpi_args is not None:
+        raise ValueError(f"mpi_args={places.mpi_args!r} is for mpirun; the ranks start by torchrun")
+    threads = {
+        name: value
+        for name, value in rank_environment(places.ranks).items()
+        if name == "OMP_NUM_THREADS"
+    }
+    command = torchrun_command(places.ranks, program, places.python)
+    return Start(command, {**threads, **variables})
+
+
+def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
+    mpirun = require_mpirun()
+    options = shlex.split(places.mpi_args or "")
+    most = places.ranks
+    if places.elsewhere:
+        refuse_other_than_open_mpi(identify(mpirun))
+        most = max(host.slots for host in places.hosts)
+        variables |= ssh_environment(places.ssh_port, places.ssh_identity_file)
+    variables = {**rank_environment(most), **variables}
+    if places.elsewhere:
+        options = [*host_options(places.hosts, {**os.environ, **variables}), *options]
+    return Start(mpirun_command(mpirun, places.ranks, [*options, *program]), variables)

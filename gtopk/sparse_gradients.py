@@ -1,0 +1,157 @@
+"""Gradients that are sparse tensors (COO), as embeddings make them: gathered, not compressed.
+
+The ranks' indices and values are put one after the other, in two allgathers; equal indices add up
+where the optimizer coalesces them. Parameters of `sparse_as_dense` do not come here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives.transports import Transport
+
+from .exchange import Exchanged
+
+
+class SparseGradientLane:
+    """One parameter whose gradient is sparse: what `Lane` is for a bucket.
+
+    A dense gradient of it is taken as sparse by rows.
+    """
+
+    on_host = True
+    facts = "sparse gradient"
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, parameter_name: str) -> None:
+        self.name = name
+        self.parameters = [parameter]
+        self.names = [parameter_name]
+        self._taken: tuple[torch.Tensor | None, int] = None, -1
+        self._indices, self._values = _entries(parameter, None)
+        self._weight = self._scale = 1.0
+        self._sum: torch.Tensor | None = None
+
+    @property
+    def _parameter(self) -> torch.nn.Parameter:
+        return self.parameters[0]
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: that there is such a lane."""
+        return {"names": self.names, "regions": None}
+
+    def resume(self, record: Mapping[str, Any]) -> None:
+        """Do nothing: every step begins anew."""
+
+    def take(self, weight: float, scale: float) -> None:
+        """Take the gradient as it is now."""
+        gradient = self._parameter.grad
+        self._taken = gradient, -1 if gradient is None else gradient._version
+        self._weight, self._scale = weight, scale
+        self._indices, self._values = _entries(self._parameter, gradient)
+
+    def weigh(self, weight: float) -> None:
+        """Multiply what was taken with another weight."""
+        self._weight = weight
+
+    def watch(self) -> None:
+        """Nothing more is to be known of a gradient that was taken as it was."""
+
+    def is_as_taken(self) -> bool:
+        """Tell whether nobody has changed the gradient since `take`."""
+        gradient, version = self._taken
+        now = self._parameter.grad
+        return now is gradient and (now is None or now._version == version)
+
+    def missing(self) -> list[str]:
+        """Return the parameter's name where it has no gradient here."""
+        return self.names if self._parameter.grad is None else []
+
+    def all_finite(self) -> bool:
+        """Tell whether the values hold neither NaN nor infinity."""
+        return bool(self._values.isfinite().all())
+
+    def not_finite(self) -> list[str]:
+        """Return the parameter's name where its gradient holds NaN or infinity here."""
+        return [] if self.all_finite() else self.names
+
+    def remember(self) -> None:
+        """Nothing is left of an exchange that `undo` would have to take back."""
+
+    def undo(self) -> None:
+        """Do nothing: no residual has changed."""
+
+    def reduce(self, transport: Transport) -> Exchanged:
+        """Gather every rank's entries."""
+        begun = time.perf_counter()
+        values = (self._values * self._weight).cpu().contiguous()
+        indices = self._indices.t().cpu().contiguous()
+        prepared = time.perf_counter()
+        all_indices = transport.allgather(_bytes_of(indices))
+        all_values = transport.allgather(_bytes_of(values))
+        communicate_seconds = time.perf_counter() - prepared
+        gathered = _from_bytes(all_values, values)
+        self._sum = torch.sparse_coo_tensor(
+            _from_bytes(all_indices, indices).t(),
+            gathered * self._scale,
+            self._parameter.shape,
+            device=self._parameter.device,
+            check_invariants=True,  # a peer said where they are
+        )
+        return Exchanged(
+            "sparse-allgather",
+            len(values),
+            len(gathered),
+            prepared - begun,
+            communicate_seconds,
+            0.0,
+            finite=bool(gathered.isfinite().all()),
+            bytes_counted=True,
+        )
+
+    def apply(self, missing_everywhere: Collection[str]) -> None:
+        """Make the sum the gradient; where no rank has any, it stays None."""
+        assert self._sum is not None
+        if self.names[0] not in missing_everywhere:
+            self._parameter.grad = self._sum
+        self.let_go()
+
+    def poison(self) -> None:
+        """Make the gradient's values NaN: the step is skipped."""
+        gradient = self._parameter.grad
+        if gradient is not None:
+            (gradient._values() if gradient.is_sparse else gradient).fill_(float("nan"))
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold on to no gradient."""
+        self._taken = None, -1
+        self._indices, self._values = _entries(self._parameter, None)
+        self._sum = None
+
+
+def _entries(
+    parameter: torch.Tensor, gradient: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices, int64 [sparse dimensions, entries], and values [entries, ...]."""
+    if gradient is None:
+        rows = torch.empty((1, 0), dtype=torch.int64)
+        return rows, parameter.new_empty((0, *parameter.shape[1:])).detach()
+    if not gradient.is_sparse:
+        gradient = gradient.to_sparse(1)
+    return gradient._indices(), gradient._values().detach()
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = tensor.reshape(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _from_bytes(parts: list[np.ndarray], like: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, one after the other, of the dtype and row shape of `like`."""
+    joined = torch.from_numpy(np.concatenate(parts))
+    return joined.view(like.dtype).reshape(-1, *like.shape[1:])

@@ -1,0 +1,162 @@
+"""The timeline: what rank 0's engine does, as a trace that Chrome and Perfetto show.
+
+    HOROVOD_TIMELINE=FILE       from init on; DYNAMIC: when the program says so
+    HOROVOD_TIMELINE_MARK_CYCLES=1
+    hvd.start_timeline(FILE), hvd.stop_timeline()
+
+A row for each operation:
+
+    allreduce.weight   |NEGOTIATE_ALLREDUCE........|ALLREDUCE                                      |
+                          0        2         1     |MEMCPY_IN_..|MPI_ALLREDUCE..|MEMCPY_OUT_...|
+                          the rank that became ready
+
+The file is complete JSON after every write, also when the job dies: what is new is written over
+the bracket that ends it, and ends in another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from .engine import Engine, Event, Observer
+
+if TYPE_CHECKING:
+    from .world import World
+
+_LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
+_END: Final = b"\n]\n"
+
+
+class Timeline:
+    """Writes what engines tell; a thread of its own does the writing."""
+
+    def __init__(self, path: str, transport: str, mark_cycles: bool) -> None:
+        self._library = _LIBRARY.get(transport, transport.upper())
+        self._mark_cycles = mark_cycles
+        self._begun = time.perf_counter()
+        self._rows: dict[str, int] = {}
+        self._open: Counter[int] = Counter()  # by row: what has begun, and not ended
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
+        self._watched: list[tuple[Engine, Observer]] = []
+        self._heard: queue.SimpleQueue[tuple[str, Event] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="gtopk-timeline", daemon=True)
+        self._thread.start()
+
+    def watch(self, engine: Engine, of: str = "") -> None:
+        """Write what an engine tells from now on; its rows are named as its operations, and `of`.
+
+        What it has not finished when the timeline ends does not end in it.
+        """
+        observer = partial(self.note, of)
+        engine.observe(observer)
+        self._watched.append((engine, observer))
+
+    def note(self, of: str, event: Event) -> None:
+        """Take note of something that an engine did; quick, for its thread."""
+        self._heard.put((of, event))
+
+    def close(self) -> None:
+        """Write what was heard, and nothing more."""
+        for engine, observer in self._watched:
+            engine.ignore(observer)
+        self._heard.put(None)
+        self._thread.join()
+
+    def _write(self) -> None:
+        goes_on = True
+        while goes_on:
+            heard = [self._heard.get()]
+            while not self._heard.empty():
+                heard.append(self._heard.get())
+            goes_on = None not in heard
+            self._append([r for note in heard if note is not None for r in self._records(*note)])
+        os.close(self._file)
+
+    def _append(self, records: list[dict[str, Any]]) -> None:
+        text = "".join(f",\n{json.dumps(record)}" for record in records).encode()
+        os.pwrite(self._file, text + _END, self._length)
+        self._length += len(text)
+
+    def _records(self, of: str, event: Event) -> Iterator[dict[str, Any]]:
+        """Yield the records of Chrome's format for an event."""
+        at = {"ts": round((event.seconds - self._begun) * 1e6, 1)}
+        if event.what == "cycle":
+            if self._mark_cycles:
+                yield {"ph": "i", "name": "CYCLE_START", **at, "s": "g", "pid": 0, "tid": 0}
+            return
+        name = event.name + of
+        if name not in self._rows:
+            yield from self._new_row(name)
+        row = self._rows[name]
+        place = {"pid": row, "tid": row}
+        if event.what == "ready":
+            yield {"ph": "X", "name": str(event.rank), **at, "dur": 0, **place}
+        elif event.phase == "begin":
+            self._open[row] += 1
+            yield {"ph": "B", "name": self._label(event), **at, **place}
+        elif self._open[row]:  # else it began before the timeline
+            self._open[row] -= 1
+            yield {"ph": "E", **at, **place}
+
+    def _new_row(self, name: str) -> Iterator[dict[str, Any]]:
+        row = self._rows[name] = len(self._rows) + 1
+        place = {"pid": row, "tid": row}
+        yield {"ph": "M", "name": "process_name", **place, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": row}}
+
+    def _label(self, event: Event) -> str:
+        """Return Horovod's word for what has begun."""
+        kind = event.name.partition(".")[0].upper()
+        return {
+            "negotiate": f"NEGOTIATE_{kind}",
+            "execute": kind,
+            "copy-in": "MEMCPY_IN_FUSION_BUFFER",
+            "reduce": f"{self._library}_{kind}",
+            "copy-out": "MEMCPY_OUT_FUSION_BUFFER",
+        }[event.what]
+
+
+def start(world: World, path: str, mark_cycles: bool = False) -> None:
+    """Record what happens from now on into a file, on rank 0; one that is being written ends."""
+    if world.rank != 0:
+        return
+    stop(world)
+    world.timeline = Timeline(path, world.transport.name, mark_cycles)
+    for number in world.sets:
+        watch(world, number)
+
+
+def watch(world: World, number: int) -> None:
+    """Record what a process set does, too, where the world is recorded and this rank is in it."""
+    engine = world.sets[number].engine
+    if world.timeline is not None and engine is not None:
+        world.timeline.watch(engine, f" (process set {number})" if number else "")
+
+
+def stop(world: World) -> None:
+    """Finish the file, where one is being written."""
+    if world.timeline is not None:
+        world.timeline.close()
+        world.timeline = None
+
+
+def start_if_asked(world: World) -> None:
+    """Record into the file that HOROVOD_TIMELINE names, if it names one."""
+    path = os.environ.get("HOROVOD_TIMELINE", "")
+    if path in ("", "DYNAMIC"):
+        return
+    cycles = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0").lower()
+    try:
+        start(world, path, cycles not in ("", "0", "false"))
+    except OSError as error:
+        warnings.warn(f"HOROVOD_TIMELINE must name a file to write, got {error}", stacklevel=2)

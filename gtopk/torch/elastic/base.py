@@ -1,0 +1,211 @@
+"""What all states share: committing, word of changed hosts, plain objects."""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections.abc import Callable, Iterable, Mapping
+from enum import IntFlag
+from typing import Any
+
+import torch
+
+from ... import world
+from ...exceptions import HostsUpdatedInterrupt
+from ..functions import broadcast_object
+from ..mpi_ops import Max, allreduce, rank, size
+from .archive import ADVICE, FOLDER, Archive, Found, Snapshot, open_archive
+
+
+class HostUpdateResult(IntFlag):
+    """What became of the hosts, as Horovod's launcher numbers it."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = 3
+
+
+class State:
+    """What a training process must not lose; a subclass says how it is saved.
+
+    bcast_object: broadcasts an object from rank 0.
+    get_rank: returns this process's rank.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = broadcast_object,
+        get_rank: Callable[[], int] = rank,
+    ) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._last_updated_timestamp = 0.0
+        self._reset_callbacks: list[Callable[[], object]] = []
+        self._commits = 0  # by which `run` sees whether the training gets on
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Have functions called when the ranks have come together anew, perhaps as another number.
+
+        To scale a learning rate, say. They run on every rank, before the state is synchronized.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Reset what depends on the ranks, and call the callbacks."""
+        self._host_messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int = HostUpdateResult.mixed) -> None:
+        """Note, in any thread or signal handler, that the hosts have changed or are about to.
+
+        timestamp: greater than that of the last change that was acted on.
+        """
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save the state, and raise HostsUpdatedInterrupt when a rank has word of changed hosts.
+
+        Every rank must call it at the same place. What is not committed is lost with a rank.
+        """
+        self.save()
+        self._keep()
+        self._commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt, on every rank alike, when a rank has word of changed hosts.
+
+        Every rank must call it at the same place.
+        """
+        timestamp, update = self._last_updated_timestamp, 0
+        while not self._host_messages.empty():
+            told, what = self._host_messages.get()
+            if told > self._last_updated_timestamp:
+                timestamp, update = max(told, timestamp), update | what
+        mine = torch.tensor(
+            [timestamp, bool(update & HostUpdateResult.removed), update & HostUpdateResult.added],
+            dtype=torch.float64,
+        )
+        latest, removed, added = allreduce(mine, op=Max, name="elastic.host_updates").tolist()
+        if latest > self._last_updated_timestamp:
+            self._last_updated_timestamp = latest
+            raise HostsUpdatedInterrupt(skip_sync=bool(removed and not added))
+
+    def _keep(self) -> None:
+        """Keep what was saved beyond this process, where that is wanted."""
+
+    def save(self) -> None:
+        """Copy the state, for `restore`."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make the state that of rank 0, on every rank."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Reset what depends on the ranks, which have come together anew."""
+
+
+class ObjectState(State):
+    """A state of plain objects: each keyword becomes an attribute.
+
+    Objects travel and are kept as gtopk.objects has them: without pickle, unless it is allowed.
+
+    With GTOPK_ELASTIC_DIR=folder, `commit` also writes to that folder, and the first `sync` takes
+    over the newest commit there. The folder is one state's, whose names stay the same.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = broadcast_object,
+        get_rank: Callable[[], int] = rank,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._archive: Archive | None = None
+        self._archive_is_open = False
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self._saved_state = kwargs
+        ObjectState.save(self)
+
+    def save(self) -> None:
+        self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
+
+    def restore(self) -> None:
+        for name, value in copy.deepcopy(self._saved_state).items():
+            setattr(self, name, value)
+
+    def sync(self) -> None:
+        """Make the state that of rank 0, on every rank; the first time, that of an earlier job."""
+        found = None
+        if not self._archive_is_open:
+            self._open_archive()
+            found = self._archive and self._archive.find()
+        if found:
+            self._check_names(found)
+            if self._rank() == 0:
+                self._resume(found.replicated)
+            if found.ranks != size():
+                self.on_reset()
+        self._share()
+        if found:
+            self._resume_here(found)
+            self.save()
+        self._advise()
+
+    def on_reset(self) -> None:
+        if self._archive:
+            self._archive.look()
+        super().on_reset()
+
+    def _open_archive(self) -> None:
+        self._archive = open_archive()
+        self._archive_is_open = True
+
+    def _keep(self) -> None:
+        if not self._archive_is_open:
+            self._open_archive()
+        if self._archive:
+            self._archive.write(self._snapshot())
+            self._advise()
+
+    def _advise(self) -> None:
+        """Have whatever ends this process before its time say how the job can go on."""
+        world.current().advice = self._archive.advice if self._archive else ADVICE
+
+    def _check_names(self, found: Found) -> None:
+        """Raise ValueError, on every rank, when the commit is not of this state."""
+        names = sorted(self._snapshot().replicated)
+        if names != found.names:
+            raise ValueError(
+                f"commit {found.number} holds {found.names}, and this state {names}; use the state "
+                f"that made it, or another folder in {FOLDER}"
+            )
+
+    def _snapshot(self) -> Snapshot:
+        """Return what was saved last, for the disk."""
+        return Snapshot(self._saved_state, {})
+
+    def _share(self) -> None:
+        """Make the state that of rank 0, on every rank."""
+        if self._saved_state:
+            ObjectState.save(self)
+            self._saved_state = self._bcast_object(self._saved_state)
+            ObjectState.restore(self)
+
+    def _resume(self, replicated: Mapping[str, Any]) -> None:
+        """Take over, on rank 0, what all ranks of an earlier job had alike."""
+        self._saved_state = {name: replicated[name] for name in self._saved_state}
+        ObjectState.restore(self)
+
+    def _resume_here(self, found: Found) -> None:
+        """Take over, on every rank, what ranks of an earlier job had for their own."""

@@ -1,0 +1,151 @@
+"""Handlers: how a value of some type is saved, restored, synchronized and committed to disk."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import torch
+
+from ..functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from ..mpi_ops import rank, size
+
+# What of an optimizer's state_dict is this rank's own; see gtopk/optimizer_checkpoint.py.
+_OWN: Final = "gtopk"
+
+
+class StateHandler:
+    """How one value of a state is handled; a subclass for a type of your own goes to the registry.
+
+    The last four methods are for commits to disk only (GTOPK_ELASTIC_DIR).
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Copy the value, for `restore`."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return the value to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make the value that of rank 0, on every rank."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Handle another value from now on."""
+        self.value = value
+        self.save()
+
+    def reset(self) -> None:
+        """Reset what depends on the ranks, which have come together anew."""
+
+    def saved(self) -> Any:
+        """Return what was saved and is the same on every rank, in types that gtopk.objects has."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define saved() and resume() for GTOPK_ELASTIC_DIR, "
+            "where commits are written to disk"
+        )
+
+    def saved_here(self) -> Any:
+        """Return what was saved and is this rank's alone; None: nothing."""
+        return None
+
+    def resume(self, saved: Any) -> None:
+        """Take over what `saved` returned in a job that ended."""
+        raise NotImplementedError
+
+    def resume_here(self, parts: Sequence[Any]) -> None:
+        """Take over what `saved_here` returned on none, one or more ranks of that job.
+
+        Called on every rank, after `sync`; together they get each rank's part once, and as many
+        ranks as there were each its own.
+        """
+
+
+class StateDictHandler(StateHandler):
+    """Handles what has state_dict() and load_state_dict()."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # A copy: an optimizer goes on in the very tensors that it loads.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        self.save()
+
+    def saved(self) -> Any:
+        return self._saved
+
+    def resume(self, saved: Any) -> None:
+        self.value.load_state_dict(saved)
+
+
+class ModelStateHandler(StateDictHandler):
+    """Handles a module: parameters and buffers."""
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        self.save()
+
+
+class OptimizerStateHandler(StateDictHandler):
+    """Handles an optimizer: its options and state are every rank's, a residual each rank's own."""
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()
+
+    def saved(self) -> Any:
+        return {key: part for key, part in self._saved.items() if key != _OWN}
+
+    def saved_here(self) -> Any:
+        return self._saved.get(_OWN)
+
+    def resume_here(self, parts: Sequence[Any]) -> None:
+        """Hold back the sum of what those ranks did: on fewer ranks nothing of it is lost."""
+        frames = allgather_object([{**part, "held": {}} for part in parts[:1]], "elastic.frames")
+        frame: Any = next(chain.from_iterable(frames), None)
+        if frame is None:
+            return  # a plain optimizer's
+        held = _add([held for part in parts for held in part["held"].values()])
+        own = {**frame, "ranks": size(), "held": {rank(): held}}
+        self.value.load_state_dict({**self.value.state_dict(), _OWN: own})
+
+
+class SamplerStateHandler(StateDictHandler):
+    """Handles an ElasticSampler: how far the epoch is."""
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+class LRSchedulerStateHandler(StateDictHandler):
+    """Handles a learning rate scheduler."""
+
+
+def _add(held: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]) -> dict[str, Any]:
+    """Return the sum of what ranks held back, by parameter and by what it is."""
+    total: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensors in chain.from_iterable(each.items() for each in held):
+        own = total.setdefault(name, {})
+        for what, tensor in tensors.items():
+            own[what] = own[what] + tensor if what in own else tensor
+    return total

@@ -1,0 +1,140 @@
+"""Horovod's operations on tensors, and what they are asked about: `horovod.torch.mpi_ops`.
+
+lifecycle.py     init
+topology.py      ranks and sizes
+builds.py        what can be used here
+handles.py       operations in flight
+tensors.py       what tensors are taken, and how they travel
+reduction.py     which reduction, and its factors
+adasum.py        the one that is not element by element
+compressing.py   the form in which tensors are reduced
+allreducing.py   allreduce and its forms
+allgathering.py  allgather and its forms
+broadcasting.py  broadcast and its forms
+exchanging.py    alltoall
+scattering.py    reducescatter and its forms
+sparse.py        allreduce of sparse tensors
+meeting.py       barrier, join
+tracing.py       the timeline
+
+Operations are matched across ranks by name, and checked before data moves. Names are optional:
+without one, an operation is named by a counter.
+"""
+
+from ...exceptions import HorovodInternalError
+from ...process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from ...reductions import Adasum, Average, Max, Min, Product, Sum
+from ...world import is_initialized, shutdown
+from .allgathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from .allreducing import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from .broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
+from .builds import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from .exchanging import alltoall, alltoall_async
+from .handles import poll, synchronize
+from .lifecycle import init
+from .meeting import barrier, join
+from .scattering import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from .sparse import sparse_allreduce_async
+from .topology import (
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    local_rank,
+    local_size,
+    rank,
+    size,
+)
+from .tracing import start_timeline, stop_timeline
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

@@ -1,0 +1,117 @@
+"""Broadcast: every rank gets the root's tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collectives.transports import Transport
+
+from ...process_sets import ProcessSet, global_process_set
+from ...reductions import Average
+from ...world import current
+from .allreducing import allreduce
+from .handles import submit, synchronize
+from .tensors import check, check_in_place, describe, empty_like, from_bytes, view_bytes
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return the root's tensor; differentiable.
+
+    root_rank: in the world, also with a process set.
+    """
+    output: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    return output
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Overwrite the tensor by the root's, and return it."""
+    output: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return output
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to fetch the root's tensor; return a handle."""
+    return _begin(tensor, empty_like(tensor), root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to overwrite the tensor by the root's; it changes when the handle is synchronized."""
+    return _begin(check_in_place(tensor), tensor, root_rank, name, process_set)
+
+
+def check_root(root_rank: int, process_set: ProcessSet) -> Sequence[int]:
+    """Return the ranks of the set; raise ValueError where the root is none of them."""
+    ranks = process_set.members.ranks
+    if root_rank not in ranks:
+        known = f"lie in 0..{len(ranks) - 1}" if isinstance(ranks, range) else f"be one of {ranks}"
+        raise ValueError(f"root_rank must {known}, got {root_rank}")
+    return ranks
+
+
+def _begin(
+    tensor: torch.Tensor,
+    output: torch.Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+) -> int:
+    root = check_root(root_rank, process_set).index(root_rank)
+    check(tensor)
+    message = np.array(view_bytes(tensor)) if current().rank == root_rank else None
+
+    def work(transport: Transport, votes: list[int]) -> NDArray[np.uint8]:
+        return transport.broadcast(message, root)
+
+    def finish(message: NDArray[np.uint8]) -> torch.Tensor:
+        with torch.no_grad():
+            return output.copy_(from_bytes(message, tensor, tensor.shape))
+
+    facts = [f"{describe(tensor)} root_rank={root_rank}"]
+    return submit("broadcast", name, process_set, facts, work, finish)
+
+
+class _Broadcast(torch.autograd.Function):
+    """Differentiable broadcast; the root gets the averaged gradient, the others zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        root_rank: int,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> Any:
+        ctx.arguments = root_rank, process_set
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        root_rank, process_set = ctx.arguments
+        reduced = allreduce(gradients[0], op=Average, process_set=process_set)
+        is_root = current().rank == root_rank
+        return reduced if is_root else torch.zeros_like(reduced), None, None, None

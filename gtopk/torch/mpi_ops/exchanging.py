@@ -1,0 +1,133 @@
+"""Alltoall: every rank sends each rank some of its rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ...process_sets import ProcessSet, global_process_set
+from .handles import submit, synchronize
+from .tensors import check, describe_rows, from_bytes, row_bytes, view_bytes
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows that the ranks have for this one, in rank order; differentiable.
+
+    splits: how many rows go to each rank, int32; None: as many to each. Rows that go to none stay.
+    With splits, returns a pair: the rows, and how many of them each rank sent, int32 [size].
+    Raises ValueError for splits that do not fit.
+    """
+    output, received_splits = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    return output if splits is None else (output, received_splits)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to send each rank its rows; the handle's output is the pair that `alltoall` returns."""
+    size = process_set.engine.transport.size
+    check(tensor)
+    scalar = tensor.dim() == 0
+    sizes = [0] * size if scalar else _splits(tensor, splits, size)
+    like = tensor.detach()
+    # A row without elements travels as a byte: the receiver counts rows by their bytes.
+    bytes_of_a_row = row_bytes(tensor) or 1
+    content = np.array(view_bytes(tensor)) if row_bytes(tensor) else np.zeros(sum(sizes), np.uint8)
+
+    def work(transport: Transport, votes: list[int]) -> list[NDArray[np.uint8]]:
+        if scalar:
+            raise MismatchError("alltoall needs a tensor with at least one dimension, got a scalar")
+        ends = [end * bytes_of_a_row for end in itertools.accumulate(sizes, initial=0)]
+        parts = [content[a:b] for a, b in itertools.pairwise(ends)]
+        return _exchange(parts, transport)
+
+    def finish(received: list[NDArray[np.uint8]]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [message.size // bytes_of_a_row for message in received]
+        elements = np.concatenate(received)[: sum(rows) * row_bytes(like)]
+        output = from_bytes(elements, like, [sum(rows), *like.shape[1:]])
+        return output, torch.tensor(rows, dtype=torch.int32)
+
+    return submit("alltoall", name, process_set, [describe_rows(tensor)], work, finish)
+
+
+def _exchange(parts: Sequence[NDArray[np.uint8]], transport: Transport) -> list[NDArray[np.uint8]]:
+    """Send part r to rank r, and return what the ranks sent here, in rank order.
+
+    In one step: rank + 1, rank + 2, ... get their parts while rank - 1, rank - 2, ... send theirs.
+    """
+    rank, size = transport.rank, transport.size
+    others = [(rank + shift) % size for shift in range(1, size)]
+    sources = [(rank - shift) % size for shift in range(1, size)]
+    received = transport.exchange_all([(parts[to], to) for to in others], sources)
+    by_source = {rank: parts[rank], **dict(zip(sources, received, strict=True))}
+    return [by_source[source] for source in range(size)]
+
+
+def _splits(
+    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, size: int
+) -> list[int]:
+    """Return how many rows go to each rank."""
+    rows = len(tensor)
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"alltoall without splits needs as many rows for each of the {size} ranks, got "
+                f"{rows} rows; pass splits"
+            )
+        return [rows // size] * size
+    if not isinstance(splits, torch.Tensor):
+        splits = torch.tensor(splits, dtype=torch.int32)
+    if splits.dtype != torch.int32:
+        raise ValueError(f"splits must hold 32-bit integers (torch.int32), got {splits.dtype}")
+    sizes: list[int] = splits.tolist()
+    if splits.dim() != 1 or len(sizes) != size:
+        raise ValueError(f"splits must have one entry for each of the {size} ranks, got {sizes}")
+    if min(sizes) < 0 or sum(sizes) > rows:
+        raise ValueError(
+            f"splits must be no less than 0, and their sum no more than the {rows} rows of the "
+            f"tensor, got {sizes}"
+        )
+    return sizes
+
+
+class _Alltoall(torch.autograd.Function):
+    """Differentiable alltoall; the gradient of each row goes back to the rank that sent it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        splits: torch.Tensor | Sequence[int] | None,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> Any:
+        output, received_splits = synchronize(alltoall_async(tensor, splits, name, process_set))
+        ctx.arguments = received_splits, process_set
+        ctx.shape = tensor.shape
+        ctx.mark_non_differentiable(received_splits)
+        return output, received_splits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        received_splits, process_set = ctx.arguments
+        handle = alltoall_async(gradients[0], received_splits, process_set=process_set)
+        returned, _ = synchronize(handle)
+        gradient = returned.new_zeros(ctx.shape)  # what stayed has none
+        gradient[: len(returned)] = returned
+        return gradient, None, None, None

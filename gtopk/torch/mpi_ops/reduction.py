@@ -1,0 +1,98 @@
+"""A reduction: which one, and the factors before and after it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...fusion import Dense, scale
+from ...reductions import NAMES, Adasum, Average, Max, Min, Product, Sum
+
+_EXCHANGES: Final = {
+    Average: "sum",
+    Sum: "sum",
+    Adasum: "adasum",
+    Min: "min",
+    Max: "max",
+    Product: "product",
+}
+# Of bools: after a sum or a maximum one is true where any was, after the others where all were.
+_BOOL_EXCHANGES: Final = {Average: "min", Sum: "max", Min: "min", Max: "max", Product: "min"}
+# An average's sum has room for the numbers of 2^15 ranks and more.
+_WIDE: Final[dict[int, Any]] = {1: np.dtype(np.int32), 2: np.dtype(np.int32), 4: np.dtype(np.int64)}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What becomes of the elements at one place on all ranks.
+
+    Integers are averaged, and multiplied by a factor (in float64), truncating toward zero. float16
+    is added in float32, and divided before it is summed for an average, as the sum could overflow;
+    bfloat16 is reduced in float32. A bool is true after Sum and Max where any rank's is, after
+    Average, Min and Product where every rank's is; factors do not change it.
+    """
+
+    op: int
+    prescale_factor: float
+    postscale_factor: float
+
+    def __str__(self) -> str:
+        return (
+            f"op={NAMES[self.op]} prescale_factor={float(self.prescale_factor)} "
+            f"postscale_factor={float(self.postscale_factor)}"
+        )
+
+    def begin(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> Dense:
+        """Return what `size` ranks reduce in place of the elements of tensors of a dtype.
+
+        Raises ValueError for numbers that Adasum does not combine.
+        """
+        if self.op == Adasum and not dtype.is_floating_point:
+            raise ValueError(f"Tensor type {dtype} is not supported by op=Adasum; floats are.")
+        if dtype == torch.bool:
+            return Dense(array, _BOOL_EXCHANGES[self.op])
+        exchange = _EXCHANGES[self.op]
+        if self.op != Average:
+            return Dense(array, exchange, self.prescale_factor, self.postscale_factor)
+        if array.dtype.kind != "f":  # divided, and scaled, afterwards
+            wide: NDArray[Any] = array.astype(_WIDE.get(array.itemsize, array.dtype))
+            return Dense(wide, exchange, self.prescale_factor)
+        if array.dtype == np.float16:
+            return Dense(array, exchange, self.prescale_factor / size, self.postscale_factor)
+        return Dense(array, exchange, self.prescale_factor, self.postscale_factor / size)
+
+    def end(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> NDArray[Any]:
+        """Return the elements of tensors of a dtype, once they are reduced."""
+        if self.op == Average and array.dtype.kind != "f" and dtype != torch.bool:
+            array = array // size + ((array < 0) & (array % size != 0))
+            scale(array, self.postscale_factor)
+        return array
+
+
+def reduction_of(
+    op: int | None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Reduction:
+    """Return the reduction that Horovod's arguments mean; by default the average.
+
+    Warns the caller's caller of the deprecated argument. Raises ValueError for an unknown op.
+    """
+    if average is not None:
+        if op is not None:
+            raise ValueError("the op parameter supersedes average; please provide only one of them")
+        warnings.warn(
+            "parameter `average` has been replaced by `op`: pass op=Average or op=Sum",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        op = Average if average else Sum
+    if op is not None and op not in _EXCHANGES:
+        raise ValueError(f"op must be one of {', '.join(NAMES.values())}, got {op!r}")
+    return Reduction(Average if op is None else op, prescale_factor, postscale_factor)

@@ -1,0 +1,204 @@
+"""Reducescatter: every rank gets its rows of what the ranks' tensors reduce to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ...arrays import to_array
+from ...compression import Compression, Compressor
+from ...fusion import Dense, scale
+from ...process_sets import ProcessSet, global_process_set
+from ...reductions import NAMES, Average, Sum
+from .allgathering import grouped_allgather
+from .compressing import compress
+from .handles import submit, synchronize
+from .reduction import Reduction, reduction_of
+from .tensors import check, describe, describe_each
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Return this rank's rows of the average (or sum) of the ranks' tensors; differentiable.
+
+    The rows are dealt out in rank order; the first rows % size ranks get one more. Raises
+    ValueError for another op.
+    """
+    reduction = _reduction(op, prescale_factor, postscale_factor)
+    compressed, decompress = compress(compression, [tensor])
+    return decompress(_Reducescatter.apply(False, name, reduction, process_set, *compressed))[0]  # type: ignore[no-untyped-call]
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin to reduce the ranks' tensors and deal out the rows; return a handle."""
+    reduction = _reduction(op, prescale_factor, postscale_factor)
+    return _begin([tensor], name, reduction, process_set)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Return what `reducescatter` would of each of the tensors, all or none; differentiable."""
+    reduction = _reduction(op, prescale_factor, postscale_factor)
+    compressed, decompress = compress(compression, tensors)
+    return decompress(_Reducescatter.apply(True, name, reduction, process_set, *compressed))  # type: ignore[no-untyped-call]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin to reduce the ranks' lists, and deal out the rows of each tensor; return one handle."""
+    reduction = _reduction(op, prescale_factor, postscale_factor)
+    return _begin(tensors, name, reduction, process_set, group=True)
+
+
+def _reduction(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
+    if op not in (Average, Sum):
+        raise ValueError(f"reducescatter takes op=Average or op=Sum, got {NAMES.get(op, op)}")
+    return reduction_of(op, None, prescale_factor, postscale_factor)
+
+
+def _begin(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    reduction: Reduction,
+    process_set: ProcessSet,
+    *,
+    group: bool = False,
+) -> int:
+    size = process_set.engine.transport.size
+    scalar = any(check(tensor).dim() == 0 for tensor in tensors)
+    likes = [tensor.detach() for tensor in tensors]
+    denses = [reduction.begin(to_array(tensor), tensor.dtype, size) for tensor in tensors]
+
+    def work(transport: Transport, votes: list[int]) -> list[NDArray[Any]]:
+        if scalar:
+            raise MismatchError(
+                "reducescatter needs tensors with at least one dimension, got a scalar"
+            )
+        bounds = [_bounds(tensor, size) for tensor in likes]
+        parts: list[NDArray[Any]] = [dense.array for dense in denses]
+        kinds = [(dense.array.dtype, dense.reduction) for dense in denses]
+        for kind in dict.fromkeys(kinds):
+            alike = [n for n, other in enumerate(kinds) if other == kind]
+            reduced = _reduce_scatter(
+                [denses[n] for n in alike], [bounds[n] for n in alike], transport
+            )
+            for n, part in zip(alike, reduced, strict=True):
+                parts[n] = reduction.end(part, likes[n].dtype, size)
+        return parts
+
+    def finish(parts: list[NDArray[Any]]) -> Any:
+        outputs = tuple(
+            torch.from_numpy(part).to(like).reshape(-1, *like.shape[1:])
+            for like, part in zip(likes, parts, strict=True)
+        )
+        return outputs if group else outputs[0]
+
+    kind = "grouped_reducescatter" if group else "reducescatter"
+    facts = (
+        describe_each(tensors, describe, str(reduction))
+        if group
+        else [f"{describe(tensor)} {reduction}" for tensor in tensors]
+    )
+    return submit(kind, name, process_set, facts, work, finish)
+
+
+def _bounds(tensor: torch.Tensor, size: int) -> list[int]:
+    """Return where each rank's rows begin among the elements, and where the last one's end."""
+    rows, *rest = tensor.shape
+    each, more = divmod(rows, size)
+    return [(rank * each + min(rank, more)) * math.prod(rest) for rank in range(size + 1)]
+
+
+def _reduce_scatter(
+    denses: Sequence[Dense], bounds: Sequence[Sequence[int]], transport: Transport
+) -> list[NDArray[Any]]:
+    """Reduce arrays of one kind as one, and return this rank's part of each.
+
+    Here three arrays a, b, c on two ranks; rank 0 gets the first half of the message:
+
+        a0 b0 c0 | a1 b1 c1
+    """
+    for dense in denses:
+        scale(dense.array, dense.prescale)
+    parts = [
+        [
+            dense.array[ends[rank] : ends[rank + 1]]
+            for dense, ends in zip(denses, bounds, strict=True)
+        ]
+        for rank in range(transport.size)
+    ]
+    whole = np.concatenate([part for of_a_rank in parts for part in of_a_rank])
+    sizes = [sum(part.size for part in of_a_rank) for of_a_rank in parts]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    transport.reduce_scatter(whole, ends, denses[0].reduction)
+    mine = whole[ends[transport.rank] : ends[transport.rank + 1]]
+    own = np.split(mine, np.cumsum([part.size for part in parts[transport.rank]])[:-1])
+    for dense, part in zip(denses, own, strict=True):
+        scale(part, dense.postscale)
+    return own
+
+
+class _Reducescatter(torch.autograd.Function):
+    """Differentiable reducescatter; every rank gets the gradients of all rows.
+
+    As in Horovod, they are those of the ranks' average for op=Average, and of `size` times that
+    for op=Sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: bool,
+        name: str | None,
+        reduction: Reduction,
+        process_set: ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.reduction, ctx.process_set = reduction, process_set
+        outputs = synchronize(_begin(tensors, name, reduction, process_set, group=True))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        reduction, process_set = ctx.reduction, ctx.process_set
+        factor = reduction.prescale_factor * reduction.postscale_factor
+        if reduction.op == Sum:
+            factor *= process_set.size()
+        scaled = [gradient * factor for gradient in gradients]
+        return None, None, None, None, *grouped_allgather(scaled, process_set=process_set)

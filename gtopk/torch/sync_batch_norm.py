@@ -1,0 +1,210 @@
+"""SyncBatchNorm: batch normalization by the mean and variance of all ranks' batches together.
+
+    forward     count, mean, invstd of this rank -> allgather -> those of all rows -> normalize
+    backward    sum_dy, sum_dy_xmu of this rank  -> allreduce -> those of all rows -> gradient
+
+What travels is a few float64 numbers a channel, of whatever type the input is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from . import mpi_ops
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm1d, 2d and 3d for any number of ranks: what one rank would do with all the rows.
+
+    In training, every rank calls it alike, with as many rows as it has, or none; their number
+    weighs. Layers run one after the other, and so share the names of their operations: do not run
+    two at a time, in threads. In eval mode, and in a world of one rank, it is BatchNorm. The
+    gradients of weight and bias are of this rank's rows, as those of any layer are.
+
+    Input in float16 or bfloat16 is normalized in float32. Raises ValueError, on all ranks alike,
+    where they have one row or none together.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"expected input of {self.num_features} channels (got {input.shape[1]})"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the input, [rows, channels, ...], normalized by channel."""
+        if not self.training or mpi_ops.size() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        batch = _statistics_of_all(input, self.eps)
+        if batch.total < 2:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got "
+                f"{batch.total} on all ranks together"
+            )
+        if self.track_running_stats:
+            self._track(batch)
+        output: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, batch, self.eps)  # type: ignore[no-untyped-call]
+        return output
+
+    @torch.no_grad()
+    def _track(self, batch: _Statistics) -> None:
+        """Move the running statistics towards those of a batch."""
+        if (
+            self.num_batches_tracked is None
+            or self.running_mean is None
+            or self.running_var is None
+        ):
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = batch.variance * (batch.total / (batch.total - 1))
+        self.running_mean.lerp_(batch.mean.to(self.running_mean), share)
+        self.running_var.lerp_(unbiased.to(self.running_var), share)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
+        """Return the module with every BatchNorm in it replaced by one of these.
+
+        Parameters and running statistics stay the same tensors, so an optimizer that was made
+        before steps them still.
+        """
+        converted = module
+        if isinstance(module, _BatchNorm):
+            converted = cls(
+                module.num_features,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+            )
+            converted.weight, converted.bias = module.weight, module.bias
+            converted.running_mean, converted.running_var = module.running_mean, module.running_var
+            converted.num_batches_tracked = module.num_batches_tracked
+            converted.train(module.training)
+        for name, child in module.named_children():
+            converted.add_module(name, cls.convert_sync_batchnorm(child))
+        return converted
+
+
+class _Statistics(NamedTuple):
+    """Those of all ranks' rows; float64 [channels], on the host.
+
+    total: how many values each channel has.
+    variance: the biased one.
+    """
+
+    total: int
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+
+def _statistics_of_all(input: torch.Tensor, eps: float) -> _Statistics:
+    """Return the statistics of the inputs of all ranks; the same bits on each."""
+    wide = _widened(input.detach())
+    count = input.shape[0] * math.prod(input.shape[2:])
+    mean = variance = torch.zeros(input.shape[1], dtype=torch.float64)
+    if count:
+        parts = torch.var_mean(wide, _all_but_channels(input), correction=0)
+        variance, mean = (part.to("cpu", torch.float64) for part in parts)
+    of_this_rank = {
+        "count": torch.tensor([count]),
+        "mean": mean[None],
+        "invstd": (variance + eps).rsqrt()[None],
+    }
+    handles = [
+        mpi_ops.allgather_async(tensor, f"sync_batch_norm.{name}")
+        for name, tensor in of_this_rank.items()
+    ]
+    counts, means, invstds = map(mpi_ops.synchronize, handles)
+    total = int(counts.sum())
+    shares = (counts.double() / max(total, 1))[:, None]
+    mean = (shares * means).sum(0)
+    # Chan et al. 1979: spread within the ranks, and between them.
+    spreads = (invstds**-2 - eps).clamp(min=0) + (means - mean) ** 2
+    return _Statistics(total, mean, (shares * spreads).sum(0))
+
+
+class _Normalize(torch.autograd.Function):
+    """(input - mean) * invstd * weight + bias; mean and invstd depend on all ranks' inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        batch: _Statistics,
+        eps: float,
+    ) -> torch.Tensor:
+        mean, invstd = _spread_out(input, batch.mean, (batch.variance + eps).rsqrt())
+        ctx.save_for_backward(input, weight, mean, invstd)
+        ctx.total = batch.total
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        output = (_widened(input) - mean) * invstd
+        if weight is not None:
+            output *= _spread_out(input, weight)[0]
+        if bias is not None:
+            output += _spread_out(input, bias)[0]
+        return output.to(input.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        input, weight, mean, invstd = ctx.saved_tensors
+        of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
+        dims = _all_but_channels(input)
+        dy, xmu = _widened(gradient), _widened(input) - mean
+        sum_dy, sum_dy_xmu = dy.sum(dims), (dy * xmu).sum(dims)
+        gradients: list[torch.Tensor | None] = [None] * 5
+        if of_weight:
+            gradients[1] = (sum_dy_xmu * invstd.flatten()).to(weight.dtype)
+        if of_bias:
+            gradients[2] = sum_dy.to(ctx.bias_dtype)
+        if of_input:
+            handles = [
+                mpi_ops.allreduce_async(
+                    tensor.to("cpu", torch.float64), name=f"sync_batch_norm.{name}", op=mpi_ops.Sum
+                )
+                for name, tensor in (("sum_dy", sum_dy), ("sum_dy_xmu", sum_dy_xmu))
+            ]
+            sums = [mpi_ops.synchronize(handle) / ctx.total for handle in handles]
+            mean_dy, mean_dy_xmu = _spread_out(input, *sums)
+            dx = (dy - mean_dy - xmu * (invstd**2 * mean_dy_xmu)) * invstd
+            if weight is not None:
+                dx *= _spread_out(input, weight)[0]
+            gradients[0] = dx.to(input.dtype)
+        return tuple(gradients)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype to reckon in: its own, but float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _all_but_channels(tensor: torch.Tensor) -> list[int]:
+    return [dim for dim in range(tensor.dim()) if dim != 1]
+
+
+def _spread_out(like: torch.Tensor, *vectors: torch.Tensor) -> list[torch.Tensor]:
+    """Return vectors over channels in a form that meets the rows of an input."""
+    shape = [1, like.shape[1]] + [1] * (like.dim() - 2)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return [vector.to(like.device, dtype).view(shape) for vector in vectors]

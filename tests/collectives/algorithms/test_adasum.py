@@ -1,0 +1,179 @@
+"""Adasum: what is alike is averaged, what differs is added, and every rank gets the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import MessageError, local_world, run_ranks
+from collectives.algorithms import adasum
+from collectives.transports import LocalTransport
+from tests.collectives.algorithms.adasum_tree import Vector, tree
+from tests.collectives.algorithms.worlds import rendezvous_world
+
+SIZES = range(1, 10)
+DTYPES = [np.float16, np.float32, np.float64]
+
+
+def combined(
+    vectors: Sequence[Vector],
+    segments: Sequence[int] | None = None,
+    make_world: Callable[[int], list[LocalTransport]] = local_world,
+) -> Vector:
+    """Return what every rank gets, the same bits."""
+    outcomes = [vector.copy() for vector in vectors]
+    world = make_world(len(vectors))
+    run_ranks(world, lambda t: adasum.allreduce(t, outcomes[t.rank], segments))
+    assert len({outcome.tobytes() for outcome in outcomes}) == 1
+    assert outcomes[0].dtype == vectors[0].dtype
+    return outcomes[0]
+
+
+def random_vectors(random: np.random.Generator, size: int, length: int) -> list[Vector]:
+    """Return vectors that have something in common."""
+    common = random.standard_normal(length)
+    return [common + random.standard_normal(length) for _ in range(size)]
+
+
+def cuts(length: int) -> st.SearchStrategy[list[int]]:
+    """Return lengths that add up, zeros among them."""
+    bounds = st.lists(st.integers(0, length), max_size=5).map(lambda b: [0, *sorted(b), length])
+    return bounds.map(lambda b: np.diff(b).tolist())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_orthogonal_vectors_add(size: int, random: np.random.Generator) -> None:
+    values = random.standard_normal(5 * size)
+    vectors = [np.where(np.arange(5 * size) % size == rank, values, 0.0) for rank in range(size)]
+    assert combined(vectors).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_equal_vectors_stay_as_they_are(size: int, random: np.random.Generator) -> None:
+    vector = random.integers(-9, 9, 23).astype(np.float32)  # whose dot products are exact
+    assert combined([vector] * size).tolist() == vector.tolist()
+
+
+def test_parallel_vectors_are_averaged() -> None:
+    one = np.array([2.0, -4.0, 6.0])
+    assert combined([one, 3 * one]).tolist() == (2 * one).tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_zeros_take_nothing_from_the_others(size: int, random: np.random.Generator) -> None:
+    vector = random.standard_normal(17)
+    nothing = np.zeros_like(vector)
+    for rank in range(size):
+        vectors = [vector if other == rank else nothing for other in range(size)]
+        assert combined(vectors).tolist() == vector.tolist()
+    assert combined([nothing] * size).tolist() == nothing.tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_scale_that_all_share_passes_through(size: int, random: np.random.Generator) -> None:
+    vectors = random_vectors(random, size, 40)
+    scaled = combined([vector * 2.0**-30 for vector in vectors])
+    assert scaled.tolist() == (combined(vectors) * 2.0**-30).tolist()
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_it_is_the_tree_of_pairs(data: st.DataObject) -> None:
+    size, length = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 30))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    # Ties and zeros, parallel and opposite vectors; and numbers of any kind.
+    few = st.sampled_from([-1.0, -0.5, 0.0, 0.0, 1.0, 2.0])
+    values = data.draw(st.sampled_from([few, st.floats(-100, 100, width=16)]))
+    row = st.lists(values, min_size=length, max_size=length)
+    vectors = [np.array(data.draw(row), dtype) for _ in range(size)]
+    segments = data.draw(cuts(length))
+    ends = np.cumsum([0, *segments])
+    parts = [
+        tree([vector[start:end] for vector in vectors]) for start, end in itertools.pairwise(ends)
+    ]
+    expected = np.concatenate(parts).astype(np.float64)
+    # A sum is no longer than its parts; each round may be off by a few units of the last place.
+    largest = sum(np.linalg.norm(vector.astype(np.float64)) for vector in vectors)
+    bound = 40 * np.finfo(dtype).eps * largest + 10 * np.finfo(dtype).smallest_subnormal
+    assert np.abs(combined(vectors, segments) - expected).max(initial=0.0) <= bound
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vectors_longer_than_a_block(
+    size: int, dtype: type[np.floating], random: np.random.Generator
+) -> None:
+    segments = [3, 40_001, 0, 100_000]
+    vectors = [v.astype(dtype) for v in random_vectors(random, size, sum(segments))]
+    ends = np.cumsum([0, *segments])
+    expected = np.concatenate(
+        [tree([v[a:b] for v in vectors]) for a, b in itertools.pairwise(ends) if b > a]
+    )
+    tolerance = 20 * np.finfo(dtype).eps
+    np.testing.assert_allclose(combined(vectors, segments), expected, tolerance, tolerance)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_segment(
+    size: int, bad: float, random: np.random.Generator
+) -> None:
+    vectors = random_vectors(random, size, 30)
+    expected = combined(vectors, [10, 12, 8])
+    vectors[size - 1][13] = bad
+    expected[10:22] = math.nan
+    np.testing.assert_array_equal(combined(vectors, [10, 12, 8]), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_sends_two_vectors_and_the_dot_products(size: int) -> None:
+    length, segments = 1 << 12, 3
+    world = local_world(size)
+    run_ranks(
+        world,
+        lambda t: adasum.allreduce(t, np.ones(length, np.float32), [length - 2, 1, 1]),
+    )
+    rounds = int(math.log2(size))
+    paired, vector_bytes = 2**rounds, 4 * length
+    halves = 2 * vector_bytes * (paired - 1) // paired
+    dots = 3 * 8 * segments * rounds * (rounds + 1) // 2
+    for rank, transport in enumerate(world):
+        folded = rank >= paired or rank + paired < size
+        expected = folded * vector_bytes + (rank < paired) * (halves + dots)
+        assert transport.traffic.sent_bytes == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_rank_waits_for_a_send_that_another_cannot_receive_yet(
+    size: int, random: np.random.Generator
+) -> None:
+    vectors = random_vectors(random, size, 50)
+    expected = combined(vectors, [20, 30])
+    assert combined(vectors, [20, 30], rendezvous_world).tolist() == expected.tolist()
+
+
+def test_others_arrays_of_another_size_are_refused(threads: Callable[..., list[object]]) -> None:
+    def program(transport: LocalTransport) -> None:
+        array = np.ones(8 << transport.rank)
+        with pytest.raises(MessageError, match=f"from rank {1 - transport.rank} is malformed"):
+            adasum.allreduce(transport, array)
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize("segments", [[4], [2, 4], [-1, 6], []])
+def test_segments_must_add_up(segments: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"add up to 5 \(the array's\)"):
+        adasum.allreduce(local_world(1)[0], np.ones(5), segments)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.complex128, np.uint8])
+def test_other_dtypes_are_refused(dtype: type) -> None:
+    with pytest.raises(ValueError, match=f"float64, got {np.dtype(dtype)}"):
+        adasum.allreduce(local_world(1)[0], np.ones(5, dtype))

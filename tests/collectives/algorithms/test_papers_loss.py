@@ -1,0 +1,73 @@
+"""What the paper's rule loses, and none of these algorithms does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from collectives import SparseVector
+from collectives.kernels import contains, sum_by_index
+from tests.collectives.algorithms.worlds import (
+    assert_nothing_is_lost,
+    entries,
+    merging_algorithm,
+    pairs_of,
+    random_picks,
+    run,
+)
+
+
+def by_the_papers_rule(picks: Sequence[SparseVector], update: SparseVector) -> list[SparseVector]:
+    """Return what returns when every pick is cleared whose index is in the final result."""
+    return [pick.where(~contains(update.indices, pick.indices)) for pick in picks]
+
+
+FOUR = [[(5, 1.0)], [(7, 2.0)], [(5, 3.0)], [(9, 0.1)]]
+# Round 0: ranks 0 and 1 merge 5:1.0 and 7:2.0, and keep 7:2.0; rank 0's pick is dropped.
+#          Ranks 2 and 3 merge 5:3.0 and 9:0.1, and keep 5:3.0; rank 3's pick is dropped.
+# Round 1: 7:2.0 and 5:3.0 are merged, 5:3.0 is kept; rank 1's pick is dropped.
+# The result is 5:3.0. Index 5 is in it, but not rank 0's 1.0.
+
+
+@merging_algorithm
+def test_a_pick_dropped_on_the_way_returns_though_its_index_came_back(algorithm: str) -> None:
+    picks = [entries(pairs, 10, np.float64) for pairs in FOUR]
+    outcomes = run(algorithm, picks, 1)
+    assert [pairs_of(update) for update, _ in outcomes] == [[(5, 3.0)]] * 4
+    assert [pairs_of(returned) for _, returned in outcomes] == [
+        [(5, 1.0)],
+        [(7, 2.0)],
+        [],
+        [(9, 0.1)],
+    ]
+    assert_nothing_is_lost(picks, outcomes)
+
+
+def test_the_papers_rule_loses_that_pick() -> None:
+    picks = [entries(pairs, 10, np.float64) for pairs in FOUR]
+    update = run("gtopk-tree", picks, 1)[0][0]
+    returned = by_the_papers_rule(picks, update)
+    assert [pairs_of(vector) for vector in returned] == [[], [(7, 2.0)], [], [(9, 0.1)]]
+    lost = sum_by_index(picks).to_dense() - sum_by_index([update, *returned]).to_dense()
+    assert np.flatnonzero(lost).tolist() == [5]
+    assert lost[5] == 1.0
+    with pytest.raises(AssertionError, match="coordinate 5 lost 1"):
+        assert_nothing_is_lost(picks, [(update, vector) for vector in returned])
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_the_papers_rule_loses_from_random_picks_too(
+    size: int, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, size, 200, 10, np.float64)
+    outcomes = run("gtopk", picks, 10)
+    update = outcomes[0][0]
+    everything = sum_by_index(picks).to_dense()
+    for returned, loses in (
+        ([returned for _, returned in outcomes], False),
+        (by_the_papers_rule(picks, update), True),
+    ):
+        kept = sum_by_index([update, *returned]).to_dense()
+        assert (np.abs(everything - kept).sum() > 0.01 * np.abs(update.values).sum()) == loses

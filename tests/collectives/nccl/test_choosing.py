@@ -1,0 +1,149 @@
+"""Which GPU a rank gets, and what must be installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from collectives import PeerError, Transport, open_transport, run_ranks
+from collectives.transports import local_world
+from collectives.transports.nccl import NcclTransport
+from tests.collectives.nccl.on_model import meet
+from tests.programs.of_gpus import device
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_a_gpu_are_named_on_all_ranks(cuda: Any, ranks: int) -> None:
+    cuda.gpus = 1
+    said = []
+
+    def program(host: Transport) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            NcclTransport(host)
+        said.append(str(caught.value))
+
+    run_ranks(local_world(ranks), program)
+    text = (
+        f"transport 'nccl' needs a GPU for each rank, but ranks {list(range(ranks))} share "
+        "0000:00:00.0, which NCCL refuses; open_transport('staged', bootstrap=...) goes through "
+        "pinned host memory instead"
+    )
+    assert said == [text] * ranks
+
+
+def test_a_host_with_fewer_gpus_than_ranks_is_refused_on_all_ranks(cuda: Any) -> None:
+    cuda.gpus = 2
+
+    def program(host: Transport) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            NcclTransport(host)
+        return str(caught.value)
+
+    said = run_ranks(local_world(3), program)
+    text = "needs a GPU for each rank, but rank 2 is number 3 of 3 on its host, which has 2"
+    assert text in said[2]
+    assert said[:2] == [f"rank 2 cannot use NCCL: {said[2]}"] * 2
+
+
+def test_a_rank_may_choose_its_gpu(cuda: Any) -> None:
+    def program(host: Transport) -> None:
+        transport = NcclTransport(host, device=5 - host.rank)
+        with device(5 - host.rank):
+            meet(transport)
+        transport.leave("done")
+
+    run_ranks(local_world(2), program)
+    assert sorted(c.device for c in cuda.communicators) == [4, 5]
+
+
+def test_a_gpu_that_is_not_there_is_refused(cuda: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"device must lie in 0\.\.7 .*got 8"):
+        NcclTransport(local_world(1)[0], device=8)
+
+
+def test_a_rank_without_a_gpu_says_so(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    monkeypatch.setattr(sys.modules["cupy.cuda"].runtime, "getDeviceCount", count)
+    text = r"transport 'nccl' needs a GPU; rank 0 has none \(cudaErrorInsufficientDriver\)"
+    with pytest.raises(RuntimeError, match=text):
+        NcclTransport(local_world(1)[0])
+
+
+def test_what_nccl_refuses_at_the_start_is_an_error(cuda: Any) -> None:
+    # Two containers of one host may hide from us that they share a GPU; not from NCCL.
+    def program(host: Transport) -> None:
+        host.neighbours = lambda: [host.rank]
+        with pytest.raises(PeerError, match=r"NCCL failed on rank \d .* \[0, 1\]: NCCL_ERROR 5"):
+            NcclTransport(host, device=0)
+
+    run_ranks(local_world(2), program)
+
+
+# ---- what must be installed
+
+
+def test_open_transport_opens_both(cuda: Any) -> None:
+    (host,) = local_world(1)
+    nccl = open_transport("nccl", bootstrap=host)
+    assert (nccl.name, nccl.library(), nccl.supports_device_messages) == (
+        "nccl",
+        "NCCL 2.32.3",
+        True,
+    )
+    staged = open_transport("staged", bootstrap=host)
+    assert (staged.name, staged.library()) == (host.name, host.library())
+    assert staged.supports_device_messages
+
+
+@pytest.mark.parametrize("name", ["nccl", "staged"])
+def test_both_need_a_bootstrap(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"open_transport\('{name}'\) needs bootstrap="):
+        open_transport(name)
+
+
+def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    text = r"transport 'nccl' needs cupy and NCCL \(.*cupy.*\): pip install gtopk\[cuda12\]"
+    with pytest.raises(ImportError, match=text):
+        open_transport("nccl", bootstrap=local_world(1)[0])
+    with pytest.raises(ImportError, match=r"'local' needs cupy, for .*: pip install gtopk\[cuda12"):
+        open_transport("staged", bootstrap=local_world(1)[0])
+
+
+def test_without_nccl_the_error_says_what_to_install(cuda: Any) -> None:
+    sys.modules["cupy.cuda.nccl"].available = False
+    text = r"'nccl' needs cupy and NCCL \(CuPy finds no libnccl\): pip install gtopk\[cuda12\]"
+    with pytest.raises(ImportError, match=text):
+        open_transport("nccl", bootstrap=local_world(1)[0])
+
+
+def test_a_rank_without_cupy_is_named_by_the_others(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = threading.local()
+    find = importlib.import_module
+
+    def import_module(name: str) -> ModuleType:
+        if where.rank == 1:
+            raise ImportError(f"No module named {name!r}")
+        return find(name)
+
+    monkeypatch.setattr("collectives.transports.gpu.importlib.import_module", import_module)
+
+    def program(host: Transport) -> BaseException:
+        where.rank = host.rank
+        with pytest.raises((ImportError, RuntimeError)) as caught:
+            NcclTransport(host)
+        return caught.value
+
+    errors = run_ranks(local_world(3), program)
+    assert [type(error) for error in errors] == [RuntimeError, ImportError, RuntimeError]
+    assert str(errors[0]) == str(errors[2]) == f"rank 1 cannot use NCCL: {errors[1]}"

@@ -1,0 +1,85 @@
+"""What is refused: arrays that differ or cannot be sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import MismatchError, Transport, run_ranks
+from collectives.transports import local_world
+from collectives.transports.announcement import Announcement, Way
+from collectives.transports.nccl import NcclTransport
+from collectives.transports.staged import StagedTransport
+from tests.collectives.nccl.on_model import message, on_ranks
+from tests.programs.of_gpus import device, up
+
+
+def test_arrays_that_differ_are_named_by_all_ranks_and_the_job_goes_on(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        arrays = [
+            np.zeros(5 + (transport.rank == 2)),
+            np.zeros(5, [int, float][transport.rank % 2]),
+        ]
+        text = r"rank 2 asks for allreduce \(sum\) of float64 \[6\] where rank 0 asks for .*\[5\]"
+        with pytest.raises(MismatchError, match=text):
+            transport.allreduce(up(arrays[0]))
+        with pytest.raises(MismatchError, match=r"rank 1 asks for .*float64 .* rank 0 .*int64"):
+            transport.allreduce(up(arrays[1]), "max")
+        bounds = [0, 1 + transport.rank // 2, 3, 5]
+        with pytest.raises(MismatchError, match=r"cut at \[0, 2, 3, 5\] where .* \[0, 1, 3, 5\]"):
+            transport.reduce_scatter(up(np.zeros(5)), bounds)
+        total = up(np.ones(5))
+        transport.allreduce(total)
+        assert total.get().tolist() == [3] * 5
+
+    on_ranks(3, program)
+
+
+def test_a_dtype_that_nccl_does_not_know_is_refused(cuda: Any) -> None:
+    with pytest.raises(TypeError, match=r"NCCL reduces int8, .*; got complex64"):
+        on_ranks(2, lambda transport: transport.allreduce(up(np.zeros(3, np.complex64))))
+
+
+def test_messages_of_hosts_and_gpus_are_not_gathered_together(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        if transport.rank == 0:
+            transport.allgather(message(100))
+        else:
+            with pytest.raises(
+                MismatchError, match="rank 0 gathers messages of hosts where rank 1"
+            ):
+                transport.allgather(up(message(100)))
+
+    on_ranks(2, program)
+
+
+@pytest.mark.parametrize("fault", ["dtype", "strides", "gpu"])
+def test_only_contiguous_bytes_of_the_own_gpu_are_sent(cuda: Any, fault: str) -> None:
+    def program(transport: NcclTransport) -> None:
+        with device(1 if fault == "gpu" else 0):
+            array = up(np.zeros(8, np.float32 if fault == "dtype" else np.uint8))
+        array = array[::2] if fault == "strides" else array
+        text = {
+            "dtype": r"must be uint8 \[m\], got float32 \[8\]",
+            "strides": "contiguous and there, got one on <CUDA Device 0> with strides",
+            "gpu": "rank 0 sends from <CUDA Device 0>.* got one on <CUDA Device 1>",
+        }[fault]
+        with pytest.raises(ValueError, match=text):
+            transport.exchange(array, 0)
+        with pytest.raises(ValueError, match=text):
+            transport.send(array, 0)
+
+    on_ranks(1, program)
+
+
+def test_a_message_over_nccl_needs_nccl_on_both_sides(cuda: Any) -> None:
+    def program(host: Transport) -> None:
+        if host.rank == 0:
+            host.send(Announcement(Way.NCCL, 9).encode(), 1)()
+        else:
+            with pytest.raises(MismatchError, match="rank 0 sends over NCCL, which rank 1 is not"):
+                StagedTransport(host).receive(0)
+
+    run_ranks(local_world(2), program)

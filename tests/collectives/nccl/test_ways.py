@@ -1,0 +1,313 @@
+"""Messages of GPUs, over NCCL or through pinned memory, and which of the two they take."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import Transport
+from collectives.cost import dense_bytes, rounds
+from collectives.transports.announcement import ANNOUNCEMENT_BYTES, Announcement, Way
+from collectives.transports.nccl import NcclTransport
+from tests.collectives.nccl.on_model import SIZES, message, on_ranks
+from tests.programs import collectives_transports as laws
+from tests.programs.of_gpus import OfGpus, device, up, without_counts
+
+
+def ids(law: Callable[..., None]) -> str:
+    return law.__name__.removeprefix("test_")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("law", laws.LAWS, ids=ids)
+def test_hosts_messages_travel_as_on_any_transport(cuda: Any, law: Any, size: int) -> None:
+    on_ranks(size, law)
+    assert cuda.moved_bytes == 0
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["nccl", "staged"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("law", without_counts(laws.LAWS), ids=ids)
+def test_messages_of_gpus_travel_as_on_any_transport(
+    cuda: Any, law: Any, size: int, staged: bool
+) -> None:
+    on_ranks(size, lambda transport: law(OfGpus(transport)), staged=staged)
+    assert not (staged and cuda.moved_bytes)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["nccl", "staged"])
+@pytest.mark.parametrize("size", SIZES)
+def test_parts_that_ranks_own_are_reduced_and_gathered_as_on_hosts(
+    cuda: Any, size: int, staged: bool
+) -> None:
+    # Small integers: any order of additions gives the same bits.
+    lengths = [size, 3 * size + 1, 0, 1]
+    cuts = [[n * rank // size for rank in range(size + 1)] for n in lengths]
+    cuts.append([0, *[5] * size])  # one owns it all
+
+    def program(transport: Transport) -> None:
+        over_gpus, host = OfGpus(transport), transport.host
+        mine = slice(transport.rank, transport.rank + 2)
+        for dtype, bounds, reduction in itertools.product(laws.DTYPES, cuts, laws.REDUCTIONS):
+            rows = np.random.default_rng(bounds).choice([-2, -1, 1, 2], (size, bounds[-1]))
+            array, expected = (rows[transport.rank].astype(dtype) for _ in range(2))
+            over_gpus.reduce_scatter(array, bounds, reduction)
+            host.reduce_scatter(expected, bounds, reduction)
+            own = slice(*bounds[mine])
+            assert array[own].tolist() == expected[own].tolist()
+            array = rows[0].astype(dtype)
+            gathered = np.full_like(array, 7)
+            gathered[own] = array[own]
+            over_gpus.allgather_into(gathered, bounds)
+            assert gathered.tolist() == array.tolist()
+
+    on_ranks(size, program, staged=staged)
+
+
+# ---- which way a message takes
+
+
+def test_partners_swap_over_nccl(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        received = transport.exchange(up(message(100, transport.rank)), transport.rank ^ 1)
+        assert received.get().tobytes() == message(100, transport.rank ^ 1).tobytes()
+
+    on_ranks(4, program)
+    assert cuda.moved_bytes == 4 * 100
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_ranks_pass_messages_round_over_nccl(cuda: Any, size: int) -> None:
+    def program(transport: NcclTransport) -> None:
+        rank = transport.rank
+        for shift in range(1, size + 1):
+            source = (rank - shift) % size
+            sent = up(message(10 * rank, rank))
+            (received,) = transport.exchange_all([(sent, (rank + shift) % size)], [source])
+            assert received.get().tobytes() == message(10 * source, source).tobytes()
+
+    on_ranks(size, program)
+    assert cuda.moved_bytes == size * sum(10 * rank for rank in range(size))
+
+
+def test_a_send_that_is_waited_for_at_once_goes_over_nccl(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        if transport.rank == 0:
+            transport.send(up(message(100, 1)), 1)()
+        else:
+            assert transport.receive(0).get().tobytes() == message(100, 1).tobytes()
+
+    on_ranks(2, program)
+    assert cuda.moved_bytes == 100
+
+
+def test_a_send_that_must_not_block_goes_through_the_host(cuda: Any) -> None:
+    # Everyone sends to everyone before anyone receives: NCCL's kernels would wait for each other.
+    def program(transport: NcclTransport) -> None:
+        waits = [transport.send(up(message(9, transport.rank)), to) for to in range(4)]
+        for source in reversed(range(4)):
+            assert transport.receive(source).get().tobytes() == message(9, source).tobytes()
+        for wait in waits:
+            wait()
+
+    on_ranks(4, program)
+    assert cuda.moved_bytes == 0
+
+
+@pytest.mark.parametrize("operation", ["barrier", "broadcast", "channel", "send", "allreduce"])
+def test_a_send_is_on_its_way_whatever_comes_before_its_wait(cuda: Any, operation: str) -> None:
+    def program(transport: NcclTransport) -> None:
+        peer = 1 - transport.rank
+        waits = [transport.send(up(message(9, 1)), peer)] if transport.rank == 0 else []
+        if transport.rank == 1:
+            assert transport.receive(0).get().tobytes() == message(9, 1).tobytes()
+        if operation == "channel":
+            transport.channel(1).exchange(up(message(5)), peer)
+        elif operation == "send":
+            waits.append(transport.send(message(3), peer))
+            transport.receive(peer)
+        elif operation == "allreduce":
+            transport.allreduce(np.zeros(3))
+        elif operation == "broadcast":
+            transport.broadcast(message(4), 1)
+        else:
+            transport.barrier()
+        for wait in waits:
+            wait()
+            wait()  # once more changes nothing
+
+    on_ranks(2, program)
+    assert cuda.moved_bytes == 0
+
+
+def test_a_rank_may_send_to_itself(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        transport.send(up(message(9)), 0)()
+        assert transport.receive(0).get().tobytes() == message(9).tobytes()
+
+    on_ranks(1, program)
+
+
+def test_messages_of_hosts_and_gpus_keep_their_order(cuda: Any) -> None:
+    like_an_announcement = Announcement(Way.NCCL, 7).encode()
+    sent = [message(5, 1), up, message(0, 2), up, like_an_announcement, message(24, 3), up]
+
+    def program(transport: NcclTransport) -> None:
+        waits = []
+        for number, content in enumerate(sent):
+            whose = up(message(number, 9)) if content is up else content
+            if transport.rank == 0:
+                waits.append(transport.send(whose, 1))
+                continue
+            received = transport.receive(0)
+            assert isinstance(received, np.ndarray) == (content is not up)
+            host = received.get() if content is up else received
+            assert host.tobytes() == (message(number, 9) if content is up else content).tobytes()
+        for wait in waits:
+            wait()
+
+    on_ranks(2, program)
+
+
+def test_a_host_may_swap_with_a_gpu(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        mine = message(10 + transport.rank, transport.rank)
+        for turn in range(2):
+            sends_host = transport.rank == turn
+            received = transport.exchange(mine if sends_host else up(mine), 1 - transport.rank)
+            assert isinstance(received, np.ndarray) != sends_host
+            host = received.get() if sends_host else received
+            assert host.tobytes() == message(11 - transport.rank, 1 - transport.rank).tobytes()
+
+    on_ranks(2, program)
+    assert cuda.moved_bytes == 11 + 10
+
+
+def test_a_view_goes_over_nccl_once_its_ranks_have_connected_it(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> int:
+        view = transport.subset([2, 0]) if transport.rank != 1 else None
+        moved = []
+        for _ in range(2):
+            if view is not None:
+                swapped = view.exchange(up(message(10, view.rank)), 1 - view.rank)
+                assert swapped.get().tobytes() == message(10, 1 - view.rank).tobytes()
+            transport.barrier()
+            moved.append(cuda.moved_bytes)
+            if view is not None:
+                view.connect()
+            transport.barrier()
+        return moved
+
+    assert on_ranks(3, program) == [[0, 20]] * 3
+
+
+def test_connected_channels_are_used_at_once_each_by_a_thread(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        channels = [transport.channel(number) for number in range(3)]
+        for channel in channels:
+            channel.connect()
+
+        def swap(channel: Transport) -> None:
+            with device(transport.rank):
+                for turn in range(5):
+                    mine = message(30 * turn + channel.tag, transport.rank)
+                    swapped = channel.exchange(up(mine), 1 - transport.rank)
+                    theirs = message(30 * turn + channel.tag, 1 - transport.rank)
+                    assert swapped.get().tobytes() == theirs.tobytes()
+                    array = up(np.full(5, channel.tag))
+                    channel.allreduce(array)
+                    assert set(array.get().tolist()) == {2 * channel.tag}
+
+        turns = channels[:: 1 if transport.rank else -1]
+        laws.together(*(lambda c=channel: swap(c) for channel in turns))
+
+    on_ranks(2, program)
+    assert cuda.moved_bytes == 2 * sum(30 * t + tag for t in range(5) for tag in (1, 2, 3))
+
+
+def test_what_is_received_lies_on_the_transports_gpu(cuda: Any) -> None:
+    # Whichever is current.
+    def program(transport: NcclTransport) -> None:
+        sent = up(message(8, transport.rank))
+        with device(7):
+            swapped = transport.exchange(sent, 1 - transport.rank)
+            staged = transport.channel(1).exchange(sent, 1 - transport.rank)
+            gathered = transport.allgather(sent)
+        for received in (swapped, staged, *gathered):
+            assert received.device == sent.device == device(transport.rank)
+        for rank in range(2):
+            assert gathered[rank].get().tobytes() == message(8, rank).tobytes()
+        assert swapped.get().tobytes() == message(8, 1 - transport.rank).tobytes()
+        assert staged.get().tobytes() == message(8, 1 - transport.rank).tobytes()
+
+    on_ranks(2, program)
+    assert cuda.moved_bytes == 16  # an allgather is a collective, not counted here
+
+
+def test_a_message_is_sent_as_the_callers_stream_makes_it(cuda: Any) -> None:
+    # The array is still being written, on a stream of the caller's own, when it is given away.
+    def program(transport: NcclTransport) -> None:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Stream(non_blocking=True):
+            for turn in range(5):
+                sent = cupy.empty(64, np.uint8)
+                for step in range(10):
+                    sent[...] = up(message(64, turn, step, transport.rank))
+                swapped = transport.exchange(sent, 1 - transport.rank)
+                expected = message(64, turn, 9, 1 - transport.rank)
+                assert swapped.get().tobytes() == expected.tobytes()
+
+    on_ranks(2, program)
+
+
+def test_a_message_may_be_forgotten_while_it_is_sent(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        if transport.rank == 0:
+            wait = transport.send(up(message(64, 1)), 1)
+            wait()
+        else:
+            time.sleep(0.05)
+            assert transport.receive(0).get().tobytes() == message(64, 1).tobytes()
+
+    on_ranks(2, program)
+
+
+def test_what_nobody_waited_for_is_sent_before_its_rank_leaves(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        if transport.rank == 0:
+            transport.send(up(message(64, 1)), 1)
+        else:
+            assert transport.receive(0).get().tobytes() == message(64, 1).tobytes()
+        transport.leave("done")
+
+    on_ranks(2, program)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_gpus_send_is_counted_with_its_announcements(cuda: Any, size: int) -> None:
+    def program(transport: NcclTransport) -> None:
+        transport.traffic.take()
+        transport.exchange(up(message(100)), transport.rank)
+        counted = transport.traffic.take()
+        assert counted.sent_bytes == 100 + ANNOUNCEMENT_BYTES
+        assert counted.sent_messages == 2
+        transport.allgather(message(50))
+        agreement = transport.traffic.take()
+        transport.allgather(up(message(1000)))
+        counted = transport.traffic.take()
+        own = dense_bytes(0, size) + (size - 1) * 1000
+        assert counted.sent_bytes - own == agreement.sent_bytes - (size - 1) * (
+            50 - ANNOUNCEMENT_BYTES
+        )
+        transport.allreduce(up(np.zeros(1000, np.float32)))
+        counted = transport.traffic.take()
+        assert counted.sent_messages == (3 * rounds(size) if size > 1 else 0)
+        assert counted.sent_bytes >= dense_bytes(1000, size)
+
+    on_ranks(size, program)

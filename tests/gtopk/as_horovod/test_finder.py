@@ -1,0 +1,69 @@
+"""Under as_horovod, horovod is gtopk; elsewhere it is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gtopk.as_horovod import install
+from gtopk.as_horovod.finder import Finder, stands_for
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def real_horovod(tmp_path: Path) -> Path:
+    """A folder with a horovod that must not be imported."""
+    package = tmp_path / "horovod"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('this is the real one')")
+    return tmp_path
+
+
+def test_every_import_path_gives_gtopks_objects_beside_a_real_horovod(real_horovod: Path) -> None:
+    program = ROOT / "tests/programs/horovod_names.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "gtopk.as_horovod", str(program)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(real_horovod), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "every name is gtopk's\n"
+
+
+def test_this_process_has_not_been_changed() -> None:
+    assert not any(isinstance(finder, Finder) for finder in sys.meta_path)
+
+
+def test_a_horovod_that_is_imported_already_is_an_error(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", sys)
+    with pytest.raises(RuntimeError, match="must not be imported before"):
+        install()
+
+
+def test_what_is_hidden_cannot_carry_messages(monkeypatch) -> None:
+    monkeypatch.setenv("GTOPK_TRANSPORT", "horovod")
+    with pytest.raises(RuntimeError, match="the real one cannot be imported there; unset it"):
+        install()
+
+
+def test_names_below_a_module_lead_below_its_counterpart() -> None:
+    assert stands_for("horovod.torch") == "gtopk.torch"
+    assert stands_for("horovod.torch.mpi_ops") == "gtopk.torch.mpi_ops"
+    assert stands_for("horovod.common.util") == "gtopk.common.util"
+    assert stands_for("horovod.runner") == "gtopk.runner"
+    assert stands_for("horovod.torch.mpi_ops.deeper") is None
+    assert stands_for("horovod.torchvision") is None
+    assert stands_for("horovod.spark") is None
+
+
+def test_other_imports_are_left_alone() -> None:
+    assert Finder().find_spec("json") is None
+    assert Finder().find_spec("horovodish") is None

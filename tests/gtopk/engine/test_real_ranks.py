@@ -1,0 +1,19 @@
+"""The engine on ranks that are processes, over MPI and over gloo."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("mpirun", 3), ("torchrun", 2)])
+def test_operations_are_matched_by_name(
+    request: pytest.FixtureRequest, launcher: str, ranks: int
+) -> None:
+    launch: Any = request.getfixturevalue(launcher)
+    done = launch(ranks, "any_order.py", HOROVOD_STALL_CHECK_TIME_SECONDS="0.4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("any order will do") == ranks, done.stdout + done.stderr
+    assert re.search(r"gtopk: rank 0 has waited 0\.\d+ s for rank 1 in allreduce.st", done.stderr)

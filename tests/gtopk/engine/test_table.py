@@ -1,0 +1,67 @@
+"""The table follows from what is said, and from nothing else: all ranks have the same."""
+
+from __future__ import annotations
+
+from gtopk.engine.saying import Intention, Saying
+from gtopk.engine.table import Table
+
+PLAIN = Intention(("x",), None, ())
+
+
+def fresh(*names: str, intention: Intention = PLAIN) -> Saying:
+    return Saying(fresh=tuple((name, intention, 0) for name in names))
+
+
+def done(table: Table, *sayings: Saying) -> list[str]:
+    return [ready.name for ready in table.take(sayings).ready]
+
+
+def test_a_name_has_a_slot_from_the_first_time_it_was_done():
+    table = Table(range(2), capacity=10)
+    assert done(table, fresh("a", "b"), fresh("b")) == ["b"]
+    assert [table.number_of(name, PLAIN) for name in "ab"] == [None, 0]
+    assert done(table, Saying(ready=1), fresh("a")) == ["a"]
+    assert [table.number_of(name, PLAIN) for name in "ab"] == [1, 0]
+    assert done(table, Saying(), Saying(ready=0b11)) == ["b"]
+    assert done(table, Saying(ready=0b10), Saying()) == ["a"]
+
+
+def test_the_name_that_was_used_least_recently_makes_way():
+    table = Table(range(2), capacity=2)
+    for name in "ab":
+        done(table, fresh(name), fresh(name))
+    assert done(table, Saying(ready=1), Saying(ready=1)) == ["a"]
+    assert done(table, fresh("c"), fresh("c")) == ["c"]
+    assert [table.number_of(name, PLAIN) for name in "abc"] == [0, None, 1]
+    assert table.slots == 2
+
+
+def test_a_name_that_some_rank_is_ready_for_keeps_its_slot():
+    table = Table(range(2), capacity=1)
+    done(table, fresh("a"), fresh("a"))
+    assert done(table, Saying(ready=1), fresh("b")) == []
+    assert done(table, fresh("b"), Saying()) == ["b"]
+    assert [table.number_of(name, PLAIN) for name in "ab"] == [0, None]
+    assert done(table, Saying(), Saying(ready=1)) == ["a"]
+
+
+def test_a_slot_that_changes_hands_is_used_again():
+    table = Table(range(2), capacity=2)
+    other = Intention(("y",), None, ())
+    for _ in range(5):
+        for intention in (PLAIN, other):
+            said = fresh("a", intention=intention)
+            assert done(table, said, said) == ["a"]
+    assert table.slots == 1
+
+
+def test_who_waits_and_who_is_waited_for():
+    table = Table([4, 5, 6], capacity=10)
+    table.take([fresh("a"), Saying(), fresh("a", "b")])
+    assert [table.waits(rank) for rank in range(3)] == [True, False, True]
+    assert [table.is_waited_for(rank) for rank in range(3)] == [True, True, False]
+    assert (table.missing("a"), table.missing("b")) == ([5], [4, 5])
+    table.take([Saying(), Saying(joins=True), Saying()])
+    assert table.missing("b") == [4]
+    assert [table.waits(rank) for rank in range(3)] == [False, True, True]  # "a" was refused
+    assert [table.is_waited_for(rank) for rank in range(3)] == [True, False, False]

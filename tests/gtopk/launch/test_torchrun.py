@@ -1,0 +1,12 @@
+"""The command that starts ranks by torchrun."""
+
+from __future__ import annotations
+
+from gtopk.launch.torchrun import torchrun_command
+
+
+def test_the_command_runs_the_program_on_so_many_ranks() -> None:
+    command = torchrun_command(3, ["python", "-c", "pass"], "/my/python")
+    assert command[:3] == ["/my/python", "-m", "torch.distributed.run"]
+    assert "--nproc-per-node=3" in command
+    assert command[-4:] == ["--no-python", "python", "-c", "pass"]

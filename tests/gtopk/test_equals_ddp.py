@@ -1,0 +1,12 @@
+"""Density 1 is PyTorch's own data parallelism, in every training loop."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(("ranks", "ways"), [(2, 80), (3, 12)])
+def test_density_1_trains_as_distributed_data_parallel_does(torchrun, ranks, ways):
+    job = torchrun(ranks, "equals_ddp.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count(f"{ways} ways to train are DDP's") == ranks, job.stdout + job.stderr

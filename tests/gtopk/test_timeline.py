@@ -1,0 +1,204 @@
+"""The timeline is JSON that Chrome shows, at every moment."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from gtopk import timeline, world
+from gtopk.engine import Event
+from gtopk.timeline import Timeline
+
+PLENTY_SECONDS = 30.0
+
+
+def records_in(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file that must be complete JSON, whenever nothing is writing."""
+    text = ""
+    while text != (text := path.read_text()):  # a read beside a write may see some of both
+        pass
+    first, *records = json.loads(text)
+    assert first == {}
+    return records
+
+
+def rows_in(path: Path) -> dict[str, list[str]]:
+    """Return what stands in each row, in the order of time: >begin, <end, a rank that is ready."""
+    names: dict[int, str] = {}
+    rows: dict[str, list[str]] = {}
+    for record in records_in(path):
+        if record["name" if "name" in record else "ph"] == "process_name":
+            names[record["pid"]] = record["args"]["name"]
+        elif record["ph"] in "BEX":
+            mark = {"B": ">", "E": "<", "X": ""}[record["ph"]] + record.get("name", "")
+            rows.setdefault(names[record["pid"]], []).append(mark)
+    return rows
+
+
+def events(name: str, *parts: str) -> list[Event]:
+    """Return the events in a word each, as "begin negotiate" or "ready 2"."""
+    made = []
+    for part in parts:
+        first, second = part.split()
+        if first == "ready":
+            made.append(Event("mark", "ready", name, time.perf_counter(), int(second)))
+        else:
+            made.append(Event(first, second, name, time.perf_counter()))  # type: ignore[arg-type]
+    return made
+
+
+FUSED = (
+    *("begin negotiate", "ready 0", "ready 2", "ready 1", "end negotiate", "begin execute"),
+    *("begin copy-in", "end copy-in", "begin reduce", "end reduce", "begin copy-out"),
+    *("end copy-out", "end execute"),
+)
+
+
+@pytest.mark.parametrize(
+    ("transport", "library"),
+    [("mpi", "MPI"), ("torch.distributed", "GLOO"), ("nccl", "NCCL"), ("local", "LOCAL")],
+)
+def test_an_operation_has_a_row_with_horovods_words(
+    tmp_path: Path, transport: str, library: str
+) -> None:
+    recorder = Timeline(str(tmp_path / "trace"), transport, mark_cycles=False)
+    for event in events("allreduce.weight", *FUSED):
+        recorder.note("", event)
+    recorder.close()
+    assert rows_in(tmp_path / "trace") == {
+        "allreduce.weight": [
+            *(">NEGOTIATE_ALLREDUCE", "0", "2", "1", "<", ">ALLREDUCE"),
+            *(">MEMCPY_IN_FUSION_BUFFER", "<", f">{library}_ALLREDUCE", "<"),
+            *(">MEMCPY_OUT_FUSION_BUFFER", "<", "<"),
+        ]
+    }
+    times = [record["ts"] for record in records_in(tmp_path / "trace") if "ts" in record]
+    assert times == sorted(times)
+    assert times[0] >= 0
+
+
+def test_the_file_is_complete_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    recorder = Timeline(str(path), "mpi", mark_cycles=False)
+    assert records_in(path) == []
+    for number in range(20):
+        recorder.note("", events(f"broadcast.{number}", "begin negotiate")[0])
+        deadline = time.monotonic() + PLENTY_SECONDS
+        while len(rows_in(path)) <= number:
+            assert time.monotonic() < deadline
+    recorder.close()
+    assert rows_in(path) == {f"broadcast.{n}": [">NEGOTIATE_BROADCAST"] for n in range(20)}
+
+
+def test_what_began_before_the_timeline_does_not_end_in_it(tmp_path: Path) -> None:
+    recorder = Timeline(str(tmp_path / "trace"), "mpi", mark_cycles=False)
+    for event in events("allgather.x", "ready 1", "end negotiate", "begin execute", "end execute"):
+        recorder.note("", event)
+    recorder.close()
+    assert rows_in(tmp_path / "trace") == {"allgather.x": ["1", ">ALLGATHER", "<"]}
+
+
+@pytest.mark.parametrize("mark_cycles", [False, True])
+def test_cycles_are_marked_where_asked_for(tmp_path: Path, mark_cycles: bool) -> None:
+    recorder = Timeline(str(tmp_path / "trace"), "mpi", mark_cycles)
+    recorder.note("", Event("mark", "cycle", "", time.perf_counter()))
+    recorder.close()
+    names = [record["name"] for record in records_in(tmp_path / "trace")]
+    assert names == ["CYCLE_START"] * mark_cycles
+
+
+# ---- of a world
+
+
+def test_rank_0_records_what_all_ranks_do(tmp_path: Path, threads: Callable[..., Any]) -> None:
+    path = tmp_path / "trace"
+
+    def program(transport: Any) -> None:
+        with world.entered(transport) as here:
+            hvd.allreduce(torch.ones(1), name="before")
+            timeline.start(here, str(path))
+            hvd.allreduce(torch.ones(1), name="within")
+            timeline.stop(here)
+            hvd.allreduce(torch.ones(1), name="after")
+
+    threads(3, program)
+    rows = rows_in(path)
+    assert list(rows) == ["allreduce.within"]
+    (row,) = rows.values()
+    assert row[0] == ">NEGOTIATE_ALLREDUCE"
+    assert sorted(mark for mark in row if mark.isdigit()) == ["0", "1", "2"]
+    assert ">ALLREDUCE" in row[row.index("<") :]
+    assert sum(mark[0] == ">" for mark in row) == row.count("<")
+
+
+def test_a_process_set_has_rows_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: Callable[..., Any]
+) -> None:
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
+    def program(transport: Any) -> None:
+        with world.entered(transport) as here:
+            early = hvd.add_process_set([0, 2])
+            timeline.start(here, str(tmp_path / "trace"))
+            late = hvd.add_process_set([0, 1])
+            for ranks in (early, late):
+                if ranks.included():
+                    hvd.allreduce(torch.ones(1), name="x", process_set=ranks)
+            hvd.allreduce(torch.ones(1), name="x")
+
+    threads(3, program)
+    rows = rows_in(tmp_path / "trace")
+    for number, members in (1, "02"), (2, "01"):
+        row = rows[f"allreduce.x (process set {number})"]
+        assert sorted(mark for mark in row if mark.isdigit()) == [*members]
+    assert sorted(mark for mark in rows["allreduce.x"] if mark.isdigit()) == ["0", "1", "2"]
+
+
+def test_a_second_start_ends_the_first_file(tmp_path: Path) -> None:
+    hvd.init()
+    timeline.start(world.current(), str(tmp_path / "first"))
+    hvd.allreduce(torch.ones(1), name="one")
+    timeline.start(world.current(), str(tmp_path / "second"))
+    hvd.allreduce(torch.ones(1), name="two")
+    hvd.shutdown()
+    assert list(rows_in(tmp_path / "first")) == ["allreduce.one"]
+    assert list(rows_in(tmp_path / "second")) == ["allreduce.two"]
+
+
+@pytest.mark.parametrize(("asked", "cycles"), [("", False), ("1", True), ("0", False)])
+def test_the_environment_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, cycles: bool
+) -> None:
+    path = tmp_path / "trace"
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
+    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", asked)
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="x")
+    hvd.shutdown()
+    assert "allreduce.x" in rows_in(path)
+    assert any(record.get("name") == "CYCLE_START" for record in records_in(path)) == cycles
+
+
+def test_dynamic_waits_for_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    hvd.shutdown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_ends_no_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "absent" / "trace"))
+    with pytest.warns(UserWarning, match="HOROVOD_TIMELINE must name a file to write"):
+        hvd.init()
+    hvd.shutdown()

@@ -1,0 +1,288 @@
+"""Around the method: warm-up, clipping, policies, loss scales, replicas, steps that are skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.transports import LocalTransport, local_world
+from gtopk import world
+from gtopk.compression import Compression
+from gtopk.exceptions import HorovodInternalError
+from gtopk.optimizer import DistributedOptimizer
+from tests.gtopk.held import held
+
+
+def network() -> torch.nn.Sequential:
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+    ).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    return model
+
+
+def value(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return model(torch.randn(4, 3, generator=generator, dtype=torch.float64)).square().sum()
+
+
+def distribute(model: torch.nn.Module, compression: Any = Compression.none, **options: Any) -> Any:
+    return DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        model.named_parameters(),
+        compression,
+        **{"bucket_bytes": 200, **options},
+    )
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_a_warm_up_sends_less_from_step_to_step(threads):
+    def program(transport: LocalTransport) -> list[int]:
+        model, sent = network(), []
+        with world.entered(transport):
+            optimizer = distribute(
+                model, Compression.gtopk(0.05, warmup_steps=3, warmup_from=0.8), bucket_bytes=None
+            )
+            for step in range(5):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                optimizer.step()
+                sent.append(optimizer.last_step.selected)
+        return sent
+
+    first, second = threads(2, program)
+    elements = flat(network()).numel()
+    assert first == second
+    assert first[0] == round(0.8 * elements)
+    assert first[:4] == sorted(first[:4], reverse=True)
+    assert first[3:] == [round(0.05 * elements)] * 2
+
+
+def test_ranks_at_different_places_of_a_warm_up_are_told(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.05, warmup_steps=5))
+            optimizer._reducer.progress.steps = transport.rank
+            value(model, transport.rank, 0).backward()
+            with pytest.raises(HorovodInternalError, match=r"at step 0.*at step 1"):
+                optimizer.step()
+
+    threads(2, program)
+
+
+def test_what_a_policy_keeps_dense_holds_nothing_back(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.05, dense_vectors=True))
+            for step in range(3):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                optimizer.step()
+            assert optimizer.last_step.algorithm == "dense+gtopk"
+            names, _ = optimizer._reducer.take_state_out()
+            assert set(names) == {"0.weight", "2.weight", "3.weight"}
+
+    threads(2, program)
+
+
+def test_momentum_correction_reaches_what_travels_dense(threads):
+    """At density 1 and with all else dense, it is SGD with momentum."""
+
+    def program(transport: LocalTransport, compression: Any, momentum: float) -> torch.Tensor:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum),
+                model.named_parameters(),
+                compression,
+            )
+            for step in range(4):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                optimizer.step()
+        return flat(model)
+
+    whole = Compression.gtopk(0.5, dense="", momentum_correction=0.9)
+    corrected, plain = (
+        threads(3, lambda t, how=how: program(t, *how))[0]
+        for how in ((whole, 0.0), (Compression.none, 0.9))
+    )
+    torch.testing.assert_close(corrected, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_the_agreed_update_is_clipped_to_the_global_norm(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, global_clip_norm=0.01)
+            before = flat(model)
+            value(model, transport.rank, 0).backward()
+            optimizer.step()
+            return (flat(model) - before) / 0.05
+
+    for move in threads(3, program):
+        assert float(move.norm()) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_a_ranks_gradient_is_clipped_to_its_share_before_the_residual(threads):
+    size, allowed = 4, 0.1
+
+    def program(transport: LocalTransport) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.01), local_clip_norm=allowed, op=1)
+            value(model, transport.rank, 0).backward()
+            own = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()
+            optimizer.synchronize()
+            update = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()
+            return own, held(optimizer), update
+
+    ranks = threads(size, program)
+    share = allowed / np.sqrt(size)
+    clipped = [own * min(1.0, share / np.linalg.norm(own)) for own, _, _ in ranks]
+    assert np.linalg.norm(clipped[0]) == pytest.approx(share)
+    total = ranks[0][2] + sum(residual for _, residual, _ in ranks)
+    np.testing.assert_allclose(total, sum(clipped), atol=1e-12)
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.1)], ids=repr)
+def test_a_loss_scale_that_changes_does_not_weigh_the_residual_anew(threads, compression):
+    """With a scaler that is told of, training is what it is without any: powers of 2 are exact."""
+
+    def program(transport: LocalTransport, scales: list[float] | None) -> Any:
+        model = network()
+        with world.entered(transport):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scales is not None)
+            optimizer = distribute(model, compression, scaler=scaler)
+            for step in range(5):
+                optimizer.zero_grad()
+                scaler.scale(value(model, transport.rank, step)).backward()
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update(scales[step] if scales else None)
+        return flat(model), held(optimizer)
+
+    scaled = threads(3, lambda t: program(t, [4.0, 65536.0, 2.0, 1024.0, 0.5]))
+    plain = threads(3, lambda t: program(t, None))
+    for one, other in zip(scaled, plain, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1].tobytes() == other[1].tobytes()
+
+
+def test_unscaling_before_the_reduction_is_an_error_that_says_how(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            scaler = torch.amp.GradScaler("cpu")
+            optimizer = distribute(model, scaler=scaler)
+            scaler.scale(value(model, transport.rank, 0)).backward()
+            with pytest.raises(ValueError, match=r"synchronize\(\)"):
+                scaler.step(optimizer)
+
+    threads(2, program)
+
+
+def test_a_scaler_not_told_of_may_still_unscale_before_the_reduction(threads):
+    """Early buckets were exchanged as scaled; what counts is what is there at the end."""
+
+    def program(transport: LocalTransport, scale: bool) -> torch.Tensor:
+        model = network()
+        with world.entered(transport):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scale)
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            for step in range(3):
+                optimizer.zero_grad()
+                scaler.scale(value(model, transport.rank, step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return flat(model)
+
+    scaled, plain = (threads(2, lambda t, s=s: program(t, s))[0] for s in (True, False))
+    assert torch.equal(scaled, plain)
+
+
+def test_replicas_that_part_are_found_and_named(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1), check_every=2)
+            for step in range(6):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                if step == 4 and transport.rank == 2:
+                    with torch.no_grad():
+                        model[2].weight[3, 1] += 1e-9
+                        model[3].bias[0] += 1
+                if step == 5:
+                    with pytest.raises(
+                        HorovodInternalError, match=r"'2\.weight'.*ranks 0, 1: .*; rank 2: "
+                    ):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+
+    threads(3, program)
+
+
+def test_steps_that_are_skipped_again_and_again_end_in_an_error(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, max_skipped_steps=2)
+            for step in range(6):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                if step != 2 and transport.rank == 0:
+                    model[0].bias.grad.fill_(float("inf"))
+                if step == 5:
+                    with pytest.raises(FloatingPointError, match=r"3 steps in a row.*'0\.bias'"):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+            assert optimizer.skipped_steps == 5
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize(("density", "warned"), [(0.001, True), (1.0, False)])
+def test_a_density_that_leaves_too_few_entries_is_warned_of(caplog, density, warned):
+    parameter = torch.nn.Parameter(torch.zeros(10_000))
+    with world.entered(local_world(1)[0]):
+        DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=0.1), compression=Compression.gtopk(density)
+        )
+    assert ("leaves 10 of 10000 entries" in caplog.text) == warned
+
+
+def test_compiled_models_and_autocast_train_alike_on_every_rank(threads):
+    def program(transport: LocalTransport, compiles: bool) -> torch.Tensor:
+        model = network().float()
+        run = torch.compile(model, backend="aot_eager") if compiles else model
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2))
+            for step in range(3):
+                generator = torch.Generator().manual_seed(100 * step + transport.rank)
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=not compiles):
+                    loss = run(torch.randn(4, 3, generator=generator)).square().sum()
+                loss.backward()
+                optimizer.step()
+            assert optimizer._reducer.overlaps
+        return flat(model)
+
+    for compiles in (False, True):
+        size = 1 if compiles else 3  # one thread compiles at a time
+        replicas = threads(size, lambda t, c=compiles: program(t, c))
+        assert all(torch.equal(replica, replicas[0]) for replica in replicas)

@@ -1,0 +1,25 @@
+"""Worlds whose ranks are threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from collectives.transports import LocalTransport
+from gtopk import world
+
+
+@pytest.fixture
+def ranks(threads) -> Callable[..., list[Any]]:
+    """Run `ranks(size, program)`: `program(rank)`, with gtopk's world, on each of them."""
+
+    def run(size: int, program: Callable[[int], Any]) -> list[Any]:
+        def rank(transport: LocalTransport) -> Any:
+            with world.entered(transport):
+                return program(transport.rank)
+
+        return threads(size, rank)
+
+    return run

@@ -1,0 +1,99 @@
+"""What each rank holds back survives a change of the ranks: its sum is conserved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from gtopk.torch.elastic import TorchState
+
+
+class HoldsBack(torch.optim.SGD):
+    """An optimizer that holds something back, as a distributed one does."""
+
+    steps = 0
+    buckets: list[list[str]]
+    held: torch.Tensor | None = None
+
+    def state_dict(self):
+        held = {} if self.held is None else {"weight": {"residual": self.held}}
+        own = {
+            "ranks": hvd.size(),
+            "steps": self.steps,
+            "buckets": self.buckets,
+            "held": {hvd.rank(): held},
+        }
+        return {**super().state_dict(), "gtopk": own}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        if own := state_dict.get("gtopk"):
+            assert own["ranks"] == hvd.size()
+            self.steps, self.buckets = own["steps"], own["buckets"]
+            self.held = own["held"][hvd.rank()].get("weight", {}).get("residual")
+
+
+def make():
+    model = torch.nn.Linear(2, 1)
+    optimizer = HoldsBack(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.buckets = []
+    return TorchState(model, optimizer)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 3), (5, 2), (2, 3), (3, 1)])
+def test_what_is_held_back_is_conserved(ranks, tmp_path, monkeypatch, before, after):
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+
+    def begin(rank):
+        state = make()
+        state.optimizer.param_groups[0]["lr"] = 0.5
+        state.optimizer.steps, state.optimizer.buckets = 7, [["weight"], ["bias"]]
+        state.optimizer.held = torch.tensor([1.0, 10.0**rank])
+        state.commit()
+
+    def go_on(rank):
+        state = make()
+        state.sync()
+        state.restore()
+        optimizer = state.optimizer
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        # Ranks that hold back nothing, too: they are where the others are.
+        assert (optimizer.steps, optimizer.buckets) == (7, [["weight"], ["bias"]])
+        return optimizer.held
+
+    ranks(before, begin)
+    held = ranks(after, go_on)
+    total = sum(tensor for tensor in held if tensor is not None)
+    assert total.tolist() == [before, sum(10.0**rank for rank in range(before))]
+    if before == after:
+        assert [tensor.tolist() for tensor in held] == [[1.0, 10.0**r] for r in range(before)]
+
+
+def test_a_sync_leaves_each_rank_what_it_holds_back(ranks):
+    def program(rank):
+        state = make()
+        state.optimizer.held = torch.tensor([float(rank)])
+        state.sync()
+        state.commit()
+        state.optimizer.held = None
+        state.restore()
+        return state.optimizer.held.item()
+
+    assert ranks(3, program) == [0.0, 1.0, 2.0]
+
+
+def test_a_plain_optimizer_goes_on_too(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+
+    def program(rank):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+        state = TorchState(model, optimizer)
+        state.sync()
+        optimizer.param_groups[0]["lr"] *= 2
+        state.commit()
+        return optimizer.param_groups[0]["lr"]
+
+    assert ranks(2, program) == [0.2, 0.2]
+    assert ranks(3, program) == [0.4, 0.4, 0.4]

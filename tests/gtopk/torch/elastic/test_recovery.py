@@ -1,0 +1,184 @@
+"""Training that fails goes on from its last commit: the same processes, or others after them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from gtopk.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from gtopk.torch.elastic import State, run_fn
+
+PROGRAMS = Path(__file__).parents[3] / "programs"
+
+# Of its own: the fixture below starts two jobs, each with a limit.
+pytestmark = pytest.mark.timeout(300)
+
+
+class Told(State):
+    """Writes down what is done to it."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def save(self):
+        self.log.append("save")
+
+    def restore(self):
+        self.log.append("restore")
+
+    def sync(self):
+        self.log.append("sync")
+
+    def reset(self):
+        self.log.append("on_reset")
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (HorovodInternalError("x"), ["restore", "rejoin", "on_reset", "sync"]),
+        (HostsUpdatedInterrupt(False), ["rejoin", "on_reset", "sync"]),
+        (HostsUpdatedInterrupt(True), ["rejoin", "on_reset"]),
+    ],
+)
+def test_what_follows_a_failure(raised, expected):
+    log: list[str] = []
+
+    def attempt(state, value, *, key):
+        log.append("attempt")
+        if log.count("attempt") == 1:
+            raise raised
+        return value + key
+
+    train = run_fn(attempt, lambda: log.append("rejoin"))
+    assert train(Told(log), 1, key=2) == 3
+    assert log == ["sync", "attempt", *expected, "attempt"]
+
+
+def test_a_failure_after_changed_hosts_is_synchronized_again():
+    log: list[str] = []
+    raised = iter([HostsUpdatedInterrupt(True), HorovodInternalError("x")])
+
+    def attempt(state):
+        log.append("attempt")
+        if error := next(raised, None):
+            raise error
+
+    run_fn(attempt, lambda: None)(Told(log))
+    words = ["sync", "attempt", "on_reset", "attempt", "restore", "on_reset", "sync", "attempt"]
+    assert log == words
+
+
+def test_attempts_that_get_on_are_not_counted(ranks):
+    def program(rank):
+        attempts = []
+
+        def attempt(state):
+            attempts.append(1)
+            state.commit()
+            if len(attempts) < 50:
+                raise HorovodInternalError("now and then")
+
+        run_fn(attempt, lambda: None)(Told([]))
+        return len(attempts)
+
+    assert ranks(1, program) == [50]
+
+
+def load_job() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("elastic_job", PROGRAMS / "elastic_job.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_here(ranks, size):
+    """Return what each rank of a job of threads, in which nothing happens, ends with."""
+    job = load_job()
+    return ranks(size, lambda rank: job.train(lambda epoch, batch: None))
+
+
+def every_sample_once(trained):
+    job = load_job()
+    return trained.samples() == [list(range(job.SAMPLES))] * job.EPOCHS
+
+
+class Killed(NamedTuple):
+    """A job of 3 ranks, one of which was killed in the second epoch, a batch after commit 4.
+
+    left: its folder of commits, as it was then; again: the same job, started again.
+    """
+
+    first: Any
+    left: Path
+    again: Any
+
+
+@pytest.fixture(scope="module")
+def killed(mpirun, tmp_path_factory) -> Killed:
+    where = tmp_path_factory.mktemp("killed")
+    folder = where / "commits"
+    arguments = ("1", "3", "1", str(where / "happened"))
+    first = mpirun(3, "elastic_job.py", *arguments, GTOPK_ELASTIC_DIR=str(folder))
+    left = shutil.copytree(folder, where / "left")
+    return Killed(first, left, mpirun(3, "elastic_recovers.py", GTOPK_ELASTIC_DIR=str(folder)))
+
+
+def test_a_killed_rank_ends_the_job_which_says_how_it_can_go_on(killed):
+    assert killed.first.returncode != 0
+    assert re.search(r"rank 1 with PID \d+ .*\n?.*signal 9", killed.first.stderr)
+    advice = r"rank [02] of 3 .*start it again with GTOPK_ELASTIC_DIR=\S+ .*from commit 4"
+    assert re.search(advice, killed.first.stderr), killed.first.stderr
+
+
+def test_as_many_ranks_end_as_if_nothing_had_happened(ranks, killed):
+    assert killed.again.returncode == 0, killed.again.stderr
+    assert "going on from commit 4 in " in killed.again.stderr
+    undisturbed = train_here(ranks, 3)[0]
+    assert every_sample_once(undisturbed)
+    # To the bit: what the ranks held back is there again, too.
+    told = [line for line in killed.again.stdout.split("\n") if " of 3: " in line]
+    assert sorted(told) == [f"rank {rank} of 3: {undisturbed}" for rank in range(3)]
+
+
+def test_fewer_ranks_process_what_was_left(ranks, killed, monkeypatch):
+    undisturbed = train_here(ranks, 3)[0]
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(killed.left))
+    two = train_here(ranks, 2)
+    assert [trained.digest for trained in two] == [two[0].digest] * 2
+    assert every_sample_once(two[0])
+    assert two[0].batches[1][:2] == undisturbed.batches[1][:2]
+    assert {len(batch) for batch in two[0].batches[1][2:]} == {2 * load_job().BATCH}
+    assert [trained.resets for trained in two] == [1, 1]
+
+
+def test_ranks_that_all_live_recover_from_failures(killed):
+    told = killed.again.stdout.count("every failure was survived")
+    assert told == 3, killed.again.stdout + killed.again.stderr
+
+
+def test_torchrun_restarts_all_and_they_go_on(ranks, torchrun, tmp_path):
+    (undisturbed, _) = train_here(ranks, 2)
+    job = torchrun(
+        *(2, "elastic_job.py", "1", "3", "1", str(tmp_path / "killed")),
+        restarts=1,
+        GTOPK_ELASTIC_DIR=str(tmp_path / "commits"),
+    )
+    assert job.returncode == 0, job.stderr
+    # The survivor says who is gone, and what to do where no agent does it.
+    said = r"HorovodInternalError: rank 1 cannot join this job anew \(rank 1 left \(its connection "
+    assert re.search(said, job.stderr), job.stderr
+    assert "start it again with GTOPK_ELASTIC_DIR=" in job.stderr
+    assert "going on from commit 5" in job.stderr
+    assert sorted(job.stdout.split("\n"))[-2:] == [
+        f"rank {rank} of 2: {undisturbed}" for rank in range(2)
+    ]

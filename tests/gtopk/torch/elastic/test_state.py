@@ -1,0 +1,238 @@
+"""A TorchState commits, restores and spreads what it holds, each value as its type needs it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from gtopk.torch.elastic import ElasticSampler, TorchState, state
+from gtopk.torch.elastic.state import (
+    LRSchedulerStateHandler,
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StateHandler,
+)
+
+
+def make(rank=0):
+    """Return a state with one of everything."""
+    model = torch.nn.BatchNorm1d(2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + rank))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    sampler = ElasticSampler(range(12), seed=1)
+    return TorchState(model, optimizer, scheduler=scheduler, sampler=sampler, epoch=rank, seen=[])
+
+
+def work(state):
+    """Change everything in it."""
+    state.optimizer.zero_grad()
+    state.model(torch.arange(6.0).reshape(3, 2)).square().sum().backward()
+    state.optimizer.step()
+    state.scheduler.step()
+    state.sampler.record_batch(0, 2)
+    state.epoch += 1
+    state.seen.append(state.epoch)
+
+
+def everything(state):
+    return (
+        repr(state.model.state_dict()),
+        repr(state.optimizer.state_dict()),
+        state.scheduler.state_dict(),
+        state.sampler.state_dict(),
+        state.epoch,
+        list(state.seen),
+    )
+
+
+def test_restore_returns_to_the_last_commit_every_time(ranks):
+    def program(rank):
+        one = make()
+        begun = everything(one)
+        work(one)
+        one.restore()
+        assert everything(one) == begun
+        work(one)
+        one.commit()
+        committed = everything(one)
+        for _ in range(2):  # what goes on from it must not change it
+            work(one)
+            assert everything(one) != committed
+            one.restore()
+            assert everything(one) == committed
+
+    ranks(1, program)
+
+
+def test_sync_makes_everything_rank_0s(ranks):
+    def program(rank):
+        one = make(rank)
+        for _ in range(rank + 1):
+            work(one)
+        one.sync()
+        synced = everything(one)
+        work(one)
+        one.restore()
+        assert everything(one) == synced
+        return synced
+
+    first, *others = ranks(3, program)
+    assert others == [first] * 2
+    assert first[-2:] == (1, [1])
+
+
+def test_a_value_of_its_own_type_may_take_the_place_of_another(ranks):
+    def program(rank):
+        one = make()
+        other = torch.nn.BatchNorm1d(2)
+        torch.nn.init.constant_(other.weight, 7.0)
+        one.model = other
+        one.epoch = 5
+        with torch.no_grad():
+            other.weight.zero_()
+        one.restore()
+        assert one.model is other
+        assert other.weight.tolist() == [7.0, 7.0]
+        assert one.epoch == 0  # a plain object is what was committed
+
+    ranks(1, program)
+
+
+def test_what_is_passed_is_what_is_there(ranks):
+    def program(rank):
+        seen, model = [], torch.nn.Linear(1, 1)
+        one = TorchState(model=model, seen=seen)
+        assert one.seen is seen
+        assert one.model is model
+        assert one.optimizer is None
+        other = TorchState()
+        assert (other.model, other.optimizer) == (None, None)
+        other.commit()
+        other.sync()
+
+    ranks(1, program)
+
+
+def test_reset_deals_the_samples_out_anew_and_calls_back(ranks):
+    def program(rank):
+        one = make()
+        calls = []
+        one.register_reset_callbacks([lambda: calls.append(1), lambda: calls.append(2)])
+        one.sampler.record_batch(0, 2)
+        one.on_reset()
+        assert calls == [1, 2]
+        assert len(one.sampler) == (12 - 4) // 2
+
+    ranks(2, program)
+
+
+class Counter:
+    """A type that gtopk does not know."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class CounterHandler(StateHandler):
+    """Keeps a Counter in memory, as Horovod's own handlers would."""
+
+    def __init__(self, counter):
+        super().__init__(counter)
+        self.save()
+
+    def save(self):
+        self._saved = self.value.value
+
+    def restore(self):
+        self.value.value = self._saved
+
+    def sync(self):
+        self.value.value = hvd.broadcast_object(self.value.value)
+        self.save()
+
+
+@pytest.fixture
+def with_counters():
+    before = state.get_handler_registry()
+    state.set_handler_registry([(Counter, CounterHandler), *before])
+    yield
+    state.set_handler_registry(before)
+
+
+@pytest.mark.usefixtures("with_counters")
+def test_the_registry_takes_further_types(ranks, tmp_path, monkeypatch):
+    def program(rank):
+        one = TorchState(counter=Counter(rank))
+        one.sync()
+        assert one.counter.value == 0
+        one.counter.value = 3
+        one.restore()
+        assert one.counter.value == 0
+        one.counter = Counter(4)
+        one.commit()
+        assert one.counter.value == 4
+
+    ranks(2, program)
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+    with pytest.raises(NotImplementedError, match=r"CounterHandler must define saved\(\) and res"):
+        ranks(1, program)
+
+
+def test_the_registry_begins_with_horovods_types():
+    registry = dict(state.get_handler_registry())
+    assert registry[torch.nn.Module] is ModelStateHandler
+    assert registry[torch.optim.Optimizer] is OptimizerStateHandler
+    assert registry[ElasticSampler] is SamplerStateHandler
+    assert registry[torch.optim.lr_scheduler.LRScheduler] is LRSchedulerStateHandler
+
+
+def test_a_job_that_starts_again_goes_on_from_the_last_commit(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+
+    def begin(rank):
+        one = make(rank)
+        one.sync()
+        work(one)
+        one.commit()
+        committed = everything(one)
+        work(one)  # lost
+        return committed
+
+    def go_on(rank):
+        one = make(rank)
+        resets = []
+        one.register_reset_callbacks([lambda: resets.append(hvd.size())])
+        one.sync()
+        resumed = everything(one)
+        work(one)
+        one.restore()
+        assert everything(one) == resumed
+        one.sync()
+        assert everything(one) == resumed  # the disk is looked at once
+        left = list(one.sampler)
+        one.commit()
+        return resumed, resets, left
+
+    committed, *others = ranks(3, begin)
+    assert others == [committed] * 2
+    (order,) = ranks(1, lambda rank: list(make().sampler))
+    unprocessed = sorted(order[3 * 2 :])
+    for size, resets in ((3, []), (2, [2])):
+        outcomes = ranks(size, go_on)
+        assert [resumed for resumed, _, _ in outcomes] == [committed] * size
+        # As Horovod does when ranks were added or removed: learning rates may depend on it.
+        assert [calls for _, calls, _ in outcomes] == [resets] * size
+        assert sorted(index for *_, left in outcomes for index in left) == unprocessed
+
+
+def test_another_states_commit_is_refused(ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+    ranks(2, lambda rank: TorchState(a=1).commit())
+
+    def program(rank):
+        with pytest.raises(ValueError, match=r"commit 1 holds \['a', .* this state \['b', .*DIR"):
+            TorchState(b=1).sync()
+
+    ranks(2, program)

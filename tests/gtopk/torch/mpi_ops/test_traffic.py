@@ -1,0 +1,51 @@
+"""Alltoall and reducescatter send what others need, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport
+from gtopk import world
+
+ROWS = 1000  # for each rank
+
+
+def sent_bytes(threads, ranks: int, operation: Callable[[torch.Tensor], object]) -> list[int]:
+    """Return what each rank sends besides agreeing, for `operation` of ROWS float32 per rank."""
+
+    def program(transport: LocalTransport) -> int:
+        sent = 0
+        send_on = transport.send_on
+
+        def counting(stream, message, to):
+            nonlocal sent
+            # Agreeing takes messages of a few hundred bytes.
+            sent += message.size if message.size >= 4 * ROWS else 0
+            return send_on(stream, message, to)
+
+        transport.send_on = counting  # type: ignore[method-assign]
+        with world.entered(transport):
+            operation(torch.arange(ranks * ROWS, dtype=torch.float32))
+        return sent
+
+    return threads(ranks, program)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_alltoall_sends_each_rank_its_own_rows(threads, ranks: int) -> None:
+    expected = [4 * ROWS * (ranks - 1)] * ranks
+    assert sent_bytes(threads, ranks, hvd.alltoall) == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_reducescatter_sends_each_row_once(threads, ranks: int) -> None:
+    expected = [4 * ROWS * (ranks - 1)] * ranks
+    assert sent_bytes(threads, ranks, lambda t: hvd.reducescatter(t, op=hvd.Sum)) == expected
+    group = sent_bytes(
+        threads, ranks, lambda t: hvd.grouped_reducescatter([t, t.clone()], op=hvd.Sum)
+    )
+    assert group == [2 * size for size in expected]

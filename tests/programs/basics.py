@@ -1,0 +1,36 @@
+"""Checks for any number of ranks: what scripts ask a Horovod about itself.
+
+Imported by mpi_ops.py, after init.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from checks import raises
+
+import gtopk.torch as hvd
+
+OVER_MPI = "OMPI_COMM_WORLD_SIZE" in os.environ
+
+
+def test_what_is_built_and_what_is_in_use() -> None:
+    assert hvd.mpi_built() is True
+    assert hvd.gloo_built() is True
+    assert hvd.mpi_enabled() is OVER_MPI
+    assert hvd.gloo_enabled() is not OVER_MPI
+    assert hvd.cuda_built() is (torch.version.cuda is not None)
+    assert hvd.rocm_built() is (torch.version.hip is not None)
+    assert (hvd.ddl_built(), hvd.ccl_built()) == (False, False)
+    assert type(hvd.nccl_built()) is int
+    assert hvd.mpi_ops.is_homogeneous() is True
+    if OVER_MPI:
+        assert hvd.mpi_threads_supported() is True
+    else:
+        raises(ValueError, hvd.mpi_threads_supported, "MPI is not enabled")
+
+
+def test_a_timeline_needs_the_environments_consent() -> None:
+    os.environ.pop("HOROVOD_TIMELINE", None)
+    raises(ValueError, lambda: hvd.start_timeline("trace.json"), "HOROVOD_TIMELINE", "DYNAMIC")

@@ -1,0 +1,289 @@
+"""Checks for any number of ranks: process sets, join, and worlds of some of the ranks.
+
+Imported by mpi_ops.py, after init; ends in a new world, of all ranks again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from checks import check_close, raises, same_everywhere
+
+import gtopk.torch as hvd
+
+RANK, SIZE = hvd.rank(), hvd.size()
+RANKS = range(SIZE)
+ODD = SIZE - 1
+EVENS, ODDS = [*RANKS][::2], [*RANKS][1::2]
+DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+
+def check_that_the_job_goes_on() -> None:
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [SIZE, SIZE]
+
+
+def calls_with(process_set: Any) -> list[Callable[[], Any]]:
+    """Return a call of every operation that takes a process set."""
+    one, rows = torch.ones(1), torch.ones(SIZE * SIZE)
+    return [
+        lambda: hvd.allreduce(one, process_set=process_set),
+        lambda: hvd.allreduce_(one, process_set=process_set),
+        lambda: hvd.allreduce_async(one, process_set=process_set),
+        lambda: hvd.allreduce_async_(one, process_set=process_set),
+        lambda: hvd.grouped_allreduce([one], process_set=process_set),
+        lambda: hvd.grouped_allreduce_([one], process_set=process_set),
+        lambda: hvd.grouped_allreduce_async([one], process_set=process_set),
+        lambda: hvd.grouped_allreduce_async_([one], process_set=process_set),
+        lambda: hvd.sparse_allreduce_async(one.to_sparse(), "x", hvd.Sum, process_set),
+        lambda: hvd.allgather(one, process_set=process_set),
+        lambda: hvd.allgather_async(one, process_set=process_set),
+        lambda: hvd.grouped_allgather([one], process_set=process_set),
+        lambda: hvd.grouped_allgather_async([one], process_set=process_set),
+        lambda: hvd.broadcast(one, 0, process_set=process_set),
+        lambda: hvd.broadcast_(one, 0, process_set=process_set),
+        lambda: hvd.broadcast_async(one, 0, process_set=process_set),
+        lambda: hvd.broadcast_async_(one, 0, process_set=process_set),
+        lambda: hvd.alltoall(rows, process_set=process_set),
+        lambda: hvd.alltoall_async(rows, process_set=process_set),
+        lambda: hvd.reducescatter(rows, process_set=process_set),
+        lambda: hvd.reducescatter_async(rows, process_set=process_set),
+        lambda: hvd.grouped_reducescatter([rows], process_set=process_set),
+        lambda: hvd.grouped_reducescatter_async([rows], process_set=process_set),
+        lambda: hvd.broadcast_object(1, 0, process_set=process_set),
+        lambda: hvd.barrier(process_set=process_set),
+    ]
+
+
+def test_the_global_set_is_all_ranks() -> None:
+    everyone = hvd.global_process_set
+    assert (everyone.process_set_id, everyone.ranks) == (0, [*RANKS])
+    assert (everyone.size(), everyone.rank(), everyone.included()) == (SIZE, RANK, True)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=everyone).item() == SIZE
+
+
+def test_a_set_that_is_not_registered_cannot_be_used() -> None:
+    fresh = hvd.ProcessSet([ODD, 0] if SIZE > 1 else [0])
+    assert fresh.ranks == sorted({0, ODD})
+    assert (fresh.process_set_id, fresh.mpi_comm) == (None, None)
+    assert (fresh.size(), fresh.rank(), fresh.included()) == (None, None, None)
+    for call in calls_with(fresh):
+        raises(ValueError, call, "is not registered", "add_process_set")
+
+
+def test_ranks_of_a_set_are_integers() -> None:
+    assert hvd.ProcessSet(range(SIZE)).ranks == [*RANKS]
+    for wrong in (["0"], [0.0], [True], "01", None, 3):
+        raises(ValueError, lambda wrong=wrong: hvd.ProcessSet(wrong), "list of process ranks")
+    raises(ValueError, lambda: hvd.ProcessSet([0, 0]), "distinct")
+
+
+def test_sets_come_and_go_only_where_they_are_dynamic() -> None:
+    os.environ.pop(DYNAMIC, None)
+    raises(ValueError, lambda: hvd.add_process_set([0]), DYNAMIC, "'dynamic'")
+    raises(ValueError, lambda: hvd.remove_process_set(hvd.global_process_set), DYNAMIC)
+    os.environ[DYNAMIC] = "1"
+
+
+def test_a_set_is_only_once_and_of_ranks_that_there_are() -> None:
+    raises(ValueError, lambda: hvd.add_process_set([*reversed(RANKS)]), "already")
+    for ranks in ([], [SIZE], [-1, 0]):
+        raises(ValueError, lambda ranks=ranks: hvd.add_process_set(ranks), f"0..{SIZE - 1}")
+    assert hvd.remove_process_set(hvd.global_process_set) is False
+    assert hvd.remove_process_set(hvd.ProcessSet([0])) is False
+    check_that_the_job_goes_on()
+    if SIZE == 1:
+        return
+    mine = [0] if RANK == ODD else [ODD]
+    raises(
+        hvd.HorovodInternalError, lambda: hvd.add_process_set(mine), f"ranks [{ODD}]", "ranks [0]"
+    )
+    check_that_the_job_goes_on()
+
+
+def test_each_set_works_for_itself() -> None:
+    if SIZE == 1:
+        return
+    evens, odds = hvd.add_process_set(hvd.ProcessSet(EVENS)), hvd.add_process_set(ODDS)
+    assert len({0, evens.process_set_id, odds.process_set_id}) == 3
+    raises(ValueError, lambda: hvd.add_process_set(EVENS[::-1]), "already")
+    mine, other = (odds, evens) if RANK % 2 else (evens, odds)
+    ranks = mine.ranks
+    assert ranks == (ODDS if RANK % 2 else EVENS)
+    place, members = ranks.index(RANK), len(ranks)
+    assert (mine.size(), mine.rank(), mine.included()) == (members, place, True)
+    assert (other.size(), other.included()) == (SIZE - members, False)
+    raises(ValueError, other.rank, f"rank {RANK} is not in", str(other.ranks))
+    for call in calls_with(other):
+        raises(ValueError, call, f"rank {RANK} is not in")
+    for _ in range(1 + 3 * (RANK % 2)):  # the odd ranks do more
+        tensor = torch.full((2,), RANK + 1.0)
+        total = sum(rank + 1.0 for rank in ranks)
+        assert hvd.allreduce(tensor, op=hvd.Sum, process_set=mine).tolist() == [total] * 2
+        assert hvd.allreduce(tensor, process_set=mine).tolist() == [total / members] * 2
+        hvd.barrier(process_set=mine)
+    check_that_the_job_goes_on()
+    exercise(mine, ranks)
+    check_that_the_job_goes_on()
+    text = f"process_set_id={evens.process_set_id}, ranks={EVENS}"
+    assert text in str(evens)
+    for process_set in (evens, odds):
+        assert hvd.remove_process_set(process_set) is True
+        assert process_set.process_set_id is None
+        assert hvd.remove_process_set(process_set) is False
+    raises(ValueError, lambda: hvd.allreduce(torch.ones(1), process_set=mine), "not registered")
+    check_that_the_job_goes_on()
+
+
+def exercise(mine: Any, ranks: list[int]) -> None:
+    """Check that every kind of operation is of the set's ranks alone."""
+    own = torch.full((1, 2), float(RANK), requires_grad=True)
+    gathered = hvd.allgather(own, process_set=mine)
+    assert gathered[:, 0].tolist() == ranks
+    (gathered * (RANK + 1)).sum().backward()
+    mean = sum(rank + 1.0 for rank in ranks) / len(ranks)
+    check_close(own.grad, torch.full((1, 2), mean))
+    root = ranks[-1]  # a rank of the world
+    tensor = torch.full((2,), float(RANK))
+    assert hvd.broadcast(tensor, root, process_set=mine).tolist() == [root] * 2
+    assert hvd.broadcast_(tensor, root, process_set=mine).tolist() == [root] * 2
+    outsider = next(rank for rank in RANKS if rank not in ranks)
+    call = lambda: hvd.broadcast(tensor, outsider, process_set=mine)  # noqa: E731
+    raises(ValueError, call, f"got {outsider}")
+    assert hvd.broadcast_object(f"from {RANK}", root, process_set=mine) == f"from {root}"
+    dealt = hvd.alltoall(torch.tensor([100 * RANK + to for to in ranks]), process_set=mine)
+    assert dealt.tolist() == [100 * rank + RANK for rank in ranks]
+    rows = torch.arange(len(ranks)) * (RANK + 1)
+    part = hvd.reducescatter(rows, op=hvd.Sum, process_set=mine)
+    assert part.tolist() == [ranks.index(RANK) * sum(rank + 1 for rank in ranks)]
+    one, two = hvd.grouped_allreduce([torch.ones(1), torch.ones(2)], process_set=mine, op=hvd.Sum)
+    assert (one.tolist(), two.tolist()) == ([len(ranks)], [len(ranks)] * 2)
+    sparse = torch.eye(SIZE)[RANK].to_sparse()
+    total = hvd.sparse_allreduce_async(sparse, "eye", hvd.Average, mine)().to_dense()
+    assert total.tolist() == [(rank in ranks) / len(ranks) for rank in RANKS]
+    assert hvd.synchronize(hvd.allgather_async(torch.ones(1), process_set=mine)).sum() == len(ranks)
+    if len(ranks) > 1:
+        shape = (3,) if ranks[0] == RANK else (4,)
+        raises(
+            hvd.HorovodInternalError,
+            lambda: hvd.allreduce(torch.ones(shape), name="x", process_set=mine),
+            f"rank {ranks[0]}: torch.float32 [3]",
+            "torch.float32 [4]",
+        )
+
+
+def test_a_set_waits_for_none_but_its_own_ranks() -> None:
+    """Rank 0 is late in the world while the others go on in their set."""
+    if SIZE < 3:
+        return
+    others = hvd.add_process_set(range(1, SIZE))
+    if RANK > 0:
+        handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="late")
+        for _ in range(3):
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=others, name="late")
+            assert total.item() == SIZE - 1
+        assert hvd.poll(handle) is False
+        hvd.broadcast_object("done", 1, "told", others)
+    else:
+        raises(ValueError, lambda: hvd.barrier(others), "rank 0 is not in")
+    if RANK == 1:
+        assert others.rank() == 0
+    hvd.barrier()
+    if RANK == 0:
+        handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="late")
+    assert hvd.synchronize(handle).item() == SIZE
+    assert hvd.remove_process_set(others)
+
+
+def test_who_has_joined_adds_nothing_until_all_have() -> None:
+    steps = 1 + 2 * RANK  # the last rank has the most
+    for step in range(steps):
+        there = sum(1 for rank in RANKS if step < 1 + 2 * rank)
+        tensor = torch.full((2,), 6.0)
+        average = hvd.allreduce(tensor, name=f"average.{step}")
+        check_close(average, tensor * there / SIZE)
+        assert hvd.allreduce(torch.tensor([3]), op=hvd.Sum).item() == 3 * there
+        one, two = hvd.grouped_allreduce([torch.ones(1), torch.ones(1).half()], op=hvd.Sum)
+        assert (one.item(), two.item()) == (there, there)
+        if there < SIZE:
+            for call in (
+                lambda: hvd.allgather(torch.ones(1), name="rows"),
+                lambda: hvd.broadcast(torch.ones(1), RANK, name=f"from {RANK}"),
+                lambda: hvd.alltoall(torch.ones(SIZE), name="all"),
+                lambda: hvd.reducescatter(torch.ones(SIZE), name="rows"),
+            ):
+                if there == 1:  # the others would have to be called alike
+                    raises(hvd.HorovodInternalError, call, "joined")
+    assert hvd.join() == ODD
+    assert hvd.join(device=-1) in RANKS
+    assert same_everywhere(str(hvd.join(-1)))
+    check_that_the_job_goes_on()
+
+
+# ---- other worlds
+
+
+def test_sets_can_be_made_with_the_world() -> None:
+    hvd.shutdown()
+    os.environ.pop(DYNAMIC, None)
+    stale = hvd.ProcessSet([0])
+    raises(
+        ValueError, lambda: hvd.init(process_sets=[hvd.ProcessSet([0]), stale]), "more than once"
+    )
+    raises(ValueError, lambda: hvd.init(process_sets="static"), "'dynamic'")
+    raises(ValueError, lambda: hvd.init(process_sets=[[0, 1]]), "list of ProcessSet")
+    assert hvd.is_initialized() is False
+    assert hvd.global_process_set.ranks == []
+    raises(ValueError, hvd.global_process_set.size, "has not been initialized")
+    first = hvd.ProcessSet([0])
+    sets = [first] if SIZE == 1 else [first, hvd.ProcessSet(range(1, SIZE))]
+    hvd.init(process_sets=[] if SIZE == 1 else sets)
+    if SIZE > 1:
+        mine = sets[RANK > 0]
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=mine).item()
+        assert total == (SIZE - 1 if RANK else 1)
+        raises(ValueError, lambda: hvd.add_process_set([0, 1]), DYNAMIC)
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    assert os.environ[DYNAMIC] == "1"
+    if SIZE > 1:
+        again = hvd.add_process_set([ODD])
+        # The numbers began anew: what had one in the last world has none in this.
+        assert again.process_set_id == first.process_set_id
+        raises(ValueError, lambda: hvd.barrier(first), "not registered")
+        hvd.add_process_set(first)
+        assert first.included() == (RANK == 0)
+    check_that_the_job_goes_on()  # with sets still there, the world can be left
+
+
+def test_a_communicators_set_is_that_of_ones_own_part() -> None:
+    if not hvd.mpi_enabled() or SIZE == 1:
+        return
+    from mpi4py import MPI
+
+    hvd.shutdown()
+    part = MPI.COMM_WORLD.Split(RANK % 2, RANK)
+    mine = hvd.ProcessSet(part)
+    assert (mine.ranks, mine.mpi_comm) == (None, part)
+    hvd.init(MPI.COMM_WORLD, process_sets=[mine])
+    assert mine.ranks == (ODDS if RANK % 2 else EVENS)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=mine).item() == part.size
+    check_that_the_job_goes_on()
+
+
+def test_some_of_the_ranks_can_be_a_world() -> None:
+    hvd.shutdown()
+    if SIZE > 1:
+        for ranks in ([0, SIZE], [0, 0], [-1]):
+            raises(ValueError, lambda ranks=ranks: hvd.init(ranks), f"0..{ODD}")
+        raises(ValueError, lambda: hvd.init([0] if RANK else [ODD]), f"without rank {RANK}")
+    mine = ODDS if RANK % 2 else EVENS
+    hvd.init(mine)
+    assert (hvd.rank(), hvd.size()) == (mine.index(RANK), len(mine))
+    assert hvd.allgather(torch.tensor([RANK])).tolist() == mine
+    hvd.shutdown()
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
+    check_that_the_job_goes_on()
