@@ -32,12 +32,19 @@ def _plan(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _simulate(arguments: Sequence[str]) -> int:
+    from .simulate.command import main
+
+    return main(arguments)
+
+
 # Each imports what it needs only when it is called: `gtopk doctor` works where torch is broken.
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "bench": (_bench, "measure this machine and its network: selection, collectives"),
     "demo": (_demo, "train on local ranks with dense, top-k and gTop-k, and compare them"),
     "doctor": (_doctor, "what is installed and works here, with advice for what is missing"),
     "plan": (_plan, "what a step would take on a cluster, and whether compression would pay"),
+    "simulate": (_simulate, "train on a modelled cluster of unlike ranks: which batches pay"),
 }
 
 

@@ -62,6 +62,10 @@ class Lane:
         self.bucket.take(weight, scale)
         self._taken = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
 
+    def weigh(self, weight: float) -> None:
+        """Multiply what was taken with another weight."""
+        self.bucket.weight = weight
+
     def take_nothing(self) -> None:
         """Take part without gradients: only what is held back here is exchanged."""
         self.bucket.take_nothing()

@@ -21,6 +21,7 @@ from .reducer import Reducer
 from .reductions import Adasum, Average
 from .replicas import checksums, compare
 from .rounds import Round
+from .samples import Samples
 from .telemetry import StepReport, report
 from .weights import loss_scale
 from .wrapping import Wrapping, wrap
@@ -114,21 +115,26 @@ class _DistributedOptimizer(Wrapping):
     def scaler(self, scaler: Any) -> None:
         self._reducer.scaler = scaler
 
-    @property
-    def gradient_weight(self) -> float | None:
-        """What this rank's gradients are weighted by in place of what `op` says, or None.
-
-        To be set before backward: with batches of other sizes than the other ranks', say.
-        """
-        return self._reducer.weight
-
-    @gradient_weight.setter
-    def gradient_weight(self, weight: float | None) -> None:
-        self._reducer.weight = weight
-
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before a step."""
         self._reducer.hooks.set_limit(passes)
+
+    def set_num_samples(
+        self, samples: int | None, loss_reduction: Literal["mean", "sum"] = "mean"
+    ) -> None:
+        """Say how many samples (or tokens) this rank's gradients come from, until said otherwise.
+
+        The update is then that of one mean over the samples of all ranks: a mean's gradient weighs
+        samples / total, a sum's 1 / total, and that of no samples nothing, whatever it is.
+        None: every rank weighs alike. Where some ranks only say a number, the step is an error.
+        Say it before the backward pass: what was exchanged during one is exchanged anew otherwise.
+        Raises ValueError for a number out of range, or with op=Sum.
+        """
+        if samples is not None and self.op != Average:
+            raise ValueError("set_num_samples weights an average: use op=Average")
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+        self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.

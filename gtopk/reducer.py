@@ -30,6 +30,7 @@ from .optimizer_options import Options
 from .reductions import Average
 from .residual_state import Held, put_in, take_out
 from .rounds import AnyLane, Round
+from .samples import Samples
 from .sparse_gradients import SparseGradientLane
 from .weights import local_clip, loss_scale
 from .world import World
@@ -57,7 +58,7 @@ class Reducer:
     progress: what exchanges go by; its steps are counted by whoever applies the rounds.
     lanes:    in the order in which backward completes them; none before the first step.
     scaler:   the GradScaler that the gradients are scaled by, where there is one.
-    weight:   of this rank's gradients; None for what op says.
+    samples:  that this rank's gradients come from; where nobody says, op weighs them.
     ranks:    of the world that reduce together, in order; rank: this one's place among them.
     takes_part: whether this rank is one of them: it steps by itself otherwise.
     """
@@ -75,7 +76,7 @@ class Reducer:
         self.progress = Progress()
         self.lanes: list[AnyLane] = []
         self.scaler = scaler
-        self.weight: float | None = None
+        self.samples = Samples()
         self.overlaps = options.overlap and options.local_clip_norm is None
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
@@ -127,6 +128,8 @@ class Reducer:
         round, self._round = self._round, None
         order = self.hooks.order
         self.hooks.forget()  # also where this fails: the next step counts
+        if round is not None and round.samples != self.samples:  # said after backward
+            round.invalidate()
         self._make_dense()
         if not self.lanes:
             self._plan(order)
@@ -140,7 +143,9 @@ class Reducer:
                 return round
             round.drop()
             if round.changed:
-                self._stop_overlapping("gradients are changed or dropped after backward()")
+                self._stop_overlapping(
+                    "gradients are changed or dropped, or their samples told, after backward()"
+                )
             if round.unplanned:
                 self._plan(order)
             round = None
@@ -191,6 +196,8 @@ class Reducer:
         index = self._lane_of.get(parameter)
         if index is None or not self.overlaps or not self._is_here():
             return
+        if self.samples.count == 0:
+            return  # what weighs nothing is overwritten; not before it is sure that it does
         self._awaited[index].discard(parameter)
         if self._awaited[index] or index == len(self.lanes) - 1:
             return
@@ -248,16 +255,18 @@ class Reducer:
             for lane in self.lanes:
                 lane.undo()  # where it came to no end
             self._ghost = None
-        weight = self.weight
-        if weight is None:
-            weight = 1.0 / self._size if self.options.op == Average else 1.0
+        alike = self.samples.count is None and self.options.op == Average
+        weight = 1.0 / self._size if alike else 1.0
         loss = loss_scale(self.scaler)
-        clip = local_clip(self.trained(), self.options.local_clip_norm, self._size, loss)
+        summed = (self.samples.count or 1) if self.samples.summed else 1
+        allowed = self.options.local_clip_norm
+        clip = local_clip(self.trained(), allowed, self._size, loss * summed)
         scale = self.options.gradient_predivide_factor * loss
         return Round(
             self.lanes,
             self._engine,
             self._facts,
+            self.samples,
             missing_is_zero=self.options.missing_gradients == "zeros",
             weight=weight * clip / scale,
             scale=scale,

@@ -4,11 +4,11 @@
     hooks     ^    ^    ^                 last one by `synchronize`: its operation is the step's end
     engine    [0]  [1]  [2]  [last]       whose votes tell every rank whether the round counts
 
-A vote says whether this rank's gradients are finite and which of them are missing, and, in lanes
-that `synchronize` submits, whether the round is void: because gradients were changed after their
-lane was submitted, or belong to no lane. So all ranks apply a round, or skip the step, or undo the
-round and try again with what is there by then; and residuals that a round began to change are,
-where it does not count, to the bit what they were.
+A vote says whether this rank's gradients are finite, which of them are missing, of how many samples
+they are, and, in lanes that `synchronize` submits, whether the round is void: because gradients
+were changed after their lane was submitted, or belong to no lane. So all ranks apply a round, or
+skip the step, or undo the round and try again with what is there by then; and residuals that a
+round began to change are, where it does not count, to the bit what they were.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from collectives.transports import Transport
 from .agreement import describe_missing, gather_words
 from .engine import Engine, Operation
 from .exchange import Exchanged
+from .samples import VOTE_BITS, Samples
 
 _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
 _RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
 _HERE: Final = 8  # not of a rank that has joined, whose vote is 0
-_MISSING_SHIFT: Final = 4  # a checksum of the names, 32 bits
+_MISSING_SHIFT: Final = 4  # a checksum of the names, 32 bits; above it, the samples
+_MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
 
 
 class AnyLane(Protocol):
@@ -51,6 +53,7 @@ class AnyLane(Protocol):
     def record(self) -> dict[str, Any]: ...
     def resume(self, record: Mapping[str, Any]) -> None: ...
     def take(self, weight: float, scale: float) -> None: ...
+    def weigh(self, weight: float) -> None: ...
     def take_nothing(self) -> None: ...
     def watch(self) -> None: ...
     def is_as_taken(self) -> bool: ...
@@ -70,6 +73,8 @@ class Round:
     """The exchange of all lanes, once.
 
     facts:   what must be equal on all ranks in every lane.
+    samples: that this rank's gradients come from; where it says, the ranks' votes make the share
+             that `weight` is multiplied with.
     changed: gradients were, on some rank, after their lane was submitted: the round is void.
     unplanned: some rank has a gradient that belongs to no lane: the round is void.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are.
@@ -81,6 +86,7 @@ class Round:
         lanes: Sequence[AnyLane],
         engine: Engine,
         facts: str,
+        samples: Samples,
         *,
         missing_is_zero: bool,
         weight: float,
@@ -94,6 +100,7 @@ class Round:
         self.operations: dict[int, Operation] = {}
         self._engine = engine
         self._facts = facts
+        self.samples = samples
         self._missing_is_zero = missing_is_zero
         self._weight, self._scale = weight, scale
         self.stood_in: set[int] = set()  # lanes
@@ -215,6 +222,9 @@ class Round:
 
     def _take(self, index: int) -> None:
         lane = self.lanes[index]
+        if self.samples.count == 0:  # they may be NaN
+            for gradient in [p.grad for p in lane.parameters if p.grad is not None]:
+                (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
         lane.take(self._weight, self._scale)
         if lane.on_host:
             self._finite[index] = lane.all_finite()
@@ -225,9 +235,9 @@ class Round:
         checksum = zlib.crc32("\n".join(missing).encode())
         self.operations[index] = self._engine.submit(
             lane.name,
-            [self._facts, lane.facts],
+            [self._facts, self.samples.facts, lane.facts],
             partial(self._work, index, missing),
-            vote=_HERE | bits | checksum << _MISSING_SHIFT,
+            vote=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.vote,
             recipe=_RECIPE,
         )
 
@@ -261,6 +271,8 @@ class Round:
                 self.culprits = gather_words(transport, mine)
         if self._stopped:
             return
+        if self.samples.count is not None:
+            self.lanes[index].weigh(self._weight * self.samples.weight(votes))
         if not last:
             self.lanes[index].remember()
         self.exchanged[index] = self.lanes[index].reduce(transport)
@@ -270,10 +282,10 @@ class Round:
     ) -> None:
         everywhere = set(missing)
         here = [rank for rank, vote in enumerate(votes) if vote & _HERE]
-        if len({votes[rank] >> _MISSING_SHIFT for rank in here}) > 1:
+        if len({votes[rank] & _MISSING for rank in here}) > 1:
             said = gather_words(transport, missing)
-            everyones = {transport.ranks[rank]: said[rank] for rank in here}
-            if not self._missing_is_zero:
-                raise MismatchError(describe_missing(everyones))
-            everywhere = set.intersection(*map(set, everyones.values()))
+            heard = {transport.ranks[r]: said[r] for r in here if self.samples.weighs(votes[r])}
+            if not self._missing_is_zero and len(set(map(tuple, heard.values()))) > 1:
+                raise MismatchError(describe_missing(heard))
+            everywhere = set.intersection(*(set(said[rank]) for rank in here))
         self._missing_everywhere[index] = everywhere

@@ -54,6 +54,10 @@ class SparseGradientLane:
         self._weight, self._scale = weight, scale
         self._indices, self._values = _entries(self._parameter, gradient)
 
+    def weigh(self, weight: float) -> None:
+        """Multiply what was taken with another weight."""
+        self._weight = weight
+
     def take_nothing(self) -> None:
         """Take part without entries."""
         self._indices, self._values = _entries(self._parameter, None)

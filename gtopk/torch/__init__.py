@@ -1,5 +1,6 @@
 """Horovod's torch API on gtopk: `import gtopk.torch as hvd`."""
 
+from ..adaptive.adapt import adapt
 from ..compression import Compression
 from ..exceptions import HorovodInternalError
 from ..optimizer import DistributedOptimizer
@@ -84,6 +85,7 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNorm",
+    "adapt",
     "add_process_set",
     "allgather",
     "allgather_async",

@@ -134,6 +134,22 @@ def test_under_torchrun_no_wait_for_a_missing_peer_lasts(torchrun, ranks: int) -
     assert_the_long_wait_was_announced(job, ranks)
 
 
+@pytest.mark.horovod
+def test_horovods_ranks_under_mpirun(mpirun) -> None:
+    job = mpirun(3, "collectives_transports.py", "horovod")
+    assert_every_rank_says(job, 3, rf"{len(LAWS)} laws hold")
+    assert_every_rank_says(mpirun(3, "collectives_algorithms.py", "horovod"), 3, "nothing is lost")
+    job = mpirun(3, "collectives_peers.py", "horovod")
+    assert_every_rank_says(job, 3, "everyone was missed")
+    assert_the_long_wait_was_announced(job, 3)
+
+
+@pytest.mark.horovod
+def test_horovods_ranks_under_horovodrun_over_gloo(horovodrun) -> None:
+    job = horovodrun(2, ["--gloo"], "collectives_transports.py", "horovod")
+    assert_every_rank_says(job, 2, rf"{len(LAWS)} laws hold")
+
+
 def assert_the_long_wait_was_announced(job: Any, ranks: int) -> None:
     stalled = rf"^gtopk: rank 0 has waited [\d.]+ s for rank {ranks - 1} in a long wait$"
     assert re.search(stalled, job.stderr, re.MULTILINE)

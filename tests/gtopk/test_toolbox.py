@@ -286,31 +286,3 @@ def test_compiled_models_and_autocast_train_alike_on_every_rank(threads):
         size = 1 if compiles else 3  # one thread compiles at a time
         replicas = threads(size, lambda t, c=compiles: program(t, c))
         assert all(torch.equal(replica, replicas[0]) for replica in replicas)
-
-
-def test_weights_by_batch_size_make_one_large_batch_of_uneven_ones(threads):
-    size, samples = 3, [2, 5, 9]
-
-    def batch(rank: int, step: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        return torch.randn(samples[rank], 3, generator=generator, dtype=torch.float64)
-
-    def program(transport: LocalTransport) -> torch.Tensor:
-        model = network()
-        with world.entered(transport):
-            optimizer = distribute(model, Compression.gtopk(1.0))
-            optimizer.gradient_weight = samples[transport.rank] / sum(samples)
-            for step in range(3):
-                optimizer.zero_grad()
-                model(batch(transport.rank, step)).square().mean().backward()
-                optimizer.step()
-        return flat(model)
-
-    alone = network()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
-    for step in range(3):
-        optimizer.zero_grad()
-        alone(torch.cat([batch(rank, step) for rank in range(size)])).square().mean().backward()
-        optimizer.step()
-    for parameters in threads(size, program):
-        torch.testing.assert_close(parameters, flat(alone), rtol=1e-12, atol=1e-12)

@@ -1,0 +1,1 @@
+"""Adaptive batches: every rank gets as many samples as its speed is good for."""

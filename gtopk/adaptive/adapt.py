@@ -1,0 +1,61 @@
+"""adapt: the one line that makes a DataLoader's batches follow the ranks' speeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from .. import world
+from ..optimizer import _DistributedOptimizer
+from ..process_sets import global_process_set
+from ..reductions import Average
+from .modes import MODES
+from .options import Job, Options
+from .sources import Order
+from .timing import Timer
+
+
+def adapt(
+    loader: DataLoader[Any],
+    optimizer: Any,
+    mode: str = "balanced",
+    *,
+    global_batch: int | None = None,
+    order: Order | None = None,
+    timer: Timer | None = None,
+    **options: Any,
+) -> Any:
+    """Return a loader in place of `loader`, whose batches follow the ranks' speeds.
+
+    The ranks' batches are disjoint and together every sample once an epoch, whatever sampler the
+    loader had; the optimizer weighs each rank's gradients by its samples. Every rank must call it,
+    after DistributedOptimizer and alike.
+
+    mode: "balanced": synchronous steps of one global batch, divided by speed. "abs": micro-batches,
+        as many as there is time for while the step before is reduced; see `rounds`.
+    global_batch: samples of all ranks in a step; default: the loader's batch_size times the ranks.
+    order: from an epoch to the indices of all samples, equal on every rank; default: as the
+        loader's sampler has it, over all samples.
+    timer: what tells a batch's seconds in place of the clock, in simulations.
+    options: min_batch=8, max_batch=None, grain=1, interval=20, policy="equal_finish",
+        lr_scaling="none", loss_reduction="mean", seed=0, noise_every=0, micro_batch=16: see
+        Options.
+    Raises ValueError for an argument out of its range, HorovodInternalError on every rank where
+    the ranks' differ, TypeError for an optimizer that is not distributed.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if not isinstance(optimizer, _DistributedOptimizer):
+        raise TypeError(
+            f"adapt needs the optimizer that DistributedOptimizer returned, got "
+            f"{type(optimizer).__name__}"
+        )
+    if optimizer.op != Average:
+        raise ValueError("adapt weights an average: use DistributedOptimizer(op=Average)")
+    if optimizer.process_set is not global_process_set:
+        raise ValueError("adapt divides the batches of all ranks: it takes no process_set")
+    here = world.current()
+    chosen = Options(global_batch or (loader.batch_size or 1) * here.size, **options)
+    chosen.check()
+    return MODES[mode](Job(loader, optimizer, chosen, here, order, timer))

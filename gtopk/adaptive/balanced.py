@@ -1,0 +1,288 @@
+"""Mode "balanced": synchronous steps of one global batch, divided so that all ranks end together.
+
+rank 0  |==== 128 ====| exchange |==== 128 ====| exchange |      sizes differ, their sum does
+rank 1  |==== 64 =====| exchange |==== 64 =====| exchange |      not: the training is that of
+rank 2  |==== 32 =====| exchange |==== 32 =====| exchange |      equal batches
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from collectives.transports import Transport
+
+from .controller import Controller, Window
+from .cuts import Cut, Plan
+from .epochs import Epochs
+from .learning_rate import LearningRate
+from .memory import Memory
+from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
+from .options import Job
+from .policies import POLICIES
+from .shares import Limits, whole
+from .sources import open_source
+from .speed import summarise
+from .timing import GradientTimer
+
+_log = logging.getLogger("gtopk")
+
+
+class Decision(NamedTuple):
+    """Sizes by rank, from a step on, and the seconds a batch took before."""
+
+    step: int
+    sizes: list[int]
+    seconds: list[float]
+
+
+class BalancedLoader:
+    """An iterable of this rank's batches; the optimizer learns the size of each.
+
+    num_samples: of the batch in hand; 0 where it stands in for none and weighs nothing.
+    decisions:   every change of the sizes so far.
+    waited_seconds: for the last batch, here in the loader.
+    """
+
+    def __init__(self, job: Job) -> None:
+        options, world = job.options, job.world
+        self._options, self._world, self._optimizer = options, world, job.optimizer
+        self._name = f"adapt.{next(world.sets[0].unnamed)}"
+        equal = whole(
+            [options.global_batch / world.size] * world.size,
+            Limits(
+                options.global_batch,
+                [0] * world.size,
+                [options.global_batch] * world.size,
+                options.grain,
+            ),
+        )
+        self._plan = Plan(equal)
+        self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
+        self._epochs = Epochs(job.loader)
+        self.dataset = job.loader.dataset
+        parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
+        self._memory = Memory(world.rank, parameters)
+        self._timer = job.timer or GradientTimer(parameters)
+        self._rate = LearningRate(job.optimizer, options.lr_scaling, options.global_batch)
+        self._noise = NoiseAverage()
+        probes = options.noise_every or (100 if options.lr_scaling == "adascale" else 0)
+        self._noise_every = probes if world.size > 1 else 0
+        self._copy = GradientCopy(parameters) if self._noise_every else None
+        self._lead, most = self._meet()
+        self._limits = Limits(
+            options.global_batch,
+            [min(options.min_batch, *each) for each in zip(equal, most, strict=True)],
+            most,
+            options.grain,
+        )
+        self._limits.check()
+        sizes = whole([float(size) for size in equal], self._limits)
+        self._plan.change(0, sizes)
+        self._controller = Controller(
+            sizes, self._limits, options.interval, POLICIES[options.policy]
+        )
+        self.step = 0  # batches handed out and done with, through all epochs
+        self._seconds: list[float] = []  # of the window that is open
+        self._cut: Cut | None = None  # of the batch in hand
+        self.num_samples = 0
+        self.decisions: list[Decision] = []
+
+    def _meet(self) -> tuple[int, list[int]]:
+        """Return the most that any rank prefetches, and every rank's largest size."""
+        options = self._options
+        most = options.max_batch or options.global_batch
+        mine = np.array([self._source.lead, min(most, options.global_batch)], np.int64)
+
+        def work(transport: Transport, votes: list[int]) -> list[list[int]]:
+            return [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+
+        facts = ["mode='balanced'", self._source.facts, *options.facts()]
+        records = self._world.engine.submit(self._name, facts, work).wait()
+        return max(lead for lead, _ in records), [most for _, most in records]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the ranks' sizes in the batch in hand, or the next one."""
+        return list(self._cut.sizes if self._cut else self._plan.at(self.step))
+
+    @property
+    def noise(self) -> Noise | None:
+        """Return what is known of the gradient's noise."""
+        return self._noise.value
+
+    def __len__(self) -> int:
+        """Return the steps of an epoch; raise TypeError for a stream."""
+        steps = self._source.steps(0)
+        if steps is None:
+            raise TypeError("a loader of an iterable data set has no length")
+        return steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of an epoch, or of what is left of one that was resumed."""
+        if self._cut is not None:
+            self._abandon()
+        epoch, start = self._epochs.begin()
+        self._plan.drawn = self.step
+        batches = self._source.begin(epoch, self.step, start)
+        while True:
+            try:
+                cut, batch = next(batches)
+            except StopIteration:
+                break
+            self._hand_over(cut)
+            yield batch
+            self._close_step()
+        self._epochs.finish()
+        self._optimizer.set_num_samples(None)
+
+    def _hand_over(self, cut: Cut) -> None:
+        self._cut = cut
+        self._epochs.start = cut.start + cut.total
+        self.num_samples = cut.sizes[self._world.rank]
+        self._optimizer.set_num_samples(self.num_samples, self._options.loss_reduction)
+        self._rate.scale(cut.total, self._noise.value)
+        if self._copy is not None and self.step % self._noise_every == 0:
+            self._copy.arm()
+        self._timer.hand_over(self.num_samples)
+
+    def _close_step(self) -> None:
+        """Take the time of the batch that was in hand; decide, where a window is full."""
+        assert self._cut is not None
+        seconds = self._timer.take()
+        if self._copy is not None and (gradient := self._copy.disarm()) is not None:
+            self._probe(gradient, self._cut)
+        regular = self._cut.sizes == self._plan.at(self._cut.step)
+        if seconds is not None and regular and self._controller.counts(self.step):
+            self._seconds.append(seconds)
+        self._cut = None
+        self.step += 1
+        passes = self._optimizer.backward_passes_per_step
+        if self._controller.is_due(self.step) and self.step % passes == 0:
+            self._decide(passes)
+
+    def _abandon(self) -> None:
+        """Let go of the batch that a script was left with when it broke off an iteration."""
+        self._timer.take()
+        if self._copy is not None:
+            self._copy.disarm()
+        self._cut = None
+        self.step += 1
+
+    def _decide(self, passes: int) -> None:
+        """Gather every rank's window, and change the sizes where nothing is cut yet."""
+        before = self._plan.at(self.step - 1)
+        seconds = summarise(self._seconds) if self._seconds else 0.0
+        self._seconds.clear()
+        most = self._memory.most or self._options.global_batch
+        mine = np.array([seconds, most], np.float64)
+
+        def work(transport: Transport, votes: list[int]) -> list[list[float]]:
+            return [m.view(np.float64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+
+        records = self._world.engine.submit(f"{self._name}.window", [], work).wait()
+        windows = [
+            Window(size, seconds, int(most))
+            for size, (seconds, most) in zip(before, records, strict=True)
+        ]
+        if any(window.size and not window.seconds for window in windows):
+            return  # a rank computed no gradients, or only a partial step
+        takes_effect = -(-(self.step + self._lead) // passes) * passes
+        sizes = self._controller.decide(windows, self.step, takes_effect)
+        if tuple(sizes) != before:
+            self._change(takes_effect, sizes, [window.seconds for window in windows])
+
+    def _change(self, step: int, sizes: Sequence[int], seconds: list[float]) -> None:
+        self._plan.change(step, sizes)
+        self.decisions.append(Decision(step, list(sizes), seconds))
+        if self._world.rank == 0:
+            _log.info(
+                "adaptive batches: from step %d on %s samples; a batch took %s ms",
+                step,
+                ", ".join(map(str, sizes)),
+                ", ".join(f"{1e3 * each:.3g}" for each in seconds),
+            )
+
+    def _probe(self, gradient: torch.Tensor, cut: Cut) -> None:
+        """Learn the gradient's noise from one dense sum over the ranks."""
+        size = self.num_samples
+        if self._options.loss_reduction == "sum":
+            gradient = gradient / max(size, 1)
+        weight = size / cut.total
+        square = weight * float(gradient @ gradient) if size else 0.0
+        mine = np.append(weight * gradient.numpy() if size else 0.0 * gradient.numpy(), square)
+
+        def work(transport: Transport, votes: list[int]) -> None:
+            transport.allreduce(mine)
+
+        self._world.engine.submit(f"{self._name}.noise", [], work).wait()
+        if np.isfinite(mine).all() and sum(size > 0 for size in cut.sizes) > 1:
+            mean = mine[:-1]
+            self._noise.add(estimate(float(mine[-1]), float(mean @ mean), cut.sizes))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
+        self._epochs.set(epoch)
+
+    def set_global_batch(self, samples: int) -> None:
+        """Let steps have so many samples, as soon as none of them is cut; every rank must call it.
+
+        Raises ValueError where the ranks' bounds do not allow it.
+        """
+        old = self._limits
+        high = [samples if most == old.total else most for most in old.high]
+        limits = Limits(
+            samples, [min(low, samples // self._world.size) for low in old.low], high, old.grain
+        )
+        scale = samples / old.total
+        sizes = whole([scale * size for size in self._controller.sizes], limits)
+        passes = self._optimizer.backward_passes_per_step
+        step = -(-(self.step + (self._cut is not None) + self._lead) // passes) * passes
+        self._limits = limits
+        self._controller.resize(limits, sizes, step)
+        self._seconds.clear()
+        self._plan.change(step, sizes)
+
+    def backward(self, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
+        """Compute a batch's loss and gradients, in parts where the memory is too small.
+
+        In place of `loss_of(batch).backward()`. A size that did not fit bounds this rank from the
+        next window on.
+        """
+        size = max(self.num_samples, 1)
+        return self._memory.backward(loss_of, batch, size, self._options.loss_reduction == "sum")
+
+    def drain(self) -> None:
+        """Do nothing: no update is under way between two steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next batch lies, and all that sizes hang on; equal on all ranks."""
+        done = self.step + (self._cut is not None)
+        return {
+            "mode": "balanced",
+            "ranks": self._world.size,
+            "step": done,
+            "epochs": self._epochs.state_dict(),
+            "plan": self._plan.state_dict(done),
+            "controller": self._controller.state_dict(),
+            "noise": self._noise.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another loader stopped: the same samples are left, in the same order.
+
+        With another number of ranks the sizes begin equal. Raises ValueError for another mode.
+        """
+        if state["mode"] != "balanced":
+            raise ValueError(f"this loader's mode is 'balanced', the state's {state['mode']!r}")
+        self._epochs.load_state_dict(state["epochs"])
+        self._noise.load_state_dict(state["noise"])
+        if state["ranks"] != self._world.size:
+            return
+        self.step = state["step"]
+        self._plan.load_state_dict(state["plan"], self.step)
+        self._controller.load_state_dict(state["controller"])

@@ -1,0 +1,101 @@
+"""Memory: a batch that does not fit is computed in parts, and the rank's size is bounded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_log = logging.getLogger("gtopk")
+
+
+class Memory:
+    """The most samples this rank can compute on at once.
+
+    most: None until the memory has run out once.
+    """
+
+    def __init__(self, rank: int, parameters: Sequence[torch.Tensor]) -> None:
+        self.most: int | None = None
+        self._rank = rank
+        self._parameters = [p for p in parameters if p.requires_grad]
+
+    def backward(
+        self, loss_of: Callable[[Any], torch.Tensor], batch: Any, size: int, summed: bool
+    ) -> torch.Tensor:
+        """Add the gradients of a batch's loss to the parameters', and return the loss.
+
+        loss_of: from a batch, or a part of it, to its loss: a mean over samples, or a sum.
+        The gradients reach the parameters all at once, when they are complete: an attempt that
+        runs out of memory leaves nothing behind, and every hook is called once.
+        """
+        while True:
+            try:
+                loss, gradients = self._in_parts(loss_of, batch, size, summed)
+                break
+            except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+                if size == 1 or self.most == 1 or not ran_out(error):
+                    raise
+                before = min(self.most or size, size)
+            # Outside the handler: the traceback holds what is to be freed.
+            self.most = -(-before // 2)
+            _log.warning(
+                "rank %d: a batch of %d samples does not fit into memory; from now on at most %d "
+                "are computed at once",
+                self._rank,
+                before,
+                self.most,
+            )
+        has = [(p, g) for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
+        torch.autograd.backward([p for p, _ in has], [g for _, g in has])
+        return loss
+
+    def _in_parts(
+        self, loss_of: Callable[[Any], torch.Tensor], batch: Any, size: int, summed: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Return the loss of the whole batch and its gradients."""
+        most = size if self.most is None else min(size, self.most)
+        loss = torch.zeros(())
+        gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
+        for first in range(0, size, most):
+            last = min(first + most, size)
+            part = batch if last - first == size else slice_of(batch, size, first, last)
+            share = 1.0 if summed else (last - first) / size
+            of_part = loss_of(part) * share
+            found = torch.autograd.grad(of_part, self._parameters, allow_unused=True)
+            loss = loss.to(of_part.device) + of_part.detach()
+            gradients = [
+                old if new is None else new if old is None else old.add_(new)
+                for old, new in zip(gradients, found, strict=True)
+            ]
+        return loss, gradients
+
+
+def ran_out(error: BaseException) -> bool:
+    """Tell whether an error says that memory has run out, on a GPU or on the host."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def slice_of(batch: Any, size: int, first: int, last: int) -> Any:
+    """Return samples first..last-1 of a batch: of tensors and lists of its size, wherever they are.
+
+    Raises TypeError for what cannot be divided.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch[first:last] if batch.dim() and batch.shape[0] == size else batch
+    if isinstance(batch, Mapping):
+        return {key: slice_of(value, size, first, last) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(slice_of(value, size, first, last) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == size and not any(isinstance(value, torch.Tensor) for value in batch):
+            return batch[first:last]
+        return type(batch)(slice_of(value, size, first, last) for value in batch)
+    if batch is None or isinstance(batch, (int, float, str, bool)):
+        return batch
+    raise TypeError(
+        f"a batch that holds a {type(batch).__name__} cannot be divided to fit into memory; pass "
+        "a smaller max_batch to adapt"
+    )

@@ -1,0 +1,40 @@
+"""Modes: the ways to give ranks unlike batches, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Protocol
+
+from .balanced import BalancedLoader
+from .delayed import DelayedLoader
+from .options import Job
+
+
+class Adapted(Protocol):
+    """What every mode gives the script in place of its DataLoader.
+
+    num_samples: of the batch in hand.
+    """
+
+    num_samples: int
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield an epoch's batches."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next iteration as this epoch."""
+
+    def drain(self) -> None:
+        """Apply what is under way: before evaluation, a checkpoint, the end."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` goes on from."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another loader of this mode stopped."""
+
+
+MODES: Final[Mapping[str, Callable[[Job], Adapted]]] = {
+    "balanced": BalancedLoader,
+    "abs": DelayedLoader,
+}

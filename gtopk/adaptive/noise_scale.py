@@ -1,0 +1,110 @@
+"""The gradient noise scale, from the gradients of unequal batches.
+
+With weights w_i = b_i/B and mean gradients g_i, of P ranks that had samples,
+
+    L = sum w_i |g_i|^2,   N = |sum w_i g_i|^2,
+    variance = (L - N) B / (P - 1),   square = (P N - L) / (P - 1)
+
+are unbiased for the trace of one sample's covariance and the square of the true gradient, whatever
+the b_i; with equal ones they are McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+REMEMBERED: Final = 0.8  # of the averages, at every new probe
+
+
+class Noise(NamedTuple):
+    """variance: the trace of one sample's covariance; square: |G|^2 of the true gradient."""
+
+    variance: float
+    square: float
+
+    @property
+    def scale(self) -> float:
+        """Return B_simple: the batch beyond which more samples buy little."""
+        return self.variance / self.square if self.square > 0 else float("inf")
+
+
+def estimate(weighted_squares: float, square_of_mean: float, sizes: Sequence[int]) -> Noise:
+    """Return the unbiased estimate, from L and N; raise ValueError for fewer than two ranks."""
+    ranks = sum(size > 0 for size in sizes)
+    if ranks < 2:
+        raise ValueError(f"the noise is told from two ranks with samples or more, got {ranks}")
+    return Noise(
+        (weighted_squares - square_of_mean) * sum(sizes) / (ranks - 1),
+        (ranks * square_of_mean - weighted_squares) / (ranks - 1),
+    )
+
+
+class NoiseAverage:
+    """Averages of both parts, each for itself: their quotient is what is biased."""
+
+    def __init__(self) -> None:
+        self._variance = self._square = self._weight = 0.0
+
+    def add(self, noise: Noise) -> None:
+        """Take one more estimate."""
+        for name, value in (("variance", noise.variance), ("square", noise.square), ("weight", 1)):
+            old = getattr(self, f"_{name}")
+            setattr(self, f"_{name}", REMEMBERED * old + (1 - REMEMBERED) * value)
+
+    @property
+    def value(self) -> Noise | None:
+        """Return the averages, neither below zero; None before the first estimate."""
+        if not self._weight:
+            return None
+        return Noise(max(self._variance / self._weight, 0.0), max(self._square / self._weight, 0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages."""
+        return {"variance": self._variance, "square": self._square, "weight": self._weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take another's averages."""
+        self._variance, self._square = state["variance"], state["square"]
+        self._weight = state["weight"]
+
+
+class GradientCopy:
+    """A copy of one backward pass's gradients, before anything is added to or made of them."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._copies: dict[int, torch.Tensor] | None = None
+        take = weakref.WeakMethod(self._take)
+        for place, parameter in enumerate(self._parameters):
+
+            def hook(gradient: torch.Tensor, place: int = place) -> None:
+                if (call := take()) is not None:
+                    call(place, gradient)
+
+            parameter.register_hook(hook)
+
+    def arm(self) -> None:
+        """Copy the next backward pass."""
+        self._copies = {}
+
+    def _take(self, place: int, gradient: torch.Tensor) -> None:
+        if self._copies is not None:
+            self._copies[place] = gradient.detach().to("cpu", torch.float64, copy=True)
+
+    def disarm(self) -> torch.Tensor | None:
+        """Return the copy, float64 [n], zeros where there was no gradient; None where not armed."""
+        copies, self._copies = self._copies, None
+        if copies is None:
+            return None
+        return torch.cat(
+            [
+                copies[place].reshape(-1)
+                if place in copies
+                else torch.zeros(parameter.numel(), dtype=torch.float64)
+                for place, parameter in enumerate(self._parameters)
+            ]
+        )

@@ -1,0 +1,186 @@
+"""Sources: a rank's batches, cut as the plan says, from a data set or from a stream."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from .cuts import Cut, Plan, cut_epoch, shuffled
+
+Order = Callable[[int], Sequence[int]]
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Where batches come from.
+
+    lead: how many steps are cut before they are handed out: workers prefetch them.
+    facts: what must be equal on all ranks.
+    """
+
+    lead: int
+    facts: str
+
+    def begin(self, epoch: int, step: int, start: int) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch, from a step and a place in its order on."""
+
+    def steps(self, start: int) -> int | None:
+        """Return how many steps are left from a place on; None where nobody knows."""
+
+
+class BatchSampler(Sampler[list[int]]):
+    """The indices of this rank's batches; `cuts` says of each that was drawn where it lies.
+
+    A rank without a sample in a step gets the step's first one, to be weighted with zero.
+    """
+
+    def __init__(self, plan: Plan, rank: int, order: Order, length: int, drop_last: bool) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.order = order
+        self.length = length
+        self.drop_last = drop_last
+        self.epoch = self.step = self.start = 0  # where the next iteration begins
+        self.cuts: deque[Cut] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.order(self.epoch)
+        if len(order) != self.length:
+            raise ValueError(
+                f"the order of epoch {self.epoch} must hold {self.length} indices, got {len(order)}"
+            )
+        self.cuts.clear()
+        for cut in cut_epoch(self.plan, self.step, self.start, self.length, self.drop_last):
+            self.cuts.append(cut)
+            yield [order[place] for place in cut.share(self.rank) or [cut.start]]
+
+
+class DatasetSource:
+    """A data set with a length: workers get the indices of the ranks' shares."""
+
+    def __init__(
+        self, loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
+    ) -> None:
+        length = len(loader.dataset)  # type: ignore[arg-type]
+        order = order or order_of(loader, length, seed)
+        self._sampler = BatchSampler(plan, rank, order, len(order(0)), loader.drop_last)
+        self._loader = rebuilt(loader, batch_sampler=self._sampler)
+        self.lead = loader.num_workers * (loader.prefetch_factor or 0)
+        self.facts = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
+
+    def begin(self, epoch: int, step: int, start: int) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch."""
+        sampler = self._sampler
+        sampler.epoch, sampler.step, sampler.start = epoch, step, start
+        for batch in self._loader:
+            yield sampler.cuts.popleft(), batch
+
+    def steps(self, start: int) -> int:
+        """Return how many steps are left, should their total stay what it is."""
+        sampler = self._sampler
+        left, total = sampler.length - start, sum(sampler.plan.at(sampler.plan.drawn))
+        return left // total if sampler.drop_last else -(-left // total)
+
+
+class StreamSource:
+    """An iterable data set, which must yield the same samples on every rank.
+
+    Every rank reads all of it, and keeps its share of each step.
+    """
+
+    lead = 0
+
+    def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int) -> None:
+        self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
+        self._collate = loader.collate_fn
+        self._plan = plan
+        self._rank = rank
+        self._drop_last = loader.drop_last
+        self.facts = f"a stream read by {loader.num_workers} workers, drop_last={loader.drop_last}"
+
+    def begin(self, epoch: int, step: int, start: int) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch; what lies before `start` is read and left aside."""
+        samples = islice(iter(self._loader), start, None)
+        while block := list(islice(samples, sum(self._plan.at(step)))):
+            length = start + len(block)
+            for cut in cut_epoch(self._plan, step, start, length, self._drop_last):
+                mine = [block[place - start] for place in cut.share(self._rank)]
+                yield cut, self._collate(mine or block[:1])
+            step, start = step + 1, length
+
+    def steps(self, start: int) -> None:
+        """Return None: a stream does not say when it ends."""
+
+
+def open_source(
+    loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
+) -> Source:
+    """Return the source that a DataLoader describes.
+
+    Raises ValueError for a loader that makes no batches, or whose sampler cannot be divided anew.
+    """
+    if loader.batch_size is None:
+        raise ValueError(
+            "adapt needs a DataLoader that makes batches of a batch_size, got one with "
+            "batch_size=None or a batch_sampler of its own"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamSource(loader, plan, rank)
+    return DatasetSource(loader, plan, rank, order, seed)
+
+
+def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
+    """Return the order of all samples that a loader's sampler stands for: as it is, or shuffled."""
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        if sampler.shuffle:
+            seed = sampler.seed
+            return lambda epoch: shuffled(length, seed, epoch)
+        return lambda epoch: range(length)
+    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+        return lambda epoch: shuffled(length, seed, epoch)
+    if isinstance(sampler, SequentialSampler):
+        return lambda epoch: range(length)
+    raise ValueError(
+        "adapt divides one order of all samples over the ranks, and cannot tell it from a "
+        f"{type(sampler).__name__}; pass order=, a function from the epoch to the indices of all "
+        "samples, equal on every rank"
+    )
+
+
+def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+    """Return a DataLoader with everything but its batches as another one has it."""
+    kept = {
+        name: getattr(loader, name)
+        for name in (
+            "num_workers",
+            "collate_fn",
+            "pin_memory",
+            "timeout",
+            "worker_init_fn",
+            "multiprocessing_context",
+            "generator",
+            "prefetch_factor",
+            "persistent_workers",
+            "in_order",
+        )
+        if name in inspect.signature(DataLoader).parameters and hasattr(loader, name)
+    }
+    return DataLoader(loader.dataset, **{**kept, **changed})
+
+
+def as_it_is(sample: T) -> T:
+    """Return the sample: it is collated with others later."""
+    return sample

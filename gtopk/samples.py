@@ -1,0 +1,53 @@
+"""Samples: how many of them a rank's gradients come from, and the weight that follows.
+
+The number travels in the upper bits of the step's vote, so that no message is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+VOTE_BITS: Final = 36  # of the vote, below the number
+MOST: Final = 2**27 - 1
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What this rank says of its gradients.
+
+    count:  of the samples they come from; None: as many as every other rank's.
+    summed: the gradients are of a sum over samples, not of a mean.
+    Raises ValueError for a number that does not fit.
+    """
+
+    count: int | None = None
+    summed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count is not None and not 0 <= self.count <= MOST:
+            raise ValueError(f"the number of samples must lie in 0..{MOST:,}, got {self.count:,}")
+
+    @property
+    def facts(self) -> str:
+        """Return what must be equal on all ranks."""
+        if self.count is None:
+            return "gradients weighted alike: no number of samples"
+        return f"gradients weighted by samples, of a {'sum' if self.summed else 'mean'}"
+
+    @property
+    def vote(self) -> int:
+        """Return the part of the vote that says the number."""
+        return (self.count or 0) << VOTE_BITS
+
+    def weighs(self, vote: int) -> bool:
+        """Tell whether the gradients of a rank with this vote count for anything."""
+        return self.count is None or vote >> VOTE_BITS > 0
+
+    def weight(self, votes: Sequence[int]) -> float:
+        """Return this rank's weight, from all ranks' votes: b/B, or 1/B where a sum was taken."""
+        total = sum(vote >> VOTE_BITS for vote in votes)
+        if not total or not self.count:
+            return 0.0
+        return (1 if self.summed else self.count) / total

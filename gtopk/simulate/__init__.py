@@ -1,0 +1,1 @@
+"""Simulation: real models, gradients and collectives; the seconds are modelled."""

@@ -1,0 +1,176 @@
+"""`gtopk simulate` as people call it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from collectives.cost import Link
+
+from ..plan.command import as_argument, density
+from ..plan.models import PARAMETERS
+from ..plan.quantities import bandwidth, count, duration
+from .cluster import GIGABIT, Cluster, Slowdown
+from .modes import SIMULATED
+from .page import page
+from .record import Record
+from .setting import Setting
+from .show import render
+from .tasks import NETWORKS, open_task
+
+_SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[\d.]+)@(?P<second>.+)")
+
+
+def speeds(text: str) -> list[float]:
+    """Return samples a second of "400:200:100:100"."""
+    try:
+        values = [float(word) for word in text.split(":")]
+    except ValueError:
+        values = []
+    if len(values) < 2 or not all(0 < value < math.inf for value in values):
+        raise ValueError(f"must be two ranks' samples a second or more, as 400:200, got {text!r}")
+    return values
+
+
+def slowdown(text: str) -> Slowdown:
+    """Return the change of "0:4@30s": rank 0 takes four times as long from second 30 on."""
+    found = _SLOWDOWN.fullmatch(text)
+    if found is None:
+        raise ValueError(f"must be RANK:FACTOR@TIME, as 0:4@30s, got {text!r}")
+    return Slowdown(int(found["rank"]), float(found["factor"]), duration(found["second"]))
+
+
+def dense_or_density(text: str) -> float | None:
+    """Return gTop-k's density; None for "dense"."""
+    return None if text == "dense" else density(text)
+
+
+def modes(text: str) -> list[str]:
+    """Return the modes of "equal,balanced"."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SIMULATED]:
+        raise ValueError(f"must be of {', '.join(SIMULATED)}, got {unknown[0]!r}")
+    return names
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gtopk simulate",
+        description="Train on a cluster of unlike ranks that is modelled: real model, gradients, "
+        "residuals and collectives in this process, simulated seconds. Tells which mode of "
+        "adaptive batches pays there.",
+    )
+    add = parser.add_argument
+    add(
+        "--speeds",
+        type=as_argument(speeds),
+        default=[400.0, 200.0, 100.0, 100.0],
+        help="samples a second of each rank; default: 400:200:100:100",
+    )
+    add("--overhead", type=as_argument(duration), default=0.0, help="of every batch; default: none")
+    add("--noise", type=float, default=0.03, help="of a batch's time; default: %(default)s")
+    add(
+        "--slow",
+        type=as_argument(slowdown),
+        action="append",
+        default=[],
+        metavar="RANK:FACTOR@TIME",
+        help="a rank that slows down, as 0:4@30s; may be repeated",
+    )
+    add("--bandwidth", type=as_argument(bandwidth), default=GIGABIT.bits_per_second)
+    add("--latency", type=as_argument(duration), default=GIGABIT.latency_seconds)
+    add("--exchange", type=as_argument(duration), help="of a step, in place of the link's model")
+    add("--model", choices=PARAMETERS, metavar="NAME", help="whose gradients' exchange is modelled")
+    add("--task", choices=NETWORKS, default="digits", help="what is trained; default: %(default)s")
+    add("--epochs", type=as_argument(count), default=20)
+    add("--seeds", type=as_argument(count), default=1)
+    add("--batch", type=as_argument(count), default=256, help="of all ranks; default: %(default)s")
+    add("--micro-batch", type=as_argument(count), default=8, help="of abs; default: %(default)s")
+    add("--interval", type=as_argument(count), default=5, help="steps of a window of balanced")
+    add("--lr", type=float, default=0.5)
+    add("--momentum", type=float, default=0.0)
+    add("--density", type=as_argument(dense_or_density), default=0.05, help="or 'dense'")
+    add("--target", type=float, default=0.9, help="accuracy to be reached; default: %(default)s")
+    add(
+        "--modes",
+        type=as_argument(modes),
+        default=list(SIMULATED),
+        help=f"default: {','.join(SIMULATED)}",
+    )
+    add("--json", metavar="FILE", help="write the records")
+    add("--html", metavar="FILE", help="write a page with plots")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the comparison and return the exit code."""
+    options = parse(arguments)
+    cluster = Cluster(
+        options.speeds,
+        options.overhead,
+        options.noise,
+        options.slow,
+        Link.of(options.bandwidth, options.latency),
+        options.exchange,
+    )
+    if any(slow.rank >= cluster.ranks for slow in options.slow):
+        return _fail(f"--slow must be of ranks 0..{cluster.ranks - 1}, as --speeds has them")
+    if options.batch < 8 * cluster.ranks:
+        return _fail(f"--batch must be at least {8 * cluster.ranks}, got {options.batch}")
+    torch.set_num_threads(1)  # the ranks are threads
+    records = []
+    for seed in range(options.seeds):
+        setting = _setting(options, cluster, seed)
+        for mode in options.modes:
+            print(f"simulating {mode}, seed {seed}", file=sys.stderr)
+            records.append(SIMULATED[mode](setting))
+    for line in render(records, setting, options.target):
+        print(line)
+    try:
+        _write(options, records, setting)
+    except OSError as error:
+        return _fail(f"{error.filename} cannot be written: {error.strerror}")
+    return 0
+
+
+def _setting(options: argparse.Namespace, cluster: Cluster, seed: int) -> Setting:
+    length = PARAMETERS[options.model] if options.model else None
+    return Setting(
+        cluster,
+        open_task(options.task, seed, length),
+        seed,
+        options.epochs,
+        options.batch,
+        options.lr,
+        options.momentum,
+        options.density,
+        options.interval,
+        options.micro_batch,
+    )
+
+
+def _write(options: argparse.Namespace, records: Sequence[Record], setting: Setting) -> None:
+    if options.json:
+        said = {
+            "simulated": True,
+            "cluster": dataclasses.asdict(setting.cluster),
+            "reduce_seconds": setting.reduce_seconds,
+            "records": [dataclasses.asdict(record) for record in records],
+        }
+        Path(options.json).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    if options.html:
+        lines = render(records, setting, options.target)
+        Path(options.html).write_text(page(records, lines), encoding="utf-8")
+
+
+def _fail(reason: str) -> int:
+    print(f"gtopk simulate: {reason}", file=sys.stderr)
+    return 2

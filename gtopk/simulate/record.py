@@ -1,0 +1,58 @@
+"""Record: what a simulated training run was, second by simulated second."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Record:
+    """One mode and seed.
+
+    seconds:   simulated, of the whole run.
+    busy:      of these, what each rank computed.
+    exchange:  of these, what the wire was in use, as modelled.
+    samples:   computed, of all ranks.
+    steps:     updates of the parameters.
+    accuracy:  (simulated seconds, share of the test samples) after every epoch.
+    sizes:     (simulated seconds, samples of each rank in the step that ended then).
+    """
+
+    mode: str
+    seed: int
+    seconds: float = 0.0
+    busy: list[float] = field(default_factory=list)
+    exchange: float = 0.0
+    samples: int = 0
+    steps: int = 0
+    accuracy: list[tuple[float, float]] = field(default_factory=list)
+    sizes: list[tuple[float, list[int]]] = field(default_factory=list)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Return the simulated throughput."""
+        return self.samples / self.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Return the mean share of time that ranks computed."""
+        return statistics.fmean(self.busy) / self.seconds
+
+    @property
+    def least_utilisation(self) -> float:
+        """Return the least share that a rank computed, of the time it was not on the wire.
+
+        Of a delayed mode, of the whole time: there the wire is no excuse.
+        """
+        hidden = self.mode == "abs"
+        return min(self.busy) / (self.seconds - (0.0 if hidden else self.exchange))
+
+    @property
+    def final_accuracy(self) -> float:
+        """Return the accuracy after the last epoch."""
+        return self.accuracy[-1][1]
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """Return when an accuracy was first reached; None: never."""
+        return next((second for second, reached in self.accuracy if reached >= accuracy), None)

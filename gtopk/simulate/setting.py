@@ -1,0 +1,49 @@
+"""Setting: what all modes of one comparison share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from collectives.planning import Candidate
+
+from ..compression import Compression, SparseCompression
+from .cluster import Cluster
+from .tasks import Task
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A cluster, a task, and how it is trained.
+
+    density: of gTop-k; None: dense.
+    """
+
+    cluster: Cluster
+    task: Task
+    seed: int
+    epochs: int
+    global_batch: int
+    learning_rate: float
+    momentum: float
+    density: float | None
+    interval: int = 20
+    micro_batch: int = 16
+
+    @property
+    def compression(self) -> Any:
+        """Return what the optimizer compresses with."""
+        if self.density is None:
+            return Compression.none
+        return Compression.gtopk(density=self.density)
+
+    @property
+    def reduce_seconds(self) -> float:
+        """Return what the exchange of a step is modelled to take on the wire."""
+        compression = self.compression
+        if isinstance(compression, SparseCompression):
+            assert self.density is not None
+            candidate = Candidate(compression.algorithm, self.density, compression.formats()[0])
+        else:
+            candidate = Candidate("dense")
+        return self.cluster.reduce_seconds(candidate, self.task.length)

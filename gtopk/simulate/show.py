@@ -1,0 +1,74 @@
+"""A comparison of simulated runs as text of 80 columns."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+
+from ..charts.units import count_text, digits, seconds_text
+from .record import Record
+from .setting import Setting
+
+_HEADINGS = ("mode", "samples/s", "vs first", "busy", "least", "accuracy %", "updates", "to target")
+
+
+def render(records: Sequence[Record], setting: Setting, target: float) -> list[str]:
+    """Return the lines: what was simulated, and a row for each mode, medians over the seeds."""
+    cluster = setting.cluster
+    speeds = ":".join(f"{speed:g}" for speed in cluster.speeds)
+    seeds = len({record.seed for record in records})
+    method = "dense" if setting.density is None else f"gTop-k at density {setting.density:g}"
+    slower = "".join(
+        f"; rank {slow.rank} takes {slow.factor:g} times as long from second {slow.second:g} on"
+        for slow in cluster.slowdowns
+    )
+    intro = (
+        f"Simulated, not measured: {cluster.ranks} ranks of {speeds} samples/s, overhead "
+        f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}{slower}; an "
+        f"exchange of {count_text(setting.task.length)} values by {method} takes "
+        f"{seconds_text(setting.reduce_seconds)}. Batch {setting.global_batch}, learning rate "
+        f"{setting.learning_rate:g}, momentum {setting.momentum:g}, {setting.epochs} epochs, "
+        f"{seeds} seed{'s' * (seeds > 1)}. Gradients, residuals and collectives are real."
+    )
+    modes = list(dict.fromkeys(record.mode for record in records))
+    by_mode = {mode: [r for r in records if r.mode == mode] for mode in modes}
+    base = _median([record.samples_per_second for record in by_mode[modes[0]]])
+    rows = [_HEADINGS, *(_row(mode, runs, base, target) for mode, runs in by_mode.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    table = [
+        "  ".join(
+            word.ljust(width) if column == 0 else word.rjust(width)
+            for column, (word, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    notes = (
+        "busy: mean share of the time that ranks compute. least: of the rank that computes least, "
+        "of the time off the wire; of abs, of all time. accuracy: median (lowest-highest). to "
+        f"target: simulated seconds to {100 * target:g} %."
+    )
+    wrapped = [*textwrap.wrap(intro, 80), "", *table, "", *textwrap.wrap(notes, 80)]
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapped]
+
+
+def _row(mode: str, runs: Sequence[Record], base: float, target: float) -> tuple[str, ...]:
+    speed = _median([run.samples_per_second for run in runs])
+    final = [100 * run.final_accuracy for run in runs]
+    reached = [run.seconds_to(target) for run in runs]
+    spread = f" ({min(final):.1f}-{max(final):.1f})" if len(runs) > 1 else ""
+    all_reached = [second for second in reached if second is not None]
+    return (
+        mode,
+        digits(speed),
+        f"{speed / base:.2f}x",
+        f"{_median([run.utilisation for run in runs]):.3f}",
+        f"{_median([run.least_utilisation for run in runs]):.3f}",
+        f"{_median(final):.1f}{spread}",
+        count_text(_median([float(run.steps) for run in runs])),
+        seconds_text(_median(all_reached)) if len(all_reached) == len(runs) else "not reached",
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)

@@ -1,0 +1,549 @@
+"""The laws of balanced batches, on ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import world
+from gtopk.world import World
+
+FEATURES = 5
+
+
+class Modelled:
+    """A timer in which a rank computes so many samples a second."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+        self.samples = 0
+
+    def hand_over(self, samples: int) -> None:
+        self.samples = samples
+
+    def take(self) -> float | None:
+        return self.samples / self.speed
+
+
+class Indices(Dataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
+    def rank(transport: LocalTransport) -> Any:
+        with world.entered(transport) as here:
+            return program(here)
+
+    return run_ranks(local_world(size, timeout_seconds=30), rank)
+
+
+def data(length: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(length, FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
+
+
+def network() -> torch.nn.Module:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+    )
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    return model
+
+
+def sgd(model: torch.nn.Module, compression: Any = hvd.Compression.none) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    each_alone = {"bucket_bytes": 1}  # so that exchanges begin while backward goes on
+    return hvd.DistributedOptimizer(inner, model.named_parameters(), compression, **each_alone)
+
+
+def some_optimizer() -> Any:
+    return sgd(network())
+
+
+def step_on(
+    model: torch.nn.Module, optimizer: Any, batch: Any, loss: Callable[..., torch.Tensor]
+) -> None:
+    x, y = batch
+    optimizer.zero_grad()
+    loss(model(x), y).backward()
+    optimizer.step()
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def mean_loss(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((prediction - y) ** 2).mean()
+
+
+def sum_loss(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((prediction - y) ** 2).sum()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.gtopk(density=1.0)])
+def test_sending_all_is_one_process_on_the_whole_batch(
+    size: int, compression: Any, reduction: str
+) -> None:
+    """Sizes change, some are zero, and the last step is partial."""
+    samples, together = data(101), 24
+    loss = mean_loss if reduction == "mean" else sum_loss
+
+    def program(here: World) -> Any:
+        model = network()
+        optimizer = sgd(model, compression)
+        loader = hvd.adapt(
+            DataLoader(samples, together // size, shuffle=True),
+            optimizer,
+            min_batch=0,
+            interval=1,
+            loss_reduction=reduction,
+            timer=Modelled(10.0 ** (here.rank % 3)),
+        )
+        sizes = []
+        for _ in range(3):
+            for batch in loader:
+                sizes.append(loader.sizes)
+                step_on(model, optimizer, batch, loss)
+        return flat(model), sizes
+
+    results = on_ranks(size, program)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(3):
+        order = torch.randperm(101, generator=torch.Generator().manual_seed(epoch))
+        for indices in order.split(together):
+            step_on(model, optimizer, samples[indices], mean_loss)
+    for parameters, sizes in results:
+        assert sizes == results[0][1]
+        assert torch.equal(parameters, results[0][0])
+        torch.testing.assert_close(parameters, flat(model), rtol=1e-12, atol=1e-14)
+    if size > 1:
+        assert len({tuple(each) for each in results[0][1]}) > 2
+        assert any(0 in each for each in results[0][1])
+
+
+def test_equal_batches_train_as_without_a_loader_to_the_bit() -> None:
+    samples, size = data(96), 4
+
+    def program(here: World) -> Any:
+        model, plain = network(), network()
+        optimizer, unadapted = (
+            sgd(each, hvd.Compression.gtopk(density=0.2)) for each in (model, plain)
+        )
+        loader = hvd.adapt(DataLoader(samples, 6), optimizer, timer=Modelled(1.0))
+        for step, batch in enumerate(loader):
+            step_on(model, optimizer, batch, mean_loss)
+            first = step * 6 * size + here.rank * 6
+            step_on(plain, unadapted, samples[first : first + 6], mean_loss)
+        assert loader.sizes == [6] * size
+        return torch.equal(flat(model), flat(plain))
+
+    assert on_ranks(size, program) == [True] * size
+
+
+def test_nothing_is_lost_while_sizes_change_and_rotate() -> None:
+    """Sent so far + residuals = weighted gradients so far, whatever the sizes; B doubles, too."""
+
+    def program(here: World) -> Any:
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = hvd.DistributedOptimizer(
+            inner, model.named_parameters(), hvd.Compression.gtopk(density=0.15)
+        )
+        generator = torch.Generator().manual_seed(here.rank)
+        sent = torch.zeros_like(flat(model))
+        weighted = torch.zeros_like(sent)
+        for step in range(30):
+            sizes = [(rank + step) % 4 * (2 if step > 15 else 1) for rank in range(here.size)]
+            count = sizes[here.rank]
+            optimizer.set_num_samples(count)
+            for parameter in model.parameters():
+                shape = parameter.shape
+                parameter.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+            gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            weighted += count / sum(sizes) * gradient
+            optimizer.step()
+            sent += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        parts = {
+            parameter: part
+            for lane in optimizer._reducer.lanes
+            for parameter, part in zip(
+                lane.parameters,
+                torch.from_numpy(lane.exchange.residual.values.copy()).split(
+                    [parameter.numel() for parameter in lane.parameters]
+                ),
+                strict=True,
+            )
+        }
+        residual = torch.cat([parts[parameter] for parameter in model.parameters()])
+        return sent, residual, weighted
+
+    results = on_ranks(4, program)
+    left = results[0][0] + sum(residual for _, residual, _ in results)
+    expected = sum(weighted for _, _, weighted in results)
+    torch.testing.assert_close(left, expected, rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(sent, results[0][0]) for sent, _, _ in results)
+
+
+def test_a_gradient_of_no_samples_weighs_nothing_even_where_it_is_not_finite() -> None:
+    def program(here: World) -> Any:
+        model = network()
+        optimizer = sgd(model)
+        optimizer.set_num_samples(here.rank)
+        for parameter in model.parameters():
+            value = float("nan") if here.rank == 0 else float(here.rank)
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer.synchronize()
+        return optimizer.skipped_steps, next(model.parameters()).grad[0, 0].item()
+
+    for skipped, gradient in on_ranks(3, program):
+        assert skipped == 0
+        assert gradient == pytest.approx((1 * 1 + 2 * 2) / 3)
+
+
+def test_ranks_that_disagree_about_samples_get_an_error() -> None:
+    def program(here: World) -> None:
+        optimizer = some_optimizer()
+        if here.rank == 1:
+            optimizer.set_num_samples(4)
+        with pytest.raises(hvd.HorovodInternalError, match="rank 0: gradients weighted alike"):
+            optimizer.step()
+
+    on_ranks(2, program)
+
+
+def indices_of(loader: Any) -> list[list[int]]:
+    """Return the batches of an epoch; one that stands in for none counts as empty."""
+    return [batch.tolist() if loader.num_samples else [] for batch in loader]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_sample_comes_once_an_epoch(size: int) -> None:
+    def program(here: World) -> Any:
+        loader = hvd.adapt(
+            DataLoader(Indices(103), 4, shuffle=True),
+            some_optimizer(),
+            interval=1,
+            min_batch=0,
+            timer=Modelled(1.0 + here.rank),
+        )
+        return [indices_of(loader) for _ in range(4)], len(loader), loader.decisions
+
+    results = on_ranks(size, program)
+    for epoch in range(4):
+        seen = [index for result in results for batch in result[0][epoch] for index in batch]
+        assert sorted(seen) == list(range(103))
+    assert all(result[1:] == results[0][1:] for result in results)
+    assert results[0][1] == -(-103 // (4 * size)) == len(results[0][0][0])
+
+
+def test_epochs_follow_the_sampler_that_the_script_sets() -> None:
+    def program(here: World) -> Any:
+        sampler = DistributedSampler(Indices(12), here.size, here.rank, seed=5)
+        loader = hvd.adapt(DataLoader(Indices(12), 3, sampler=sampler), some_optimizer())
+        orders = []
+        for epoch in (0, 1, 1, 7):
+            sampler.set_epoch(epoch)
+            orders.append(indices_of(loader))
+        loader.set_epoch(7)
+        orders.append(indices_of(loader))
+        return orders
+
+    ranks = on_ranks(2, program)
+    epochs = [
+        [a + b for a, b in zip(*batches, strict=True)] for batches in zip(*ranks, strict=True)
+    ]
+    expected = [
+        torch.randperm(12, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
+        for epoch in (0, 1, 2, 7, 7)  # an epoch that nobody sets anew counts on
+    ]
+    assert [list(itertools.chain(*epoch)) for epoch in epochs] == expected
+
+
+def test_a_broken_off_epoch_is_over() -> None:
+    def program(here: World) -> Any:
+        loader = hvd.adapt(DataLoader(Indices(16), 2), some_optimizer(), min_batch=0)
+        for _ in loader:
+            break
+        return indices_of(loader), loader.step
+
+    for batches, step in on_ranks(2, program):
+        assert len(batches) == 4
+        assert step == 5
+
+
+@pytest.mark.parametrize("left_after", [0, 3, 7, 11])
+@pytest.mark.parametrize("resumed_on", [3, 2])
+def test_an_epoch_is_resumed_in_its_middle(left_after: int, resumed_on: int) -> None:
+    def open_loader(here: World) -> Any:
+        return hvd.adapt(
+            DataLoader(Indices(100), 12 // here.size, shuffle=True),
+            some_optimizer(),
+            interval=1,
+            min_batch=0,
+            timer=Modelled(1.0 + here.rank),
+        )
+
+    def run(here: World) -> Any:
+        loader, batches = open_loader(here), []
+        state = before = loader.state_dict()
+        for batch in itertools.chain.from_iterable(iter(loader) for _ in range(2)):
+            if len(batches) == left_after:
+                state = before
+            batches.append(batch.tolist() if loader.num_samples else [])
+            before = loader.state_dict()
+        return batches, json.loads(json.dumps(state))
+
+    results = on_ranks(3, run)
+    states = [state for _, state in results]
+    assert all(state == states[0] for state in states)
+
+    def resume(here: World) -> Any:
+        loader = open_loader(here)
+        loader.load_state_dict(states[0])
+        first = indices_of(loader)
+        return first, loader.sizes
+
+    resumed = on_ranks(resumed_on, resume)
+    steps = len(results[0][0]) // 2
+    rest = range(left_after % steps, steps)
+    offset = left_after // steps * steps
+    expected = [index for result in results for step in rest for index in result[0][offset + step]]
+    found = [index for batches, _ in resumed for batch in batches for index in batch]
+    assert sorted(found) == sorted(expected)
+    if resumed_on == 3:  # to the batch
+        for (batches, _), (before, _) in zip(resumed, results, strict=True):
+            assert batches == before[offset + left_after % steps : offset + steps]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(50))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_stream_is_divided_too(drop_last: bool) -> None:
+    def program(here: World) -> Any:
+        loader = hvd.adapt(
+            DataLoader(Stream(), 4, drop_last=drop_last),
+            some_optimizer(),
+            interval=1,
+            min_batch=0,
+            timer=Modelled(1.0),
+        )
+        with pytest.raises(TypeError, match="no length"):
+            len(loader)
+        first = indices_of(loader)
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        rest = [loader.num_samples and batch.tolist() for batch in iterator]
+        loader.load_state_dict(state)
+        again = indices_of(loader)
+        return first, rest == [batch or 0 for batch in again]
+
+    results = on_ranks(3, program)
+    assert all(same for _, same in results)
+    seen = sorted(index for batches, _ in results for batch in batches for index in batch)
+    assert seen == list(range(48 if drop_last else 50))
+
+
+def test_an_order_of_the_users_own() -> None:
+    def program(here: World) -> Any:
+        sampler = WeightedRandomSampler([1.0] * 10, 10)
+        loader = DataLoader(Indices(10), 2, sampler=sampler)
+        with pytest.raises(ValueError, match="cannot tell it from a WeightedRandomSampler"):
+            hvd.adapt(loader, some_optimizer())
+        adapted = hvd.adapt(loader, some_optimizer(), order=lambda epoch: [epoch] * 7)
+        return indices_of(adapted) + indices_of(adapted)
+
+    first, second = on_ranks(2, program)
+    assert sum(map(len, first)) + sum(map(len, second)) == 14
+    assert first[0] == [0, 0]
+    assert first[-2] == [1, 1]
+
+
+def test_a_rank_that_slows_down_gets_less() -> None:
+    def program(here: World) -> Any:
+        timer = Modelled(100.0)
+        loader = hvd.adapt(DataLoader(Indices(10_000), 50), some_optimizer(), timer=timer)
+        for step, _ in enumerate(loader):
+            if step == 10 and here.rank == 1:
+                timer.speed = 25.0
+            if step == 90:
+                break
+        return loader.sizes, [decision.sizes for decision in loader.decisions]
+
+    results = on_ranks(2, program)
+    assert results[0] == results[1]
+    assert results[0][0] == [80, 20]
+    assert len(results[0][1]) <= 2
+
+
+def test_a_batch_of_another_total_scales_the_rate() -> None:
+    def program(here: World) -> Any:
+        model = network()
+        optimizer = sgd(model)
+        loader = hvd.adapt(
+            DataLoader(data(80), 5), optimizer, lr_scaling="linear", timer=Modelled(1.0)
+        )
+        rates, totals = [], []
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *step: rates.append(optimizer.param_groups[0]["lr"])
+        )
+        for step, batch in enumerate(loader):
+            totals.append(sum(loader.sizes))
+            step_on(model, optimizer, batch, mean_loss)
+            if step == 2:
+                loader.set_global_batch(20)
+        return totals, rates, optimizer.param_groups[0]["lr"]
+
+    for totals, rates, rate_after in on_ranks(2, program):
+        assert totals == [10, 10, 10, 20, 20, 10]
+        assert rates == pytest.approx([0.1 * total / 10 for total in totals])
+        assert rate_after == 0.1
+
+
+def test_the_noise_is_probed_now_and_then() -> None:
+    def program(here: World) -> Any:
+        model = network()
+        optimizer = sgd(model, hvd.Compression.gtopk(density=0.1))
+        loader = hvd.adapt(
+            DataLoader(data(96), 8), optimizer, noise_every=2, timer=Modelled(1.0 + here.rank)
+        )
+        for batch in loader:
+            step_on(model, optimizer, batch, mean_loss)
+        return loader.noise
+
+    noises = on_ranks(3, program)
+    assert noises[0] is not None
+    assert noises[0].variance > 0
+    assert noises == [noises[0]] * 3
+
+
+def test_memory_that_runs_out_on_a_rank_bounds_it() -> None:
+    def program(here: World) -> Any:
+        model = network()
+        optimizer = sgd(model)
+        loader = hvd.adapt(
+            DataLoader(data(600), 20), optimizer, interval=2, timer=Modelled(1.0 + 4 * here.rank)
+        )
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            if here.rank == 1 and len(batch[0]) > 20:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            return mean_loss(model(batch[0]), batch[1])
+
+        sizes = []
+        for batch in loader:
+            sizes.append(loader.sizes)
+            optimizer.zero_grad()
+            loader.backward(loss_of, batch)
+            optimizer.step()
+        return sizes
+
+    for sizes in on_ranks(2, program):
+        assert max(own[1] for own in sizes) > 20
+        assert sizes[-2][1] <= 20
+        assert {sum(each) for each in sizes} == {40}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "fast"}, "mode must be one of balanced"),
+        ({"policy": "fast"}, "policy must be one of equal_finish"),
+        ({"lr_scaling": "fast"}, "lr_scaling must be one of none, linear, sqrt, adascale"),
+        ({"loss_reduction": "max"}, "loss_reduction must be one of mean, sum"),
+        ({"interval": 0}, "interval must be at least 1"),
+        ({"min_batch": -1}, "min_batch must be at least 0"),
+        ({"max_batch": 0}, "max_batch must be at least 1"),
+        ({"noise_every": -1}, "noise_every must be at least 0"),
+        ({"grain": 3}, "multiple of the grain 3, got 8"),
+        ({"max_batch": 3}, "allow 6 to 6 samples a step, and the global batch is 8"),
+    ],
+)
+def test_arguments_out_of_range_are_an_error(options: dict[str, Any], text: str) -> None:
+    def program(here: World) -> None:
+        with pytest.raises(ValueError, match=text):
+            hvd.adapt(DataLoader(Indices(10), 4), some_optimizer(), **options)
+
+    on_ranks(2, program)
+
+
+def test_a_process_set_is_not_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
+    def program(here: World) -> None:
+        inner, first = torch.optim.SGD(network().parameters(), 0.1), hvd.add_process_set([0])
+        optimizer = hvd.DistributedOptimizer(inner, process_set=first)
+        with pytest.raises(ValueError, match="takes no process_set"):
+            hvd.adapt(DataLoader(Indices(10), 4), optimizer)
+
+    on_ranks(2, program)
+
+
+def test_what_cannot_be_adapted_is_an_error() -> None:
+    def program(here: World) -> None:
+        loader, model = DataLoader(Indices(10), 4), network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match="the optimizer that DistributedOptimizer returned"):
+            hvd.adapt(loader, inner)
+        summing = hvd.DistributedOptimizer(inner, model.named_parameters(), op=hvd.Sum)
+        with pytest.raises(ValueError, match="op=Average"):
+            hvd.adapt(loader, summing)
+        with pytest.raises(ValueError, match="op=Average"):
+            summing.set_num_samples(3)
+        with pytest.raises(ValueError, match="'mean' or 'sum', got 'max'"):
+            some_optimizer().set_num_samples(3, "max")
+        with pytest.raises(ValueError, match="batch_size=None"):
+            hvd.adapt(DataLoader(Indices(10), batch_size=None), some_optimizer())
+        replacing = DataLoader(Indices(10), 2, sampler=RandomSampler(Indices(10), replacement=True))
+        with pytest.raises(ValueError, match="cannot tell it from a RandomSampler"):
+            hvd.adapt(replacing, some_optimizer())
+        adapted = hvd.adapt(loader, some_optimizer())
+        with pytest.raises(ValueError, match="the state's 'abs'"):
+            adapted.load_state_dict({"mode": "abs"})
+        shrinking = hvd.adapt(loader, some_optimizer(), order=lambda epoch: range(10 - epoch))
+        shrinking.set_epoch(1)
+        with pytest.raises(ValueError, match="must hold 10 indices, got 9"):
+            list(shrinking)
+
+    on_ranks(1, program)
+
+
+def test_ranks_that_are_adapted_differently_get_an_error() -> None:
+    def program(here: World) -> None:
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 1: 11 samples.*"):
+            hvd.adapt(DataLoader(Indices(10 + here.rank), 4), some_optimizer())
+
+    on_ranks(2, program)

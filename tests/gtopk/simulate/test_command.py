@@ -1,0 +1,65 @@
+"""`gtopk simulate` prints what it simulated, and says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gtopk.cli import main
+
+QUICK = ["--epochs", "1", "--speeds", "200:100", "--batch", "128"]
+
+
+def test_a_comparison_is_printed_written_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, page = tmp_path / "record.json", tmp_path / "page.html"
+    code = main(
+        ["simulate", *QUICK, "--task", "digits-cnn", "--model", "resnet18", "--target", "0.05",
+         "--modes", "balanced,abs", "--json", str(record), "--html", str(page)]
+    )  # fmt: skip
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Simulated, not measured: 2 ranks of 200:100 samples/s")
+    assert "11,689,512 values by gTop-k" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    said = json.loads(record.read_text())
+    assert said["simulated"] is True
+    assert [run["mode"] for run in said["records"]] == ["balanced", "abs"]
+    drawn = page.read_text()
+    assert "Simulated, not measured" in drawn
+    assert drawn.count("<svg") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--speeds", "100"], "two ranks' samples a second or more"),
+        (["--slow", "0-4"], "must be RANK:FACTOR@TIME"),
+        (["--modes", "fast"], "must be of equal-dense, equal"),
+        (["--density", "2"], "it must lie in"),
+    ],
+)
+def test_words_that_mean_nothing_are_an_error(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", *words])
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--slow", "2:4@1s", *QUICK], "--slow must be of ranks 0..1"),
+        ([*QUICK, "--batch", "8"], "--batch must be at least 16, got 8"),
+        ([*QUICK, "--modes", "local-sgd", "--json", "/nowhere/x"], "/nowhere/x cannot be written"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_an_error(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *words]) == 2
+    assert text in capsys.readouterr().err

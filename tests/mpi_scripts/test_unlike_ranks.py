@@ -1,0 +1,50 @@
+"""The wall-clock comparison says what it measured, and rejects what it cannot trust."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpi_scripts.unlike_ranks import MODES, REJECTED, flaws
+
+
+def test_ranks_as_unlike_as_asked_have_no_flaw() -> None:
+    assert flaws([1, 3], [[1.0, 1.05, 0.95], [3.1, 3.0, 2.9]]) == []
+
+
+def test_another_ratio_is_a_flaw() -> None:
+    assert flaws([1, 3], [[1.0, 1.0], [2.0, 2.0]]) == ["the ratio is off by 50 %, more than 15 %"]
+
+
+def test_a_rank_that_varies_is_a_flaw() -> None:
+    (flaw,) = flaws([1, 1], [[1.0, 1.0, 1.0], [0.5, 1.0, 1.5]])
+    assert flaw.startswith("rank 1 varies by 50 %")
+
+
+def test_real_ranks_are_timed_in_every_mode(mpirun: Callable[..., Any]) -> None:
+    job = mpirun(
+        2,
+        "mpi_scripts/unlike_ranks.py",
+        *("--rounds", "1", "--samples", "512", "--batch", "64", "--hidden", "32"),
+        *("--calibration", "3", "--modes", *MODES),
+    )
+    assert job.returncode in (0, REJECTED), job.stderr  # a busy machine is no fault of the program
+    lines = job.stdout.splitlines()
+    assert lines[0].startswith("work is repeated 1:3 times; measured ")
+    assert [line.split()[0] for line in lines[1:4]] == list(MODES)
+    assert ("rejected:" in job.stdout) == (job.returncode == REJECTED)
+
+
+def test_it_says_how_it_is_called() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "mpi_scripts" / "unlike_ranks.py"), "--repeat", "1", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "--repeat needs a number for each of 1 ranks" in done.stderr

@@ -1,0 +1,103 @@
+"""Balanced batches on real ranks: DataLoader workers, the real clock, an epoch resumed."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from checks import run_tests, same_bits_everywhere, same_everywhere
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+import gtopk.torch as hvd
+
+LENGTH, TOGETHER = 211, 24
+
+
+class Indexed(Dataset[tuple[int, torch.Tensor]]):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.full((6,), index / LENGTH)
+
+
+class Stream(IterableDataset[int]):
+    """Worker i of n yields i, i + n, ...: a stream whose order hangs on its workers only."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(range(worker.id, LENGTH, worker.num_workers) if worker else range(LENGTH))
+
+
+def everyones(seen: list[int]) -> list[int]:
+    return sorted(chain.from_iterable(hvd.allgather_object(seen)))
+
+
+def train(loader, model, optimizer) -> list[int]:
+    seen = []
+    for indices, x in loader:
+        seen += indices.tolist() if loader.num_samples else []
+        optimizer.zero_grad()
+        # Repeated, so that ranks differ in speed.
+        for _ in range(1 + 3 * hvd.rank()):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+    return seen
+
+
+def adapted(dataset, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        hvd.Compression.gtopk(density=0.3),
+    )
+    loader = hvd.adapt(
+        DataLoader(dataset, TOGETHER // hvd.size(), **options), optimizer, interval=2, min_batch=1
+    )
+    return loader, model, optimizer
+
+
+def test_workers_prefetch_and_persist() -> None:
+    loader, model, optimizer = adapted(
+        Indexed(), shuffle=True, num_workers=2, prefetch_factor=2 + hvd.rank(),
+        persistent_workers=True,
+    )  # fmt: skip
+    orders = []
+    for _ in range(3):
+        orders.append(train(loader, model, optimizer))
+        assert everyones(orders[-1]) == list(range(LENGTH))
+        assert len(loader) == -(-LENGTH // TOGETHER)
+    assert orders[0] != orders[1]
+    assert same_everywhere(str(loader.decisions))
+    assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
+
+
+def test_an_epoch_is_resumed_with_workers() -> None:
+    options = {"shuffle": True, "num_workers": 1}
+    loader, _, _ = adapted(Indexed(), **options)
+    seen = []
+    for step, (indices, _) in enumerate(loader):
+        seen += indices.tolist()
+        if step == 4:
+            state = loader.state_dict()
+            break
+    assert same_everywhere(str(state))
+    loader, model, optimizer = adapted(Indexed(), **options)
+    loader.load_state_dict(state)
+    seen += train(loader, model, optimizer)
+    assert everyones(seen) == list(range(LENGTH))
+
+
+def test_a_stream_is_read_by_workers() -> None:
+    loader, _, _ = adapted(Stream(), num_workers=2)
+    seen = [index for batch in loader if loader.num_samples for index in batch.tolist()]
+    assert everyones(seen) == list(range(LENGTH))
+
+
+hvd.init()
+torch.set_num_threads(1)
+run_tests(globals())
+hvd.shutdown()
