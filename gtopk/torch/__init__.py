@@ -4,7 +4,9 @@ from ..adaptive.adapt import adapt
 from ..compression import Compression
 from ..exceptions import HorovodInternalError
 from ..optimizer import DistributedOptimizer
+from . import compression as compression
 from . import elastic as elastic
+from . import optimizer as optimizer
 from .functions import (
     allgather_object,
     broadcast_object,
