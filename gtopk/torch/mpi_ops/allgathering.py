@@ -48,9 +48,9 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Return what `allgather` would of each of the tensors, all or none; differentiable."""
-    return list(_Allgather.apply(True, name, process_set, *tensors))  # type: ignore[no-untyped-call]
+    return tuple(_Allgather.apply(True, name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
 def grouped_allgather_async(

@@ -24,6 +24,7 @@ ON_PURPOSE = {
     r"broadcast parameters of (a generator|a tuple)": "what Horovod's own documentation promises",
     r"broadcast parameters of no tensors": "a ValueError says what is needed",
     r"optimizer unused parameter": "a gradient that no rank has stays None, as without Horovod",
+    r"optimizer zero grad too early": "what was computed towards the step is forgotten, in order",
     r"optimizer loads": "the state holds what was not sent yet, too",
     r"optimizer zero grad set to none": "zero_grad takes set_to_none, as torch's",
     r"optimizer min": "no silent minimum of gradients",
@@ -38,9 +39,7 @@ OF_NO_ACCOUNT = {
     r"allreduce unknown op|reducescatter (min|adasum)": "ValueError or HorovodInternalError",
     r"(allgather|reducescatter) scalar": "IndexError, ValueError or HorovodInternalError",
     r"included in it|a dynamic set": "None or False of a set that is not registered",
-    r"grouped allgather": "a list or a tuple",
     r"poll an unknown handle": "True or a ValueError",
-    r"optimizer zero grad too early|optimizer attributes": "guards and insides of the optimizer",
 }
 # Names of Horovod's modules that are nobody's but its own.
 INSIDES = (
