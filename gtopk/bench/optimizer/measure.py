@@ -12,6 +12,7 @@ import torch
 
 from ...compression import Compression
 from ...optimizer import DistributedOptimizer
+from ...torch.functions import allgather_object
 
 PLAIN: Final = "plain"
 
@@ -35,7 +36,9 @@ class Record:
     over_plain:         of the ratios to the plain step of the same round, less 1.
     cpu_over_plain:     the same of the process's CPU time, all threads.
     working_seconds:    of the engine's thread in a step, selection and communication.
-    hidden_share:       of these, what ran before `synchronize`; None where there was nothing.
+    hidden_share:       of these, what ran before `synchronize`, on the rank that came there last in
+                        each step: those that wait for it hide less, and lose nothing by it. None
+                        where there was nothing.
     buckets:            how many a step had.
     """
 
@@ -96,15 +99,22 @@ class Contender:
             self.hidden.append(report.hidden_seconds)
 
     def record(self, plain: Contender) -> Record:
-        """Return what was measured, beside the plain optimizer's steps."""
+        """Return what was measured, beside the plain optimizer's steps; all ranks call it."""
         report = getattr(self.optimizer, "last_step", None)
+        everyones = allgather_object([self.working, self.hidden])
+        # By step: what the rank that had least to wait for after backward did, and hid.
+        exposed = [
+            min((w - h, w) for w, h in step)
+            for step in zip(*(zip(*rank, strict=True) for rank in everyones), strict=True)
+        ]
+        working = sum(w for _, w in exposed)
         return Record(
             name=self.way.name,
             step_seconds=statistics.median(self.wall),
             over_plain=_over(self.wall, plain.wall),
             cpu_over_plain=_over(self.cpu, plain.cpu),
             working_seconds=statistics.median(self.working) if self.working else 0.0,
-            hidden_share=sum(self.hidden) / sum(self.working) if self.working else None,
+            hidden_share=1.0 - sum(e for e, _ in exposed) / working if exposed else None,
             buckets=report.buckets if report is not None else 0,
         )
 
