@@ -77,4 +77,4 @@ if __name__ == "__main__":
     if RANK == SIZE - 1:  # the others do not submit it, and may leave all the same
         reduce("never")
     hvd.shutdown()
-    print(f"rank {RANK}: any order will do")
+    print(f"rank {RANK}: any order will do\n", end="", flush=True)

@@ -25,7 +25,7 @@ def main(name: str) -> None:
         if name == "staged" and mpi.size > 1:
             with pytest.raises(RuntimeError, match="needs a GPU for each rank"):
                 open_transport("nccl", bootstrap=mpi)
-    print(f"rank {mpi.rank} of {mpi.size}: {len(laws)} laws hold", flush=True)
+    print(f"rank {mpi.rank} of {mpi.size}: {len(laws)} laws hold\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -97,4 +97,4 @@ def kill_once(epoch: int, batch: int) -> None:
 
 if __name__ == "__main__":
     hvd.init()
-    print(f"rank {hvd.rank()} of {hvd.size()}: {train(kill_once)}", flush=True)
+    print(f"rank {hvd.rank()} of {hvd.size()}: {train(kill_once)}\n", end="", flush=True)

@@ -170,9 +170,9 @@ def test_a_state_becomes_rank_0s() -> None:
 if __name__ == "__main__":
     if "GTOPK_ELASTIC_DIR" in os.environ:
         trained = elastic_job.train(lambda epoch, batch: None)
-        print(f"rank {RANK} of {SIZE}: {trained}", flush=True)
+        print(f"rank {RANK} of {SIZE}: {trained}\n", end="", flush=True)
         del os.environ["GTOPK_ELASTIC_DIR"]
     run_tests(globals())
     hvd.barrier()
-    print(f"rank {RANK}: every failure was survived", flush=True)
+    print(f"rank {RANK}: every failure was survived\n", end="", flush=True)
     hvd.shutdown()

@@ -53,10 +53,10 @@ optimizer = hvd.DistributedOptimizer(
     model.named_parameters(),
     hvd.Compression.gtopk(0.5),
 )
-print(f"pid {os.getpid()}", flush=True)
+print(f"pid {os.getpid()}\n", end="", flush=True)
 for step in range(20):
     if step == 5 and hvd.rank() == culprit:
-        print(f"ending at {time.time()}", flush=True)
+        print(f"ending at {time.time()}\n", end="", flush=True)
         if way == "early return":
             break
         end_here()

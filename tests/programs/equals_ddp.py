@@ -120,7 +120,7 @@ def main() -> None:
         case = Case(*arguments)
         found = train(case, compression, **options)
         assert_same(found, train_with_ddp(case), (case, compression, options))
-    print(f"rank {hvd.rank()}: {len(tried)} ways to train are DDP's", flush=True)
+    print(f"rank {hvd.rank()}: {len(tried)} ways to train are DDP's\n", end="", flush=True)
     hvd.shutdown()
     torch.distributed.destroy_process_group()
 

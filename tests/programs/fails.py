@@ -39,7 +39,7 @@ match way:
                 optimizer.step()
             except RuntimeError as error:
                 errors += 1
-                print(f"rank {hvd.rank()}: {error}", flush=True)
+                print(f"rank {hvd.rank()}: {error}\n", end="", flush=True)
                 assert torch.equal(model.weight, before)
         assert errors == 4  # nobody goes on with messages of another step
     case "an exception passes a finally":
@@ -51,7 +51,7 @@ match way:
             hvd.shutdown()
     case "a peer is frozen":
         if culprit:
-            print(f"frozen {os.getpid()}", flush=True)
+            print(f"frozen {os.getpid()}\n", end="", flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
         try:
             hvd.barrier()

@@ -339,4 +339,4 @@ if __name__ == "__main__":
             test()
     hvd.barrier()
     hvd.shutdown()
-    print(f"rank {RANK}: every function does as it says")
+    print(f"rank {RANK}: every function does as it says\n", end="", flush=True)

@@ -486,4 +486,4 @@ if __name__ == "__main__":
     run_tests(globals())
     check_that_training_goes_on()
     hvd.shutdown()
-    print(f"rank {RANK}: every mistake was told")
+    print(f"rank {RANK}: every mistake was told\n", end="", flush=True)

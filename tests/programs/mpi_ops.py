@@ -590,4 +590,4 @@ if __name__ == "__main__":
     hvd.barrier()
     hvd.shutdown()
     check_that_nothing_works()
-    print(f"rank {RANK}: every collective does as it says")
+    print(f"rank {RANK}: every collective does as it says\n", end="", flush=True)
