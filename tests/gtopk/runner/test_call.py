@@ -71,7 +71,7 @@ def test_a_closure_travels_as_a_pickle() -> None:
     assert objects.decode(preparation, allow_pickle=False)["allow_pickle"] is True
     assert call.make(content, True) == 7
     with pytest.raises(objects.ObjectFormatError, match="holds a pickle"):
-        call.make(content, [])
+        call.make(content, False)
 
 
 def test_the_secret_of_this_process_stays_here() -> None:
