@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 from collectives.transports import Counter
 
+from .shares import divide
+
 # From a stretch's number, its samples and the ranks' sizes to each rank's takes, in their order.
 Replay = Callable[[int, int, Sequence[int]], Sequence[Sequence[range]]]
 
@@ -165,6 +167,20 @@ def by_speed(speeds: Sequence[float]) -> Replay:
         return takes
 
     return replay
+
+
+def in_step(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
+    """Return the takes of ranks that all make a step of their size, and then all the next one."""
+    takes: list[list[range]] = [[] for _ in sizes]
+    start = 0
+    while start < total:
+        left = total - start
+        parts = divide(left, sizes) if left < sum(sizes) else sizes
+        for each, size in zip(takes, parts, strict=True):
+            if size:
+                each.append(range(start, start + size))
+            start += size
+    return takes
 
 
 def record_of(takes: Iterable[Iterable[range]]) -> list[list[list[int]]]:
