@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import MismatchError
 from ..vector import Array
 from .announcement import Announcement, Way
+from .counter import Counter
 from .farewell import Farewell
 from .gpu import is_on_device, load_cupy
 from .transport import Path, Step, Transport
@@ -150,6 +151,9 @@ class StagedTransport(Transport):
 
     def neighbours(self) -> list[int]:
         return self.host.neighbours()
+
+    def counter(self) -> Counter:
+        return self.host.counter()
 
     def library(self) -> str:
         return self.host.library()

@@ -23,6 +23,7 @@ import numpy as np
 from ..errors import MessageError
 from ..vector import Array
 from . import reductions
+from .counter import Counter
 from .endpoint import Endpoint
 from .farewell import Farewell
 from .traffic import Traffic
@@ -137,6 +138,14 @@ class Transport(Endpoint):
     @abstractmethod
     def neighbours(self) -> list[int]:
         """Return the ranks on this rank's host, itself included, in order; nothing is sent."""
+
+    @abstractmethod
+    def counter(self) -> Counter:
+        """Return a new number that the ranks share, 0 at first; all of them call this together.
+
+        Any thread may add to it at any time; the other ranks need take no part.
+        Raises ValueError where the transport has nothing of the kind.
+        """
 
     @abstractmethod
     def library(self) -> str:

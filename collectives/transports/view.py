@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ..vector import Array
+from .counter import Counter
 from .farewell import Farewell
 from .streams import Streams
 from .traffic import Traffic
@@ -66,6 +67,9 @@ class View(Transport):
     def neighbours(self) -> list[int]:
         here = set(self._carrier.neighbours())
         return [place for place, rank in enumerate(self.ranks) if rank in here]
+
+    def counter(self) -> Counter:
+        return self._carrier.counter_on(self)
 
     def library(self) -> str:
         return self._carrier.library()

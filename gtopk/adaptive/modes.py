@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from .balanced import BalancedLoader
 from .delayed import DelayedLoader
-from .options import Job
+from .merging_loader import MergingLoader
+from .merging_options import MergingOptions
+from .options import BalancedOptions, Job, Options, RoundOptions
 
 
 class Adapted(Protocol):
@@ -34,7 +36,15 @@ class Adapted(Protocol):
         """Go on where another loader of this mode stopped."""
 
 
-MODES: Final[Mapping[str, Callable[[Job], Adapted]]] = {
-    "balanced": BalancedLoader,
-    "abs": DelayedLoader,
+class Mode(NamedTuple):
+    """What a mode may be told, and what opens it."""
+
+    options: type[Options]
+    open: Callable[[Job[Any]], Adapted]
+
+
+MODES: Final[Mapping[str, Mode]] = {
+    "balanced": Mode(BalancedOptions, BalancedLoader),
+    "abs": Mode(RoundOptions, DelayedLoader),
+    "adaptive-sgd": Mode(MergingOptions, MergingLoader),
 }

@@ -18,8 +18,8 @@ from collectives.cost import Link
 from ..plan.command import as_argument, density
 from ..plan.models import PARAMETERS
 from ..plan.quantities import bandwidth, count, duration
-from .cluster import GIGABIT, Cluster, Slowdown
-from .modes import SIMULATED
+from .cluster import GIGABIT, Cluster, Death, Slowdown
+from .modes import DEFAULT, OUTLIVE, SIMULATED
 from .page import page
 from .record import Record
 from .setting import Setting
@@ -46,6 +46,14 @@ def slowdown(text: str) -> Slowdown:
     if found is None:
         raise ValueError(f"must be RANK:FACTOR@TIME, as 0:4@30s, got {text!r}")
     return Slowdown(int(found["rank"]), float(found["factor"]), duration(found["second"]))
+
+
+def death(text: str) -> Death:
+    """Return the end of "1@30s": rank 1 is gone from second 30 on."""
+    rank, _, second = text.partition("@")
+    if not rank.isdigit() or not second:
+        raise ValueError(f"must be RANK@TIME, as 1@30s, got {text!r}")
+    return Death(int(rank), duration(second))
 
 
 def dense_or_density(text: str) -> float | None:
@@ -85,6 +93,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="RANK:FACTOR@TIME",
         help="a rank that slows down, as 0:4@30s; may be repeated",
     )
+    add(
+        "--die",
+        type=as_argument(death),
+        action="append",
+        default=[],
+        metavar="RANK@TIME",
+        help=f"a rank that dies, as 1@30s; of {', '.join(OUTLIVE)}",
+    )
     add("--bandwidth", type=as_argument(bandwidth), default=GIGABIT.bits_per_second)
     add("--latency", type=as_argument(duration), default=GIGABIT.latency_seconds)
     add("--exchange", type=as_argument(duration), help="of a step, in place of the link's model")
@@ -94,6 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=as_argument(count), default=1)
     add("--batch", type=as_argument(count), default=256, help="of all ranks; default: %(default)s")
     add("--micro-batch", type=as_argument(count), default=8, help="of abs; default: %(default)s")
+    add("--mega-batch", type=as_argument(count), default=0, help="of adaptive-sgd; default: 100 b")
     add("--interval", type=as_argument(count), default=5, help="steps of a window of balanced")
     add("--lr", type=float, default=0.5)
     add("--momentum", type=float, default=0.0)
@@ -102,8 +119,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--modes",
         type=as_argument(modes),
-        default=list(SIMULATED),
-        help=f"default: {','.join(SIMULATED)}",
+        default=list(DEFAULT),
+        help=f"of {','.join(SIMULATED)}; default: {','.join(DEFAULT)}",
     )
     add("--json", metavar="FILE", help="write the records")
     add("--html", metavar="FILE", help="write a page with plots")
@@ -118,11 +135,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overhead,
         options.noise,
         options.slow,
+        options.die,
         Link.of(options.bandwidth, options.latency),
         options.exchange,
     )
-    if any(slow.rank >= cluster.ranks for slow in options.slow):
-        return _fail(f"--slow must be of ranks 0..{cluster.ranks - 1}, as --speeds has them")
+    for name, changes in (("--slow", options.slow), ("--die", options.die)):
+        if any(change.rank >= cluster.ranks for change in changes):
+            return _fail(f"{name} must be of ranks 0..{cluster.ranks - 1}, as --speeds has them")
+    if options.die and (others := [mode for mode in options.modes if mode not in OUTLIVE]):
+        return _fail(f"{others[0]} ends with a rank; --die is of {', '.join(OUTLIVE)}")
     if options.batch < 8 * cluster.ranks:
         return _fail(f"--batch must be at least {8 * cluster.ranks}, got {options.batch}")
     torch.set_num_threads(1)  # the ranks are threads
@@ -154,6 +175,7 @@ def _setting(options: argparse.Namespace, cluster: Cluster, seed: int) -> Settin
         options.density,
         options.interval,
         options.micro_batch,
+        options.mega_batch,
     )
 
 

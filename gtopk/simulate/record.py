@@ -14,9 +14,10 @@ class Record:
     busy:      of these, what each rank computed.
     exchange:  of these, what the wire was in use, as modelled.
     samples:   computed, of all ranks.
-    steps:     updates of the parameters.
+    steps:     updates of the parameters; of replicas, those of the rank that makes most.
     accuracy:  (simulated seconds, share of the test samples) after every epoch.
     sizes:     (simulated seconds, samples of each rank in the step that ended then).
+    updates:   of each rank, between two merges of replicas.
     """
 
     mode: str
@@ -28,6 +29,7 @@ class Record:
     steps: int = 0
     accuracy: list[tuple[float, float]] = field(default_factory=list)
     sizes: list[tuple[float, list[int]]] = field(default_factory=list)
+    updates: list[list[int]] = field(default_factory=list)
 
     @property
     def samples_per_second(self) -> float:

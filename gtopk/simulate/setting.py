@@ -17,6 +17,7 @@ class Setting:
     """A cluster, a task, and how it is trained.
 
     density: of gTop-k; None: dense.
+    mega_batch: samples between two merges of adaptive-sgd; 0: 100 batches.
     """
 
     cluster: Cluster
@@ -29,6 +30,7 @@ class Setting:
     density: float | None
     interval: int = 20
     micro_batch: int = 16
+    mega_batch: int = 0
 
     @property
     def compression(self) -> Any:

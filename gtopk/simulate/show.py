@@ -23,6 +23,9 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
         f"; rank {slow.rank} takes {slow.factor:g} times as long from second {slow.second:g} on"
         for slow in cluster.slowdowns
     )
+    slower += "".join(
+        f"; rank {death.rank} dies at second {death.second:g}" for death in cluster.deaths
+    )
     intro = (
         f"Simulated, not measured: {cluster.ranks} ranks of {speeds} samples/s, overhead "
         f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}{slower}; an "

@@ -91,7 +91,7 @@ def simulate(setting: Setting, mode: str) -> Record:
                     setting.compression,
                 )
                 loader = adapt(
-                    DataLoader(range(len(task.y)), 1, shuffle=True),  # type: ignore[arg-type]
+                    DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
                     optimizer,
                     global_batch=setting.global_batch,
                     interval=setting.interval if mode == "balanced" else NEVER,
