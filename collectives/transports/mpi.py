@@ -356,7 +356,7 @@ class MpiTransport(Carrier):
             )
         self._windows.append(window)
         buffer, _ = window.Shared_query(0)
-        memory = np.frombuffer(buffer, np.uint8)
+        memory = np.frombuffer(buffer, np.uint8)  # type: ignore[call-overload]
         if stream.rank == 0:
             memory[:] = 0
         return share_by_file(stream, size_bytes, memory)
