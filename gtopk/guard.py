@@ -4,6 +4,8 @@ an exception (any thread)   printed with rank and step, then the job is aborted
 the program ends, or calls sys.exit, while its peers go on
                             their next operation fails and names this rank (Engine, Transport)
 a signal kills it           the launcher ends the others; each says at which step it was stopped
+
+Where ranks may leave (hogbatch, if told so), an exception ends its rank only.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import socket
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Protocol
+from typing import Final, Protocol
 
 from collectives.transports import Transport
 
 from .engine import Engine
+
+_WORD_SECONDS: Final = 1.0  # what a last word gets to go out
 
 
 class Member(Protocol):
@@ -80,7 +84,8 @@ class Guard:
         if self.needed:
             what = describe(error)
             advice = "" if self.member.advice in what else f"; {self.member.advice}"
-            self._say(f"failed at step {self.member.step}: {what}; ending the job{advice}")
+            then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
+            self._say(f"failed at step {self.member.step}: {what}; {then}{advice}")
 
     def _on_exception(
         self,
@@ -90,7 +95,16 @@ class Guard:
     ) -> None:
         self._excepthook(kind, error, traceback)
         self.tell(error)
+        if self.member.engine.ranks_may_leave:
+            self._end_alone(error)
         self.member.transport.abort(1)
+
+    def _end_alone(self, error: BaseException) -> None:
+        """End this process as if it were killed: what the others go by is that it is gone."""
+        self.member.transport.leave(self.farewell(f"raised {describe(error)}"), _WORD_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         self._threading_excepthook(arguments)

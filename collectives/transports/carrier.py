@@ -11,6 +11,7 @@ from typing import Final
 from ..vector import Array
 from .counter import Counter
 from .farewell import Farewell
+from .node_memory import NodeMemory
 from .streams import Streams
 from .traffic import Traffic
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, say
@@ -71,6 +72,9 @@ class Carrier(Streams):
         """Return a name for a new counter of a stream, the same on all its ranks."""
         number = self._counters[stream.path] = self._counters.get(stream.path, 0) + 1
         return f"{stream.path}, counter {number}"
+
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        return self.shared_memory_on(self, size_bytes)
 
     def farewells(self) -> Mapping[int, Farewell]:
         return self._left.copy()  # threads add to it meanwhile

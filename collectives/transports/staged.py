@@ -19,6 +19,7 @@ from .announcement import Announcement, Way
 from .counter import Counter
 from .farewell import Farewell
 from .gpu import is_on_device, load_cupy
+from .node_memory import NodeMemory
 from .transport import Path, Step, Transport
 
 
@@ -154,6 +155,9 @@ class StagedTransport(Transport):
 
     def counter(self) -> Counter:
         return self.host.counter()
+
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        return self.host.shared_memory(size_bytes)
 
     def library(self) -> str:
         return self.host.library()

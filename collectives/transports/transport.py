@@ -26,6 +26,7 @@ from . import reductions
 from .counter import Counter
 from .endpoint import Endpoint
 from .farewell import Farewell
+from .node_memory import NodeMemory
 from .traffic import Traffic
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
@@ -145,6 +146,13 @@ class Transport(Endpoint):
 
         Any thread may add to it at any time; the other ranks need take no part.
         Raises ValueError where the transport has nothing of the kind.
+        """
+
+    @abstractmethod
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        """Return new zeros that the ranks map; all of them call this together, and on one host.
+
+        Raises OSError, on every rank, where there is no room for them.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..vector import Array
 from .counter import Counter
 from .farewell import Farewell
+from .node_memory import NodeMemory
 from .streams import Streams
 from .traffic import Traffic
 from .transport import Path, Step, Transport
@@ -70,6 +71,9 @@ class View(Transport):
 
     def counter(self) -> Counter:
         return self._carrier.counter_on(self)
+
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        return self._carrier.shared_memory_on(self, size_bytes)
 
     def library(self) -> str:
         return self._carrier.library()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from . import delayed, joined, replicas, synchronous
+from . import delayed, hogbatch, joined, replicas, synchronous
 from .record import Record
 from .setting import Setting
 
@@ -39,6 +39,10 @@ SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     "crossbow": partial(merged, mode="crossbow", algorithm="crossbow"),
     "adaptive-sgd": partial(adaptive, mode="adaptive-sgd", run=merged),
     "adaptive-sgd-gtopk": partial(adaptive, mode="adaptive-sgd-gtopk", run=replicas.simulate),
+    "slow-only": partial(hogbatch.simulate, mode="slow-only", who="slow"),
+    "fast-only": partial(hogbatch.simulate, mode="fast-only", who="fast"),
+    "hogbatch": partial(hogbatch.simulate, mode="hogbatch"),
+    "adaptive-hogbatch": partial(hogbatch.simulate, mode="adaptive-hogbatch", adapts=True),
 }
 DEFAULT: Final = ("equal-dense", "equal", "balanced", "abs", "local-sgd", "adaptive-sgd")
 # A rank that dies is the end of any other.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from collectives.planning import Candidate
 
 from ..compression import Compression, SparseCompression
+from .classes import Classes
 from .cluster import Cluster
 from .tasks import Task
 
@@ -18,6 +19,7 @@ class Setting:
 
     density: of gTop-k; None: dense.
     mega_batch: samples between two merges of adaptive-sgd; 0: 100 batches.
+    classes: of ranks, for hogbatch.
     """
 
     cluster: Cluster
@@ -31,6 +33,7 @@ class Setting:
     interval: int = 20
     micro_batch: int = 16
     mega_batch: int = 0
+    classes: Classes = field(default_factory=Classes)
 
     @property
     def compression(self) -> Any:
