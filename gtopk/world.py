@@ -20,7 +20,7 @@ from collectives.transports.transport import CHANNELS
 from . import __version__, timeline
 from .agreement import name_ranks
 from .engine import Engine
-from .exceptions import HorovodInternalError
+from .exceptions import HorovodInternalError, InvalidCallError
 from .guard import Guard, describe
 from .heartbeat.heartbeat import timeout_from
 from .joining import join
@@ -203,14 +203,14 @@ def is_initialized() -> bool:
 
 
 def current() -> World:
-    """Return the world; raise ValueError before `init` and after `shutdown`."""
+    """Return the world; raise InvalidCallError before `init` and after `shutdown`."""
     world = _find()
     if world is None and _forked_from is not None:
-        raise ValueError(
+        raise InvalidCallError(
             f"this process was forked from rank {_forked_from}: only the rank itself communicates"
         )
     if world is None:
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
+        raise InvalidCallError("Horovod has not been initialized; use hvd.init().")
     return world
 
 

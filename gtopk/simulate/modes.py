@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from . import delayed, local_sgd, synchronous
+from . import delayed, joined, local_sgd, synchronous
 from .record import Record
 from .setting import Setting
 
@@ -23,5 +23,6 @@ SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     "equal": partial(synchronous.simulate, mode="equal"),
     "balanced": partial(synchronous.simulate, mode="balanced"),
     "abs": delayed.simulate,
+    "join": joined.simulate,
     "local-sgd": local_sgd.simulate,
 }
