@@ -144,7 +144,8 @@ class TorchDistributedTransport(Carrier):
                 return Farewell.decode(message)
             if tag == _ABORT:
                 reason = message[1:].tobytes().decode(errors="replace")
-                say(f"rank {self.rank} ends, as rank {source} ended the job{reason}")
+                here = f" in {self._activity}" if self._activity else ""
+                say(f"rank {self.rank} ends{here}, as rank {source} ended the job{reason}")
                 _end_process(int(message[0]))
             self._mailbox.put(tag, source, message)
 

@@ -158,7 +158,7 @@ class Job:
             said = re.search(r"at step (\d+)", line)
             assert said, line
             assert step is None or abs(int(said[1]) - step) <= 1, f"{line} is not of step {step}"
-            doing = r"waited for it in \S+|at step \d+, in \S+|, computing|it failed at step"
+            doing = r"waited for (it )?in \S+|, in \S+, as|computing|cannot be done|ends.*, as"
             assert re.search(doing, line), line
             assert why in line, line
 

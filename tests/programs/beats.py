@@ -1,8 +1,8 @@
 """Processes with a heartbeat and nothing else; what befalls them is the test's to do.
 
 Arguments: how many ranks, and the timeout in seconds. A rank prints "rank R is PID beside
-COMPANION" when it has begun, and "rank R lost OTHER: WHY". It obeys lines on stdin that begin with
-its number:
+COMPANION at PORT" when it has begun, and "rank R lost OTHER: WHY". It obeys lines on stdin that
+begin with its number:
 
     hold SECONDS    call C code that keeps Python's lock
     fail WHY        end, after telling why
@@ -57,7 +57,8 @@ def be(rank: int, orders: int, ends: list[tuple[socket.socket, socket.socket]]) 
     heartbeat = Heartbeat(timeout_seconds, timeout_seconds / 2, on_lost)
     heartbeat.meet(Table(rank, ends), [])
     heartbeat.start()
-    say(f"rank {rank} is {os.getpid()} beside {heartbeat._companion.pid}")
+    port = heartbeat._setting.peers[rank].port
+    say(f"rank {rank} is {os.getpid()} beside {heartbeat._companion.pid} at {port}")
     for line in os.fdopen(orders):
         what, _, argument = line.strip().partition(" ")
         if what == "hold":

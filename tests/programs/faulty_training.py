@@ -31,6 +31,7 @@ import sys
 import time
 from pathlib import Path
 
+import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd

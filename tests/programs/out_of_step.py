@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
+import light_torch  # noqa: F401
 import torch
 from checks import run_tests
 

@@ -15,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
+import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd

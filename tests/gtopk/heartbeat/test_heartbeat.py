@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.heartbeat.beat import Beat, State
 from gtopk.heartbeat.companion import look_at
 from gtopk.heartbeat.heartbeat import timeout_from
 
@@ -31,11 +33,12 @@ class Ranks:
         self.said: list[str] = []
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.pids, self.companions = {}, {}
+        self.pids, self.companions, self.ports = {}, {}, {}
         for _ in range(size):
-            match = self.hear(r"rank (\d) is (\d+) beside (\d+)")
+            match = self.hear(r"rank (\d) is (\d+) beside (\d+) at (\d+)")
             self.pids[int(match[1])] = int(match[2])
             self.companions[int(match[1])] = int(match[3])
+            self.ports[int(match[1])] = int(match[4])
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -108,8 +111,15 @@ def test_a_stopped_rank_is_lost_by_name_and_ended_by_its_companion():
 
 
 def test_what_passes_in_time_costs_nothing():
-    """A stop, Python's lock held for long, a companion that is killed, and a rank that leaves."""
-    with ranks(3) as job:
+    """A stop, Python's lock held for long, a companion that is killed, a stranger's datagrams, and
+    a rank that leaves.
+    """
+    with ranks(3) as job, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        forged = Beat(1, 1, State.ENDED, 1 << 62, 0.0, "says a stranger").encode(bytes(32))
+        for _ in range(2000):
+            for port in job.ports.values():
+                stranger.sendto(forged, ("127.0.0.1", port))
+                stranger.sendto(os.urandom(1000), ("127.0.0.1", port))
         job.order(0, f"hold {2 * TIMEOUT}")
         job.send(1, signal.SIGSTOP)
         job.hear("rank 1 .*: stopped for")
