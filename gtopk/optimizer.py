@@ -291,7 +291,7 @@ class _DistributedOptimizer(Wrapping):
         Before the first step there is nothing of the latter.
         """
         own = optimizer_checkpoint.save(self._reducer)
-        return {**super().state_dict(), **({"gtopk": own} if own["lanes"] else {})}
+        return {**super().state_dict(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
         """Return the state with what all ranks hold back, on the root; None on the others.
@@ -299,7 +299,7 @@ class _DistributedOptimizer(Wrapping):
         All ranks call it together. Any number of ranks can load it: nothing held back is lost.
         """
         parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
-        return None if parts is None else {**super().state_dict(), "gtopk": parts}
+        return None if parts is None else {**super().state_dict(), optimizer_checkpoint.KEY: parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
@@ -309,8 +309,8 @@ class _DistributedOptimizer(Wrapping):
         self._synchronized = self._skip = False
         self._reducer.drop()
         super().load_state_dict(state_dict)
-        if "gtopk" in state_dict:
-            optimizer_checkpoint.load(self._reducer, state_dict["gtopk"])
+        if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
+            optimizer_checkpoint.load(self._reducer, part)
 
 
 def DistributedOptimizer(

@@ -430,7 +430,7 @@ class Engine:
     def _end_the_job(self, why: str) -> None:
         if self.transport.name != "local":
             say(f"rank {self.transport.rank} ends the job; {why}")
-            self.transport.abort(1)
+            self.transport.abort(1, f"ended it: {why}")
 
     def _set_observers(self, observers: tuple[Observer, ...]) -> None:
         self._observers = observers

@@ -66,7 +66,9 @@ class Operation:
                 f"{self.error}; a larger GTOPK_TIMEOUT (seconds) waits longer"
             ) from None
         if isinstance(self.error, CollectiveError):
-            raise HorovodInternalError(str(self.error)) from None
+            text = str(self.error)
+            undone = "" if self.name in text else f"; '{self.name}' cannot be done"
+            raise HorovodInternalError(text + undone) from None
         if self.error is not None:
             raise self.error
         return self.result
