@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from ..vector import Array
 from .counter import Counter
+from .node_memory import NodeMemory
+from .sharing import share
 from .transport import Step, Transport
 
 
@@ -44,3 +46,7 @@ class Streams(Transport):
             f"the transport {self.name!r} has no number that its ranks share; start them with "
             "mpirun and mpi4py, or with torchrun"
         )
+
+    def shared_memory_on(self, stream: Transport, size_bytes: int) -> NodeMemory:
+        """Return new zeros that a stream's ranks map; as `shared_memory`."""
+        return share(stream, size_bytes)

@@ -36,6 +36,8 @@ def adapt(
         as many as there is time for while the step before is reduced; see `rounds`.
         "adaptive-sgd": local steps on batches that ranks take when they are free, and models that
         are merged after every mega-batch; see `merging_loader`.
+        "hogbatch", "adaptive-hogbatch": the ranks of a node update one model in shared memory, each
+        at its own pace; see `hogbatch`.
     global_batch: samples of all ranks in a step; default: the loader's batch_size times the ranks.
         Of "adaptive-sgd": of the ranks' first batches together.
     order: from an epoch to the indices of all samples, equal on every rank; default: as the
@@ -46,7 +48,9 @@ def adapt(
         micro_batch=16: see `options`. Of "adaptive-sgd" min_batch=0, lr_scaling="linear",
         algorithm="adaptive", mega_batch=0, batch_rule="multiplicative", merge_weights="updates",
         perturbation=0.0, merge_momentum=0.0, local_steps=8, record=False, replay=None:
-        see `merging_options`.
+        see `merging_options`. Of the hogbatch modes min_batch=1, lr_scaling="linear",
+        device_class=None, sizes=None, alpha=2.0, beta=1.0, merge_every=None, nodes=None,
+        lock_step=False, ranks_may_leave=False, audit=False: see `hogbatch.options`.
     Raises ValueError for an argument out of its range, TypeError for an option that the mode has
     not, and for an optimizer that is not distributed, HorovodInternalError on every rank where the
     ranks' arguments differ.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from .balanced import BalancedLoader
 from .delayed import DelayedLoader
+from .hogbatch.loader import HogbatchLoader
+from .hogbatch.options import HogbatchOptions
 from .merging_loader import MergingLoader
 from .merging_options import MergingOptions
 from .options import BalancedOptions, Job, Options, RoundOptions
@@ -47,4 +50,6 @@ MODES: Final[Mapping[str, Mode]] = {
     "balanced": Mode(BalancedOptions, BalancedLoader),
     "abs": Mode(RoundOptions, DelayedLoader),
     "adaptive-sgd": Mode(MergingOptions, MergingLoader),
+    "hogbatch": Mode(HogbatchOptions, HogbatchLoader),
+    "adaptive-hogbatch": Mode(HogbatchOptions, partial(HogbatchLoader, adapts=True)),
 }

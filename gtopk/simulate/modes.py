@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from . import delayed, replicas, synchronous
+from . import delayed, hogbatch, joined, replicas, synchronous
 from .record import Record
 from .setting import Setting
 
@@ -33,11 +33,16 @@ SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     "equal": partial(synchronous.simulate, mode="equal"),
     "balanced": partial(synchronous.simulate, mode="balanced"),
     "abs": delayed.simulate,
+    "join": joined.simulate,
     "local-sgd": partial(merged, mode="local-sgd", algorithm="k-step"),
     "elastic": partial(merged, mode="elastic", algorithm="elastic"),
     "crossbow": partial(merged, mode="crossbow", algorithm="crossbow"),
     "adaptive-sgd": partial(adaptive, mode="adaptive-sgd", run=merged),
     "adaptive-sgd-gtopk": partial(adaptive, mode="adaptive-sgd-gtopk", run=replicas.simulate),
+    "slow-only": partial(hogbatch.simulate, mode="slow-only", who="slow"),
+    "fast-only": partial(hogbatch.simulate, mode="fast-only", who="fast"),
+    "hogbatch": partial(hogbatch.simulate, mode="hogbatch"),
+    "adaptive-hogbatch": partial(hogbatch.simulate, mode="adaptive-hogbatch", adapts=True),
 }
 DEFAULT: Final = ("equal-dense", "equal", "balanced", "abs", "local-sgd", "adaptive-sgd")
 # A rank that dies is the end of any other.

@@ -68,6 +68,12 @@ class Digits(NamedTuple):
         return float((model(self.test_x).argmax(1) == self.test_y).float().mean())
 
 
+@torch.no_grad()
+def mean_loss(task: Task, model: torch.nn.Module) -> float:
+    """Return the mean loss of all samples that are trained with."""
+    return float(task.loss(model, torch.arange(task.samples)))
+
+
 def perceptron() -> torch.nn.Module:
     """Return a perceptron of one hidden layer: 9,610 parameters."""
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))

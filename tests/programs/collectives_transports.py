@@ -413,6 +413,25 @@ def test_what_ranks_add_to_a_counter_is_added_once_each(transport: Transport) ->
         assert counters[0].add(0) == position
 
 
+def test_ranks_of_a_host_map_the_same_zeros(transport: Transport) -> None:
+    backwards = transport.subset(list(reversed(range(transport.size))))
+    for stream in (transport, transport.channel(4), backwards):
+        memory, other = stream.shared_memory(8 * (stream.size + 1)), stream.shared_memory(0)
+        assert (memory.place, memory.places) == (stream.rank, stream.size)
+        numbers = memory.bytes.view(np.int64)
+        assert not numbers.any()
+        assert not other.bytes.size
+        stream.barrier()
+        numbers[stream.rank] = stream.rank + 1
+        for _ in range(50):
+            with memory.lock():  # what two ranks add at the same time would be lost
+                numbers[stream.size] += 1
+        stream.barrier()
+        assert numbers.tolist() == [*range(1, stream.size + 1), 50 * stream.size]
+        assert all(memory.is_present(place) for place in range(stream.size))
+        stream.barrier()
+
+
 def check_large_allreduce(transport: Transport, length: int) -> None:
     """Check the sum and the count of an array that the library reduces, after a barrier."""
     transport.barrier()
