@@ -50,6 +50,13 @@ class Claims(Sampler[list[int]]):
         return self.source()
 
 
+def fetch(dataset: Any, samples: list[int]) -> Any:
+    """Return samples as a DataLoader does, before it collates them."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(samples)
+    return [dataset[sample] for sample in samples]
+
+
 class HogbatchLoader:
     """An iterable of this worker's batches, with one step for each.
 
@@ -304,8 +311,8 @@ class HogbatchLoader:
             if not chunks:
                 break
             for chunk in chunks:
-                samples = range(chunk * batch, min((chunk + 1) * batch, len(data)))
-                loss = loss_of(self._loader.collate_fn([data[index] for index in samples]))
+                samples = list(range(chunk * batch, min((chunk + 1) * batch, len(data))))
+                loss = loss_of(self._loader.collate_fn(fetch(data, samples)))
                 own["losses"][0, parity] += float(loss) * len(samples)
                 own["of"][0, parity] += len(samples)
             self._ledger.finish(chunks)
