@@ -7,14 +7,24 @@ is the face of the library: Horovod's names, and `Compression.gtopk` beside `non
     gtopk.run(func, args, np=4)
 
 starts ranks itself and calls a function on them, as horovod.run does.
+
+    gtopk.save_checkpoint(folder, model, optimizer, loader, step)
+    gtopk.load_latest(folder, model, optimizer, loader)
+
+keep a training run on all ranks: see `torch.checkpoint`.
 """
 
+import importlib
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .runner import RankError, run
 
-__all__ = ["RankError", "run"]
+if TYPE_CHECKING:
+    from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
+
+__all__ = ["CheckpointError", "RankError", "load_latest", "run", "save_checkpoint"]
 
 __version__ = "0.1.0"
 
@@ -28,6 +38,13 @@ def _check_collectives() -> None:
             "gtopk needs the 'collectives' package it was installed with, but found "
             f"{found or 'none'}; rename that file or run from another directory"
         )
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch where it is first used: `import gtopk` does not."""
+    if name in ("CheckpointError", "load_latest", "save_checkpoint"):
+        return getattr(importlib.import_module(".torch.checkpoint", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _check_collectives()

@@ -23,6 +23,7 @@ from .replicas import checksums, compare
 from .rounds import Round
 from .samples import Samples
 from .telemetry import StepReport, report
+from .timeline import Step
 from .weights import loss_scale
 from .wrapping import Wrapping, wrap
 
@@ -171,6 +172,18 @@ class _DistributedOptimizer(Wrapping):
             apply_seconds=self._exchange_ended - reduced,
             skipped=self._skip,
         )
+        if self._world.timeline is not None:
+            self._world.timeline.note_step(
+                Step(
+                    self._reducer.name,
+                    self._reducer.progress.backward_began,
+                    self._reducer.progress.backward_seconds,
+                    begun,
+                    self._exchange_ended - begun,
+                    self.last_step.working_seconds,
+                    self.last_step.hidden_seconds,
+                )
+            )
         if self._skip:
             self._count_skip(round)
         else:
@@ -278,7 +291,7 @@ class _DistributedOptimizer(Wrapping):
         Before the first step there is nothing of the latter.
         """
         own = optimizer_checkpoint.save(self._reducer)
-        return {**super().state_dict(), **({"gtopk": own} if own["lanes"] else {})}
+        return {**super().state_dict(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
         """Return the state with what all ranks hold back, on the root; None on the others.
@@ -286,7 +299,7 @@ class _DistributedOptimizer(Wrapping):
         All ranks call it together. Any number of ranks can load it: nothing held back is lost.
         """
         parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
-        return None if parts is None else {**super().state_dict(), "gtopk": parts}
+        return None if parts is None else {**super().state_dict(), optimizer_checkpoint.KEY: parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
@@ -296,8 +309,8 @@ class _DistributedOptimizer(Wrapping):
         self._synchronized = self._skip = False
         self._reducer.drop()
         super().load_state_dict(state_dict)
-        if "gtopk" in state_dict:
-            optimizer_checkpoint.load(self._reducer, state_dict["gtopk"])
+        if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
+            optimizer_checkpoint.load(self._reducer, part)
 
 
 def DistributedOptimizer(

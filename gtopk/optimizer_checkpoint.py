@@ -1,11 +1,12 @@
 """What of a distributed optimizer goes into a checkpoint besides the wrapped optimizer's state.
 
-    state_dict()["gtopk"] = {
+    state_dict()[KEY] = {
         "format":  1,
         "ranks":   how many there were,
         "steps":   taken; where the density is on its warm-up,
         "lanes":   [{"names": [...], "regions": ...}]: a run that is resumed has the same buckets,
         "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters
+        "of":      only in a sum of parts: of which ranks, of how many, it is
     }
 
 `state_dict()` holds this rank's own; `gather_state` all ranks', which any number of ranks can load:
@@ -18,7 +19,7 @@ what ranks that are no more held back is held back by others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -30,14 +31,15 @@ from .reducer import Reducer
 from .residual_state import Held
 
 _log = logging.getLogger("gtopk")
-_FORMAT: Final = 1
+KEY: Final = "gtopk"
+FORMAT: Final = 1
 
 
 def save(reducer: Reducer) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
     held, lanes = reducer.take_state_out()
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "ranks": len(reducer.ranks),
         "steps": reducer.progress.steps,
         "lanes": lanes,
@@ -74,17 +76,46 @@ def load(reducer: Reducer, part: Mapping[str, Any]) -> None:
 
     Raises ValueError for a part that another version wrote.
     """
-    if part.get("format") != _FORMAT:
-        raise ValueError(
-            f"the checkpoint's 'gtopk' part must be of format {_FORMAT}, got "
-            f"{part.get('format')!r}; load it with the version of gtopk that saved it"
-        )
-    rank, ranks = reducer.rank, len(reducer.ranks)
-    held, what = _share(part["held"], int(part["ranks"]), rank, ranks)
+    held = share_of(part, reducer.rank, len(reducer.ranks))
     reducer.put_state_in(held, list(part["lanes"]))
     reducer.progress.steps = int(part["steps"])
+
+
+def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
+    """Return what a rank has to hold back, by a parameter's name, and log what that is.
+
+    Raises ValueError for a part that another version wrote.
+    """
+    if part.get("format") != FORMAT:
+        raise ValueError(
+            f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
+            f"{part.get('format')!r}; load it with the version of gtopk that saved it"
+        )
+    held: dict[str, Held]
+    if "of" in part:
+        (held,), what = part["held"].values(), _said(*part["of"])
+    else:
+        held, what = _share(part["held"], int(part["ranks"]), rank, ranks)
     level = logging.WARNING if "lost" in what else logging.INFO
     _log.log(level, "rank %d of %d %s", rank, ranks, what)
+    return held
+
+
+def frame(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part without what was held back: what every rank's part has alike."""
+    return {**part, "held": {}}
+
+
+def summed(
+    frame: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], rank: int, ranks: int
+) -> dict[str, Any]:
+    """Return the part for one of so many ranks, that holds back all of what the given parts do.
+
+    parts: by the rank that saved each, which may be one of another number of ranks.
+    """
+    held = _sum([held for part in parts.values() for held in part["held"].values()])
+    of = [list(parts), frame["ranks"]]
+    return {**frame, "ranks": ranks, "held": {rank: held}, "of": of}
 
 
 def _share(
@@ -93,9 +124,7 @@ def _share(
     """Return what this rank holds back of what all ranks did, and what that was, in words."""
     if len(parts) == saved:
         mine = [source for source in range(saved) if source % ranks == rank]
-        listed = ", ".join(map(str, mine)) or "none"
-        said = f"holds back what ranks [{listed}] of {saved} did"
-        return _sum([parts[source] for source in mine]), said
+        return _sum([parts[source] for source in mine]), _said(mine, saved)
     if rank in parts and saved == ranks:
         return _sum([parts[rank]]), f"holds back what it did as rank {rank} of {saved}"
     there = ", ".join(map(str, parts))
@@ -103,6 +132,10 @@ def _share(
         f"holds back nothing: the checkpoint has what rank {there} of {saved} held back, and the "
         "others' is lost; save what gather_state returns, or let every rank save its own"
     )
+
+
+def _said(ranks: Sequence[int], saved: int) -> str:
+    return f"holds back what ranks [{', '.join(map(str, ranks)) or 'none'}] of {saved} did"
 
 
 def _sum(parts: list[Mapping[str, Held]]) -> dict[str, Held]:

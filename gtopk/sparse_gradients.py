@@ -94,7 +94,8 @@ class SparseGradientLane:
         """Gather every rank's entries."""
         begun = time.perf_counter()
         values = (self._values * self._weight).cpu().contiguous()
-        indices = self._indices.t().cpu().contiguous()
+        # A single index may have any stride, and is contiguous all the same.
+        indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
         prepared = time.perf_counter()
         all_indices = transport.allgather(_bytes_of(indices))
         all_values = transport.allgather(_bytes_of(values))

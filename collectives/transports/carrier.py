@@ -24,7 +24,7 @@ class Carrier(Streams):
     """One rank of a world; a subclass connects it to the others.
 
     It implements `send_on`, `receive_on`, `resign`, `collect_farewells` (into `_left`), `abort`,
-    `neighbours` and `library`.
+    `neighbours` and `library`; and `_wake`, where who waits looks at `_left` only when woken.
     tag_limit: tags of streams lie below it.
     """
 
@@ -85,6 +85,13 @@ class Carrier(Streams):
         completed = {view.tag: view.completed for view in views if view.completed}
         missed = (found for view in views if (found := view.find_missing(None)))
         return Farewell(completed, reason, next(missed, None))
+
+    def lose(self, rank: int, reason: str) -> None:
+        self._left.setdefault(rank, Farewell({}, reason, lost=True))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have those who wait look again who has left."""
 
     def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         self.resign(reason)

@@ -44,13 +44,16 @@ class LocalTransport(Carrier):
 
     def resign(self, reason: str) -> None:
         self._left.setdefault(self.rank, self.farewell(reason))
+        self._wake()
+
+    def _wake(self) -> None:
         for mailbox in self._mailboxes:
             mailbox.wake()
 
     def collect_farewells(self) -> None:
         """Do nothing: all ranks share `_left`."""
 
-    def abort(self, exit_code: int) -> None:
+    def abort(self, exit_code: int, reason: str = "") -> None:
         os._exit(exit_code)
 
     def neighbours(self) -> list[int]:

@@ -321,7 +321,7 @@ class MpiTransport(Carrier):
             if rank != self.rank:
                 self._isend(text, rank, _LEAVE)
 
-    def abort(self, exit_code: int) -> None:
+    def abort(self, exit_code: int, reason: str = "") -> None:
         self._mpi.COMM_WORLD.Abort(exit_code)
 
     def neighbours(self) -> list[int]:

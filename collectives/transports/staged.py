@@ -147,8 +147,11 @@ class StagedTransport(Transport):
     def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         return self.host.leave(reason, patience_seconds)
 
-    def abort(self, exit_code: int) -> None:
-        self.host.abort(exit_code)
+    def lose(self, rank: int, reason: str) -> None:
+        self.host.lose(rank, reason)
+
+    def abort(self, exit_code: int, reason: str = "") -> None:
+        self.host.abort(exit_code, reason)
 
     def neighbours(self) -> list[int]:
         return self.host.neighbours()

@@ -82,7 +82,7 @@ class TorchDistributedTransport(Carrier):
         super().__init__(rank, size)
         self._torch = torch
         self._store = store
-        hosts = _meet(store, rank, size, start_timeout_seconds)
+        self._hosts = hosts = _meet(store, rank, size, start_timeout_seconds)
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, start_timeout)
@@ -109,7 +109,8 @@ class TorchDistributedTransport(Carrier):
             farewell = self._receive_all(source)
         except Exception as error:
             reason = str(error).split("] ")[-1].split(". ")[0]  # gloo's: without file and advice
-            farewell = Farewell({}, f"its connection is lost: {reason}", lost=True)
+            reason = f"its connection is lost: {reason}; host {self._hosts[source]}"
+            farewell = Farewell({}, reason, lost=True)
         self._left.setdefault(source, farewell)
         self._mailbox.wake()
 
@@ -143,7 +144,9 @@ class TorchDistributedTransport(Carrier):
             if tag == _FAREWELL:
                 return Farewell.decode(message)
             if tag == _ABORT:
-                say(f"rank {self.rank} ends, as rank {source} ended the job")
+                reason = message[1:].tobytes().decode(errors="replace")
+                here = f" in {self._activity}" if self._activity else ""
+                say(f"rank {self.rank} ends{here}, as rank {source} ended the job{reason}")
                 _end_process(int(message[0]))
             self._mailbox.put(tag, source, message)
 
@@ -270,8 +273,13 @@ class TorchDistributedTransport(Carrier):
         _see_off(self._resigned or [])
         return staying
 
-    def abort(self, exit_code: int) -> None:
-        _see_off(self._tell_all(_ABORT, np.array([exit_code % 256], np.uint8)))
+    def _wake(self) -> None:
+        self._mailbox.wake()
+
+    def abort(self, exit_code: int, reason: str = "") -> None:
+        text = f": it {reason}" if reason else ""
+        word = np.frombuffer(bytes([exit_code % 256]) + text.encode(), np.uint8)
+        _see_off(self._tell_all(_ABORT, word))
         _end_process(exit_code)
 
     def neighbours(self) -> list[int]:

@@ -133,8 +133,15 @@ class Transport(Endpoint):
         """Look who has resigned since the last look, for `farewells`."""
 
     @abstractmethod
-    def abort(self, exit_code: int) -> None:
-        """End the whole job now, every rank of it."""
+    def lose(self, rank: int, reason: str) -> None:
+        """Note that a rank of the world is gone, as somebody knows by other means.
+
+        Whoever waits for it here gets an error. What it said itself when it resigned counts more.
+        """
+
+    @abstractmethod
+    def abort(self, exit_code: int, reason: str = "") -> None:
+        """End the whole job now, every rank of it; the others say why, where the word arrives."""
 
     @abstractmethod
     def neighbours(self) -> list[int]:
@@ -207,8 +214,8 @@ class Transport(Endpoint):
             return None
         rank, farewell = found
         return (
-            f"rank {rank} left ({farewell.reason}) while rank {self.ranks[self.rank]} "
-            f"waited for it in {self.activity}"
+            f"rank {rank} {'is lost' if farewell.lost else 'left'} ({farewell.reason}) while rank "
+            f"{self.ranks[self.rank]} waited for it in {self.activity}"
         )
 
     def find_missing(self, peer: int | None) -> tuple[int, Farewell] | None:

@@ -62,8 +62,11 @@ class View(Transport):
     def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         return self._carrier.leave(reason, patience_seconds)
 
-    def abort(self, exit_code: int) -> None:
-        self._carrier.abort(exit_code)
+    def lose(self, rank: int, reason: str) -> None:
+        self._carrier.lose(rank, reason)
+
+    def abort(self, exit_code: int, reason: str = "") -> None:
+        self._carrier.abort(exit_code, reason)
 
     def neighbours(self) -> list[int]:
         here = set(self._carrier.neighbours())

@@ -136,7 +136,7 @@ class BalancedLoader:
                 break
             self._hand_over(cut)
             yield batch
-            self._close_step()
+            self.drain()
         self._epochs.finish()
         self._optimizer.set_num_samples(None)
 
@@ -257,10 +257,18 @@ class BalancedLoader:
         return self._memory.backward(loss_of, batch, size, self._options.loss_reduction == "sum")
 
     def drain(self) -> None:
-        """Do nothing: no update is under way between two steps."""
+        """Be done with the batch in hand, whose step has been taken; every rank must call it.
+
+        For a state that says all of it, in the middle of an epoch.
+        """
+        if self._cut is not None:
+            self._close_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next batch lies, and all that sizes hang on; equal on all ranks."""
+        """Return where the next batch lies, and all that sizes hang on.
+
+        Equal on all ranks, but for this one's seconds in the window that is open.
+        """
         done = self.step + (self._cut is not None)
         return {
             "mode": "balanced",
@@ -269,6 +277,7 @@ class BalancedLoader:
             "epochs": self._epochs.state_dict(),
             "plan": self._plan.state_dict(done),
             "controller": self._controller.state_dict(),
+            "seconds": list(self._seconds),
             "noise": self._noise.state_dict(),
         }
 
@@ -286,3 +295,4 @@ class BalancedLoader:
         self.step = state["step"]
         self._plan.load_state_dict(state["plan"], self.step)
         self._controller.load_state_dict(state["controller"])
+        self._seconds = list(state["seconds"])

@@ -63,13 +63,13 @@ class Plan:
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return what holds from a step on."""
         first = bisect_right(self._steps, step) - 1
-        return {"steps": self._steps[first:], "sizes": [list(s) for s in self._sizes[first:]]}
+        steps = [0, *self._steps[first + 1 :]]  # since when the first sizes hold is past
+        return {"steps": steps, "sizes": [list(sizes) for sizes in self._sizes[first:]]}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Hold what another plan held, from a step on."""
         self._steps = list(state["steps"])
         self._sizes = [tuple(sizes) for sizes in state["sizes"]]
-        self._steps[0] = 0
         self.drawn = step
 
 

@@ -19,7 +19,7 @@ from .learning_rate import LearningRate
 from .options import Job, RoundOptions
 from .round_exchange import RoundExchange
 from .rounds import Ready, Reduced, Rounds
-from .sources import order_of, rebuilt
+from .sources import Numbers, order_of, rebuilt
 
 SAFE_MOMENTUM: Final = 0.5
 _COUNT_BITS: Final = 31
@@ -81,6 +81,7 @@ class DelayedLoader:
         self.dataset = job.loader.dataset
         self._mine: list[list[int]] = []  # indices of this pass's micro-batches
         self._loader = rebuilt(job.loader, batch_sampler=self._mine)
+        self._numbers = Numbers(job.loader, self._loader, world.rank)
         self._epochs = Epochs(job.loader)
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._speeds = [1] * world.size
@@ -133,6 +134,7 @@ class DelayedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield micro-batches until every sample was in one, on one rank."""
         epoch, start = self._epochs.begin()
+        self._numbers.begin(epoch)
         order = list(self._order(epoch))[start:]
         size = self._options.micro_batch
         left = [order[first : first + size] for first in range(0, len(order), size)]
@@ -186,15 +188,16 @@ class DelayedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the epoch after the one another loader finished.
 
-        Speeds and residuals are those of as many ranks: others begin without.
+        Speeds are those of as many ranks: others begin with equal ones. The residual is this
+        rank's: on another number of ranks, its share of their sum.
         """
         if state["mode"] != "abs":
             raise ValueError(f"this loader's mode is 'abs', the state's {state['mode']!r}")
         self._epochs.load_state_dict(state["epochs"])
         if len(state["speeds"]) == self._world.size:
             self._speeds = list(state["speeds"])
-            if state["residual"] is not None:
-                self.exchange.residual = state["residual"]
+        if state["residual"] is not None:
+            self.exchange.residual = state["residual"]
 
 
 def check(job: Job[RoundOptions]) -> None:

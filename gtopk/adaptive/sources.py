@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -77,6 +78,7 @@ class DatasetSource:
         order = order or order_of(loader, length, seed)
         self._sampler = BatchSampler(plan, rank, order, len(order(0)), loader.drop_last)
         self._loader = rebuilt(loader, batch_sampler=self._sampler)
+        self._numbers = Numbers(loader, self._loader, rank)
         self.lead = loader.num_workers * (loader.prefetch_factor or 0)
         self.facts = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
 
@@ -84,6 +86,7 @@ class DatasetSource:
         """Yield the rest of an epoch."""
         sampler = self._sampler
         sampler.epoch, sampler.step, sampler.start = epoch, step, start
+        self._numbers.begin(epoch)
         for batch in self._loader:
             yield sampler.cuts.popleft(), batch
 
@@ -104,6 +107,7 @@ class StreamSource:
 
     def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int) -> None:
         self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
+        self._numbers = Numbers(loader, self._loader, rank)
         self._collate = loader.collate_fn
         self._plan = plan
         self._rank = rank
@@ -112,6 +116,7 @@ class StreamSource:
 
     def begin(self, epoch: int, step: int, start: int) -> Iterator[tuple[Cut, Any]]:
         """Yield the rest of an epoch; what lies before `start` is read and left aside."""
+        self._numbers.begin(epoch)
         samples = islice(iter(self._loader), start, None)
         while block := list(islice(samples, sum(self._plan.at(step)))):
             length = start + len(block)
@@ -179,6 +184,26 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
         if name in inspect.signature(DataLoader).parameters and hasattr(loader, name)
     }
     return DataLoader(loader.dataset, **{**kept, **changed})
+
+
+class Numbers:
+    """What seeds a loader's workers: a generator of its own, set anew by every epoch.
+
+    An iteration of a DataLoader draws from torch's generator otherwise, so that what the script
+    draws from it would come otherwise after an epoch was resumed in its middle.
+    """
+
+    def __init__(self, original: DataLoader[Any], rebuilt: DataLoader[Any], rank: int) -> None:
+        self._generator = None if original.generator else torch.Generator()
+        self._rank = rank
+        if self._generator is not None:
+            rebuilt.generator = self._generator
+
+    def begin(self, epoch: int) -> None:
+        """Set the generator by the script's seed, the epoch and the rank."""
+        if self._generator is not None:
+            seed = torch.initial_seed() + 1_000_003 * epoch + 7_919 * self._rank
+            self._generator.manual_seed(seed % 2**63)
 
 
 def as_it_is(sample: T) -> T:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from . import delayed, hogbatch, replicas, synchronous
+from . import delayed, hogbatch, joined, replicas, synchronous
 from .record import Record
 from .setting import Setting
 
@@ -33,6 +33,7 @@ SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     "equal": partial(synchronous.simulate, mode="equal"),
     "balanced": partial(synchronous.simulate, mode="balanced"),
     "abs": delayed.simulate,
+    "join": joined.simulate,
     "local-sgd": partial(merged, mode="local-sgd", algorithm="k-step"),
     "elastic": partial(merged, mode="elastic", algorithm="elastic"),
     "crossbow": partial(merged, mode="crossbow", algorithm="crossbow"),

@@ -14,6 +14,7 @@ digits alone (1e-5, 19 digits) goes through Python's float, and a line in which 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Final
 
@@ -31,9 +32,14 @@ for _bytes, _kind in ((b"\n", _NEWLINE), (b" \t", _SPACE), (b",", _COMMA), (b":"
     _KIND_OF[list(_bytes)] = _kind
 _KIND_OF[ord(".")] = _DOT
 
-_POWERS: Final = 10 ** np.arange(20, dtype=np.uint64)
+_IS_LETTER: Final = np.zeros(256, bool)  # of a number; 0 fills what is shorter than others
+_IS_LETTER[list(b"\x000123456789+-.eE")] = True
+_MOST_LETTERS: Final = 64
+_MOST_IN_A_WORD: Final = 19  # digits, whatever they are
+_POWERS: Final = 10 ** np.arange(_MOST_IN_A_WORD + 1, dtype=np.uint64)
+_EXACT_POWERS: Final = 10.0 ** np.arange(23)
 _WORD: Final = 8  # digits
-_LEAD: Final = 2 * _WORD  # bytes before the block: words end where a number ends
+_LEAD: Final = MOST_DIGITS  # bytes before the block: words end where a number ends
 
 
 class BadLine(ValueError):
@@ -162,36 +168,51 @@ class _Numbers:
             begins = points[dotted] + 1
             places[dotted] = ends[dotted] - begins
             fractions, sure_fractions = self._whole(begins, ends[dotted])
-            powers = _POWERS[np.minimum(places[dotted], MOST_DIGITS)]
+            powers = _POWERS[np.minimum(places[dotted], _MOST_IN_A_WORD)]
+            fits = (whole[dotted] == 0) | (digits[dotted] + places[dotted] <= _MOST_IN_A_WORD)
             whole[dotted] = whole[dotted] * powers + fractions
-            sure[dotted] &= sure_fractions
-        digits += places
-        sure &= (digits > 0) & (digits < len(_POWERS))
+            sure[dotted] &= sure_fractions & fits
+        sure &= (digits + places > 0) & (places < len(_EXACT_POWERS))
         # Both are exact up to 2**53: their quotient is rounded once.
-        values = whole / _POWERS[np.minimum(places, MOST_DIGITS)]
+        values = whole / _EXACT_POWERS[np.minimum(places, len(_EXACT_POWERS) - 1)]
         sure[_may_round_twice(whole, values)] = False
         np.negative(values, out=values, where=negative)
         finite = np.ones(len(starts), bool)
-        for number in np.flatnonzero(~sure):
-            value = parse_value(self._text[starts[number] : ends[number]].tobytes())
-            finite[number] = value is not None
-            if value is not None:
-                values[number] = value
+        rest = np.flatnonzero(~sure)
+        if rest.size:
+            values[rest], finite[rest] = self._any_form(starts[rest], ends[rest])
         return values, finite
 
+    def _any_form(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return as `real` what Python's float says of each."""
+        lengths = ends - starts
+        letters = np.arange(min(int(lengths.max()), _MOST_LETTERS))
+        there = letters < lengths[:, None]
+        texts = np.where(there, self._text[np.minimum(starts[:, None] + letters, ends[:, None])], 0)
+        if lengths.max() <= _MOST_LETTERS and _IS_LETTER[texts].all():
+            with suppress(ValueError), np.errstate(over="ignore"):
+                values = texts.view(f"S{len(letters)}")[:, 0].astype(np.float64)
+                return values, np.isfinite(values.astype(np.float32))
+        found = [
+            parse_value(self._text[start:end].tobytes())
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        finite = np.array([value is not None for value in found])
+        return np.array([value or 0.0 for value in found]), finite
+
     def _whole(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return uint64 numbers, 0 for an empty text; and which are at most 16 digits."""
+        """Return uint64 numbers, 0 for an empty text; and which are digits, and below 1e19."""
         lengths = ends - starts
         numbers, sure = _eight_digits(self._words[ends - _WORD], np.minimum(lengths, _WORD))
-        long = np.flatnonzero(lengths > _WORD)
-        if long.size:
-            more = lengths[long] - _WORD
-            high, sure_high = _eight_digits(
-                self._words[ends[long] - 2 * _WORD], np.minimum(more, _WORD)
-            )
-            numbers[long] += high * _POWERS[_WORD]
-            sure[long] &= sure_high & (more <= _WORD)
-        return numbers, sure
+        for read in range(_WORD, MOST_DIGITS, _WORD):
+            long = np.flatnonzero(lengths > read)
+            if long.size:
+                high, sure_high = _eight_digits(
+                    self._words[ends[long] - read - _WORD], np.minimum(lengths[long] - read, _WORD)
+                )
+                numbers[long] += high * _POWERS[read]
+                sure[long] &= sure_high & (high < 10 ** min(_WORD, _MOST_IN_A_WORD - read))
+        return numbers, sure & (lengths <= MOST_DIGITS)
 
 
 def _eight_digits(words: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-MOST_DIGITS: Final = 16  # of an index or a label
+MOST_DIGITS: Final = 24  # of an index or a label, leading zeros among them
 NUMBER: Final = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _WHOLE: Final = re.compile(rb"[0-9]+")
 _SPACE: Final = re.compile(rb"[ \t]")

@@ -15,26 +15,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 
 from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Counter, Transport
+from collectives.transports.node_memory import NodeMemory
 
 from ...engine import Engine, Operation
 from ...world import World
 from ..merge_weights import shares
 from ..replica import Replica
+from .board import Board
+from .ledger import Ledger
 from .shared_model import SharedModel
-
-if TYPE_CHECKING:
-    from .ledger import Ledger
-    from .node import Node
 
 MERGES: Final = 10  # of an epoch, by default
 _PAUSE_SECONDS: Final = 1e-3
+
+
+class Workers(Protocol):
+    """The workers of a node, as far as its merges need them."""
+
+    @property
+    def memory(self) -> NodeMemory: ...
+    @property
+    def board(self) -> Board: ...
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def ranks(self) -> Sequence[int]: ...
 
 
 class Merging:
@@ -45,7 +57,7 @@ class Merging:
 
     def __init__(
         self,
-        node: Node,
+        node: Workers,
         nodes: Sequence[Sequence[int]],
         shared: SharedModel,
         length: int,

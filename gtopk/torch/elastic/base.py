@@ -12,9 +12,11 @@ import torch
 
 from ... import world
 from ...exceptions import HostsUpdatedInterrupt
+from ..checkpoint.archive import Archive, Found
+from ..checkpoint.tree import put_together
 from ..functions import broadcast_object
 from ..mpi_ops import Max, allreduce, rank, size
-from .archive import ADVICE, FOLDER, Archive, Found, Snapshot, open_archive
+from .archive import ADVICE, FOLDER, Commit, advice_of, open_archive, write
 
 
 class HostUpdateResult(IntFlag):
@@ -153,7 +155,7 @@ class ObjectState(State):
         if found:
             self._check_names(found)
             if self._rank() == 0:
-                self._resume(found.replicated)
+                self._resume(put_together(found.tree, found.tensors))
             if found.ranks != size():
                 self.on_reset()
         self._share()
@@ -175,25 +177,25 @@ class ObjectState(State):
         if not self._archive_is_open:
             self._open_archive()
         if self._archive:
-            self._archive.write(self._snapshot())
+            write(self._archive, self._committed())
             self._advise()
 
     def _advise(self) -> None:
         """Have whatever ends this process before its time say how the job can go on."""
-        world.current().advice = self._archive.advice if self._archive else ADVICE
+        world.current().advice = advice_of(self._archive) if self._archive else ADVICE
 
     def _check_names(self, found: Found) -> None:
         """Raise ValueError, on every rank, when the commit is not of this state."""
-        names = sorted(self._snapshot().replicated)
-        if names != found.names:
+        names, there = sorted(self._committed().replicated), sorted(found.tree)
+        if names != there:
             raise ValueError(
-                f"commit {found.number} holds {found.names}, and this state {names}; use the state "
+                f"commit {found.number} holds {there}, and this state {names}; use the state "
                 f"that made it, or another folder in {FOLDER}"
             )
 
-    def _snapshot(self) -> Snapshot:
+    def _committed(self) -> Commit:
         """Return what was saved last, for the disk."""
-        return Snapshot(self._saved_state, {})
+        return Commit(self._saved_state, {})
 
     def _share(self) -> None:
         """Make the state that of rank 0, on every rank."""

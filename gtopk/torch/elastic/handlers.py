@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-
-from ..functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from ..mpi_ops import rank, size
-
-# What of an optimizer's state_dict is this rank's own; see gtopk/optimizer_checkpoint.py.
-_OWN: Final = "gtopk"
+from ...optimizer_checkpoint import KEY
+from ..checkpoint.archive import Owned
+from ..checkpoint.residuals import share
+from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
 class StateHandler:
@@ -65,11 +56,11 @@ class StateHandler:
         """Take over what `saved` returned in a job that ended."""
         raise NotImplementedError
 
-    def resume_here(self, parts: Sequence[Any]) -> None:
+    def resume_here(self, owned: Sequence[Owned], ranks: int) -> None:
         """Take over what `saved_here` returned on none, one or more ranks of that job.
 
-        Called on every rank, after `sync`; together they get each rank's part once, and as many
-        ranks as there were each its own.
+        ranks: how many that job had. Called on every rank, after `sync`; together they get each
+        rank's part once, and as many ranks as there were each its own.
         """
 
 
@@ -114,20 +105,16 @@ class OptimizerStateHandler(StateDictHandler):
         self.save()
 
     def saved(self) -> Any:
-        return {key: part for key, part in self._saved.items() if key != _OWN}
+        return {key: part for key, part in self._saved.items() if key != KEY}
 
     def saved_here(self) -> Any:
-        return self._saved.get(_OWN)
+        return self._saved.get(KEY)
 
-    def resume_here(self, parts: Sequence[Any]) -> None:
+    def resume_here(self, owned: Sequence[Owned], ranks: int) -> None:
         """Hold back the sum of what those ranks did: on fewer ranks nothing of it is lost."""
-        frames = allgather_object([{**part, "held": {}} for part in parts[:1]], "elastic.frames")
-        frame: Any = next(chain.from_iterable(frames), None)
-        if frame is None:
-            return  # a plain optimizer's
-        held = _add([held for part in parts for held in part["held"].values()])
-        own = {**frame, "ranks": size(), "held": {rank(): held}}
-        self.value.load_state_dict({**self.value.state_dict(), _OWN: own})
+        held = share(dict(owned), ranks)
+        if held is not None:
+            self.value.load_state_dict({**self.value.state_dict(), KEY: held})
 
 
 class SamplerStateHandler(StateDictHandler):
@@ -139,13 +126,3 @@ class SamplerStateHandler(StateDictHandler):
 
 class LRSchedulerStateHandler(StateDictHandler):
     """Handles a learning rate scheduler."""
-
-
-def _add(held: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]) -> dict[str, Any]:
-    """Return the sum of what ranks held back, by parameter and by what it is."""
-    total: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensors in chain.from_iterable(each.items() for each in held):
-        own = total.setdefault(name, {})
-        for what, tensor in tensors.items():
-            own[what] = own[what] + tensor if what in own else tensor
-    return total

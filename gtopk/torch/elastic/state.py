@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .archive import Found, Snapshot
+from ..checkpoint.archive import Found, Owned
+from .archive import Commit
 from .base import ObjectState
 from .handlers import (
     LRSchedulerStateHandler,
@@ -105,11 +106,11 @@ class TorchState(ObjectState):
             handler.sync()
         super()._share()
 
-    def _snapshot(self) -> Snapshot:
+    def _committed(self) -> Commit:
         saved = {name: handler.saved() for name, handler in self._handlers.items()}
         here = {name: handler.saved_here() for name, handler in self._handlers.items()}
         own = {name: part for name, part in here.items() if part}
-        return Snapshot({**super()._snapshot().replicated, **saved}, own)
+        return Commit({**super()._committed().replicated, **saved}, own)
 
     def _resume(self, replicated: Mapping[str, Any]) -> None:
         for name, handler in self._handlers.items():
@@ -118,5 +119,7 @@ class TorchState(ObjectState):
 
     def _resume_here(self, found: Found) -> None:
         for name, handler in self._handlers.items():
-            parts = [part[name] for part in found.parts if name in part]
-            handler.resume_here(parts)
+            owned = [
+                Owned(each.rank, each.state[name]) for each in found.owned if name in each.state
+            ]
+            handler.resume_here(owned, found.ranks)

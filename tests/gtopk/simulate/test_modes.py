@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gtopk.adaptive.policies import spread_of
-from gtopk.simulate import delayed, synchronous
+from gtopk.simulate import delayed, joined, synchronous
 from gtopk.simulate.cluster import Cluster, Death, Slowdown
 from gtopk.simulate.modes import SIMULATED
 from gtopk.simulate.record import Record
@@ -74,11 +74,24 @@ def test_a_simulation_repeats_to_the_bit() -> None:
     at = setting([200, 100], 0.05, epochs=2)
     for simulate in (
         delayed.simulate,
+        joined.simulate,
         SIMULATED["local-sgd"],
         SIMULATED["adaptive-sgd-gtopk"],
         lambda s: synchronous.simulate(s, "balanced"),
     ):
         assert simulate(at) == simulate(at)
+
+
+def test_ranks_that_are_done_with_their_shard_take_part_with_nothing() -> None:
+    record = joined.simulate(setting([300, 100], 0.0, epochs=2))
+    epoch = [sizes for _, sizes in record.sizes[: record.steps // 2]]
+    shares = [sum(sizes) for sizes in zip(*epoch, strict=True)]
+    assert sum(shares) == len(TASK.y)
+    assert shares[0] == pytest.approx(3 * shares[1], abs=3)
+    assert {slow for _, slow in epoch[len(epoch) // 2 :]} == {0}
+    # The fast rank waits in every step that the slow one is in, and computes the rest alone.
+    together, alone = shares[1] / 100, (shares[0] - shares[1]) / 300
+    assert record.seconds == pytest.approx(2 * (together + alone), rel=0.05)
 
 
 def test_local_sgd_averages_now_and_then() -> None:

@@ -142,7 +142,7 @@ def test_a_killed_rank_ends_the_job_which_says_how_it_can_go_on(killed):
 
 def test_as_many_ranks_end_as_if_nothing_had_happened(ranks, killed):
     assert killed.again.returncode == 0, killed.again.stderr
-    assert "going on from commit 4 in " in killed.again.stderr
+    assert "going on from checkpoint 4 (step 8) in " in killed.again.stderr
     undisturbed = train_here(ranks, 3)[0]
     assert every_sample_once(undisturbed)
     # To the bit: what the ranks held back is there again, too.
@@ -178,7 +178,7 @@ def test_torchrun_restarts_all_and_they_go_on(ranks, torchrun, tmp_path):
     said = r"HorovodInternalError: rank 1 cannot join this job anew \(rank 1 left \(its connection "
     assert re.search(said, job.stderr), job.stderr
     assert "start it again with GTOPK_ELASTIC_DIR=" in job.stderr
-    assert "going on from commit 5" in job.stderr
+    assert "going on from checkpoint 5" in job.stderr
     assert sorted(job.stdout.split("\n"))[-2:] == [
         f"rank {rank} of 2: {undisturbed}" for rank in range(2)
     ]

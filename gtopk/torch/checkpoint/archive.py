@@ -1,0 +1,276 @@
+"""Archive: the checkpoints in a folder, written and found by all ranks together.
+
+The folder may be one that all hosts share, or each host's own.
+
+    write    every rank its part, rank 0 also what all have alike -> all hear who failed
+    find     all list what they see -> the newest that is whole is read -> all hear what is damaged
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from collectives.transports.transport import say
+
+from ...agreement import name_ranks
+from ..functions import allgather_object, broadcast_object, broadcast_parameters
+from ..mpi_ops import rank, size
+from .errors import CheckpointError, DamagedError, FormatError
+from .files import (
+    ALL,
+    Content,
+    Part,
+    list_parts,
+    name_of,
+    parts_of,
+    read_part,
+    remove_checkpoints,
+    write_part,
+)
+from .tree import Json, Taken, put_together
+
+T = TypeVar("T")
+
+
+class Snapshot(NamedTuple):
+    """What is written: what every rank has alike, which rank 0 writes, and what is a rank's own."""
+
+    step: int
+    replicated: Taken
+    own: Taken
+
+
+class Owned(NamedTuple):
+    """What was a rank's own."""
+
+    rank: int
+    state: Any
+
+
+class Found(NamedTuple):
+    """A checkpoint that was found whole.
+
+    tree: of what all ranks had alike, on every rank; tensors: the same, on rank 0 at least.
+    owned: what ranks of that job had for their own, each on one rank of this one. Where the number
+           of ranks is the same, a rank that sees its own has it.
+    """
+
+    path: Path
+    number: int
+    step: int
+    ranks: int
+    tree: Json
+    tensors: dict[str, torch.Tensor]
+    owned: list[Owned]
+
+
+# How a rank runs its own writing: at once, or in a thread.
+Run = Callable[[Callable[[], str]], "Future[str]"]
+
+
+class Writing(NamedTuple):
+    """A checkpoint under way; outcome: what kept this rank from writing, or ""."""
+
+    path: Path
+    number: int
+    outcome: Future[str]
+
+
+class Archive:
+    """The checkpoints in a folder; every rank calls the same methods in the same order.
+
+    number: of the last one that is known to be whole; 0: none.
+    kept:   how many are kept; the older ones are removed once a new one is whole.
+    """
+
+    def __init__(self, folder: Path, kept: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.number = 0
+        self.kept = kept
+        self.look()
+
+    def look(self) -> None:
+        """Learn which parts every rank sees; checkpoints from now on are told from those before.
+
+        No number is used twice: two attempts at one, each with some of its parts, would else make
+        a whole one.
+        """
+        mine = [tuple(part) for part in list_parts(self.folder)]
+        seen: list[list[tuple[int, int, int, str]]] = allgather_object(mine, "checkpoint.parts")
+        self._holders: dict[Part, list[int]] = {}
+        for holder, parts in enumerate(seen):
+            for part in parts:
+                self._holders.setdefault(Part(*part), []).append(holder)
+        self._next = 1 + max((part.number for part in self._holders), default=0)
+        self._attempt: str = broadcast_object(secrets.token_hex(8), name="checkpoint.attempt")
+        self._whole = sorted(number for number, *_, absent in self._candidates() if not absent)
+
+    def _candidates(self) -> list[tuple[int, int, int, list[Part]]]:
+        """Return number, step, ranks and what is absent of all checkpoints, the newest first."""
+        each = sorted({part[:3] for part in self._holders}, reverse=True)
+        return [(*of, [p for p in parts_of(*of) if p not in self._holders]) for of in each]
+
+    def find(self) -> Found | None:
+        """Return the newest checkpoint that is whole; None: none was ever finished.
+
+        Raises CheckpointError, on every rank alike, where all that were are damaged.
+        """
+        damaged: list[str] = []
+        for number, step, ranks, absent in self._candidates():
+            if absent:
+                self._pass_over(number, f"{', '.join(part.file for part in absent[:3])} not there")
+                continue
+            found, problem = self._read(number, step, ranks)
+            if found is None:
+                self._pass_over(number, problem)
+                self._whole.remove(number)
+                damaged.append(problem)
+                continue
+            self.number = number
+            if rank() == 0:
+                say(
+                    f"going on from checkpoint {number} (step {step}) in {self.folder}, made by "
+                    f"{ranks} rank{'s' * (ranks > 1)}, on {size()}"
+                )
+            return found
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}. Begin anew in "
+                "another folder, or bring undamaged files back"
+            )
+        return None
+
+    def _pass_over(self, number: int, why: str) -> None:
+        if rank() == 0:
+            what = f"checkpoint {number} in {self.folder} is not whole"
+            say(f"{what}: {why}; looking for an older one")
+
+    def _read(self, number: int, step: int, ranks: int) -> tuple[Found | None, str]:
+        """Read a checkpoint, each part on one of its holders; or say what of it is damaged."""
+        everything, *owns = parts_of(number, step, ranks)
+        source = _reader(0, self._holders[everything])
+        mine = {everything: 0} if source == rank() else {}
+        mine |= {p: i for i, p in enumerate(owns) if _reader(i, self._holders[p]) == rank()}
+        contents: dict[Part, Content] = {}
+        owned: list[Owned] = []
+        problem = refusal = ""
+        try:
+            for part, place in mine.items():
+                contents[part] = content = read_part(self.folder, part)
+                if part is not everything:
+                    state = put_together(content.state.tree, content.state.tensors)
+                    owned.append(Owned(place, state))
+        except FormatError as error:
+            refusal = str(error)
+        except (OSError, DamagedError, RecursionError) as error:
+            problem = str(error)
+        attempts = {content.attempt for content in contents.values()}
+        told = allgather_object((problem, refusal, sorted(attempts)), "checkpoint.read")
+        if refusals := _by_rank([refusal for _, refusal, _ in told]):
+            raise CheckpointError(f"{refusals}; load it with the version of gtopk that saved it")
+        if problems := _by_rank([problem for problem, _, _ in told]):
+            return None, problems
+        if len({attempt for *_, attempts in told for attempt in attempts}) > 1:
+            return None, f"the files of checkpoint {number} are of several attempts"
+        state = contents[everything].state if everything in contents else Taken(None, {})
+        tree = broadcast_object(state.tree, source, "checkpoint.tree")
+        tensors = state.tensors
+        if source != 0:  # each host has a folder of its own, and rank 0 sits on another than then
+            tensors = spread(tensors, source)
+        path = self.folder / everything.folder
+        return Found(path, number, step, ranks, tree, tensors, owned), ""
+
+    def write(self, snapshot: Snapshot, run: Run | None = None) -> Writing:
+        """Begin to write a checkpoint; all ranks then call `finish`.
+
+        run: what runs the part of it that needs no other rank; default: at once.
+        """
+        path = self.folder / parts_of(self._next, snapshot.step, size())[0].folder
+        number, self._next = self._next, self._next + 1
+        parts = [(name_of(rank()), snapshot.own)]
+        if rank() == 0:
+            parts.append((ALL, snapshot.replicated))
+        ranks, step, attempt, folder = size(), snapshot.step, self._attempt, self.folder
+
+        def write_own() -> str:
+            try:
+                for name, state in parts:
+                    write_part(folder, Part(number, step, ranks, name), Content(attempt, state))
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                return str(error) or type(error).__name__
+            return ""
+
+        return Writing(path, number, (run or _at_once)(write_own))
+
+    def finish(self, writing: Writing) -> Path:
+        """Return when a checkpoint is whole, and remove the oldest.
+
+        Raises CheckpointError, on every rank alike, when a rank could not write its part; what the
+        others wrote is removed.
+        """
+        problems = allgather_object(writing.outcome.result(), "checkpoint.written")
+        if not any(problems):
+            self.number = writing.number
+            self._whole = [*self._whole, writing.number][-self.kept :]
+        remove_checkpoints(self.folder, lambda n: n < self._next and n not in self._whole)
+        if failures := _by_rank(problems):
+            last = f"checkpoint {self.number} is whole" if self.number else "there is no other"
+            raise CheckpointError(
+                f"checkpoint {writing.number} cannot be written to {self.folder}: {failures}; "
+                f"{last}"
+            )
+        return writing.path
+
+
+def on_all(take: Callable[[], T], what: str) -> T:
+    """Return what this rank takes; all ranks call it together.
+
+    Raises CheckpointError, on every rank alike, where one of them fails: none waits for it.
+    """
+    problem, taken = "", None
+    try:
+        taken = take()
+    except Exception as error:  # of any kind
+        problem = f"{type(error).__name__}: {error}"
+    if problems := _by_rank(allgather_object(problem, "checkpoint.problem")):
+        raise CheckpointError(f"{what}: {problems}")
+    return cast(T, taken)
+
+
+def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:
+    """Return one rank's tensors on every rank; all ranks call it together."""
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    layout = broadcast_object(layout, source, "checkpoint.layout")
+    if rank() != source:
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout.items()}
+    if size() > 1:
+        bits = [
+            (f"checkpoint.{name}", tensor.reshape(-1).view(torch.uint8))
+            for name, tensor in tensors.items()
+            if tensor.numel()
+        ]
+        broadcast_parameters(bits, source)
+    return tensors
+
+
+def _reader(place: int, holders: Sequence[int]) -> int:
+    """Return who reads a part: the rank whose own it is, or as near to it as can be."""
+    wanted = place % size()
+    return wanted if wanted in holders else holders[0]
+
+
+def _by_rank(problems: Sequence[str]) -> str:
+    return "; ".join(f"{name_ranks([r])}: {text}" for r, text in enumerate(problems) if text)
+
+
+def _at_once(task: Callable[[], str]) -> Future[str]:
+    outcome: Future[str] = Future()
+    outcome.set_result(task())
+    return outcome

@@ -1,0 +1,264 @@
+"""The files of checkpoints: written beside, synced to the disk, renamed, and sealed by a checksum.
+
+    checkpoint-00000042-step-1200/
+        all-of-2.safetensors      all-of-2.json       what is the same on every rank, by rank 0
+        rank-0-of-2.safetensors   rank-0-of-2.json    what is a rank's own: residuals, generators
+        rank-1-of-2.safetensors   rank-1-of-2.json    with the last of the three it is whole
+
+A part is there when its JSON is: that holds the size and the SHA-256 of its tensors, and its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from .errors import DamagedError, FormatError
+from .tree import DTYPES, Json, Taken
+
+ALL: Final = "all"
+FORMAT: Final = 1
+_FOLDER: Final = re.compile(r"checkpoint-(\d+)-step-(\d+)")
+_FILE: Final = re.compile(r"(all|rank-\d+)-of-(\d+)\.json")
+_BESIDE: Final = ".part"  # of a file that is being written
+# Of a JSON file: nobody's options are as long, and a sparse file could claim any length.
+_MOST_JSON_BYTES: Final = 1 << 30
+_SEALED: Final = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "part":\n(.*)\}\n', re.DOTALL)
+
+
+class Part(NamedTuple):
+    """One part of the checkpoint that was the `number`th in its folder; name: "all", "rank-3"."""
+
+    number: int
+    step: int
+    ranks: int
+    name: str
+
+    @property
+    def folder(self) -> str:
+        return f"checkpoint-{self.number:08d}-step-{self.step}"
+
+    @property
+    def file(self) -> str:
+        """Return the name of its JSON file, in the folder of all checkpoints."""
+        return f"{self.folder}/{self.name}-of-{self.ranks}.json"
+
+
+class Content(NamedTuple):
+    """What a part holds. attempt: a word that all parts of one checkpoint share."""
+
+    attempt: str
+    state: Taken
+
+
+def name_of(rank: int) -> str:
+    """Return the name of the part that is a rank's own."""
+    return f"rank-{rank}"
+
+
+def parts_of(number: int, step: int, ranks: int) -> list[Part]:
+    """Return the parts of a whole checkpoint."""
+    return [Part(number, step, ranks, name) for name in (ALL, *map(name_of, range(ranks)))]
+
+
+def list_parts(folder: Path) -> list[Part]:
+    """Return the parts that are there."""
+    return [
+        Part(int(of[1]), int(of[2]), int(match[2]), match[1])
+        for path, of in _checkpoints(folder)
+        for file in path.iterdir()
+        if (match := _FILE.fullmatch(file.name))
+    ]
+
+
+def remove_checkpoints(folder: Path, unwanted: Callable[[int], bool]) -> None:
+    """Remove the checkpoints whose numbers are unwanted; another rank may do so, too."""
+    for path, match in _checkpoints(folder):
+        if unwanted(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _checkpoints(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    for path in list(folder.iterdir()):
+        if (match := _FOLDER.fullmatch(path.name)) and path.is_dir():
+            yield path, match
+
+
+def write_part(folder: Path, part: Part, content: Content) -> None:
+    """Write a part that is there whole or not at all, whatever ends this process or the machine.
+
+    Raises OSError where the disk refuses it; what was written of it is removed then.
+    """
+    path = folder / part.file
+    path.parent.mkdir(exist_ok=True)
+    sync(folder)
+    tensors = content.state.tensors
+    record = {
+        "format": FORMAT,
+        "attempt": content.attempt,
+        "step": part.step,
+        "ranks": part.ranks,
+        "name": part.name,
+        "tensors": write_tensors(path.with_suffix(".safetensors"), tensors) if tensors else None,
+        "state": content.state.tree,
+    }
+    with beside(path) as unfinished:
+        unfinished.write_bytes(seal(record))
+
+
+def seal(record: Json) -> bytes:
+    """Return a record as JSON that holds its own checksum."""
+    body = json.dumps(record, indent=1, allow_nan=False).encode()
+    digest = hashlib.sha256(body).hexdigest().encode()
+    return b'{"sha256": "%b", "part":\n%b}\n' % (digest, body)
+
+
+def unseal(content: bytes) -> Json:
+    """Return the record; raise DamagedError for what `seal` did not return."""
+    sealed = _SEALED.fullmatch(content)
+    if sealed is None:
+        raise DamagedError("it is cut short, or no part of a checkpoint")
+    if hashlib.sha256(sealed[2]).hexdigest().encode() != sealed[1]:
+        raise DamagedError("its SHA-256 is not the one that it was sealed with")
+    try:
+        return json.loads(sealed[2])
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"it is no JSON: {error}") from None
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Write a .safetensors file, and return its "bytes" and "sha256".
+
+    In one pass: what is hashed is what is written, and nothing is copied.
+    """
+    # The widest first: each begins at a multiple of its elements' size.
+    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        dtype, shape = DTYPES[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with beside(path) as unfinished, open(unfinished, "wb") as stream:
+        pieces: list[bytes | memoryview] = [struct.pack("<Q", len(text)), text]
+        for piece in (*pieces, *(bits_of(tensors[name]) for name in names)):
+            digest.update(piece)
+            stream.write(piece)
+    return {"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}
+
+
+def bits_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a dense tensor on the host."""
+    if not tensor.numel():
+        return memoryview(b"")
+    bits: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return bits
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Give a path to write to, which becomes this one once what is there is safe on the disk.
+
+    An OSError names the file; nothing of it stays.
+    """
+    unfinished = path.with_name(path.name + _BESIDE)
+    try:
+        yield unfinished
+        sync(unfinished)
+        os.replace(unfinished, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_part(folder: Path, part: Part) -> Content:
+    """Return what a part holds.
+
+    Raises OSError, DamagedError or FormatError; the latter two name the file.
+    """
+    path = folder / part.file
+    with naming(path):
+        record = unseal(read_file(path, _MOST_JSON_BYTES))
+        try:
+            if record["format"] != FORMAT:
+                raise FormatError(
+                    f"its format is {record['format']!r}, and this version of gtopk reads {FORMAT}"
+                )
+            attempt, tree, told = str(record["attempt"]), record["state"], record["tensors"]
+            of = Part(part.number, record["step"], record["ranks"], record["name"])
+        except (KeyError, TypeError) as error:
+            raise DamagedError(f"it lacks {error}") from None
+        if of != part:
+            raise DamagedError(f"it is {of.file}")
+    if told is None:
+        return Content(attempt, Taken(tree, {}))
+    path = path.with_suffix(".safetensors")
+    with naming(path):
+        return Content(attempt, Taken(tree, read_tensors(path, told)))
+
+
+def read_tensors(path: Path, told: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of which this size and SHA-256 are told.
+
+    The bytes that are checked are those that are used: they are read once.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    if not isinstance(told, dict) or type(told.get("bytes")) is not int:
+        raise DamagedError("its size is not told")
+    if path.stat().st_size != told["bytes"]:
+        raise DamagedError(f"it has {path.stat().st_size} bytes of {told['bytes']}")
+    content = read_file(path, told["bytes"])
+    if hashlib.sha256(content).hexdigest() != told.get("sha256"):
+        raise DamagedError("its SHA-256 is not the one that its JSON tells")
+    try:
+        tensors: dict[str, torch.Tensor] = load(content)
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DamagedError(f"{type(error).__name__}: {error}") from None
+    return tensors
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """Return a file's content; raise DamagedError where it is longer than it can be."""
+    with open(path, "rb") as stream:
+        content = stream.read(min(most_bytes, os.fstat(stream.fileno()).st_size) + 1)
+    if len(content) > most_bytes:
+        raise DamagedError(f"it is longer than {most_bytes} bytes")
+    return content
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors about the content of a file name it."""
+    try:
+        yield
+    except (DamagedError, FormatError) as error:
+        raise type(error)(f"{path.parent.name}/{path.name}: {error}") from None

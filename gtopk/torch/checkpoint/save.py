@@ -1,0 +1,166 @@
+"""Saving and loading: what a training script calls, on every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ... import world
+from .archive import Archive, Writing, on_all
+from .errors import CheckpointError
+from .state import put, snapshot, take
+
+
+class Saving:
+    """A checkpoint under way."""
+
+    def __init__(self, archive: Archive, writing: Writing) -> None:
+        self._archive = archive
+        self._writing: Writing | None = writing
+        self._problem: CheckpointError | None = None
+        self.path = writing.path
+
+    def wait(self) -> Path:
+        """Return its folder when it is whole; all ranks call it together.
+
+        Raises CheckpointError, on every rank alike, when a rank could not write its part.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                self._archive.finish(writing)
+            except CheckpointError as error:
+                self._problem = error
+        if self._problem is not None:
+            raise self._problem
+        return self.path
+
+
+class Loaded(NamedTuple):
+    """What was loaded: the folder, the step it was saved at, by how many ranks, and plain data."""
+
+    path: Path
+    step: int
+    ranks: int
+    values: dict[str, Any]
+
+
+class _Opened(NamedTuple):
+    archive: Archive
+    under_way: list[Saving]
+
+
+# Of each world, by folder: its numbers go on from save to save.
+_opened: WeakKeyDictionary[world.World, dict[Path, _Opened]] = WeakKeyDictionary()
+
+# One file after the other; Python waits for it at its end.
+_writer = ThreadPoolExecutor(1, thread_name_prefix="gtopk-checkpoint")
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    loader: Any = None,
+    step: int = 0,
+    *,
+    keep: int = 2,
+    asynchronous: bool = False,
+    **others: Any,
+) -> Saving:
+    """Save a training run in a folder; every rank calls it, at the same place.
+
+    It is saved between two steps: after `optimizer.step()`, before the next backward pass.
+
+    loader: that has state_dict(): what `gtopk.torch.adapt` returned, an ElasticSampler, say; None:
+        the next run begins its epoch anew.
+    step: how far the training is, for `load_latest` to return.
+    keep: how many checkpoints stay in the folder; at least 1.
+    asynchronous: return once the state is copied, and write while training goes on. What became of
+        it is said by the next save, or by `wait()` of what is returned.
+    others: further things by name: with state_dict() (schedulers, a GradScaler), or plain data.
+
+    The generators of torch, NumPy and Python are saved, too. A folder may be shared by all hosts,
+    or each host's own. No pickle is written unless GTOPK_ALLOW_PICKLE=1 and there is plain data of
+    a type that gtopk.objects does not know.
+    Raises CheckpointError, on every rank alike, when one cannot write: the checkpoint before is
+    still there, and training may go on. ValueError for a keep or step out of its range.
+    """
+    if keep < 1 or step < 0:
+        raise ValueError(f"keep must be at least 1 and step at least 0, got {keep} and {step}")
+    opened = _open(Path(folder), keep)
+    while opened.under_way:
+        opened.under_way.pop().wait()
+    if hasattr(loader, "drain"):
+        loader.drain()
+    taken, own = on_all(
+        lambda: take(model, optimizer, loader, others, copy=asynchronous),
+        f"what is to be saved in {folder} at step {step} has no state to save",
+    )
+    names = {f"model.{name}" for name, _ in model.named_parameters()} if model else set()
+    writing = opened.archive.write(
+        snapshot(step, taken, own, names, asynchronous), _later if asynchronous else None
+    )
+    saving = Saving(opened.archive, writing)
+    if asynchronous:
+        opened.under_way.append(saving)
+    else:
+        saving.wait()
+    return saving
+
+
+def load_latest(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loader: Any = None,
+    *,
+    generators: bool = True,
+    **others: Any,
+) -> Loaded | None:
+    """Go on from the newest checkpoint that is whole; None: there is none, begin at the beginning.
+
+    Every rank calls it, with what was saved, before its first step. All ranks take the same one:
+    where a rank's part of it is damaged, all pass it over, and say which file and why.
+
+    generators: whether random numbers go on as they would have.
+    On as many ranks as saved it, the run goes on to the bit. On others every rank gets rank 0's
+    state, and the sum over the ranks of what their optimizers hold back stays; the log says what
+    this one has of it, and generators go on where there is a rank of the same number.
+    Raises CheckpointError, on every rank alike, where checkpoints were finished and all of them are
+    damaged; ValueError where one does not hold what is asked for.
+    """
+    opened = _open(Path(folder))
+    while opened.under_way:
+        opened.under_way.pop().wait()
+    opened.archive.look()
+    found = opened.archive.find()
+    if found is None:
+        return None
+    values = put(found, model, optimizer, loader, others, generators)
+    world.current().step = found.step
+    return Loaded(found.path, found.step, found.ranks, values)
+
+
+def _open(folder: Path, keep: int | None = None) -> _Opened:
+    folders = _opened.setdefault(world.current(), {})
+    folder = folder.absolute()
+    if folder not in folders:
+        on_all(
+            lambda: folder.mkdir(parents=True, exist_ok=True),
+            f"{folder} cannot be a folder of checkpoints",
+        )
+        folders[folder] = _Opened(Archive(folder, keep or 1), [])
+    if keep is not None:
+        folders[folder].archive.kept = keep
+    return folders[folder]
+
+
+def _later(task: Callable[[], str]) -> Future[str]:
+    return _writer.submit(task)

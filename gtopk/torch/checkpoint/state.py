@@ -1,0 +1,169 @@
+"""The state of a training run: taken from models, optimizers and loaders, and put back into them.
+
+    replicated   all of rank 0's: model, optimizer, loader, others
+    own          of each rank: what its optimizer holds back, its generators, and whatever of the
+                 above is not as on rank 0 (running means, a loader's place in its own data)
+
+A run on as many ranks gets everything as it was. On another number every rank gets rank 0's, and
+what is held back is dealt out: its sum stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from ... import optimizer_checkpoint
+from ..functions import allgather_object, broadcast_object
+from ..mpi_ops import rank, size
+from .archive import Found, Snapshot, spread
+from .files import bits_of
+from .residuals import share
+from .rng import put_generators, take_generators
+from .tree import Taken, put_together, take_apart
+
+_log = logging.getLogger("gtopk")
+
+# Of loaders that hold gradients back (mode "abs"): a rank's own, and summed as the optimizer's is.
+_LOADERS_RESIDUAL: Final = "loader.residual"
+
+# What a rank has for its own that has nothing of its own.
+NOTHING_OWN: Final[dict[str, Any]] = {
+    "generators": None,
+    "held": None,
+    "tree": None,
+    "differing": {},
+}
+
+
+def take(
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    loader: Any,
+    others: Mapping[str, Any],
+    *,
+    copy: bool,
+) -> tuple[Taken, dict[str, Any]]:
+    """Return this rank's state, and what of it is its own by nature; nothing is sent.
+
+    copy: whether training may go on before it is written.
+    Raises TypeError for what has no state that could be saved.
+    """
+    state: dict[str, Any] = {}
+    own: dict[str, Any] = {**NOTHING_OWN, "generators": take_generators()}
+    if model is not None:
+        state["model"] = model.state_dict()
+    if optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+        own["held"] = state["optimizer"].pop(optimizer_checkpoint.KEY, None)
+    if loader is not None:
+        if not hasattr(loader, "state_dict"):
+            raise TypeError(
+                f"the loader must have state_dict() and load_state_dict(), as gtopk.torch.adapt's "
+                f"and ElasticSampler have, got {type(loader).__name__}; pass None to begin its "
+                "epoch anew"
+            )
+        state["loader"] = loader.state_dict()
+    state["others"] = {
+        name: value.state_dict() if hasattr(value, "state_dict") else value
+        for name, value in others.items()
+    }
+    return take_apart(state, copy=copy), own
+
+
+def snapshot(step: int, taken: Taken, own: dict[str, Any], names: set[str], copy: bool) -> Snapshot:
+    """Return what is to be written; all ranks call it together.
+
+    names: of the parameters, which should not differ; where they do, a warning names them.
+    """
+    tree = json.dumps(taken.tree)
+    digests = {name: _digest(tensor) for name, tensor in taken.tensors.items()}
+    first_tree, first = broadcast_object((tree, digests), 0, "checkpoint.digests")
+    differing = {n: t for n, t in taken.tensors.items() if digests[n] != first.get(n)}
+    parted = sorted(names & differing.keys())[:3]
+    if any(told := allgather_object(parted, "checkpoint.differing")) and rank() == 0:
+        where = "; ".join(f"rank {r}: {', '.join(each)}" for r, each in enumerate(told) if each)
+        _log.warning(
+            "parameters are not the same on all ranks, and each rank's are saved: %s", where
+        )
+    own = {**own, "tree": None if tree == first_tree else tree, "differing": differing}
+    return Snapshot(step, taken, take_apart(own, copy=copy))
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.sha256(bits_of(tensor)).digest()[:16]
+
+
+def put(
+    found: Found,
+    model: torch.nn.Module | None,
+    optimizer: Any,
+    loader: Any,
+    others: Mapping[str, Any],
+    generators: bool,
+) -> dict[str, Any]:
+    """Put a checkpoint's state in; all ranks call it together. Return the others that are data.
+
+    Raises ValueError for what the checkpoint does not hold, and what load_state_dict raises.
+    """
+    own = next((each.state for each in found.owned if each.rank == rank()), None)
+    tree, tensors = found.tree, spread(found.tensors, 0)
+    if own is not None and found.ranks == size():
+        tree = tree if own["tree"] is None else json.loads(own["tree"])
+        tensors |= own["differing"]
+    elif _LOADERS_RESIDUAL in tensors:
+        tensors[_LOADERS_RESIDUAL] = _loaders_residual(found, tensors[_LOADERS_RESIDUAL])
+    state = put_together(tree, tensors)
+    parts = {each.rank: each.state["held"] for each in found.owned}
+    held = share({r: part for r, part in parts.items() if part is not None}, found.ranks)
+    if model is not None:
+        model.load_state_dict(_of(state, "model", found))
+    if optimizer is not None:
+        part = {} if held is None else {optimizer_checkpoint.KEY: held}
+        optimizer.load_state_dict({**_numbered(_of(state, "optimizer", found)), **part})
+    if loader is not None:
+        loader.load_state_dict(_of(state, "loader", found))
+    values = {}
+    for name, saved in state["others"].items():
+        if hasattr(others.get(name), "load_state_dict"):
+            others[name].load_state_dict(saved)
+        else:
+            values[name] = saved
+    for name in others.keys() - state["others"].keys():
+        _of(state["others"], name, found)
+    if generators and own is not None and own["generators"] is not None:
+        put_generators(own["generators"])
+    return values
+
+
+def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:
+    if name not in state:
+        raise ValueError(
+            f"{found.path} holds no '{name}', only {', '.join(state) or 'nothing'}; load what was "
+            "saved, under the names that it was saved under"
+        )
+    return state[name]
+
+
+def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state under numbers, where DCP has written them as text."""
+    return {
+        **state,
+        "state": {
+            int(key) if type(key) is str and key.isdecimal() else key: each
+            for key, each in state["state"].items()
+        },
+    }
+
+
+def _loaders_residual(found: Found, of_rank_0: torch.Tensor) -> torch.Tensor:
+    """Return what this rank's loader is to hold back of what those of all ranks did."""
+    total = torch.zeros_like(of_rank_0)
+    for each in found.owned:
+        total += each.state["differing"].get(_LOADERS_RESIDUAL, of_rank_0)
+    return total

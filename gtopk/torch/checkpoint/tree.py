@@ -1,0 +1,213 @@
+"""Objects as JSON and tensors by name, and back: what the files of a checkpoint hold.
+
+    {"model": {"weight": tensor}, "betas": (0.9, inf), "state": {0: "x"}}
+
+    JSON     {"model": {"weight": {"$tensor": "model.weight"}},
+              "betas": {"$tuple": [0.9, {"$float": "inf"}]},
+              "state": {"$dict": [[0, "x"]]}}
+    tensors  model.weight
+
+What JSON has no word for is an object whose first key begins with "$":
+
+    $tensor $array      the name of a tensor; $array: it was NumPy's
+    $tuple $dict        its items; its pairs, where a key is no plain text
+    $ordered $metadata  an OrderedDict, and the versions that a module's state_dict keeps at it
+    $float              one that is not finite
+    $object             anything else that gtopk.objects has a code for: its bytes in base64
+"""
+
+from __future__ import annotations
+
+import math
+from base64 import b64decode, b64encode
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from ...objects import MAX_DEPTH, decode, encode
+from .errors import DamagedError
+
+Json: TypeAlias = Any
+
+# Those that torch and every release of safetensors know, and their names there.
+DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ARRAYS: Final = {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"}
+_ARRAYS_AS: Final = {"uint32": "int32", "uint64": "int64", "uint16": "int16"}  # the same bits
+
+
+class Taken(NamedTuple):
+    """An object taken apart. tensors: dense, on the host, none sharing memory with another."""
+
+    tree: Json
+    tensors: dict[str, torch.Tensor]
+
+
+def take_apart(obj: object, *, copy: bool = False) -> Taken:
+    """Return the object as JSON and tensors.
+
+    copy: whether tensors on the host are copied, so that they may change afterwards.
+    Raises TypeError, naming the place, for what gtopk.objects cannot encode either.
+    """
+    taker = _Taker(copy)
+    return Taken(taker.take(obj, ()), taker.tensors)
+
+
+class _Taker:
+    """Takes one object apart; a tensor that is in several places is taken once."""
+
+    def __init__(self, copy: bool) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._copy = copy
+        self._names: dict[tuple[object, ...], str] = {}
+        self._storages: set[tuple[object, int]] = set()
+
+    def take(self, obj: Any, path: tuple[str, ...]) -> Json:
+        kind = type(obj)
+        if len(path) > MAX_DEPTH:
+            raise TypeError(f"{_place(path)} is nested more than {MAX_DEPTH} deep")
+        if obj is None or kind in (bool, str) or (kind is int and -(2**63) <= obj < 2**64):
+            return obj
+        if kind is float:
+            return obj if math.isfinite(obj) else {"$float": repr(obj)}
+        if kind is list:
+            return self._items(obj, path)
+        if kind is tuple:
+            return {"$tuple": self._items(obj, path)}
+        if kind is dict:
+            return self._mapping(obj, path)
+        if kind is OrderedDict and vars(obj).keys() <= {"_metadata"}:
+            metadata = self.take(vars(obj).get("_metadata"), (*path, "$metadata"))
+            return {"$ordered": self._mapping(obj, path), "$metadata": metadata}
+        if _fits(obj):
+            return {"$tensor": self._keep(obj, path)}
+        if kind is np.ndarray and (values := _as_tensor(obj)) is not None:
+            return {"$array": self._keep(values, path), "$dtype": obj.dtype.name}
+        try:
+            content = encode(obj)
+        except TypeError as error:
+            raise TypeError(f"{_place(path)}: {error}") from None
+        return {"$object": b64encode(content).decode()}
+
+    def _items(self, items: Any, path: tuple[str, ...]) -> list[Json]:
+        return [self.take(item, (*path, str(place))) for place, item in enumerate(items)]
+
+    def _mapping(self, mapping: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
+        if all(type(key) is str and not key.startswith("$") for key in mapping):
+            return {key: self.take(value, (*path, key)) for key, value in mapping.items()}
+        pairs = [
+            [self.take(key, (*path, "$key")), self.take(value, (*path, str(key)))]
+            for key, value in mapping.items()
+        ]
+        return {"$dict": pairs}
+
+    def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        """Return the name under which the tensor is among those taken."""
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        view = (*storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and view in self._names:
+            return self._names[view]
+        dense = tensor.detach().resolve_neg().cpu().contiguous()
+        is_own = dense.data_ptr() != tensor.data_ptr() or not tensor.numel()
+        whole = dense.untyped_storage().nbytes() == dense.nbytes
+        if not is_own and (self._copy or not whole or storage in self._storages):
+            dense = dense.clone()
+        self._storages.add(storage)
+        name = base = ".".join(path)
+        number = 1
+        while name in self.tensors:  # "a.b" and "c" read like "a" and "b.c"
+            number += 1
+            name = f"{base}~{number}"
+        self._names[view] = name
+        self.tensors[name] = dense
+        return name
+
+
+def _fits(obj: object) -> bool:
+    return (
+        type(obj) is torch.Tensor
+        and obj.layout is torch.strided
+        and obj.dtype in DTYPES
+        and obj.device.type != "meta"
+        and not (obj.requires_grad or obj.is_nested)
+    )
+
+
+def _as_tensor(array: np.ndarray) -> torch.Tensor | None:
+    """Return a copy of an array; None where torch lacks its dtype."""
+    name = array.dtype.name
+    if not array.dtype.isnative or not (name in _ARRAYS or name in _ARRAYS_AS):
+        return None
+    return torch.from_numpy(np.array(array, order="C").view(_ARRAYS_AS.get(name, name)))
+
+
+def _place(path: tuple[str, ...]) -> str:
+    return ".".join(path) or "the object"
+
+
+def put_together(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the object that was taken apart; the tensors are used as they are.
+
+    Raises DamagedError for what `take_apart` does not return.
+    """
+    try:
+        return _put(tree, tensors)
+    except DamagedError:
+        raise
+    except (ArithmeticError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DamagedError(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _put(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_put(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    mark = next(iter(tree), "")
+    if not mark.startswith("$"):
+        return {key: _put(value, tensors) for key, value in tree.items()}
+    if mark not in _MARKS:
+        raise DamagedError(f"the mark {mark!r} is unknown")
+    return _MARKS[mark](tree, tensors)
+
+
+def _put_array(tree: Json, tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
+    name = tree["$dtype"]
+    values: np.ndarray = tensors[tree["$array"]].numpy()
+    if name not in _ARRAYS | _ARRAYS_AS.keys() or _ARRAYS_AS.get(name, name) != values.dtype.name:
+        raise DamagedError(f"an array of {name!r} is one of {values.dtype}")
+    return values.view(name)
+
+
+def _put_ordered(tree: Json, tensors: Mapping[str, torch.Tensor]) -> OrderedDict[Any, Any]:
+    mapping = OrderedDict(_put(tree["$ordered"], tensors))
+    metadata = _put(tree["$metadata"], tensors)
+    if metadata is not None:
+        vars(mapping)["_metadata"] = metadata
+    return mapping
+
+
+_MARKS: Final[dict[str, Callable[[Json, Mapping[str, torch.Tensor]], Any]]] = {
+    "$tensor": lambda tree, tensors: tensors[tree["$tensor"]],
+    "$array": _put_array,
+    "$tuple": lambda tree, tensors: tuple(_put(tree["$tuple"], tensors)),
+    "$dict": lambda tree, tensors: {
+        _put(key, tensors): _put(value, tensors) for key, value in tree["$dict"]
+    },
+    "$ordered": _put_ordered,
+    "$float": lambda tree, tensors: float(tree["$float"]),
+    "$object": lambda tree, tensors: decode(b64decode(tree["$object"], validate=True)),
+}

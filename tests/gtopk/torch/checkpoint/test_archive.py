@@ -1,0 +1,247 @@
+"""Checkpoints of all ranks: the newest that is whole is found, by as many ranks as there are."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from concurrent.futures import Future
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gtopk.torch.checkpoint.archive import Archive, Snapshot
+from gtopk.torch.checkpoint.errors import CheckpointError
+from gtopk.torch.checkpoint.files import list_parts, seal, unseal
+from gtopk.torch.checkpoint.tree import put_together, take_apart
+
+
+def snapshot(rank, value):
+    """Return what every rank has alike, tensors among it, and what is a rank's own."""
+    replicated = take_apart({"value": value, "tensor": torch.full((3,), len(value))})
+    return Snapshot(10 * len(value), replicated, take_apart([value, rank]))
+
+
+def write(folder, rank, *values):
+    """Write a checkpoint of each value."""
+    archive = Archive(folder, 2)
+    for value in values:
+        archive.finish(archive.write(snapshot(rank, value)))
+    return archive
+
+
+def find(folder):
+    return lambda rank: Archive(folder, 2).find()
+
+
+def value_of(found):
+    state = put_together(found.tree, found.tensors)
+    assert state["tensor"].tolist() == [len(state["value"])] * 3
+    return state["value"]
+
+
+def owned(found):
+    """Return what each rank has of what ranks had for their own."""
+    return [[(each.rank, *each.state) for each in one.owned] for one in found]
+
+
+def numbers(folder):
+    return sorted({part.number for part in list_parts(folder)})
+
+
+def test_an_empty_folder_holds_nothing(ranks, tmp_path):
+    assert ranks(2, find(tmp_path / "new")) == [None, None]
+    assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_rank_finds_its_own_part_of_the_newest(ranks, tmp_path, capfd, size):
+    ranks(size, lambda rank: write(tmp_path, rank, "old", "newer"))
+    found = ranks(size, find(tmp_path))
+    assert [(f.number, f.step, f.ranks) for f in found] == [(2, 50, size)] * size
+    assert value_of(found[0]) == "newer"
+    assert {str(f.tree) for f in found} == {str(found[0].tree)}
+    assert owned(found) == [[(rank, "newer", rank)] for rank in range(size)]
+    said = capfd.readouterr().err
+    assert said.count("going on from checkpoint 2 (step 50) in") == 1
+    assert str(tmp_path) in said
+
+
+@settings(
+    max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+@given(before=st.integers(1, 5), after=st.integers(1, 5))
+def test_on_other_ranks_every_part_is_found_once(ranks, tmp_path, before, after):
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    ranks(before, lambda rank: write(tmp_path, rank, "x"))
+    found = ranks(after, find(tmp_path))
+    assert {f.ranks for f in found} == {before}
+    parts = owned(found)
+    assert sorted(chain.from_iterable(parts)) == [(rank, "x", rank) for rank in range(before)]
+    assert all(of % after == rank for rank, own in enumerate(parts) for of, *_ in own)
+
+
+@pytest.mark.parametrize("damage", ["absent", "cut", "flip"])
+@pytest.mark.parametrize("file", ["all-of-2.json", "all-of-2.safetensors", "rank-1-of-2.json"])
+def test_one_ranks_damage_moves_all_to_the_one_before(ranks, tmp_path, capfd, damage, file):
+    ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
+    (path,) = tmp_path.glob(f"checkpoint-*2-step-50/{file}")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    match damage:
+        case "absent":
+            path.unlink()
+        case "cut":
+            path.write_bytes(content[:-1])
+        case "flip":
+            path.write_bytes(content)
+    found = ranks(2, find(tmp_path))
+    assert value_of(found[0]) == "old"
+    assert owned(found) == [[(rank, "old", rank)] for rank in range(2)]
+    said = capfd.readouterr().err
+    where = "" if damage == "absent" and file.endswith("json") else f"rank {int('1' in file)}: "
+    assert re.search(rf"checkpoint 2 in .* is not whole: .*{where}.*{file}", said), said
+    assert "going on from checkpoint 1" in said
+
+
+def test_where_all_are_damaged_nobody_begins_anew_unasked(ranks, tmp_path):
+    ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
+    for path in tmp_path.glob("*/rank-1-of-2.json"):
+        path.write_bytes(path.read_bytes()[:-5])
+
+    def program(rank):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint in .* is whole: rank 1: "
+        ) as error:
+            Archive(tmp_path, 2).find()
+        return str(error.value)
+
+    said, other = ranks(2, program)
+    assert said == other
+    assert said.count("rank-1-of-2.json: it is cut short") == 2
+
+
+def test_where_none_was_ever_finished_there_is_none(ranks, tmp_path, capfd):
+    """A job that was killed in its first save begins at the beginning when it is started again."""
+    ranks(2, lambda rank: write(tmp_path, rank, "x"))
+    for path in tmp_path.glob("*/rank-0-of-2.json"):
+        path.unlink()
+    assert ranks(2, find(tmp_path)) == [None, None]
+    assert "rank-0-of-2.json not there" in capfd.readouterr().err
+
+
+def test_a_later_format_is_refused_and_stays(ranks, tmp_path):
+    """Else an old version, started by mistake, would go on from what is older, and remove it."""
+    ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
+    (path,) = tmp_path.glob("*-step-50/rank-1-of-2.json")
+    path.write_bytes(seal({**unseal(path.read_bytes()), "format": 2}))
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match=r"rank 1: .*format is 2.*version of gtopk"):
+            Archive(tmp_path, 2).find()
+
+    ranks(2, program)
+    assert numbers(tmp_path) == [1, 2]
+
+
+def test_files_of_two_attempts_are_no_checkpoint(ranks, tmp_path):
+    ranks(2, lambda rank: write(tmp_path, rank, "old"))
+    (path,) = tmp_path.glob("*/rank-1-of-2.json")
+    of_another = path.read_bytes()
+    shutil.rmtree(tmp_path)
+    ranks(2, lambda rank: write(tmp_path, rank, "new"))
+    path.write_bytes(of_another)
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match="are of several attempts"):
+            Archive(tmp_path, 2).find()
+
+    ranks(2, program)
+
+
+def test_no_number_is_used_twice(ranks, tmp_path):
+    """Else what is left of an attempt would make another's checkpoint look whole."""
+    ranks(2, lambda rank: write(tmp_path, rank, "a", "b"))
+    for path in tmp_path.glob("*2-step-10/all-of-2.json"):
+        path.unlink()
+    ranks(3, lambda rank: write(tmp_path, rank, "c"))
+    (found, *_) = ranks(3, find(tmp_path))
+    assert (found.number, value_of(found)) == (3, "c")
+
+
+def test_the_last_ones_are_kept(ranks, tmp_path):
+    ranks(2, lambda rank: write(tmp_path, rank, *"abcde"))
+    assert numbers(tmp_path) == [4, 5]
+    assert len(list(tmp_path.iterdir())) == 2
+
+    def go_on(rank):
+        archive = Archive(tmp_path, 3)
+        archive.find()
+        archive.finish(archive.write(snapshot(rank, "f")))
+        return archive.number
+
+    (tmp_path / "checkpoint-00000001-step-3").mkdir()  # what a killed job left
+    assert ranks(1, go_on) == [6]
+    assert numbers(tmp_path) == [4, 5, 6]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_is_damaged_does_not_count_among_those_kept(ranks, tmp_path):
+    ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
+    for path in tmp_path.glob("*-step-50/rank-1-of-2.json"):
+        path.write_bytes(b"")
+
+    def go_on(rank):
+        archive = Archive(tmp_path, 2)
+        archive.find()
+        archive.finish(archive.write(snapshot(rank, "x")))
+
+    ranks(2, go_on)
+    assert numbers(tmp_path) == [1, 3]
+
+
+def test_each_host_may_have_a_folder_of_its_own(ranks, tmp_path):
+    """Rank 0 comes back on another host: what it needs is read where it is, and sent."""
+
+    def on(homes, then):
+        return lambda rank: then(rank, Archive(tmp_path / homes[rank], 2))
+
+    ranks(2, on("ab", lambda rank, archive: archive.finish(archive.write(snapshot(rank, "x")))))
+    assert {path.stem for path in (tmp_path / "b").glob("*/*")} == {"rank-1-of-2"}
+    found = ranks(2, on("ba", lambda rank, archive: archive.find()))
+    assert [value_of(each) for each in found] == ["x", "x"]
+    assert owned(found) == [[(1, "x", 1)], [(0, "x", 0)]]
+
+
+def test_who_cannot_write_is_named_on_every_rank_and_the_last_one_stays(ranks, tmp_path):
+    def failing(task):
+        outcome: Future[str] = Future()
+        outcome.set_result("no space left")
+        return outcome
+
+    def program(rank):
+        archive = write(tmp_path, rank, "good")
+        with pytest.raises(CheckpointError) as error:
+            archive.finish(archive.write(snapshot(rank, "bad"), failing if rank == 2 else None))
+        return str(error.value)
+
+    said = ranks(3, program)
+    expected = f"checkpoint 2 cannot be written to {tmp_path}: rank 2: no space left; "
+    assert said == [expected + "checkpoint 1 is whole"] * 3
+    assert numbers(tmp_path) == [1]
+    assert value_of(ranks(3, find(tmp_path))[0]) == "good"
+
+
+def test_a_full_disk_is_named(ranks, tmp_path):
+    def program(rank):
+        archive = Archive(tmp_path, 2)
+        (tmp_path / "checkpoint-00000001-step-10").mkdir()
+        file = tmp_path / "checkpoint-00000001-step-10" / "all-of-1.safetensors.part"
+        file.symlink_to("/dev/full")
+        with pytest.raises(CheckpointError, match=r"rank 0: .*No space left.*there is no other"):
+            archive.finish(archive.write(snapshot(rank, "x")))
+
+    ranks(1, program)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,174 @@
+"""A part of a checkpoint is there whole or not at all, and what is damaged is told from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from gtopk.torch.checkpoint import files
+from gtopk.torch.checkpoint.errors import DamagedError, FormatError
+from gtopk.torch.checkpoint.files import (
+    Content,
+    Part,
+    list_parts,
+    name_of,
+    parts_of,
+    read_part,
+    remove_checkpoints,
+    seal,
+    unseal,
+    write_part,
+)
+from gtopk.torch.checkpoint.tree import take_apart
+
+ROOT = Path(__file__).parents[4]
+PART = Part(42, 1200, 2, name_of(1))
+
+
+def content(value=0.0):
+    return Content("word", take_apart({"lr": 0.5, "weight": torch.full((300,), value)}))
+
+
+def files_of(folder, part=PART):
+    return sorted((folder / part.folder).iterdir())
+
+
+def test_what_is_written_is_listed_and_read(tmp_path):
+    parts = parts_of(3, 7, 2)
+    for number, part in enumerate(parts):
+        write_part(tmp_path, part, content(number))
+    assert sorted(list_parts(tmp_path)) == sorted(parts)
+    for number, part in enumerate(parts):
+        attempt, state = read_part(tmp_path, part)
+        assert attempt == "word"
+        assert state.tree == {"lr": 0.5, "weight": {"$tensor": "weight"}}
+        assert torch.equal(state.tensors["weight"], torch.full((300,), float(number)))
+
+
+def test_the_names_are_those_drawn(tmp_path):
+    for part in parts_of(42, 1200, 2):
+        write_part(tmp_path, part, content())
+    drawn = re.findall(r"(?:all|rank-\d)-of-2\.\w+|checkpoint-\S+(?=/)", files.__doc__)
+    written = [path.name for path in files_of(tmp_path)]
+    assert sorted(drawn[1:]) == written
+    assert drawn[0] == PART.folder
+
+
+def test_others_can_read_the_files(tmp_path):
+    """With safetensors and a JSON parser alone; the checksum is what sha256sum prints."""
+    write_part(tmp_path, PART, content(3.0))
+    path, tensors = files_of(tmp_path)
+    told = json.loads(path.read_text())["part"]
+    assert told["step"] == 1200
+    assert told["state"]["lr"] == 0.5
+    with safe_open(tensors, framework="pt") as file:
+        assert file.get_tensor("weight")[0] == 3.0
+    printed = subprocess.run(["sha256sum", tensors], capture_output=True, text=True, check=True)
+    assert printed.stdout.split()[0] == told["tensors"]["sha256"]
+
+
+def test_other_files_are_left_alone(tmp_path):
+    write_part(tmp_path, PART, content())
+    (tmp_path / "checkpoint-00000043-step-1300").mkdir()
+    others = [tmp_path / name for name in ("notes.txt", "checkpoint-43", "checkpoint-1-step-x")]
+    for path in others:
+        path.mkdir()
+    (tmp_path / PART.folder / "rank-0-of-2.json.part").touch()
+    assert list_parts(tmp_path) == [PART]
+    removed = []
+    remove_checkpoints(tmp_path, lambda number: removed.append(number) or True)
+    assert sorted(removed) == [42, 43]
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+@pytest.mark.parametrize("kind", [".json", ".safetensors"])
+def test_whatever_is_damaged_of_a_file_is_found_and_named(tmp_path, kind):
+    write_part(tmp_path, PART, content())
+    (path,) = (tmp_path / PART.folder).glob(f"*{kind}")
+    whole = path.read_bytes()
+    places = range(0, len(whole), 7)
+    damages = [whole[:place] for place in places]
+    damages += [whole[:p] + bytes([whole[p] ^ 1 << p % 8]) + whole[p + 1 :] for p in places]
+    damages += [b"", whole + b"\0", whole + whole]
+    for damaged in damages:
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedError, match=rf"^{PART.folder}/{path.name}: "):
+            read_part(tmp_path, PART)
+    path.unlink()
+    with pytest.raises(OSError, match=path.name):
+        read_part(tmp_path, PART)
+
+
+def test_another_parts_file_in_its_place_is_found(tmp_path):
+    other = PART._replace(name="all")
+    write_part(tmp_path, other, content())
+    shutil.copytree(tmp_path / PART.folder, tmp_path / "copy")
+    for suffix in (".json", ".safetensors"):
+        (tmp_path / other.file).with_suffix(suffix).rename(
+            (tmp_path / PART.file).with_suffix(suffix)
+        )
+    with pytest.raises(DamagedError, match=r"it is .*/all-of-2\.json"):
+        read_part(tmp_path, PART)
+
+
+def test_a_file_of_another_format_is_told_from_a_damaged_one(tmp_path):
+    write_part(tmp_path, PART, content())
+    path = tmp_path / PART.file
+    path.write_bytes(seal({**unseal(path.read_bytes()), "format": 2}))
+    with pytest.raises(FormatError, match=r"rank-1-of-2\.json: its format is 2, .* reads 1"):
+        read_part(tmp_path, PART)
+
+
+def limited(write):
+    """Write where files may have 1000 bytes: as on a disk that is full in the middle of one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("full", ["json", "safetensors", "in the middle"])
+def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path, full):
+    write_part(tmp_path, PART, content(1.0))
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
+    if full == "in the middle":
+        with pytest.raises(OSError, match=r"File too large|file too large"):
+            limited(lambda: write_part(tmp_path, PART, content(2.0)))
+    else:
+        beside = (tmp_path / PART.file).with_suffix(f".{full}.part")
+        beside.symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left"):
+            write_part(tmp_path, PART, content(2.0))
+    after = {path: path.read_bytes() for path in files_of(tmp_path)}
+    assert after.keys() == before.keys()
+    if full != "json":  # else the tensors are new, and the JSON's checksum tells
+        assert after == before
+
+
+def test_whatever_moment_a_writer_is_killed_at_its_parts_are_whole(tmp_path):
+    program = ROOT / "tests" / "programs" / "checkpoint_killed_writer.py"
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), "40"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    killed_within_a_write, whole = map(int, done.stdout.split())
+    # Else the writers have not been killed at the moments that this is about.
+    assert killed_within_a_write > 0
+    assert whole > 0

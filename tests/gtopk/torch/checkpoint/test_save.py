@@ -1,0 +1,383 @@
+"""A run that is saved and loaded goes on to the bit; on other ranks, without losing anything."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import shutil
+import threading
+from concurrent.futures import Future
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import gtopk
+import gtopk.torch as hvd
+from gtopk import CheckpointError, load_latest, save_checkpoint
+from gtopk.torch.checkpoint import save
+from tests.gtopk.held import held
+
+
+class Modelled:
+    """A timer in which a rank computes so many samples a second."""
+
+    def __init__(self, speed):
+        self.speed = speed
+
+    def hand_over(self, samples):
+        self.samples = samples
+
+    def take(self):
+        return self.samples / self.speed
+
+
+class Run:
+    """A run whose every part has a state; running means are each rank's own."""
+
+    def __init__(self, adam=False, compression=None, momentum=0.9, **adapted):
+        x = torch.linspace(-1, 1, 120).reshape(60, 2)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(2, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        )
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        inner = (
+            torch.optim.Adam(self.model.parameters(), lr=0.01)
+            if adam
+            else torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=momentum)
+        )
+        self.optimizer = hvd.DistributedOptimizer(
+            inner,
+            self.model.named_parameters(),
+            compression or hvd.Compression.gtopk(density=0.2),
+            bucket_bytes=100,
+        )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, gamma=0.7)
+        data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), 4, shuffle=True)
+        timer = Modelled(1.0 + hvd.rank())
+        options = {"interval": 3, "min_batch": 2, "seed": 5, "timer": timer, **adapted}
+        self.loader = hvd.adapt(data, self.optimizer, **options)
+        self.batches = chain.from_iterable(iter(self.loader) for _ in range(100))
+
+    def steps(self, count):
+        for x, y in islice(self.batches, count):
+            self.optimizer.zero_grad()
+            (self.model(x) - y).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+        return self
+
+    def save(self, folder, step=0, **options):
+        return save_checkpoint(
+            folder,
+            self.model,
+            self.optimizer,
+            self.loader,
+            step,
+            scheduler=self.scheduler,
+            note={"seen": step},
+            **options,
+        )
+
+    def load(self, folder):
+        return load_latest(
+            folder,
+            self.model,
+            self.optimizer,
+            self.loader,
+            scheduler=self.scheduler,
+            generators=False,  # ranks that are threads share them
+        )
+
+    def everything(self):
+        """Return all that a resumed run must have alike, in words that tell every bit."""
+        self.loader.drain()
+        tensors = {**self.model.state_dict(), "held": torch.from_numpy(held(self.optimizer))}
+        states = self.optimizer.state_dict()["state"], self.scheduler.state_dict()
+        bits = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+        return bits, repr(states), repr(self.loader.state_dict())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("saved_at", [1, 6, 11])
+def test_a_run_goes_on_to_the_bit(ranks, tmp_path, saved_at, adam, asynchronous):
+    def whole(rank):
+        run = Run(adam).steps(saved_at)
+        saving = run.save(tmp_path, saved_at, asynchronous=asynchronous)
+        run.steps(14 - saved_at)
+        saving.wait()
+        return run.everything()
+
+    def resumed(rank):
+        run = Run(adam)
+        found = run.load(tmp_path)
+        assert (found.step, found.ranks) == (saved_at, 3)
+        assert found.values == {"note": {"seen": saved_at}}
+        return run.steps(14 - saved_at).everything()
+
+    finished = ranks(3, whole)
+    assert len({bits["1.running_mean"] for bits, *_ in finished}) == 3
+    assert len({bits["0.weight"] for bits, *_ in finished}) == 1
+    assert ranks(3, resumed) == finished
+
+
+@pytest.mark.parametrize(
+    ("compression", "momentum"),
+    [
+        (hvd.Compression.none, 0.9),
+        (hvd.Compression.gtopk(density=0.1, momentum_correction=0.5, warmup_steps=6), 0.0),
+        (hvd.Compression.oktopk(density=0.2, values="bf16"), 0.9),
+    ],
+    ids=repr,
+)
+def test_so_does_one_of_another_compression(ranks, tmp_path, compression, momentum):
+    def whole(rank):
+        run = Run(compression=compression, momentum=momentum).steps(5)
+        run.save(tmp_path, 5)
+        return run.steps(4).everything()
+
+    def resumed(rank):
+        run = Run(compression=compression, momentum=momentum)
+        run.load(tmp_path)
+        return run.steps(4).everything()
+
+    assert ranks(2, whole) == ranks(2, resumed)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 5), (2, 1)])
+def test_on_another_number_of_ranks_the_sum_held_back_stays(ranks, tmp_path, caplog, before, after):
+    def first(rank):
+        run = Run().steps(3)
+        run.save(tmp_path, 3)
+        return held(run.optimizer).astype(np.float64), copy.deepcopy(run.model.state_dict())
+
+    def then(rank):
+        run = Run()
+        run.load(tmp_path)
+        found = held(run.optimizer).astype(np.float64), copy.deepcopy(run.model.state_dict())
+        run.steps(1)
+        return found
+
+    saved = ranks(before, first)
+    with caplog.at_level(logging.INFO, "gtopk"):
+        found = ranks(after, then)
+    total = sum(residual for residual, _ in saved)
+    assert np.abs(total).max() > 0
+    np.testing.assert_allclose(sum(residual for residual, _ in found), total, rtol=1e-6, atol=1e-8)
+    for _, state in found:
+        assert all(torch.equal(state[name], saved[0][1][name]) for name in state)
+    said = [r.getMessage() for r in caplog.records if "holds back" in r.getMessage()]
+    assert len(said) == after
+    listed = [[r for r in range(before) if r % after == rank] for rank in range(after)]
+    for mine in listed:
+        words = f"holds back what ranks [{', '.join(map(str, mine)) or 'none'}] of {before} did"
+        assert any(words in text for text in said)
+
+
+@pytest.mark.parametrize("after", [2, 3, 1])
+def test_what_a_loader_of_rounds_holds_back_stays_too(ranks, tmp_path, after):
+    def of_rank(run):
+        return run.loader.state_dict()["residual"].double()
+
+    def open_run():
+        return Run(momentum=0.0, mode="abs", micro_batch=4)
+
+    def first(rank):
+        run = open_run()
+        for x, y in run.loader:
+            (run.model(x) - y).square().mean().backward()
+            run.optimizer.step()
+        save_checkpoint(tmp_path, run.model, run.optimizer, run.loader)
+        return of_rank(run)
+
+    def then(rank):
+        run = open_run()
+        load_latest(tmp_path, run.model, run.optimizer, run.loader, generators=False)
+        return of_rank(run)
+
+    saved, found = ranks(2, first), ranks(after, then)
+    assert sum(saved).abs().max() > 0
+    if after == 2:
+        assert all(map(torch.equal, saved, found))
+    torch.testing.assert_close(sum(found), sum(saved), rtol=1e-6, atol=1e-8)
+
+
+def test_where_one_rank_has_no_state_to_save_now_nobody_waits(ranks, tmp_path):
+    """As in the middle of a round of gradients that are applied later."""
+
+    class Loader:
+        def state_dict(self):
+            if hvd.rank() == 1:
+                raise RuntimeError("gradients are under way")
+            return {}
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match="rank 1: RuntimeError: gradients are under way"):
+            save_checkpoint(tmp_path, torch.nn.Linear(1, 1), None, Loader(), 3)
+
+    ranks(2, program)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_checkpoint_one_begins_at_the_beginning(ranks, tmp_path):
+    assert ranks(2, lambda rank: Run().load(tmp_path / "new")) == [None, None]
+
+
+def test_plain_models_and_optimizers_do(ranks, tmp_path):
+    def program(rank):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        sampler = hvd.elastic.ElasticSampler(range(12))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        sampler.record_batch(0, 2)
+        save_checkpoint(tmp_path, model, optimizer, sampler, 7)
+        other = torch.nn.Linear(2, 2)
+        again = torch.optim.Adam(other.parameters())
+        resumed = hvd.elastic.ElasticSampler(range(12))
+        assert load_latest(tmp_path, other, again, resumed).step == 7
+        assert repr(again.state_dict()) == repr(optimizer.state_dict())
+        assert resumed.processed_num == 2 * hvd.size()
+        assert load_latest(tmp_path, torch.nn.Linear(2, 2)).values == {}  # to look at, say
+        with pytest.raises(ValueError, match="holds no 'scheduler', only nothing"):
+            load_latest(tmp_path, model, scheduler=optimizer)
+
+    ranks(1, program)
+
+
+def test_parameters_that_differ_are_saved_and_said(ranks, tmp_path, caplog):
+    def program(rank, load):
+        model = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(0)
+            model.bias.fill_(rank)
+        if load:
+            model.bias.data.fill_(-1)
+            load_latest(tmp_path, model, generators=False)
+        else:
+            save_checkpoint(tmp_path, model, None)
+        return model.bias.tolist()
+
+    ranks(3, lambda rank: program(rank, False))
+    assert [r.getMessage() for r in caplog.records] == [
+        "parameters are not the same on all ranks, and each rank's are saved: "
+        "rank 1: model.bias; rank 2: model.bias"
+    ]
+    assert ranks(3, lambda rank: program(rank, True)) == [[rank] * 2 for rank in range(3)]
+    assert ranks(2, lambda rank: program(rank, True)) == [[0, 0]] * 2
+
+
+def test_who_cannot_save_is_named_on_every_rank_and_training_goes_on(ranks, tmp_path):
+    """The disk is full on one rank; later it has room again."""
+
+    def program(rank):
+        run = Run().steps(2)
+        run.save(tmp_path, 2)
+        blocker = tmp_path / "checkpoint-00000002-step-3" / "rank-1-of-3.safetensors.part"
+        if rank == 1:
+            blocker.parent.mkdir()
+            blocker.symlink_to("/dev/full")
+        hvd.barrier()
+        with pytest.raises(CheckpointError) as error:
+            run.steps(1).save(tmp_path, 3)
+        run.steps(1).save(tmp_path, 4)
+        return str(error.value)
+
+    said = ranks(3, program)
+    assert len(set(said)) == 1
+    assert re.search(r"rank 1: .*No space left.*/rank-1-of-3\.safetensors'", said[0])
+    assert said[0].endswith("checkpoint 1 is whole")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint-00000001-step-2", "checkpoint-00000003-step-4"]
+    assert ranks(3, lambda rank: Run().load(tmp_path).step) == [4] * 3
+
+
+def test_what_has_no_state_is_named_on_every_rank(ranks, tmp_path):
+    def program(rank):
+        model = torch.nn.Linear(1, 1)
+        hook = program if rank == 1 else None
+        with pytest.raises(CheckpointError, match=r"rank 1: TypeError: others\.hook: "):
+            save_checkpoint(tmp_path, model, None, hook=hook)
+        with pytest.raises(
+            CheckpointError, match=r"loader must have state_dict.*got list; pass None"
+        ):
+            save_checkpoint(tmp_path, model, None, [1])
+        with pytest.raises(ValueError, match="keep must be at least 1 and step at least 0, got 0"):
+            save_checkpoint(tmp_path, model, None, keep=0)
+
+    ranks(2, program)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_asynchronous_save_is_of_the_moment_that_it_began(ranks, tmp_path, monkeypatch):
+    """Training goes on at once; the next save, or `wait`, says what became of it."""
+    gate = threading.Event()
+
+    def later(task):
+        outcome: Future[str] = Future()
+
+        def write():
+            gate.wait()
+            outcome.set_result(task())
+
+        threading.Thread(target=write).start()
+        return outcome
+
+    monkeypatch.setattr(save, "_later", later)
+
+    def program(rank):
+        run = Run().steps(2)
+        saving = run.save(tmp_path, 2, asynchronous=True)
+        before = run.model[0].weight.clone()
+        run.steps(2)
+        assert not torch.equal(before, run.model[0].weight)
+        hvd.barrier()
+        gate.set()
+        assert saving.wait() == saving.path == saving.wait()
+        assert saving.path.name == "checkpoint-00000001-step-2"
+        other = Run()
+        other.load(tmp_path)
+        assert torch.equal(before, other.model[0].weight)
+
+    ranks(2, program)
+
+
+def test_an_asynchronous_save_that_failed_is_said_by_the_next(ranks, tmp_path):
+    def program(rank):
+        run = Run().steps(1)
+        run.save(tmp_path, 1)
+        if rank == 0:
+            (tmp_path / "checkpoint-00000002-step-2").touch()
+        hvd.barrier()
+        saving = run.save(tmp_path, 2, asynchronous=True)
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint 2 .*rank 0: .*rank 1: .* 1 is whole"
+        ):
+            run.save(tmp_path, 3)
+        with pytest.raises(CheckpointError, match="checkpoint 2"):
+            saving.wait()
+        run.save(tmp_path, 3, keep=1)
+
+    ranks(2, program)
+    shutil.rmtree(tmp_path / "checkpoint-00000003-step-3")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000002-step-2"]
+
+
+def test_it_is_reached_from_the_top():
+    assert gtopk.save_checkpoint is save_checkpoint
+    assert "save_checkpoint" in gtopk.__all__
+    with pytest.raises(AttributeError, match="no attribute 'save_checkpiont'"):
+        gtopk.save_checkpiont  # noqa: B018
+
+
+def test_random_numbers_go_on_as_they_would_have(mpirun, torchrun, tmp_path):
+    for launch, ranks, saved_by in ((mpirun, 3, 0), (torchrun, 2, 3)):
+        job = launch(ranks, "checkpoints.py", str(tmp_path), str(saved_by))
+        assert job.returncode == 0, job.stderr
+        assert job.stdout.count("went on from step 4") == ranks

@@ -1,0 +1,177 @@
+"""What is taken apart into JSON and tensors is put together as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gtopk.torch.checkpoint import tree
+from gtopk.torch.checkpoint.errors import DamagedError
+from gtopk.torch.checkpoint.tree import put_together, take_apart
+
+
+def through(obj):
+    """Return what comes back, by way of JSON text."""
+    taken = take_apart(obj)
+    return put_together(json.loads(json.dumps(taken.tree, allow_nan=False)), taken.tensors)
+
+
+def same(one, other):
+    """Tell whether two objects are the same, types, order and NaNs included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return same(list(one.items()), list(other.items())) and vars_of(one) == vars_of(other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return repr(one) == repr(other)
+
+
+def vars_of(mapping):
+    return getattr(mapping, "__dict__", {})
+
+
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary(max_size=9)
+    | st.builds(lambda n: torch.arange(n) / 3, st.integers(0, 5))
+    | st.builds(lambda n: np.arange(n, dtype=np.uint32), st.integers(0, 5))
+)
+keys = st.text(max_size=3) | st.integers() | st.sampled_from(["$tensor", "$", "a.b"])
+objects = st.recursive(
+    plain,
+    lambda part: (
+        st.lists(part, max_size=4)
+        | st.lists(part, max_size=3).map(tuple)
+        | st.dictionaries(keys, part, max_size=4)
+        | st.dictionaries(keys, part, max_size=4).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(objects)
+def test_every_object_comes_back(obj):
+    assert same(through(obj), obj)
+
+
+def test_the_drawing_is_what_is_written():
+    drawn = re.search(r"    JSON  (.*?)\n    tensors", tree.__doc__, re.DOTALL)[1]
+    weight = torch.ones(2)
+    obj = {"model": {"weight": weight}, "betas": (0.9, math.inf), "state": {0: "x"}}
+    taken = take_apart(obj)
+    assert taken.tree == json.loads(drawn)
+    assert list(taken.tensors) == ["model.weight"]
+
+
+def test_a_modules_state_comes_back_with_its_versions():
+    state = torch.nn.BatchNorm1d(3).state_dict()
+    again = through({"model": state})["model"]
+    assert same(again, state)
+    assert again._metadata == state._metadata
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_an_optimizers_state_comes_back(optimizer):
+    model = torch.nn.Linear(3, 2)
+    one = optimizer(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    one.step()
+    assert same(through(one.state_dict()), one.state_dict())
+
+
+def test_a_tensor_in_two_places_is_kept_once():
+    weight = torch.ones(3)
+    taken = take_apart({"a": weight, "b": [weight]})
+    assert list(taken.tensors) == ["a"]
+    again = put_together(*taken)
+    assert again["a"] is again["b"][0]
+
+
+def test_no_two_tensors_share_memory():
+    """Else a file format that knows no views refuses them, or a copy goes on to change."""
+    whole = torch.arange(6.0)
+    views = {"head": whole[:3], "tail": whole[3:], "all": whole, "turned": whole.view(2, 3).T}
+    for copy in (False, True):
+        taken = take_apart(views, copy=copy)
+        assert len({t.untyped_storage().data_ptr() for t in taken.tensors.values()}) == 4
+        assert all(t.is_contiguous() for t in taken.tensors.values())
+        assert all(torch.equal(taken.tensors[name], view) for name, view in views.items())
+    copied = take_apart({"all": whole}, copy=True)
+    whole.zero_()
+    assert copied.tensors["all"].any()
+
+
+def test_names_that_read_alike_stay_apart():
+    one, two = torch.zeros(1), torch.ones(1)
+    obj = {"a.b": {"c": one}, "a": {"b.c": two}}
+    assert sorted(take_apart(obj).tensors) == ["a.b.c", "a.b.c~2"]
+    assert same(through(obj), obj)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, dtype=torch.complex64),
+        np.array(["text"]),
+        np.float32(1.5),
+        torch.float16,
+        2**80,
+        {1, 2},
+    ],
+    ids=repr,
+)
+def test_what_json_and_safetensors_lack_comes_back_too(odd):
+    assert same(through({"x": odd})["x"], odd)
+
+
+def test_what_would_need_a_pickle_is_refused_with_its_place():
+    with pytest.raises(TypeError, match=r"model\.hook: .*a function at.*GTOPK_ALLOW_PICKLE=1"):
+        take_apart({"model": {"hook": test_no_two_tensors_share_memory}})
+    deep = []
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(TypeError, match="nested more than 100 deep"):
+        take_apart(deep)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"$tensor": "absent"},
+        {"$tensor": ["a"]},
+        {"$float": "much"},
+        {"$array": "a", "$dtype": "object"},
+        {"$array": "a", "$dtype": "uint16"},
+        {"$array": "a"},
+        {"$dict": [[1]]},
+        {"$dict": [[[], 1]]},
+        {"$ordered": 3, "$metadata": None},
+        {"$tuple": 1},
+        {"$object": "!"},
+        {"$object": "AAAA"},
+        {"$pickle": "gASVAAAAAAAAAAAu"},
+    ],
+    ids=json.dumps,
+)
+def test_what_is_no_such_tree_is_an_error(damaged):
+    with pytest.raises(DamagedError):
+        put_together([damaged], {"a": torch.zeros(2)})

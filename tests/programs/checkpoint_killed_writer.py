@@ -1,0 +1,43 @@
+"""Kill processes that write parts of checkpoints; every part that is there must be whole.
+
+Arguments: a folder, and how many to kill. Prints how many were killed within a write, and
+how many parts were whole.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from gtopk.torch.checkpoint.files import Content, Part, list_parts, read_part, write_part
+from gtopk.torch.checkpoint.tree import take_apart
+
+folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+dice = random.Random(rounds)
+within = whole = 0
+for number in range(rounds):
+    pid = os.fork()
+    if pid == 0:
+        state = take_apart({"round": number, "values": torch.full((100_000,), float(number))})
+        for step in range(1000):
+            write_part(folder, Part(number, step, 1, "all"), Content("word", state))
+        os._exit(1)
+    time.sleep(dice.uniform(0.003, 0.03))
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    within += any(folder.glob("*/*.part"))
+    for part in list_parts(folder):
+        state = read_part(folder, part).state
+        assert state.tree["round"] == number
+        assert bool((state.tensors["values"] == number).all())
+        whole += 1
+    for path in folder.iterdir():
+        shutil.rmtree(path)
+print(within, whole)

@@ -1,0 +1,90 @@
+"""A training run with dropout on real ranks, saved in the middle of an epoch and gone on with.
+
+Arguments: a folder, and how many ranks saved there before, or 0. Every random number is to come
+after loading as it would have come otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import gtopk
+import gtopk.torch as hvd
+
+STEPS, SAVED_AT = 9, 4
+
+
+class Run:
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(3, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1)
+        )
+        self.optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(self.model.parameters(), lr=0.01),
+            self.model.named_parameters(),
+            hvd.Compression.gtopk(density=0.1),
+        )
+        x = torch.linspace(-1, 1, 180).reshape(60, 3)
+        dataset = TensorDataset(x, x.sum(1, keepdim=True))
+        self.loader = hvd.adapt(DataLoader(dataset, 4, shuffle=True), self.optimizer)
+
+    def train(self, folder: Path | None = None, done: int = 0) -> list[float]:
+        """Return the loss of every step, and what random numbers come then."""
+        losses: list[float] = []
+        while done < STEPS:
+            for x, y in self.loader:
+                noise = random.random() + np.random.rand()
+                self.optimizer.zero_grad()
+                loss = (self.model(x) - y * noise).square().mean()
+                loss.backward()
+                self.optimizer.step()
+                losses.append(loss.item())
+                done += 1
+                if folder and done == SAVED_AT:
+                    gtopk.save_checkpoint(
+                        folder, self.model, self.optimizer, self.loader, done, asynchronous=True
+                    )
+                if done == STEPS:
+                    break
+        return [*losses, random.random(), np.random.rand(), torch.rand(()).item()]
+
+
+def flat(model: torch.nn.Module) -> list[float]:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def main() -> None:
+    folder, saved_by = Path(sys.argv[1]), int(sys.argv[2])
+    hvd.init()
+    if not saved_by:
+        whole = Run(seed=100 + hvd.rank())
+        hvd.broadcast_parameters(whole.model.state_dict(), 0)
+        losses = whole.train(folder)
+        resumed = Run(seed=200 + hvd.rank())
+        found = gtopk.load_latest(folder, resumed.model, resumed.optimizer, resumed.loader)
+        assert found is not None
+        assert (found.step, found.ranks) == (SAVED_AT, hvd.size())
+        assert resumed.train(done=found.step) == losses[SAVED_AT:]
+        assert flat(resumed.model) == flat(whole.model)
+    else:
+        resumed = Run(seed=300)
+        found = gtopk.load_latest(folder, resumed.model, resumed.optimizer, resumed.loader)
+        assert found is not None
+        assert (found.step, found.ranks) == (SAVED_AT, saved_by)
+        resumed.train(done=found.step)
+        every = hvd.allgather_object(flat(resumed.model))
+        assert all(each == every[0] for each in every)
+    print(f"rank {hvd.rank()} went on from step {found.step}\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()
