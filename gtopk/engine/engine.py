@@ -421,7 +421,9 @@ class Engine:
 
     def _leave(self, reason: str) -> None:
         patience_seconds = self._patience_seconds
-        if patience_seconds is None and (self._broken or self._failed or self.ranks_may_leave):
+        # Where ranks may leave, an operation that broke says nothing of those who go on.
+        hurries = self._failed or (self._broken and not self.ranks_may_leave)
+        if patience_seconds is None and hurries:
             patience_seconds = _PATIENCE_SECONDS
         self._staying = self.transport.leave(reason, patience_seconds)
         if self._staying and self._patience_seconds is None and not self.ranks_may_leave:

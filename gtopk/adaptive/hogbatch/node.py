@@ -136,6 +136,7 @@ def join_node(
             ranks=ranks,
             timeout_seconds=transport.timeout_seconds,
             why_gone=lambda place: why_gone(transport, ranks[place]),
+            on_death=lambda place: transport.lose(ranks[place], "its process has died"),
         )
         node.merging = Merging(node, nodes, shared, length, options.merge_every, counter)
         stream.barrier()  # the model is there

@@ -67,7 +67,8 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
     everybody_has_claimed = threading.Barrier(3)
 
     def program(transport: LocalTransport) -> list[int]:
-        ledger = open_ledger(transport, ranks_may_leave=True)
+        told: list[int] = []
+        ledger = open_ledger(transport, ranks_may_leave=True, on_death=told.append)
         ledger.begin(LENGTH)
         claim = ledger.claim(10)
         everybody_has_claimed.wait()
@@ -77,6 +78,7 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
         ledger.finish(claim)
         done = [*claim, *work(ledger, 10)]
         assert ledger._board.rows["again"].sum() == 7
+        assert told == [rank]
         return done
 
     results: list[Any] = [[]] * 3
