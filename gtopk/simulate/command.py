@@ -217,7 +217,7 @@ def _setting(options: argparse.Namespace, cluster: Cluster, seed: int) -> Settin
         options.interval,
         options.micro_batch,
         options.mega_batch,
-        _classes(options),
+        classes=_classes(options),
     )
 
 
