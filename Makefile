@@ -2,7 +2,7 @@
 # make test   the whole test-suite, real mpirun included
 # make test-horovod-scripts  scripts written for Horovod, each on 1, 2 and 3 ranks, over MPI and gloo
 # make check  linter, formatter, types, import directions
-# make fuzz   a million mutated messages to the wire's parsers
+# make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
@@ -43,6 +43,7 @@ format: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python tests/programs/fuzz_wire.py $(ARGS)
+	PYTHONPATH=. $(VENV)/bin/python tests/programs/fuzz_readers.py $(ARGS)
 
 horovod: $(VENV)/.horovod
 
