@@ -1,6 +1,8 @@
 # make demo   train on four local MPI ranks and write report/index.html
 # make test   the whole test-suite, real mpirun included
-# make test-horovod-scripts  scripts written for Horovod, each on 1, 2 and 3 ranks, over MPI and gloo
+# make test-matrix  what `make test` runs of every launcher and number of ranks a few of: all of it
+# make test-faults  ranks killed, frozen and cut off, many times: an hour or so; cut links need root
+# make soak   20,000 steps on 4 ranks: memory, descriptors and counters
 # make check  linter, formatter, types, import directions
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
@@ -19,7 +21,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c 
 # What an installation is made of: the C++ core is compiled anew where its sources changed.
 INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/host/*.[ch]pp)
 
-.PHONY: demo test test-horovod-scripts check format fuzz horovod test-horovod sanitize bench-network clean
+.PHONY: demo test test-matrix test-faults soak check format fuzz horovod test-horovod sanitize bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
@@ -28,8 +30,15 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal $(ARGS)
 
-test-horovod-scripts: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -m matrix tests/gtopk/as_horovod $(ARGS)
+# Alone, `ARGS=tests/gtopk/as_horovod` runs the scripts written for Horovod, each by itself.
+test-matrix: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m matrix $(ARGS)
+
+test-faults: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m "not soak" --capture=no tests/faults $(ARGS)
+
+soak: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m soak --capture=no tests/faults $(ARGS)
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -47,10 +47,15 @@ class AutomaticExchange:
     """Exchanges by one of several candidates, and changes over without loss.
 
     A change to dense sends what sparse steps left in the residual along, in its first step.
+
+    share: of all that a step exchanges: of its budget, too.
     """
 
-    def __init__(self, bucket: Bucket, compression: Automatic, progress: Progress) -> None:
+    def __init__(
+        self, bucket: Bucket, compression: Automatic, progress: Progress, share: float = 1.0
+    ) -> None:
         self.compression = compression
+        self.share = share
         self.residual: Residual = open_residual(bucket, compression)
         self.judge: Judge | None = None  # None: the ranks have not met yet
         self._progress = progress
@@ -85,12 +90,15 @@ class AutomaticExchange:
         alone = transport.size == 1  # nothing is sent, whatever it would take
         calibration = assumed(1) if alone else calibration_of(transport)
         (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
-        judge = Judge(self.compression, calibration, bucket.length, bucket.dtype.itemsize)
+        judge = Judge(
+            self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.share
+        )
         self._run(judge, agreed(judge.begin(-fastest), transport), bucket)
         if transport.rank == 0:
             _log.info(
-                "compression begins with %s, expected to take %.3g ms a step%s; links and rates: "
-                "%s",
+                "compression of %s elements begins with %s, expected to take %.3g ms a step%s; "
+                "links and rates: %s",
+                f"{bucket.length:,}",
                 judge.chosen.candidate,
                 1e3 * judge.chosen.seconds,
                 ", to measure what has to be beaten" if judge.probing else "",
@@ -128,7 +136,8 @@ class AutomaticExchange:
         if transport.rank == 0:
             _log.log(
                 logging.WARNING if changed else logging.INFO,
-                "compression by %s took %.3g ms a step, expected %.3g%s",
+                "compression of %s elements by %s took %.3g ms a step, expected %.3g%s",
+                f"{bucket.length:,}",
                 before.candidate,
                 1e3 * measured.seconds,
                 1e3 * before.seconds,

@@ -21,7 +21,7 @@ from typing import Final, Literal, NamedTuple
 from collectives.planning import Candidate, predict
 from collectives.planning.calibration import assumed
 
-from .compression import SparseCompression
+from .compression import Automatic, GTopK, SparseCompression
 
 OPERATION_SECONDS: Final = 5e-4  # to agree, hand over to the engine's thread and back
 # What a bucket's contents take, over what it would take empty: the last ones, and the others.
@@ -51,6 +51,8 @@ def sizes_for(compression: object, total: int, ranks: int, value_bytes: int = 4)
 
 def _elements(worth: float, compression: object, ranks: int, value_bytes: int) -> int:
     """Return the power of 2 of elements that take `worth` times the latency of their exchange."""
+    if isinstance(compression, Automatic):  # which may choose dense: that takes no larger ones
+        compression = GTopK(compression.density or 0.001)
     if isinstance(compression, SparseCompression):
         wire = compression.formats()[0]
         candidate = Candidate(

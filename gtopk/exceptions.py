@@ -5,6 +5,13 @@ class HorovodInternalError(RuntimeError):
     """An operation failed across ranks: they disagreed, or one of them is gone."""
 
 
+class InvalidCallError(HorovodInternalError, ValueError):
+    """A call that cannot be made here, whatever the other ranks do; nothing was sent.
+
+    Horovod raises the one or the other, by the function: who catches either catches this.
+    """
+
+
 class HostsUpdatedInterrupt(RuntimeError):
     """The hosts have changed: ranks were added, or are to be removed.
 

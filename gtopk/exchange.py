@@ -44,10 +44,12 @@ class Progress:
 
     steps:            taken with an update, on all ranks alike.
     backward_seconds: of the last backward pass, from its first gradient to its last.
+    backward_began:   when that was, by time.perf_counter.
     """
 
     steps: int = 0
     backward_seconds: float = 0.0
+    backward_began: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,17 @@ from .compression import Automatic, ErrorFeedback, NoneCompressor, SparseCompres
 from .exchange import CompressorExchange, DenseExchange, Exchange, Progress, SparseExchange
 
 
-def open_exchange(bucket: Bucket, compression: Any, progress: Progress) -> Exchange:
-    """Return the exchange for what the user passed as `compression`, which was checked."""
+def open_exchange(
+    bucket: Bucket, compression: Any, progress: Progress, share: float = 1.0
+) -> Exchange:
+    """Return the exchange for what the user passed as `compression`, which was checked.
+
+    share: of the elements of a step that are exchanged so.
+    """
     if isinstance(compression, SparseCompression):
         return SparseExchange(bucket, compression, progress)
     if isinstance(compression, Automatic):
-        return AutomaticExchange(bucket, compression, progress)
+        return AutomaticExchange(bucket, compression, progress, share)
     if compression is NoneCompressor:
         return DenseExchange()
     return CompressorExchange(compression)

@@ -4,6 +4,10 @@ an exception (any thread)   printed with rank and step, then the job is aborted
 the program ends, or calls sys.exit, while its peers go on
                             their next operation fails and names this rank (Engine, Transport)
 a signal kills it           the launcher ends the others; each says at which step it was stopped
+it freezes, or its host or link is gone
+                            its heartbeat tells: who waits for it fails and names it (heartbeat/)
+
+Where ranks may leave (hogbatch, if told so), what ends one rank ends that rank only.
 """
 
 from __future__ import annotations
@@ -13,12 +17,19 @@ import signal
 import socket
 import sys
 import threading
+import time
 from types import FrameType, TracebackType
-from typing import Protocol
+from typing import Final, Protocol
 
 from collectives.transports import Transport
 
 from .engine import Engine
+from .heartbeat.heartbeat import Heartbeat, Lost
+
+_WORD_SECONDS: Final = 0.3  # what word of a lost rank gets to come, before who is stopped ends
+_STUCK_SECONDS: Final = 3.0  # what an operation gets to notice that a rank is lost
+_LOOK_SECONDS: Final = 0.1
+_LAST_WORD_SECONDS: Final = 1.0  # what that of a rank that leaves the others gets to go out
 
 
 class Member(Protocol):
@@ -33,7 +44,8 @@ class Member(Protocol):
 class Guard:
     """Watches how this process ends; only a world of several processes needs it."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, heartbeat_seconds: float) -> None:
+        """heartbeat_seconds: after which a silent rank is given up; 0: never."""
         self.member = member
         self.needed = member.transport.name != "local" and member.transport.size > 1
         self.name = f"rank {member.transport.rank} of {member.transport.size}"
@@ -41,9 +53,17 @@ class Guard:
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
+        self._heartbeat: Heartbeat | None = None
+        if self.needed and heartbeat_seconds > 0:
+            warning_seconds = member.engine.settings.stall_warning_seconds
+            self._heartbeat = Heartbeat(heartbeat_seconds, warning_seconds, self._on_lost)
+        self._said_seconds = f"GTOPK_HEARTBEAT_TIMEOUT={heartbeat_seconds:g}"
 
     def install(self) -> None:
-        """Take over the hooks for exceptions, and SIGTERM where nobody handles it."""
+        """Take over the hooks for exceptions, and SIGTERM where nobody handles it; begin to beat.
+
+        All ranks do so together. Raises HorovodInternalError where they disagree about heartbeats.
+        """
         self.member.engine.on_program_end = lambda: self.farewell("its program ended")
         if not self.needed:
             return
@@ -53,9 +73,28 @@ class Guard:
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             self._handles_sigterm = True
+        heartbeat = self._heartbeat
+        meet = heartbeat.meet if heartbeat else lambda transport, votes: None
+        self.member.engine.submit("heartbeat", [self._said_seconds], meet).wait()
+        if heartbeat:
+            heartbeat.start()
+
+    def close(self) -> None:
+        """Have the others watch this rank no more, as it has left, and they have."""
+        if self._heartbeat:
+            self._heartbeat.close()
+            self._heartbeat = None
+
+    def forget(self) -> None:
+        """Give back what a forked process has of the rank's."""
+        if self._heartbeat:
+            self._heartbeat.forget()
+            self._heartbeat = None
+        self.remove()
 
     def remove(self) -> None:
-        """Give back the hooks that are still ours."""
+        """Close, and give back the hooks that are still ours."""
+        self.close()
         if not self.needed:
             return
         if sys.excepthook == self._on_exception:
@@ -78,9 +117,12 @@ class Guard:
     def tell(self, error: BaseException) -> None:
         """Say that this rank failed, and with what."""
         if self.needed:
-            what = describe(error)
-            advice = "" if self.member.advice in what else f"; {self.member.advice}"
-            self._say(f"failed at step {self.member.step}: {what}; ending the job{advice}")
+            failed = f"failed at step {self.member.step}: {describe(error)}"
+            advice = "" if self.member.advice in failed else f"; {self.member.advice}"
+            if self._heartbeat:
+                self._heartbeat.explain(failed)
+            then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
+            self._say(f"{failed}; {then}{advice}")
 
     def _on_exception(
         self,
@@ -89,20 +131,61 @@ class Guard:
         traceback: TracebackType | None,
     ) -> None:
         self._excepthook(kind, error, traceback)
-        self.tell(error)
-        self.member.transport.abort(1)
+        self._fail(error)
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         self._threading_excepthook(arguments)
         if arguments.exc_type is not SystemExit:
-            self.tell(arguments.exc_value or arguments.exc_type())
-            self.member.transport.abort(1)
+            self._fail(arguments.exc_value or arguments.exc_type())
+
+    def _fail(self, error: BaseException) -> None:
+        self.tell(error)
+        if self.member.engine.ranks_may_leave:
+            self._end_alone(error)
+        how = f"failed at step {self.member.step} ({self.place}): {describe(error)}"
+        self.member.transport.abort(1, how)
+
+    def _end_alone(self, error: BaseException) -> None:
+        """End this process as if it were killed: what the others go by is that it is gone."""
+        how = self.farewell(f"raised {describe(error)}")
+        self.member.transport.leave(how, _LAST_WORD_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         advice = f"; {self.member.advice}" if self.member.advice else ""
-        self._say(f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}{advice}")
+        stopped = f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}"
+        if self._heartbeat:
+            lost = self._heartbeat.lost(_WORD_SECONDS)
+            stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
+            self._heartbeat.explain(stopped)
+        self._say(f"{stopped}{advice}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _on_lost(self, lost: Lost) -> None:
+        self.member.transport.lose(lost.rank, lost.why)
+        if self.member.engine.ranks_may_leave:
+            return
+        threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
+
+    def _end_if_stuck(self, lost: Lost) -> None:
+        """End the job where an operation takes no notice of a loss: one inside MPI or gloo."""
+        engine = self.member.engine
+        since, cycles = time.monotonic(), engine.cycles
+        while self._heartbeat is not None:
+            time.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            if engine.activity == "idle" or engine.cycles != cycles:
+                since, cycles = now, engine.cycles
+            elif now - since > _STUCK_SECONDS:
+                why = (
+                    f"at step {self.member.step}, {self._doing()}, as rank {lost.rank} is lost "
+                    f"({lost.why})"
+                )
+                self._say(f"ends the job {why}")
+                self.member.transport.abort(1, f"was {why}")
 
     def _doing(self) -> str:
         activity = self.member.engine.activity

@@ -15,7 +15,8 @@ class BackwardHooks:
 
     limit:   how many passes add up to a gradient; one more is an error.
     order:   the parameters in the order in which their gradients were complete last time.
-    seconds: of the last backward pass, from its first gradient to its last.
+    began:   when the first gradient of the last backward pass was there, by time.perf_counter.
+    seconds: from then to its last gradient.
     Parameters hold on to this weakly, as this does to whom it tells: they outlive both.
     """
 
@@ -27,12 +28,12 @@ class BackwardHooks:
     ) -> None:
         self.set_limit(limit)
         self.order: list[torch.nn.Parameter] = []
-        self.seconds = 0.0
+        self.began = self.seconds = 0.0
         self._names = names
         self._on_complete = on_complete
         self._passes: dict[torch.nn.Parameter, int] = {}
         self._hooked: set[torch.nn.Parameter] = set()
-        self._began: float | None = None
+        self._has_begun = False
         # Gradients on the host and on a GPU come from threads of their own.
         self._lock = threading.Lock()
 
@@ -63,14 +64,14 @@ class BackwardHooks:
         """Count anew: what was computed belongs to no step any more."""
         self._passes.clear()
         self.order = []
-        self._began = None
+        self._has_begun = False
 
     def _count(self, parameter: torch.nn.Parameter) -> None:
         with self._lock:
             now = time.perf_counter()
-            if self._began is None:
-                self._began = now
-            self.seconds = now - self._began
+            if not self._has_begun:
+                self._has_begun, self.began = True, now
+            self.seconds = now - self.began
             passes = self._passes[parameter] = self._passes.get(parameter, 0) + 1
             if passes > self.limit:
                 raise AssertionError(

@@ -53,6 +53,7 @@ class Measured(NamedTuple):
 class Judge:
     """Chooses for one gradient of `length` values of `value_bytes`.
 
+    share:       of the step's budget, where it is one of bytes or seconds.
     chosen:      what runs, as predicted with all that is known.
     window:      how many steps to measure before the next judgement.
     corrections: by algorithm, measured over predicted, of those that ran.
@@ -64,8 +65,10 @@ class Judge:
         calibration: Calibration,
         length: int,
         value_bytes: int = 4,
+        share: float = 1.0,
     ) -> None:
         self.compression = compression
+        self.share = share
         self.calibration = calibration
         self.length = length
         self.formats = compression.formats()
@@ -174,10 +177,11 @@ class Judge:
 
     def _budget(self) -> Budget:
         if self.compression.hide_behind_backward:
-            return Budget(seconds=self._backward_seconds)
+            return Budget(seconds=self._backward_seconds * self.share)
         if self.compression.bytes_per_step is not None:
             agreeing = cycle_bytes(self.calibration.network.ranks, names=1024)
-            return Budget(bytes_per_step=self.compression.bytes_per_step - agreeing)
+            allowed = self.compression.bytes_per_step * self.share
+            return Budget(bytes_per_step=allowed - agreeing)
         return Budget(density=self.compression.density)
 
     def _correction(self, algorithm: str) -> Correction:

@@ -14,7 +14,7 @@ from collectives.transports import Transport
 
 from .agreement import gather_words
 from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
-from .compression import Automatic, NoneCompressor
+from .compression import NoneCompressor
 from .exchange import DenseExchange, Progress, open_residual
 from .lanes import open_lane
 from .optimizer_options import Options
@@ -60,9 +60,14 @@ class Plan:
 
     def open_lanes(self, parts: Sequence[Part], name: str, progress: Progress) -> list[AnyLane]:
         """Return the lanes of these parts, with nothing in their residuals."""
+        compressed = sum(self._elements(part) for part in parts if part.how == "compressed") or 1
         return [
-            self._open_lane(part, f"{name}.{index}", progress) for index, part in enumerate(parts)
+            self._open_lane(part, f"{name}.{index}", progress, compressed)
+            for index, part in enumerate(parts)
         ]
+
+    def _elements(self, part: Part) -> int:
+        return sum(self.trained[number].numel() for number in part.numbers)
 
     def _arrange(self, sparse: set[str], ranks: int) -> list[Part]:
         numbers = {parameter: number for number, parameter in enumerate(self.trained)}
@@ -98,21 +103,22 @@ class Plan:
 
     def _sizes(self, ranks: int) -> Sizes:
         value_bytes = 8 if any(p.dtype == torch.float64 for p in self.trained) else 4
-        if isinstance(self.options.compression, Automatic) or ranks == 1:
-            return ONE_BUCKET  # it is judged as one, or there is nothing to hide
+        if ranks == 1:
+            return ONE_BUCKET  # there is nothing to hide
         if self.options.bucket_bytes is not None:
             elements = max(1, self.options.bucket_bytes // value_bytes)
             return Sizes(elements, elements)
         elements = sum(parameter.numel() for parameter in self.trained)
         return sizes_for(self.options.compression, elements, ranks, value_bytes)
 
-    def _open_lane(self, part: Part, name: str, progress: Progress) -> AnyLane:
+    def _open_lane(self, part: Part, name: str, progress: Progress, compressed: int) -> AnyLane:
         parameters = [self.trained[number] for number in part.numbers]
         names = [self.names[number] for number in part.numbers]
         if part.how == "sparse":
             return SparseGradientLane(name, parameters[0], names[0])
         compression = self.options.compression if part.how == "compressed" else NoneCompressor
-        lane = open_lane(name, parameters, names, compression, progress)
+        share = self._elements(part) / compressed if part.how == "compressed" else 1.0
+        lane = open_lane(name, parameters, names, compression, progress, share)
         feedback = self.options.feedback
         if part.how == "dense" and feedback is not None and feedback.momentum_correction:
             # The wrapped optimizer has no momentum: these parameters take theirs here, too.

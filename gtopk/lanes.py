@@ -166,7 +166,12 @@ def open_lane(
     names: Sequence[str],
     compression: object,
     progress: Progress,
+    share: float = 1.0,
 ) -> Lane:
-    """Return the lane of these parameters, with nothing in its residual."""
+    """Return the lane of these parameters, with nothing in its residual.
+
+    share: of the elements of a step that are compressed so.
+    """
     bucket = Bucket(parameters)
-    return Lane(name, parameters, names, open_exchange(bucket, compression, progress), bucket)
+    exchange = open_exchange(bucket, compression, progress, share)
+    return Lane(name, parameters, names, exchange, bucket)

@@ -23,6 +23,7 @@ from .replicas import checksums, compare
 from .rounds import Round
 from .samples import Samples
 from .telemetry import StepReport, report
+from .timeline import Step
 from .weights import loss_scale
 from .wrapping import Wrapping, wrap
 
@@ -171,6 +172,18 @@ class _DistributedOptimizer(Wrapping):
             apply_seconds=self._exchange_ended - reduced,
             skipped=self._skip,
         )
+        if self._world.timeline is not None:
+            self._world.timeline.note_step(
+                Step(
+                    self._reducer.name,
+                    self._reducer.progress.backward_began,
+                    self._reducer.progress.backward_seconds,
+                    begun,
+                    self._exchange_ended - begun,
+                    self.last_step.working_seconds,
+                    self.last_step.hidden_seconds,
+                )
+            )
         if self._skip:
             self._count_skip(round)
         else:

@@ -32,14 +32,14 @@ from .residual_state import Held
 
 _log = logging.getLogger("gtopk")
 KEY: Final = "gtopk"
-_FORMAT: Final = 1
+FORMAT: Final = 1
 
 
 def save(reducer: Reducer) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
     held, lanes = reducer.take_state_out()
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "ranks": len(reducer.ranks),
         "steps": reducer.progress.steps,
         "lanes": lanes,
@@ -76,20 +76,29 @@ def load(reducer: Reducer, part: Mapping[str, Any]) -> None:
 
     Raises ValueError for a part that another version wrote.
     """
-    if part.get("format") != _FORMAT:
+    held = share_of(part, reducer.rank, len(reducer.ranks))
+    reducer.put_state_in(held, list(part["lanes"]))
+    reducer.progress.steps = int(part["steps"])
+
+
+def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
+    """Return what a rank has to hold back, by a parameter's name, and log what that is.
+
+    Raises ValueError for a part that another version wrote.
+    """
+    if part.get("format") != FORMAT:
         raise ValueError(
-            f"the checkpoint's 'gtopk' part must be of format {_FORMAT}, got "
+            f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
             f"{part.get('format')!r}; load it with the version of gtopk that saved it"
         )
-    rank, ranks = reducer.rank, len(reducer.ranks)
+    held: dict[str, Held]
     if "of" in part:
         (held,), what = part["held"].values(), _said(*part["of"])
     else:
         held, what = _share(part["held"], int(part["ranks"]), rank, ranks)
-    reducer.put_state_in(held, list(part["lanes"]))
-    reducer.progress.steps = int(part["steps"])
     level = logging.WARNING if "lost" in what else logging.INFO
     _log.log(level, "rank %d of %d %s", rank, ranks, what)
+    return held
 
 
 def frame(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any, Final, Literal
 import torch
 
 from .compression import (
-    Automatic,
     ErrorFeedback,
     SparseCompression,
     check_count,
@@ -90,13 +89,6 @@ class Options:
             check_count("bucket_bytes", self.bucket_bytes)
             if self.groups is not None:
                 raise ValueError("give bucket_bytes or groups, not both")
-        if isinstance(self.compression, Automatic) and (
-            self.groups is not None or self.bucket_bytes is not None
-        ):
-            raise ValueError(
-                "Compression.auto judges the whole gradient, in one bucket: leave out groups and "
-                "bucket_bytes"
-            )
         _check_groups(self.groups)
 
     @property

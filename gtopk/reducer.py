@@ -125,6 +125,7 @@ class Reducer:
         """
         if self.hooks.order:
             self.progress.backward_seconds = self.hooks.seconds
+            self.progress.backward_began = self.hooks.began
         round, self._round = self._round, None
         order = self.hooks.order
         self.hooks.forget()  # also where this fails: the next step counts

@@ -10,6 +10,11 @@ A row for each operation:
                           0        2         1     |MEMCPY_IN_..|MPI_ALLREDUCE..|MEMCPY_OUT_...|
                           the rank that became ready
 
+and one for the steps of each optimizer, with a counter of what backward has hidden of the exchange:
+
+    steps of weight    |BACKWARD........................|     |SYNCHRONIZE|
+    hidden ms, exposed ms
+
 The file is complete JSON after every write, also when the job dies: what is new is written over
 the bracket that ends it, and ends in another one.
 """
@@ -23,17 +28,34 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NamedTuple, Protocol
+
+from collectives.transports import Transport
 
 from .engine import Engine, Event, Observer
-
-if TYPE_CHECKING:
-    from .world import World
+from .members import Members
 
 _LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
 _END: Final = b"\n]\n"
+
+
+class Step(NamedTuple):
+    """A step of an optimizer, as rank 0 saw it; times by time.perf_counter.
+
+    name:     of its operations.
+    backward: from its first gradient to its last; synchronize: until the update was there.
+    working:  of the engine's thread; hidden: of that, before synchronize.
+    """
+
+    name: str
+    backward_began: float
+    backward_seconds: float
+    synchronize_began: float
+    synchronize_seconds: float
+    working_seconds: float
+    hidden_seconds: float
 
 
 class Timeline:
@@ -48,7 +70,7 @@ class Timeline:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
         self._watched: list[tuple[Engine, Observer]] = []
-        self._heard: queue.SimpleQueue[tuple[str, Event] | None] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[tuple[str, Event] | Step | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="gtopk-timeline", daemon=True)
         self._thread.start()
 
@@ -65,6 +87,10 @@ class Timeline:
         """Take note of something that an engine did; quick, for its thread."""
         self._heard.put((of, event))
 
+    def note_step(self, step: Step) -> None:
+        """Take note of a step of an optimizer."""
+        self._heard.put(step)
+
     def close(self) -> None:
         """Write what was heard, and nothing more."""
         for engine, observer in self._watched:
@@ -79,7 +105,7 @@ class Timeline:
             while not self._heard.empty():
                 heard.append(self._heard.get())
             goes_on = None not in heard
-            self._append([r for note in heard if note is not None for r in self._records(*note)])
+            self._append([record for note in heard for record in self._records_of(note)])
         os.close(self._file)
 
     def _append(self, records: list[dict[str, Any]]) -> None:
@@ -87,9 +113,35 @@ class Timeline:
         os.pwrite(self._file, text + _END, self._length)
         self._length += len(text)
 
+    def _records_of(self, note: tuple[str, Event] | Step | None) -> Iterator[dict[str, Any]]:
+        if isinstance(note, Step):
+            yield from self._step_records(note)
+        elif note is not None:
+            yield from self._records(*note)
+
+    def _step_records(self, step: Step) -> Iterator[dict[str, Any]]:
+        name = f"steps of {step.name.removeprefix('gradients.')}"
+        if name not in self._rows:
+            yield from self._new_row(name)
+        place = {"pid": self._rows[name], "tid": self._rows[name]}
+        exposed_seconds = step.working_seconds - step.hidden_seconds
+        for label, began, seconds in (
+            ("BACKWARD", step.backward_began, step.backward_seconds),
+            ("SYNCHRONIZE", step.synchronize_began, step.synchronize_seconds),
+        ):
+            at = {"ts": self._microseconds(began), "dur": round(seconds * 1e6, 1)}
+            yield {"ph": "X", "name": label, **at, **place}
+        shown = {"hidden ms": step.hidden_seconds * 1e3, "exposed ms": exposed_seconds * 1e3}
+        ended = self._microseconds(step.synchronize_began + step.synchronize_seconds)
+        yield {"ph": "C", "name": "exchange", "ts": ended, **place, "args": shown}
+
+    def _microseconds(self, seconds: float) -> float:
+        """Return a time of time.perf_counter as one since the timeline began."""
+        return round((seconds - self._begun) * 1e6, 1)
+
     def _records(self, of: str, event: Event) -> Iterator[dict[str, Any]]:
         """Yield the records of Chrome's format for an event."""
-        at = {"ts": round((event.seconds - self._begun) * 1e6, 1)}
+        at = {"ts": self._microseconds(event.seconds)}
         if event.what == "cycle":
             if self._mark_cycles:
                 yield {"ph": "i", "name": "CYCLE_START", **at, "s": "g", "pid": 0, "tid": 0}
@@ -126,7 +178,20 @@ class Timeline:
         }[event.what]
 
 
-def start(world: World, path: str, mark_cycles: bool = False) -> None:
+class Recorded(Protocol):
+    """A world, as far as its recording goes."""
+
+    timeline: Timeline | None
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def transport(self) -> Transport: ...
+    @property
+    def sets(self) -> Mapping[int, Members]: ...
+
+
+def start(world: Recorded, path: str, mark_cycles: bool = False) -> None:
     """Record what happens from now on into a file, on rank 0; one that is being written ends."""
     if world.rank != 0:
         return
@@ -136,21 +201,21 @@ def start(world: World, path: str, mark_cycles: bool = False) -> None:
         watch(world, number)
 
 
-def watch(world: World, number: int) -> None:
+def watch(world: Recorded, number: int) -> None:
     """Record what a process set does, too, where the world is recorded and this rank is in it."""
     engine = world.sets[number].engine
     if world.timeline is not None and engine is not None:
         world.timeline.watch(engine, f" (process set {number})" if number else "")
 
 
-def stop(world: World) -> None:
+def stop(world: Recorded) -> None:
     """Finish the file, where one is being written."""
     if world.timeline is not None:
         world.timeline.close()
         world.timeline = None
 
 
-def start_if_asked(world: World) -> None:
+def start_if_asked(world: Recorded) -> None:
     """Record into the file that HOROVOD_TIMELINE names, if it names one."""
     path = os.environ.get("HOROVOD_TIMELINE", "")
     if path in ("", "DYNAMIC"):

@@ -20,8 +20,9 @@ from collectives.transports.transport import CHANNELS
 from . import __version__, timeline
 from .agreement import name_ranks
 from .engine import Engine
-from .exceptions import HorovodInternalError
+from .exceptions import HorovodInternalError, InvalidCallError
 from .guard import Guard, describe
+from .heartbeat.heartbeat import timeout_from
 from .joining import join
 from .members import Members
 
@@ -134,8 +135,9 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
 def init_on(transport: Transport) -> None:
     """Make a transport the world of this process, until `shutdown`."""
     global _process, _guard
+    heartbeat_seconds = timeout_from()
     _process = World(transport)
-    _guard = Guard(_process)
+    _guard = Guard(_process, heartbeat_seconds)
     _guard.install()
     timeline.start_if_asked(_process)
     atexit.register(_at_exit)
@@ -190,8 +192,21 @@ def rejoin() -> None:
 
 
 def _at_exit() -> None:
-    if _process is not None and _guard is not None:
-        _process.close(_guard.farewell("its program ended"))
+    if _process is None or _guard is None:
+        return
+    _process.close(_guard.farewell("its program ended"))
+    _guard.close()
+    transport = _process.transport
+    if _process.engine.ranks_may_leave and transport.lost():
+        _end_without_mpi(transport)
+
+
+def _end_without_mpi(transport: Transport) -> None:
+    """End this process where MPI's own end would wait for a rank that has died."""
+    if transport.name == "mpi":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def is_initialized() -> bool:
@@ -200,14 +215,14 @@ def is_initialized() -> bool:
 
 
 def current() -> World:
-    """Return the world; raise ValueError before `init` and after `shutdown`."""
+    """Return the world; raise InvalidCallError before `init` and after `shutdown`."""
     world = _find()
     if world is None and _forked_from is not None:
-        raise ValueError(
+        raise InvalidCallError(
             f"this process was forked from rank {_forked_from}: only the rank itself communicates"
         )
     if world is None:
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
+        raise InvalidCallError("Horovod has not been initialized; use hvd.init().")
     return world
 
 
@@ -217,7 +232,7 @@ def _after_fork() -> None:
     if _process is None:
         return
     assert _guard is not None
-    _guard.remove()
+    _guard.forget()
     atexit.unregister(_at_exit)
     _forked_from = _process.rank
     _process = _guard = None

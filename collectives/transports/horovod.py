@@ -174,7 +174,10 @@ class HorovodTransport(Carrier):
     def collect_farewells(self) -> None:
         """Do nothing: the ticks note who left."""
 
-    def abort(self, exit_code: int) -> None:
+    def _wake(self) -> None:
+        self._mailbox.wake()
+
+    def abort(self, exit_code: int, reason: str = "") -> None:
         """End this process; mpirun and horovodrun then end the others."""
         sys.stdout.flush()
         sys.stderr.flush()

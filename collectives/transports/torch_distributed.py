@@ -83,7 +83,8 @@ class TorchDistributedTransport(Carrier):
         torch = import_torch()
         super().__init__(rank, size)
         self._torch = torch
-        hosts = _meet(store, rank, size, start_timeout_seconds)
+        self._store = store
+        self._hosts = hosts = _meet(store, rank, size, start_timeout_seconds)
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, start_timeout)
@@ -110,7 +111,8 @@ class TorchDistributedTransport(Carrier):
             farewell = self._receive_all(source)
         except Exception as error:
             reason = str(error).split("] ")[-1].split(". ")[0]  # gloo's: without file and advice
-            farewell = Farewell({}, f"its connection is lost: {reason}", lost=True)
+            reason = f"its connection is lost: {reason}; host {self._hosts[source]}"
+            farewell = Farewell({}, reason, lost=True)
         self._left.setdefault(source, farewell)
         self._mailbox.wake()
 
@@ -144,7 +146,9 @@ class TorchDistributedTransport(Carrier):
             if tag == _FAREWELL:
                 return Farewell.decode(message)
             if tag == _ABORT:
-                say(f"rank {self.rank} ends, as rank {source} ended the job")
+                reason = message[1:].tobytes().decode(errors="replace")
+                here = f" in {self._activity}" if self._activity else ""
+                say(f"rank {self.rank} ends{here}, as rank {source} ended the job{reason}")
                 _end_process(int(message[0]))
             self._mailbox.put(tag, source, message)
 
@@ -271,15 +275,43 @@ class TorchDistributedTransport(Carrier):
         _see_off(self._resigned or [])
         return staying
 
-    def abort(self, exit_code: int) -> None:
-        _see_off(self._tell_all(_ABORT, np.array([exit_code % 256], np.uint8)))
+    def _wake(self) -> None:
+        self._mailbox.wake()
+
+    def abort(self, exit_code: int, reason: str = "") -> None:
+        text = f": it {reason}" if reason else ""
+        word = np.frombuffer(bytes([exit_code % 256]) + text.encode(), np.uint8)
+        _see_off(self._tell_all(_ABORT, word))
         _end_process(exit_code)
 
     def neighbours(self) -> list[int]:
         return self._neighbours
 
+    def counter_on(self, stream: Transport) -> StoreCounter:
+        return StoreCounter(self._store, self.name_counter(stream), stream)
+
     def library(self) -> str:
         return f"gloo of torch {self._torch.__version__}"
+
+
+class StoreCounter:
+    """A number of the store where the ranks have met."""
+
+    def __init__(self, store: Store, name: str, stream: Transport) -> None:
+        self._store = store
+        self._name = name
+        self._stream = stream
+
+    def add(self, amount: int) -> int:
+        """Add, and return what the number was before."""
+        try:
+            return self._store.add(self._name, amount) - amount
+        except RuntimeError as error:
+            rank = self._stream.ranks[self._stream.rank]
+            raise PeerError(
+                f"rank {rank} cannot reach the store where the ranks have met, which counts for "
+                f"them: {str(error).splitlines()[0]}"
+            ) from None
 
 
 def import_torch() -> Any:

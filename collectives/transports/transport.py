@@ -23,8 +23,10 @@ import numpy as np
 from ..errors import MessageError
 from ..vector import Array
 from . import reductions
+from .counter import Counter
 from .endpoint import Endpoint
 from .farewell import Farewell
+from .node_memory import NodeMemory
 from .traffic import Traffic
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
@@ -131,12 +133,34 @@ class Transport(Endpoint):
         """Look who has resigned since the last look, for `farewells`."""
 
     @abstractmethod
-    def abort(self, exit_code: int) -> None:
-        """End the whole job now, every rank of it."""
+    def lose(self, rank: int, reason: str) -> None:
+        """Note that a rank of the world is gone, as somebody knows by other means.
+
+        Whoever waits for it here gets an error. What it said itself when it resigned counts more.
+        """
+
+    @abstractmethod
+    def abort(self, exit_code: int, reason: str = "") -> None:
+        """End the whole job now, every rank of it; the others say why, where the word arrives."""
 
     @abstractmethod
     def neighbours(self) -> list[int]:
         """Return the ranks on this rank's host, itself included, in order; nothing is sent."""
+
+    @abstractmethod
+    def counter(self) -> Counter:
+        """Return a new number that the ranks share, 0 at first; all of them call this together.
+
+        Any thread may add to it at any time; the other ranks need take no part.
+        Raises ValueError where the transport has nothing of the kind.
+        """
+
+    @abstractmethod
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        """Return new zeros that the ranks map; all of them call this together, and on one host.
+
+        Raises OSError, on every rank, where there is no room for them.
+        """
 
     @abstractmethod
     def library(self) -> str:
@@ -190,8 +214,8 @@ class Transport(Endpoint):
             return None
         rank, farewell = found
         return (
-            f"rank {rank} left ({farewell.reason}) while rank {self.ranks[self.rank]} "
-            f"waited for it in {self.activity}"
+            f"rank {rank} {'is lost' if farewell.lost else 'left'} ({farewell.reason}) while rank "
+            f"{self.ranks[self.rank]} waited for it in {self.activity}"
         )
 
     def find_missing(self, peer: int | None) -> tuple[int, Farewell] | None:

@@ -47,15 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--no-run", action="store_true", help="start no ranks to try MPI")
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="look at the running job only: try the link of each pair of its ranks",
+    )
     options = parser.parse_args(arguments)
 
     job = launched_by()
+    if options.ranks and job is None:
+        parser.error("--ranks needs a running job: mpirun -n 4 gtopk doctor --ranks")
     if job is not None and job.rank != 0:
-        ranks.look_at_running_ranks(job)
+        _look_at_job(job, options.ranks)
         return 0
     findings: list[Finding] = []
+    examined = _examine(job, not options.no_run, options.ranks)
     if options.json:
-        findings.extend(_examine(job, not options.no_run))
+        findings.extend(examined)
         ready = _is_ready(findings, job)
         records = [finding._asdict() for finding in findings]
         print(json.dumps({"ready": ready, "findings": records}, indent=2))
@@ -64,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal = sys.stdout.isatty() and job is None
     colour = terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size().columns if terminal else None
-    for finding in _examine(job, not options.no_run):
+    for finding in examined:
         _say(_render(finding, colour, width))
         findings.append(finding)
     _say("")
@@ -72,11 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if _is_ready(findings, job) else 1
 
 
-def _examine(job: Launched | None, run: bool) -> Iterator[Finding]:
+def _look_at_job(job: Launched, links: bool) -> list[Finding]:
+    """Look at the running job, as each of its processes must."""
+    return ranks.look_at_links(job) if links else ranks.look_at_running_ranks(job)
+
+
+def _examine(job: Launched | None, run: bool, links: bool) -> Iterator[Finding]:
     if job is not None:  # first, as the other ranks wait
         yield look_at_launcher()
-        yield from ranks.look_at_running_ranks(job)
-        yield from look(list(PROBES))
+        yield from _look_at_job(job, links)
+        if not links:
+            yield from look(list(PROBES))
         return
     yield from look(list(PROBES))
     yield look_at_launcher()
@@ -90,7 +104,7 @@ def _is_ready(findings: Sequence[Finding], job: Launched | None) -> bool:
 
 def _blocking(findings: Sequence[Finding], job: Launched | None) -> list[str]:
     """Return what is in the way of training."""
-    needed = ESSENTIAL if job is None else (*ESSENTIAL, ranks.NAME)
+    needed = ESSENTIAL if job is None else (*ESSENTIAL, ranks.NAME, ranks.LINKS)
     bad = (State.MISSING, State.FAIL)
     return [f.name for f in findings if f.name in needed and f.state in bad]
 

@@ -7,6 +7,7 @@ that joins the running job in its place, so that an MPI that aborts cannot take 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 import subprocess
@@ -30,10 +31,12 @@ from .mpi import INSTALL_MPI
 
 NAME: Final = "ranks"
 NETWORK: Final = "network"
+LINKS: Final = "links"
 JOB_SECONDS: Final = 60.0
 _RANKS_ALONE: Final = 2
 _MARK: Final = "gtopk doctor: "
 _MEGABYTE: Final = 1 << 20
+_BUSY: Final = "look whether the network, or a host, is busy with something else; then try again"
 
 
 def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
@@ -42,7 +45,7 @@ def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
         return Finding(NAME, State.MISSING, "several need mpirun and mpi4py", INSTALL_MPI)
     lines: list[str] = []
     begun = time.monotonic()
-    program = like_this_process(__name__, add_up.__name__)
+    program = like_this_process(__name__, add_up.__name__, False)
     with tempfile.TemporaryFile() as errors:
         try:
             code = run(
@@ -74,10 +77,40 @@ def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[F
 
     Finds out whether they add up, and where they are several, whether compression would pay.
     """
+    sums = _report_of(add_up.__name__, job, seconds)
+    if isinstance(sums, Finding):
+        return [sums]
+    findings = [judge(sums, job.size)]
+    if "network" in sums:
+        findings.append(Finding(NETWORK, State.OK, sums["network"]))
+    return findings
+
+
+def look_at_links(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
+    """Try the link of each pair of the running job's ranks; every one of them must call this."""
+    links = _report_of(swap.__name__, job, seconds)
+    if isinstance(links, Finding):
+        return [links]
+    tried, broken, slow = links["tried"], links["broken"], links["slow"]
+    if broken:
+        detail = f"{len(broken)} of {2 * tried} ways between {job.size} ranks: {'; '.join(broken)}"
+        advice = "see that every host lets all ports through to the others, or name the interface"
+        return [Finding(LINKS, State.FAIL, detail, f"{advice}: gtopk.run(network_interface=...)")]
+    detail = f"all {tried} between {job.size} ranks bring messages whole"
+    if slow:
+        return [Finding(LINKS, State.WARN, f"{detail}, slowly: {'; '.join(slow)}", _BUSY)]
+    return [Finding(LINKS, State.OK, detail)]
+
+
+def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] | Finding:
+    """Return what the children of all ranks report by a function of this file, or how that failed.
+
+    On other ranks than 0 nothing is reported, and a finding that nobody reads is returned.
+    """
     with tempfile.TemporaryFile() as errors:
         # close_fds: MPICH's ranks inherit the descriptor over which they reach their launcher.
         child = subprocess.Popen(
-            like_this_process(__name__, add_up.__name__, True),
+            like_this_process(__name__, function),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -89,15 +122,12 @@ def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[F
             child.kill()
             child.communicate()
             detail = f"the {job.size} of them did not come together in {seconds:g} s"
-            return [Finding(NAME, State.FAIL, detail, _see_all(job.size))]
-        sums = _find_report(output.decode(errors="replace").splitlines())
-        if child.returncode != 0 or sums is None:
+            return Finding(NAME, State.FAIL, detail, _see_all(job.size))
+        report = _find_report(output.decode(errors="replace").splitlines())
+        if child.returncode != 0 or report is None:
             advice = _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
-            return [Finding(NAME, State.FAIL, how_it_ended(child, errors), advice)]
-    findings = [judge(sums, job.size)]
-    if "network" in sums:
-        findings.append(Finding(NETWORK, State.OK, sums["network"]))
-    return findings
+            return Finding(NAME, State.FAIL, how_it_ended(child, errors), advice)
+    return report
 
 
 def judge(sums: dict[str, Any], launched: int) -> Finding:
@@ -129,7 +159,7 @@ def _see_all(ranks: int) -> str:
     return f"see all it says: {_mpirun()} -n {ranks} python -m mpi4py.bench helloworld"
 
 
-def add_up(measure_network: bool = False) -> None:
+def add_up(measure_network: bool = True) -> None:
     """Add up numbers with all ranks, and print on rank 0 what came of it; this is the program."""
     import numpy as np
 
@@ -169,6 +199,20 @@ def add_up(measure_network: bool = False) -> None:
     if world.rank == 0:
         print(_MARK + json.dumps(sums), flush=True)
     world.leave("the sum is done", JOB_SECONDS)
+
+
+def swap() -> None:
+    """Try the links of all ranks, and print on rank 0 what came of it; this is the program."""
+    from ..joining import join
+    from .links import TRY_SECONDS, try_links
+
+    os.environ["GTOPK_TIMEOUT"] = str(TRY_SECONDS)
+    world = join()
+    links = try_links(world)
+    if links is not None:
+        print(_MARK + json.dumps(links._asdict()), flush=True)
+    # Who cannot be reached is not waited for.
+    world.leave("the links are tried", 2 * TRY_SECONDS)
 
 
 def _find_report(lines: list[str]) -> dict[str, Any] | None:

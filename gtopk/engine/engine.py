@@ -36,7 +36,7 @@ from ..fusion import Dense, layout_of
 from .execution import Execution, Settled
 from .observer import Event, Observer
 from .operation import Operation, StandIn, Work
-from .saying import Intention, Saying, exchange
+from .saying import Announcement, Intention, Saying, exchange
 from .settings import Settings, settings_from
 from .stalls import Stalls
 from .table import Outcome, Ready, Table
@@ -53,12 +53,15 @@ class Engine:
     """Runs operations on one transport until it is closed, or a rank is gone.
 
     stand_in: what a rank that has joined does for operations with a recipe; to be set by its owner.
+    ranks_may_leave: the ranks go on without one that dies, for as long as they need no operation;
+              to be set by who knows that they do.
     """
 
     def __init__(self, transport: Transport, settings: Settings | None = None) -> None:
         self.transport = transport
         self.on_program_end: Callable[[], str] = lambda: "its program ended"
         self.stand_in: StandIn | None = None
+        self.ranks_may_leave = False
         self.cycles = 0
         self.settings = (settings or settings_from()).within(transport.timeout_seconds)
         self._limits = self.settings.cache_capacity, self.settings.fusion_threshold_bytes
@@ -67,6 +70,7 @@ class Engine:
         self._changed = threading.Condition()
         self._submitted: list[Operation] = []
         self._pending: dict[str, Operation] = {}
+        self._announced: dict[str, Announcement] = {}
         self._joining: Operation | None = None
         self._hurried = False
         self._submitters: set[int] = set()  # threads
@@ -131,7 +135,8 @@ class Engine:
         after `close`.
         """
         intention = Intention(tuple(facts), recipe, tuple(map(layout_of, fusion)))
-        operation = Operation(name, intention, vote, work, fusion, self._hurry)
+        announced = Announcement(name, intention, vote)
+        operation = Operation(announced, work, fusion, self._hurry)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
             if self._joining is not None:
@@ -147,6 +152,7 @@ class Engine:
                 operation.finish(error=self._over)
                 return operation
             self._submitters.add(threading.get_ident())
+            operation.announced = self._recognize(announced)
             self._pending[name] = operation
             self._submitted.append(operation)
             if len(self._submitted) == 1:
@@ -159,7 +165,8 @@ class Engine:
         The operation's result is the rank that joined last, the same on all ranks. Nothing else can
         be submitted until then: ValueError.
         """
-        operation = Operation("join", Intention((), None, ()), 0, _nothing, (), self._hurry)
+        announced = Announcement("join", Intention((), None, ()), 0)
+        operation = Operation(announced, _nothing, (), self._hurry)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
@@ -197,6 +204,16 @@ class Engine:
         if self._thread.is_alive():
             self._end_the_job("it waits for others in vain")
         return self._staying
+
+    def _recognize(self, announced: Announcement) -> Announcement:
+        """Return the object of the last announcement that was equal."""
+        before = self._announced.get(announced.name)
+        if before == announced:
+            return before
+        if len(self._announced) > self._limits[0]:
+            self._announced.clear()  # names that come once would be kept for ever
+        self._announced[announced.name] = announced
+        return announced
 
     def _refuse_when_closed(self, what: str) -> None:
         if self._closing is not None:
@@ -296,22 +313,16 @@ class Engine:
         self._waiting_in = ""
 
     def _saying(self, submitted: Sequence[Operation], joins: bool, leaves: str | None) -> Saying:
-        rank, table = self.transport.rank, self._table
-        ready = 0
-        fresh: list[tuple[str, Intention, int]] = []
-        votes: dict[int, int] = {}
-        for operation in submitted:
-            number = table.number_of(operation.name, operation.intention)
-            if number is None:
-                fresh.append((operation.name, operation.intention, operation.vote))
-                continue
-            ready |= 1 << number
-            if operation.vote != table.vote_of(number, rank):
-                votes[number] = operation.vote
-        expired = self._stalls.expired(self._said.values(), table)
-        limits = self._limits if self.cycles == 0 else ()
+        announced = [operation.announced for operation in submitted]
+        saying = self._table.saying_of(announced, self.transport.rank)
+        expired = self._stalls.expired(self._said.values(), self._table)
         stuck = None if submitted else self._stuck()
-        return Saying(ready, tuple(fresh), votes, joins, leaves, expired, stuck, limits)
+        if not (joins or leaves is not None or expired or stuck is not None or self.cycles == 0):
+            return saying
+        limits = self._limits if self.cycles == 0 else ()
+        return saying._replace(
+            joins=joins, leaves=leaves, expired=expired, stuck=stuck, limits=limits
+        )
 
     def _stuck(self) -> str | None:
         """Return the operation that the only thread that submits any has waited for a while."""
@@ -410,16 +421,18 @@ class Engine:
 
     def _leave(self, reason: str) -> None:
         patience_seconds = self._patience_seconds
-        if patience_seconds is None and (self._broken or self._failed):
+        # Where ranks may leave, an operation that broke says nothing of those who go on.
+        hurries = self._failed or (self._broken and not self.ranks_may_leave)
+        if patience_seconds is None and hurries:
             patience_seconds = _PATIENCE_SECONDS
         self._staying = self.transport.leave(reason, patience_seconds)
-        if self._staying and self._patience_seconds is None:
+        if self._staying and self._patience_seconds is None and not self.ranks_may_leave:
             self._end_the_job(f"{name_ranks(self._staying)} went on")
 
     def _end_the_job(self, why: str) -> None:
         if self.transport.name != "local":
             say(f"rank {self.transport.rank} ends the job; {why}")
-            self.transport.abort(1)
+            self.transport.abort(1, f"ended it: {why}")
 
     def _set_observers(self, observers: tuple[Observer, ...]) -> None:
         self._observers = observers

@@ -12,7 +12,7 @@ from collectives.transports import Traffic, Transport
 
 from ..exceptions import HorovodInternalError
 from ..fusion import Dense
-from .saying import Intention
+from .saying import Announcement
 
 # What an operation does: it gets the transport and every rank's vote, in rank order.
 Work = Callable[[Transport, list[int]], Any]
@@ -32,17 +32,14 @@ class Operation:
 
     def __init__(
         self,
-        name: str,
-        intention: Intention,
-        vote: int,
+        announced: Announcement,
         work: Work,
         fusion: Sequence[Dense],
         hurry: Callable[[Operation], threading.Event | None],
     ) -> None:
         """hurry: tells the engine that somebody waits; returns what to wait for."""
-        self.name = name
-        self.intention = intention
-        self.vote = vote
+        self.name = announced.name
+        self.announced = announced
         self.work = work
         self.fusion = fusion
         self.submitted = self.said = self.agreed = time.perf_counter()
@@ -69,7 +66,9 @@ class Operation:
                 f"{self.error}; a larger GTOPK_TIMEOUT (seconds) waits longer"
             ) from None
         if isinstance(self.error, CollectiveError):
-            raise HorovodInternalError(str(self.error)) from None
+            text = str(self.error)
+            undone = "" if self.name in text else f"; '{self.name}' cannot be done"
+            raise HorovodInternalError(text + undone) from None
         if self.error is not None:
             raise self.error
         return self.result

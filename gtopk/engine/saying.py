@@ -43,11 +43,19 @@ class Intention(NamedTuple):
         return [*self.facts, *(layout.describe() for layout in self.dense), *recipe]
 
 
+class Announcement(NamedTuple):
+    """A name that became ready on a rank; vote: int64 that may differ between ranks."""
+
+    name: str
+    intention: Intention
+    vote: int
+
+
 class Saying(NamedTuple):
     """What a rank tells in a cycle.
 
     ready:   the cached names that became ready, as bits.
-    fresh:   the names that are not cached, or not with this intention: name, intention, vote.
+    fresh:   the names that are not cached, or not with this intention.
     votes:   of cached names, by their number: those that are not what they were last time.
     joins:   whether this rank joins.
     leaves:  why this rank leaves; None: it stays.
@@ -57,7 +65,7 @@ class Saying(NamedTuple):
     """
 
     ready: int = 0
-    fresh: tuple[tuple[str, Intention, int], ...] = ()
+    fresh: tuple[Announcement, ...] = ()
     votes: Mapping[int, int] = {}
     joins: bool = False
     leaves: str | None = None
@@ -121,7 +129,9 @@ def _decode(ready: int, text: bytes, rank: int) -> Saying:
         return Saying(ready)
     try:
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
-        known = tuple((name, _intention(*intention), vote) for name, intention, vote in fresh)
+        known = tuple(
+            Announcement(name, _intention(*intention), vote) for name, intention, vote in fresh
+        )
         return Saying(ready, known, *rest)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(

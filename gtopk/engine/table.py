@@ -21,7 +21,7 @@ from typing import NamedTuple
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
 from ..agreement import describe_mismatch, describe_tangle, name_ranks
-from .saying import Intention, Saying
+from .saying import Announcement, Intention, Saying
 
 
 class Ready(NamedTuple):
@@ -85,6 +85,7 @@ class Table:
         self._named: OrderedDict[str, _Slot] = OrderedDict()  # the least recently used first
         self._vacant: list[int] = []
         self._last: tuple[int, list[Ready]] = 0, []  # what was run of slots last, by their bits
+        self._said: dict[str, tuple[list[Announcement], Saying]] = {}  # by the first name
         self._bits = [0] * self._size  # of the slots each rank is ready for
         self._open: dict[str, _Open] = {}
         self._leaving: dict[int, str] = {}
@@ -94,16 +95,32 @@ class Table:
         """How many bits a rank says."""
         return len(self._slots)
 
-    def number_of(self, name: str, intention: Intention) -> int | None:
-        """Return the slot of a name that is meant as it was last time."""
-        slot = self._named.get(name)
-        return slot.number if slot is not None and slot.intention == intention else None
+    def saying_of(self, announced: list[Announcement], rank: int) -> Saying:
+        """Return what a rank says of names that became ready there, to be taken next.
 
-    def vote_of(self, number: int, rank: int) -> int:
-        """Return what a rank said last."""
-        slot = self._slots[number]
-        assert slot is not None
-        return slot.votes[rank]
+        Announcements that are the objects of an earlier saying take no time each.
+        """
+        first = announced[0].name if announced else ""
+        before, said = self._said.get(first, ([], _NOTHING))
+        if before == announced:
+            return said
+        ready = 0
+        fresh: list[Announcement] = []
+        votes: dict[int, int] = {}
+        for each in announced:
+            slot = self._named.get(each.name)
+            if slot is None or slot.intention != each.intention:
+                fresh.append(each)
+                continue
+            ready |= 1 << slot.number
+            if each.vote != slot.votes[rank]:
+                votes[slot.number] = each.vote
+        saying = Saying(ready, tuple(fresh), votes)
+        if votes:
+            self._said.clear()  # they leave out votes that were the same
+        if not votes and not fresh:
+            self._said[first] = announced, saying
+        return saying
 
     def names_in(self, saying: Saying) -> list[str]:
         """Return the names that a saying is about; to be asked before it is taken."""
@@ -305,7 +322,7 @@ class Table:
 
     def _cache(self, name: str, intention: Intention, votes: list[int]) -> None:
         """Give a name a slot: a new one, or that of the name that was used least recently."""
-        self._last = 0, []
+        self._forget()
         if self._vacant:
             number = self._vacant.pop()
         elif len(self._slots) < self.capacity:
@@ -321,12 +338,17 @@ class Table:
             number = oldest.number
         self._slots[number] = self._named[name] = _Slot(number, name, intention, votes)
 
+    def _forget(self) -> None:
+        """Remember nothing that was told of slots: they change."""
+        self._last = 0, []
+        self._said.clear()
+
     def _uncache(self, name: str) -> None:
         """Take a name's slot; the ranks that are ready for it are so under its name."""
         slot = self._named.pop(name, None)
         if slot is None:
             return
-        self._last = 0, []
+        self._forget()
         number = slot.number
         there = [rank for rank, own in enumerate(self._bits) if own >> number & 1]
         self._bits = [own & ~(1 << number) for own in self._bits]

@@ -32,6 +32,7 @@ from collectives import (
 from collectives.transports import LocalTransport, Traffic, horovod, local_world, torch_distributed
 from collectives.transports.farewell import Farewell
 from collectives.transports.torch_distributed import connect, listen
+from tests.matrix import some_of
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 MESSAGE = np.arange(10, dtype=np.uint8)
@@ -60,8 +61,8 @@ every_kind = pytest.mark.parametrize("kind", ["local", "torch.distributed", "hor
     ("kind", "size"),
     [
         *(("local", size) for size in (1, 2, 3, 4, 5, 8)),
-        *(("torch.distributed", size) for size in (1, 2, 3, 4, 5)),
-        *(("horovod", size) for size in (1, 2, 3, 4)),
+        *(("torch.distributed", size) for size in (1, 2, 3, 5)),
+        *(("horovod", size) for size in (1, 2, 3)),
     ],
 )
 def test_in_threads(
@@ -70,10 +71,10 @@ def test_in_threads(
     # So low that every path is taken.
     if size % 2 and law not in COUNTING:
         monkeypatch.setattr(torch_distributed, "NATIVE_BYTES", 64)
-    pieces = {4: 1 << 12 if law in LARGE else 16}
+    pieces = {2: 1 << 12 if law in LARGE else 16}
     monkeypatch.setattr(torch_distributed, "PIECE_BYTES", pieces.get(size, 1 << 18))
     monkeypatch.setattr(
-        horovod, "TICK_BYTES", 4 * 50 if size == 4 and law not in LARGE + COUNTING else 1 << 30
+        horovod, "TICK_BYTES", 3 * 50 if size == 3 and law not in LARGE + COUNTING else 1 << 30
     )
     in_world(kind, size, law)
 
@@ -86,7 +87,7 @@ def assert_every_rank_says(job: Any, ranks: int, sentence: str) -> None:
         assert re.fullmatch(rf"rank {rank} of {ranks}: {sentence}", line)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", some_of([1, 2, 3, 4], 1, 4))
 def test_under_mpirun(mpirun, ranks: int) -> None:
     job = mpirun(ranks, "collectives_transports.py", "mpi")
     assert_every_rank_says(job, ranks, rf"{len(LAWS)} laws hold")
@@ -104,32 +105,32 @@ def test_an_mpi_for_one_thread_only_is_refused(mpirun) -> None:
     assert "MPI was started for one thread only" in job.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", some_of([1, 2, 3, 4], 3))
 def test_under_torchrun(torchrun, ranks: int) -> None:
     job = torchrun(ranks, "collectives_transports.py", "torch.distributed")
     assert_every_rank_says(job, ranks, rf"{len(LAWS)} laws hold")
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", some_of([1, 2, 3, 4], 3))
 def test_reductions_under_mpirun_are_those_in_threads(mpirun, ranks: int) -> None:
     job = mpirun(ranks, "collectives_algorithms.py", "mpi")
     assert_every_rank_says(job, ranks, "nothing is lost")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", some_of([2, 3], 3))
 def test_reductions_under_torchrun_are_those_in_threads(torchrun, ranks: int) -> None:
     job = torchrun(ranks, "collectives_algorithms.py", "torch.distributed")
     assert_every_rank_says(job, ranks, "nothing is lost")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", some_of([2, 3, 4], 3))
 def test_under_mpirun_no_wait_for_a_missing_peer_lasts(mpirun, ranks: int) -> None:
     job = mpirun(ranks, "collectives_peers.py", "mpi")
     assert_every_rank_says(job, ranks, "everyone was missed")
     assert_the_long_wait_was_announced(job, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", some_of([2, 3], 2))
 def test_under_torchrun_no_wait_for_a_missing_peer_lasts(torchrun, ranks: int) -> None:
     job = torchrun(ranks, "collectives_peers.py", "torch.distributed")
     assert_every_rank_says(job, ranks, "everyone was missed")
@@ -479,7 +480,7 @@ def test_errors_of_a_view_name_world_ranks() -> None:
     world = local_world(5, timeout_seconds=0.1)
     view = world[2].subset([4, 2]).channel(1)
     with pytest.raises(
-        PeerTimeoutError, match=r"rank 2 has waited 0\.1 s for rank 4 in an exchange"
+        PeerTimeoutError, match=r"rank 2 has waited 0\.1\d* s for rank 4 in an exchange"
     ):
         view.receive(0)
     world[4].subset([4, 2]).channel(1).send(MESSAGE, 1)

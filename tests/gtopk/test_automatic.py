@@ -234,6 +234,38 @@ def test_no_rank_sends_more_than_the_budget(calibrated, threads, size, budget_by
         assert max(sent) <= budget_bytes
 
 
+def test_buckets_share_the_budget_of_the_step_and_are_exchanged_while_backward_goes_on(
+    calibrated, threads
+):
+    calibrated(Link.of(1e6, 1e-3))
+    budget_bytes = 12_000
+
+    def program(transport: LocalTransport) -> tuple[int, int, int]:
+        layers = [parameters(1000, seed) for seed in range(4)]
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(layers, lr=0.1),
+                compression=Compression.auto(bytes_per_step=budget_bytes),
+                bucket_bytes=8000,
+            )
+            for _ in range(5):
+                optimizer.zero_grad()
+                x = torch.ones(1000, dtype=torch.float64)
+                for layer in layers:
+                    x = torch.tanh(x * layer)
+                x.sum().backward()
+                in_flight = len(optimizer._handles)
+                optimizer.step()
+            step = optimizer.last_step
+            densities = {lane.exchange.judge.chosen.candidate for lane in optimizer._reducer.lanes}
+            assert len(densities) == 1, "alike in all buckets of a size"
+        return step.sent_bytes, step.buckets, in_flight
+
+    for sent_bytes, buckets, in_flight in threads(2, program):
+        assert budget_bytes / 4 < sent_bytes <= budget_bytes
+        assert (buckets, in_flight) == (4, 3)  # the last one has nothing left to hide behind
+
+
 def test_a_budget_that_nothing_keeps_is_an_error_on_every_rank(calibrated, threads):
     calibrated(FREE)
 

@@ -18,6 +18,7 @@ import torch
 
 from gtopk.joining import join, transport_for
 from gtopk.launch import launched_by
+from tests.matrix import some_of
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -124,7 +125,7 @@ def places_and_weights(output: str) -> tuple[list[str], set[str]]:
     return [" ".join(words[:-1]) for words in lines], {words[-1] for words in lines}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", some_of([1, 3], 3))
 def test_torchrun_trains_to_the_bit_what_mpirun_trains(mpirun, torchrun, ranks: int) -> None:
     by_mpi = mpirun(ranks, "trains.py")
     by_torch = torchrun(ranks, "trains.py")

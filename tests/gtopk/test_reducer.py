@@ -517,7 +517,6 @@ def test_groups_are_buckets(threads, groups):
         ({"bucket_bytes": -1}, "0 or more"),
         ({"local_clip_norm": 0.0}, "above 0"),
         ({"check_every": -1}, "0 or more"),
-        ({"compression": Compression.auto(), "groups": 2}, "one bucket"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, said):

@@ -117,6 +117,38 @@ def test_cycles_are_marked_where_asked_for(tmp_path: Path, mark_cycles: bool) ->
 # ---- of a world
 
 
+def test_a_step_shows_what_backward_hides_of_the_exchange(
+    tmp_path: Path, threads: Callable[..., Any]
+) -> None:
+    path = tmp_path / "trace"
+
+    def program(transport: Any) -> tuple[float, float]:
+        with world.entered(transport) as here:
+            timeline.start(here, str(path))
+            layers = torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(4)))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(layers.parameters(), lr=0.1),
+                layers.named_parameters(),
+                bucket_bytes=3000,
+            )
+            for _ in range(2):
+                layers(torch.ones(2, 30)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            timeline.stop(here)
+            step = optimizer.last_step
+            return step.hidden_seconds, step.working_seconds
+
+    (hidden, working), _ = threads(2, program)
+    assert rows_in(path)["steps of 0.bias"] == ["BACKWARD", "SYNCHRONIZE"] * 2
+    counters = [record["args"] for record in records_in(path) if record["ph"] == "C"]
+    assert len(counters) == 2
+    assert counters[1]["hidden ms"] == pytest.approx(1e3 * hidden)
+    assert sum(counters[1].values()) == pytest.approx(1e3 * working)
+    spans = [record for record in records_in(path) if record.get("name") == "BACKWARD"]
+    assert all(record["dur"] > 0 for record in spans)
+
+
 def test_rank_0_records_what_all_ranks_do(tmp_path: Path, threads: Callable[..., Any]) -> None:
     path = tmp_path / "trace"
 

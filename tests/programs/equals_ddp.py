@@ -98,7 +98,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], what: o
         if exact:
             assert torch.equal(one, other), what
         else:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=str(what))
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=str(what))
 
 
 def main() -> None:

@@ -11,9 +11,13 @@ of tests/corpus, which every run reads first. A reader has 10 seconds and 2 GiB 
 from __future__ import annotations
 
 import argparse
+import bz2
+import contextlib
+import gzip
 import hashlib
 import io
 import json
+import os
 import random
 import resource
 import signal
@@ -39,6 +43,8 @@ from gtopk.torch.checkpoint.errors import DamagedError
 from gtopk.torch.checkpoint.files import read_tensors, seal, unseal
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 from models.data import classification
+from models.data.libsvm import read_classes, read_multilabel
+from models.data.xml import read_split, read_xml
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 MOST_SECONDS = 10
@@ -173,6 +179,84 @@ def sealed_zip(content: bytes) -> bytes:
         return content
 
 
+def some_rows(dice: random.Random) -> bytes:
+    """Return rows of an extreme multi-label file, with its header."""
+    rows = []
+    for _ in range(dice.randrange(1, 6)):
+        labels = ",".join(map(str, sorted(dice.sample(range(20), dice.randrange(4)))))
+        indices = sorted(dice.sample(range(50), dice.randrange(5)))
+        rows.append(" ".join([labels, *(f"{i}:{dice.choice([1, 0.25, '1e-3'])}" for i in indices)]))
+    return "\n".join([f"{len(rows)} 50 20", *rows, ""]).encode()
+
+
+def some_text(dice: random.Random) -> bytes:
+    """Return such a file, as it is or compressed."""
+    pack = dice.choice([bytes, bytes, gzip.compress, bz2.compress])
+    return pack(some_rows(dice))
+
+
+def repacked(content: bytes) -> bytes:
+    """Return compressed text with a changed byte in it, not in what it was compressed to."""
+    for unpack, pack in ((gzip.decompress, gzip.compress), (bz2.decompress, bz2.compress)):
+        with contextlib.suppress(Exception):  # it is not compressed so, or is damaged
+            return pack(mutated(unpack(content), content, random.Random(content)))
+    return content
+
+
+def as_file(read: Callable[[Path], Any]) -> Callable[[bytes, Path], Any]:
+    """Return a reader of bytes that reads a file of them."""
+
+    def of_bytes(content: bytes, file: Path) -> Any:
+        file.write_bytes(content)
+        return read(file)
+
+    return of_bytes
+
+
+def read_binary(file: Path) -> Any:
+    return read_classes(file, features=50, feature_base=0, classes=(-1, 1), cache=False)
+
+
+def some_binary(dice: random.Random) -> bytes:
+    rows = [f"{dice.choice([-1, 1])} {dice.randrange(50)}:{dice.random()}\n" for _ in range(4)]
+    return "".join(rows).encode()
+
+
+def read_listed(file: Path) -> Any:
+    return read_multilabel(file, features=50, feature_base=0, labels=20, label_base=0, cache=False)
+
+
+def some_split(dice: random.Random) -> bytes:
+    chosen = dice.sample(range(1, 100), 8)
+    return b"".join(b"%d %d\n" % pair for pair in zip(chosen[:4], chosen[4:], strict=True))
+
+
+def some_cache(dice: random.Random) -> bytes:
+    """Return what is kept beside a file that was read; it is always of the same file."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        write_source(source)
+        read_xml(source)
+        return source.with_name("source.rows").read_bytes()
+
+
+def write_source(source: Path) -> None:
+    source.write_bytes(b"2 50 20\n3,17 1:0.25 10:1.5\n 2:1\n")
+    os.utime(source, ns=(10**18, 10**18))
+
+
+def read_cache(content: bytes, file: Path) -> Any:
+    """Read a file beside which there is this cache: what it says is no matter, what is read is."""
+    write_source(file)
+    file.with_name(file.name + ".rows").write_bytes(content)
+    rows = read_xml(file)
+    assert len(rows) == 2
+    for part in (rows.features, rows.labels):
+        assert part.offsets[-1] == len(part.indices)
+        assert not len(part.indices) or 0 <= part.indices.min() <= part.indices.max() < part.width
+    return rows
+
+
 TARGETS = {
     "objects": Target(
         lambda dice: encode(some_object(dice)),
@@ -183,6 +267,13 @@ TARGETS = {
     "checkpoint_json": Target(some_record, read_record, (DamagedError,), sealed_record),
     "checkpoint_tensors": Target(some_tensors, read_file_of_tensors, (DamagedError,)),
     "classification_npz": Target(some_npz, read_npz, (ValueError,), sealed_zip),
+    "xml": Target(some_text, as_file(lambda f: read_xml(f, cache=False)), (ValueError,), repacked),
+    "xml_split": Target(some_split, as_file(lambda file: read_split(file, 100)), (ValueError,)),
+    "libsvm_classes": Target(some_binary, as_file(read_binary), (ValueError,)),
+    "libsvm_multilabel": Target(
+        lambda dice: some_rows(dice).partition(b"\n")[2], as_file(read_listed), (ValueError,)
+    ),
+    "row_cache": Target(some_cache, read_cache, ()),
 }
 
 

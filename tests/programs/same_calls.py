@@ -1,7 +1,7 @@
 """Make the same calls on Horovod or on gtopk, and print what came of each.
 
 Argument: horovod.torch or gtopk.torch. Each rank prints a line: its number, a space, and a JSON
-object of every call's outcome, [what it returned] or [the exception's type, its text].
+object of every call's outcome: [what it returned] or [the exception's type, its text, its types].
 
 Horovod 0.28.1 cannot be asked all there is to ask. It dies of is_homogeneous() before init, of an
 alltoall of a scalar, of a process set with a rank that there is not; and once an init() with
@@ -58,7 +58,8 @@ def call(name: str, function: Callable[[], Any]) -> Any:
         result = function()
         outcomes[name] = [describe(result)]
     except Exception as error:
-        outcomes[name] = [type(error).__name__, " ".join(str(error).split())[:200]]
+        kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
+        outcomes[name] = [type(error).__name__, " ".join(str(error).split())[:200], kinds]
     return result
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from collectives.transports import Transport
 
 from ...engine import Engine, Operation, Settings
-from ...engine.saying import Intention, Saying, exchange
+from ...engine.saying import Announcement, Intention, Saying, exchange
 from ...engine.table import Table
 from ...fusion import Dense, layout_of
 
@@ -71,18 +71,14 @@ def negotiation(transport: Transport, names: int, rounds: int) -> Record:
     table = Table(transport.ranks, capacity=names)
     layout = layout_of(Dense(np.zeros(1, np.float32)))
     intention = Intention(("float32 [1]",), None, (layout,))
-    fresh = tuple((f"allreduce.{number}", intention, 0) for number in range(names))
-    table.take(exchange(transport, Saying(fresh=fresh), table.slots))
+    announced = [Announcement(f"allreduce.{number}", intention, 0) for number in range(names)]
+    table.take(exchange(transport, Saying(fresh=tuple(announced)), table.slots))
     words = -(-names // 64)
     bare = np.zeros(transport.size * (1 + words), np.int64)
 
     def negotiate() -> None:
-        ready = 0
-        for name, intended, _ in fresh:
-            number = table.number_of(name, intended)
-            assert number is not None
-            ready |= 1 << number
-        outcome = table.take(exchange(transport, Saying(ready), table.slots))
+        saying = table.saying_of([*announced], transport.rank)
+        outcome = table.take(exchange(transport, saying, table.slots))
         assert len(outcome.ready) == names
 
     def allreduce() -> None:

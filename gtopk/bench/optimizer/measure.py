@@ -63,6 +63,7 @@ def ways(density: float, ranks: int) -> list[Way]:
         found += [
             Way("dense, no overlap", lambda o, n: DistributedOptimizer(o, n, overlap=False)),
             Way("gtopk, no overlap", lambda o, n: DistributedOptimizer(o, n, gtopk, overlap=False)),
+            Way("auto", lambda o, n: DistributedOptimizer(o, n, Compression.auto(density=density))),
         ]
     return found
 

@@ -51,8 +51,13 @@ def synchronize(handle: int) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Tell whether `synchronize` would return at once."""
-    return handle not in _handles or _handles[handle][0].done
+    """Tell whether `synchronize` would return at once.
+
+    Raises ValueError for an unknown handle: one that was synchronized is.
+    """
+    if handle not in _handles:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return _handles[handle][0].done
 
 
 def forget_all() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...exceptions import InvalidCallError
 from ...fusion import Dense, scale
 from ...reductions import NAMES, Adasum, Average, Max, Min, Product, Sum
 
@@ -82,7 +83,8 @@ def reduction_of(
 ) -> Reduction:
     """Return the reduction that Horovod's arguments mean; by default the average.
 
-    Warns the caller's caller of the deprecated argument. Raises ValueError for an unknown op.
+    Warns the caller's caller of the deprecated argument. Raises ValueError for two
+    ways to say it, InvalidCallError for an unknown op.
     """
     if average is not None:
         if op is not None:
@@ -94,5 +96,5 @@ def reduction_of(
         )
         op = Average if average else Sum
     if op is not None and op not in _EXCHANGES:
-        raise ValueError(f"op must be one of {', '.join(NAMES.values())}, got {op!r}")
+        raise InvalidCallError(f"op must be one of {', '.join(NAMES.values())}, got {op!r}")
     return Reduction(Average if op is None else op, prescale_factor, postscale_factor)

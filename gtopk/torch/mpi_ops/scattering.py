@@ -16,6 +16,7 @@ from collectives.transports import Transport
 
 from ...arrays import to_array
 from ...compression import Compression, Compressor
+from ...exceptions import InvalidCallError
 from ...fusion import Dense, scale
 from ...process_sets import ProcessSet, global_process_set
 from ...reductions import NAMES, Average, Sum
@@ -38,7 +39,7 @@ def reducescatter(
     """Return this rank's rows of the average (or sum) of the ranks' tensors; differentiable.
 
     The rows are dealt out in rank order; the first rows % size ranks get one more. Raises
-    ValueError for another op.
+    InvalidCallError for another op.
     """
     reduction = _reduction(op, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, [tensor])
@@ -88,7 +89,7 @@ def grouped_reducescatter_async(
 
 def _reduction(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
     if op not in (Average, Sum):
-        raise ValueError(f"reducescatter takes op=Average or op=Sum, got {NAMES.get(op, op)}")
+        raise InvalidCallError(f"reducescatter takes op=Average or op=Sum, got {NAMES.get(op, op)}")
     return reduction_of(op, None, prescale_factor, postscale_factor)
 
 

@@ -1,7 +1,7 @@
 """Scripts written for Horovod run unchanged, on MPI and on gloo.
 
-By default all of them run one after the other in one start of each launcher. `make
-test-horovod-scripts` starts each by itself, as a user would, on 1, 2 and 3 ranks.
+By default all of them run one after the other in one start of each launcher. `make test-matrix`
+starts each by itself, as a user would, on 1, 2 and 3 ranks.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_all_scripts_run_on_ranks(
     check_all(start(ranks, "horovod_scripts.py", str(SCRIPTS), *jobs), ranks)
 
 
-# ---- the whole matrix: make test-horovod-scripts
+# ---- the whole matrix: make test-matrix
 
 
 def alone(ranks: int, words: list[str]) -> str:

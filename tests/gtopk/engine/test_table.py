@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from gtopk.engine.saying import Intention, Saying
+from gtopk.engine.saying import Announcement, Intention, Saying
 from gtopk.engine.table import Table
 
 PLAIN = Intention(("x",), None, ())
 
 
 def fresh(*names: str, intention: Intention = PLAIN) -> Saying:
-    return Saying(fresh=tuple((name, intention, 0) for name in names))
+    return Saying(fresh=tuple(Announcement(name, intention, 0) for name in names))
+
+
+def said(table: Table, names: str, *, rank: int = 0, vote: int = 0) -> Saying:
+    """What a rank says when these become ready there, each as it always was."""
+    return table.saying_of([Announcement(name, PLAIN, vote) for name in names], rank)
 
 
 def done(table: Table, *sayings: Saying) -> list[str]:
@@ -19,9 +24,9 @@ def done(table: Table, *sayings: Saying) -> list[str]:
 def test_a_name_has_a_slot_from_the_first_time_it_was_done():
     table = Table(range(2), capacity=10)
     assert done(table, fresh("a", "b"), fresh("b")) == ["b"]
-    assert [table.number_of(name, PLAIN) for name in "ab"] == [None, 0]
+    assert [said(table, name).ready for name in "ab"] == [0, 0b1]
     assert done(table, Saying(ready=1), fresh("a")) == ["a"]
-    assert [table.number_of(name, PLAIN) for name in "ab"] == [1, 0]
+    assert [said(table, name).ready for name in "ab"] == [0b10, 0b1]
     assert done(table, Saying(), Saying(ready=0b11)) == ["b"]
     assert done(table, Saying(ready=0b10), Saying()) == ["a"]
 
@@ -32,7 +37,7 @@ def test_the_name_that_was_used_least_recently_makes_way():
         done(table, fresh(name), fresh(name))
     assert done(table, Saying(ready=1), Saying(ready=1)) == ["a"]
     assert done(table, fresh("c"), fresh("c")) == ["c"]
-    assert [table.number_of(name, PLAIN) for name in "abc"] == [0, None, 1]
+    assert [said(table, name).ready for name in "abc"] == [0b1, 0, 0b10]
     assert table.slots == 2
 
 
@@ -41,7 +46,7 @@ def test_a_name_that_some_rank_is_ready_for_keeps_its_slot():
     done(table, fresh("a"), fresh("a"))
     assert done(table, Saying(ready=1), fresh("b")) == []
     assert done(table, fresh("b"), Saying()) == ["b"]
-    assert [table.number_of(name, PLAIN) for name in "ab"] == [0, None]
+    assert [said(table, name).ready for name in "ab"] == [0b1, 0]
     assert done(table, Saying(), Saying(ready=1)) == ["a"]
 
 
@@ -53,6 +58,20 @@ def test_a_slot_that_changes_hands_is_used_again():
             said = fresh("a", intention=intention)
             assert done(table, said, said) == ["a"]
     assert table.slots == 1
+
+
+def test_what_was_said_before_is_said_alike_until_a_slot_or_a_vote_is_another():
+    table = Table(range(2), capacity=3)
+    done(table, fresh(*"abc"), fresh(*"abc"))
+    for _ in range(2):
+        assert said(table, "ba") == Saying(ready=0b11)
+    assert said(table, "ca", vote=7) == Saying(ready=0b101, votes={0: 7, 2: 7})
+    done(table, said(table, "ca", vote=7), said(table, "ca", rank=1))
+    # What rank 0 says of a is what it said last: 7. Left out, its 0 would be taken for that.
+    assert said(table, "ba") == Saying(ready=0b11, votes={0: 0})
+    assert said(table, "ba", rank=1) == Saying(ready=0b11)
+    done(table, fresh("b", intention=Intention(("y",), None, ())), Saying())
+    assert said(table, "ba", rank=1) == Saying(0b1, (Announcement("b", PLAIN, 0),))
 
 
 def test_who_waits_and_who_is_waited_for():

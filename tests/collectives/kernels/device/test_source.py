@@ -9,6 +9,7 @@ import pytest
 
 from collectives.kernels.device import source
 from collectives.kernels.device.source import FILES, FOLDER, THREADS, instances, text
+from tests.matrix import some_of
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 REGISTERS = 65_536  # of a multiprocessor, for all its threads
@@ -20,7 +21,7 @@ def compilers(beside: Any) -> Any:
     return beside("compile_kernels")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", some_of(ARCHITECTURES, 75, 120))
 def test_every_kernel_compiles_without_a_spill(compilers: Any, architecture: int) -> None:
     if "nvcc" not in compilers.available():
         pytest.skip("no nvcc here")

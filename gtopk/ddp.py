@@ -1,0 +1,260 @@
+"""A communication hook for PyTorch's DistributedDataParallel: gTop-k in place of its allreduce.
+
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(gtopk.ddp.GTopKState(density=0.001), gtopk.ddp.gtopk_hook)
+
+    backward     |   a   |   b   |  c  |        DDP hands over a bucket when it is full
+    engine               [   a   ] [ b ][ c ]   all ranks exchange it meanwhile
+                                            ^   backward ends when every bucket is back
+
+A bucket holds what was not sent of its parameters. DDP makes its buckets anew after the first step:
+what is held back moves along, parameter by parameter.
+"""
+
+# DDP looks at the hook's annotations: they must be no strings.
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import GradBucket, ProcessGroup
+
+from collectives.transports import Transport
+
+from . import world
+from .compression import GTopK
+from .engine import Operation
+from .exchange import Progress
+from .lanes import Lane, open_lane
+from .one_step import NOT_FINITE, OneStep
+from .optimizer_checkpoint import FORMAT, share_of
+from .process_sets import ProcessSet, global_process_set
+from .residual_state import Held
+from .weights import loss_scale
+
+__all__ = ["GTopKState", "gtopk_hook"]
+
+
+class GTopKState:
+    """What `gtopk_hook` keeps from step to step: of each parameter, what was not sent yet.
+
+    density: of every bucket; `options` are the others of Compression.gtopk. With
+        momentum_correction the optimizer's own momentum must be 0.
+    process_group: DDP's; None: of all ranks. Another one must be a process set, too:
+        hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
+    scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
+        changes.
+    skipped_steps: in how many steps a gradient was not finite on some rank. Their gradients become
+        NaN in the bucket where that shows, on every rank: GradScaler skips such a step; without
+        one, look at `skipped_steps` before optimizer.step(). What is held back stays as it was.
+    Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
+    for a process group that gtopk does not know.
+    """
+
+    def __init__(
+        self,
+        density: float = 0.001,
+        process_group: ProcessGroup | None = None,
+        *,
+        scaler: Any = None,
+        **options: Any,
+    ) -> None:
+        self.compression = GTopK(density, **options)
+        if self.compression.dense or self.compression.dense_vectors or self.compression.dense_under:
+            raise ValueError("a bucket of DDP travels as one: dense parameters are not possible")
+        if not world.is_initialized():
+            world.init()
+        self._members = _process_set_of(process_group).members
+        assert self._members.engine is not None
+        self._engine = self._members.engine
+        self._rank = self._members.ranks.index(world.current().rank)
+        self._name = world.current().name_optimizer(["ddp"])
+        self.scaler = scaler
+        self.progress = Progress()
+        self.skipped_steps = 0
+        self._lanes: dict[tuple[int, ...], Lane] = {}  # by the identities of their parameters
+        self._homes: dict[torch.Tensor, tuple[Lane, int]] = {}  # where a parameter begins
+        self._held: dict[torch.Tensor, Held] = {}  # of parameters without a lane, in memory's order
+        self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
+        self._step = OneStep()  # the engine's thread's own
+        self._buckets = 0  # how many the step has; 0: not known yet
+
+    # ---- the step
+
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Begin to replace a bucket's gradients by what all ranks agree on."""
+        buffer = bucket.buffer()
+        lane = self._lane_of(bucket.parameters(), buffer)
+        scale = loss_scale(self.scaler)
+        lane.parameters[0].grad = buffer
+        lane.take(1.0 / (len(self._members.ranks) * scale), scale)
+        operation = self._engine.submit(
+            f"{self._name}.bucket.{bucket.index()}",
+            [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
+            partial(self._work, lane, bucket.index() + 1 if bucket.is_last() else 0),
+            vote=0 if lane.all_finite() else NOT_FINITE,
+        )
+        devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
+        self._finisher.submit(self._finish, operation, lane, buffer, future)
+        return future
+
+    def _work(self, lane: Lane, buckets: int, transport: Transport, votes: list[int]) -> None:
+        """Run on the engine's thread, in an order that is equal on all ranks."""
+        self._buckets = buckets or self._buckets
+        self._step.run(lane, transport, votes)
+        if self._step.buckets == self._buckets:
+            counted = self._step.close()
+            self._buckets = 0
+            self.progress.steps += counted
+            self.skipped_steps += not counted
+
+    def _finish(
+        self,
+        operation: Operation,
+        lane: Lane,
+        buffer: torch.Tensor,
+        future: torch.futures.Future[torch.Tensor],
+    ) -> None:
+        """Tell DDP that a bucket is done, or why it is not: backward raises that."""
+        try:
+            operation.wait()
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+            return
+        with lane.bucket.on_stream():
+            future.set_result(buffer)
+
+    # ---- what is held back
+
+    def _lane_of(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Lane:
+        key = tuple(map(id, parameters))
+        if key not in self._lanes:
+            for parameter in parameters:
+                if parameter in self._homes:
+                    self._take_out(self._homes[parameter][0])
+            self._lanes[key] = self._open_lane(parameters, buffer)
+        return self._lanes[key]
+
+    def _open_lane(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Lane:
+        whole = torch.nn.Parameter(buffer.detach())  # DDP's own memory
+        lane = open_lane(self._name, [whole], ["bucket"], self.compression, self.progress)
+        start = 0
+        for parameter in parameters:
+            self._homes[parameter] = lane, start
+            held = self._held.pop(parameter, {})
+            for what, part in self._views(parameter):
+                if what in held:
+                    part.copy_(held[what])
+                    lane.exchange.residual.holds_nothing = False  # type: ignore[union-attr]
+            start += parameter.numel()
+        return lane
+
+    def _take_out(self, lane: Lane) -> None:
+        """Keep what a lane holds back until other lanes have its parameters."""
+        moved = [parameter for parameter, (home, _) in self._homes.items() if home is lane]
+        for parameter in moved:
+            self._held[parameter] = {what: part.clone() for what, part in self._views(parameter)}
+        for parameter in moved:
+            del self._homes[parameter]
+        self._lanes = {key: each for key, each in self._lanes.items() if each is not lane}
+
+    def _views(self, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Return a parameter's part of what its lane holds, in memory's order."""
+        lane, start = self._homes[parameter]
+        assert lane.exchange.residual is not None
+        return [
+            (what, tensor[start : start + parameter.numel()])
+            for what, tensor in lane.exchange.residual.after_last_step().items()
+        ]
+
+    def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return what this rank holds back of the model's parameters, by name, in their shapes.
+
+        Save it on every rank; or put the parts of all under "held" of one of them, which any number
+        of ranks can load.
+        """
+        held: dict[str, Held] = {}
+        for name, parameter in _named(model):
+            own = self._held.get(parameter)
+            if own is None and parameter in self._homes:
+                own = dict(self._views(parameter))
+            if own is not None:
+                held[name] = {
+                    what: _as_shaped(part, parameter).clone(memory_format=torch.contiguous_format)
+                    for what, part in own.items()
+                }
+        return {
+            "format": FORMAT,
+            "ranks": len(self._members.ranks),
+            "steps": self.progress.steps,
+            "lanes": [],
+            "held": {self._rank: held},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
+        """Hold back this from the next step on; between steps only.
+
+        Raises ValueError for a state of another format, and for tensors of other shapes.
+        """
+        held = share_of(state, self._rank, len(self._members.ranks))
+        found: dict[torch.Tensor, Held] = {}
+        for name, parameter in _named(model):
+            for what, tensor in held.get(name, {}).items():
+                if tensor.shape != parameter.shape:
+                    raise ValueError(
+                        f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
+                        f"parameter has {list(parameter.shape)}"
+                    )
+                part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
+                _as_shaped(part, parameter).copy_(tensor)
+                found.setdefault(parameter, {})[what] = part
+        self._lanes, self._homes, self._held = {}, {}, found
+        self.progress.steps = int(state["steps"])
+
+
+def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Exchange a bucket's gradients by gTop-k; for DistributedDataParallel.register_comm_hook.
+
+    The future's value is the bucket's buffer with the mean over the ranks of what they agreed on.
+    Backward raises HorovodInternalError, on every rank, when the ranks disagree or one is gone.
+    """
+    return state.exchange(bucket)
+
+
+def _process_set_of(group: ProcessGroup | None) -> ProcessSet:
+    """Return the process set with the ranks of a process group; ValueError where there is none."""
+    here = world.current()
+    ranks = (
+        torch.distributed.get_process_group_ranks(group)
+        if group is not None
+        else list(range(torch.distributed.get_world_size()))
+    )
+    if torch.distributed.get_rank() != here.rank:
+        raise ValueError(
+            f"rank {torch.distributed.get_rank()} of torch.distributed is rank {here.rank} of "
+            "gtopk: start the ranks with one launcher"
+        )
+    if len(ranks) == here.size:
+        return global_process_set
+    for number, members in here.sets.items():
+        if list(members.ranks) == ranks:
+            found = ProcessSet(ranks)
+            found.process_set_id = number
+            return found
+    raise ValueError(
+        f"the process group of ranks {ranks} is no process set of gtopk: on all ranks call "
+        f"hvd.init(process_sets=[hvd.ProcessSet({ranks}), ...]) first"
+    )
+
+
+def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters by their names, with or without DDP around the model."""
+    return [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
+
+
+def _as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return elements in memory's order as the parameter has them."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return part.as_strided(parameter.shape, strides)

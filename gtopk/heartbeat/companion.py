@@ -1,0 +1,264 @@
+"""Companion: the process beside a rank that beats for it, and watches the others.
+
+It is started with the standard library alone (heartbeat.py); its messages with the rank are lines:
+
+    rank -> companion    {"rank": 0, "parent": 4711, ...}   first of all: its setting, as JSON
+                         heard                              the rank knows of the losses so far
+                         because TEXT                       why the rank is about to end
+                         leave                              the rank leaves in good order
+    companion -> rank    {"lost": 2, "why": "..."}          a rank is given up
+
+It ends with its rank, a moment later, so that the others hear why. A rank that is stopped while the
+job is at its end, or takes no notice of that, it ends itself: nobody else may do so soon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from typing import Final, NamedTuple
+
+from .beat import BEAT_BYTES, Beat, State
+from .watch import Peer, Watch
+
+_LONGEST_PAUSE_SECONDS: Final = 1.0  # between beats
+_BEATS_PER_TIMEOUT: Final = 10
+# Last words are said several times, as UDP may lose one; only who leaves is waited for by its rank.
+_AGAIN_SECONDS: Final = {State.ENDED: 0.03, State.LEFT: 0.003}
+_TIMES: Final = 3
+_DATAGRAMS: Final = 1000  # taken at a time, so that no flood keeps a companion from beating
+_STOPPED_GRACE_SECONDS: Final = 2.0  # what a stopped rank gets to go on, once the job is at its end
+_LAUNCHER_GRACE_SECONDS: Final = 3.0  # what a rank gets to end by itself, once its launcher is gone
+
+
+class Setting(NamedTuple):
+    """What a companion is told.
+
+    parent:   the rank's process.
+    launcher: the process that started it, if it is to end with that; else 0.
+    secret:   the job's, as hexadecimal digits.
+    socket:   the descriptor of the bound one.
+    """
+
+    rank: int
+    parent: int
+    launcher: int
+    secret: str
+    socket: int
+    timeout_seconds: float
+    warning_seconds: float
+    peers: list[Peer]
+
+    @classmethod
+    def read(cls, line: bytes) -> Setting:
+        """Return what `line` made a line of."""
+        values = json.loads(line)
+        return cls(**{**values, "peers": [Peer(*peer) for peer in values["peers"]]})
+
+    def line(self) -> bytes:
+        """Return it as a line."""
+        return json.dumps(self._asdict()).encode() + b"\n"
+
+
+class Process(NamedTuple):
+    """What /proc says of a process; state: a letter, "" for one that has ended."""
+
+    state: str
+    parent: int
+
+
+def look_at(pid: int) -> Process:
+    """Return how a process is."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            state, parent = stat.read().rpartition(b")")[2].split()[:2]
+    except OSError:
+        return Process("", 0)
+    return Process("" if state in (b"Z", b"X") else state.decode(), int(parent))
+
+
+class Companion:
+    """Beats, hears and looks, until its rank leaves or ends."""
+
+    def __init__(self, setting: Setting, orders: int, reports: int) -> None:
+        self._setting = setting
+        self._secret = bytes.fromhex(setting.secret)
+        self._own = setting.peers[setting.rank]
+        self._everybody = [peer.rank for peer in setting.peers]
+        self._watch = Watch(
+            setting.rank,
+            setting.peers,
+            setting.timeout_seconds,
+            setting.warning_seconds,
+            time.monotonic(),
+        )
+        self._socket = socket.socket(fileno=setting.socket)
+        self._socket.setblocking(False)
+        self._orders, self._reports = orders, reports
+        os.set_blocking(orders, False)
+        self._ordered = b""
+        self._sequence = 0
+        self._told = 0  # of the losses, that the rank was told of
+        self._lost_since = 0.0  # since when somebody is
+        self._unheard_since: float | None = None  # since when the rank does not answer
+        self._stopped_since: float | None = None
+        self._launcher_gone_since: float | None = None
+        self._because = "ended without a word"
+        self._leaving = self._ending = False
+        self._pause_seconds = min(
+            _LONGEST_PAUSE_SECONDS, setting.timeout_seconds / _BEATS_PER_TIMEOUT
+        )
+
+    def run(self) -> None:
+        """Return when the rank has left or ended, and the others were told."""
+        with selectors.DefaultSelector() as waking:
+            waking.register(self._socket, selectors.EVENT_READ)
+            waking.register(self._orders, selectors.EVENT_READ)
+            with contextlib.suppress(
+                OSError, AttributeError
+            ):  # no such call: seen at the next beat
+                waking.register(os.pidfd_open(self._setting.parent), selectors.EVENT_READ)
+            next_beat = 0.0
+            while not self._leaving:
+                now = time.monotonic()
+                process = look_at(self._setting.parent)
+                if os.getppid() != self._setting.parent or not process.state:
+                    while self._obey():  # its last words
+                        pass
+                    self._say_last(State.ENDED, self._everybody, self._because)
+                    return
+                if now >= next_beat:
+                    next_beat = now + self._pause_seconds
+                    self._beat(process, now)
+                self._report(now)
+                self._end_who_takes_no_notice(now)
+                for key, _ in waking.select(max(0.0, next_beat - time.monotonic())):
+                    if key.fileobj is self._socket:
+                        self._hear()
+                    elif key.fileobj == self._orders and not self._obey():
+                        waking.unregister(self._orders)
+        self._say_last(State.LEFT, self._watch.tells, "")
+
+    def _beat(self, process: Process, now: float) -> None:
+        is_stopped = process.state in "Tt"
+        if not is_stopped:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        self._watch.look(now, is_stopped)
+        seconds = now - (self._stopped_since or now)
+        state = State.STOPPED if is_stopped else State.ALIVE
+        self._tell(self._watch.tells, self._setting.rank, state, seconds=seconds)
+        for rank, why in self._watch.lost.items():
+            self._pass_on(self._watch.tells, rank, why)
+        self._look_for_the_launcher(process, now)
+
+    def _report(self, now: float) -> None:
+        """Tell people the news, and the rank who is lost."""
+        while self._watch.news:
+            self._say(self._watch.news.pop(0))
+        lost = list(self._watch.lost.items())
+        for rank, why in lost[self._told :]:
+            self._told += 1
+            self._lost_since = self._lost_since or now
+            self._unheard_since = self._unheard_since or now
+            self._pass_on(self._everybody, rank, why)
+            report = json.dumps({"lost": rank, "why": why}).encode() + b"\n"
+            with contextlib.suppress(OSError):  # it has just ended
+                os.write(self._reports, report)
+
+    def _end_who_takes_no_notice(self, now: float) -> None:
+        """End the rank where the job is at its end, and it cannot know."""
+        if not self._told:
+            return
+        stopped, unheard = self._stopped_since, self._unheard_since
+        rank, why = next(iter(self._watch.lost.items()))
+        because = f"the job is at its end ({self._setting.peers[rank]}: {why}) and this rank"
+        if stopped and now - max(stopped, self._lost_since) > _STOPPED_GRACE_SECONDS:
+            self._end(signal.SIGKILL, f"{because} is stopped")
+        elif unheard and now - unheard > self._setting.timeout_seconds:
+            self._end(signal.SIGKILL, f"{because} takes no notice")
+
+    def _look_for_the_launcher(self, process: Process, now: float) -> None:
+        if self._setting.launcher in (0, process.parent):
+            return
+        if self._launcher_gone_since is None:
+            self._launcher_gone_since = now
+            self._end(signal.SIGTERM, "its launcher is gone")
+        elif now - self._launcher_gone_since > _LAUNCHER_GRACE_SECONDS:
+            self._end(signal.SIGKILL, "its launcher is gone")
+
+    def _end(self, how: signal.Signals, why: str) -> None:
+        if not self._ending:
+            self._ending = True
+            self._because = f"ended by its companion: {why}"
+            self._say(f"{self._own} is ended: {why}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._setting.parent, how)
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"gtopk: {text}\n".encode(errors="replace"))
+
+    def _tell(
+        self, ranks: list[int], about: int, state: State, text: str = "", seconds: float = 0.0
+    ) -> None:
+        # Another companion of this rank, should one follow, goes on where this one was.
+        self._sequence = max(self._sequence + 1, time.monotonic_ns())
+        beat = Beat(self._setting.rank, about, state, self._sequence, seconds, text)
+        datagram = beat.encode(self._secret)
+        for rank in ranks:
+            peer = self._setting.peers[rank]
+            if rank != self._setting.rank and peer.address:
+                with contextlib.suppress(OSError):  # the network is down: the others will notice
+                    self._socket.sendto(datagram, (peer.address, peer.port))
+
+    def _pass_on(self, ranks: list[int], lost: int, why: str) -> None:
+        if lost != self._setting.rank:
+            self._tell(ranks, lost, State.LOST, why)
+
+    def _say_last(self, state: State, ranks: list[int], text: str) -> None:
+        for _ in range(_TIMES):
+            self._tell(ranks, self._setting.rank, state, text)
+            time.sleep(_AGAIN_SECONDS[state])
+
+    def _hear(self) -> None:
+        for _ in range(_DATAGRAMS):
+            try:
+                datagram = self._socket.recv(BEAT_BYTES + 1)
+            except OSError:  # no more; or the answer to one that found nobody
+                return
+            if beat := Beat.decode(datagram, self._secret):
+                self._watch.hear(beat, time.monotonic())
+
+    def _obey(self) -> bool:
+        """Do what the rank says; return whether there was anything."""
+        try:
+            said = os.read(self._orders, 1 << 16)
+        except BlockingIOError:
+            return False
+        *lines, self._ordered = (self._ordered + said).split(b"\n")
+        for line in lines:
+            order, _, text = line.decode(errors="replace").partition(" ")
+            if order == "heard":
+                self._unheard_since = None
+            elif order == "because":
+                self._because = text
+            elif order == "leave":
+                self._leaving = True
+        return bool(said)
+
+
+def main() -> None:
+    """Be the companion of the process that started this one."""
+    # A launcher that ends the rank may mean the whole session: the others are to hear of it first.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with open(0, "rb", buffering=0) as orders:  # what follows the first line stays in the pipe
+        if line := orders.readline():
+            Companion(Setting.read(line), orders.fileno(), reports=1).run()

@@ -1,0 +1,159 @@
+"""Watch: what follows from the beats that a companion hears, and from those that it does not.
+
+    a rank tells   rank + 1, rank + 2, rank + 4, ...      modulo the number of ranks: each is
+    and watches    rank - 1, rank - 2, rank - 4, ...      watched by log2 of them
+
+A rank is watched from its first beat on: where a firewall lets none through, a job still runs. Who
+could not look (its rank was stopped, or it was kept from running itself) begins to count anew: it
+is others who have been waiting.
+
+Nothing here communicates, waits or knows the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from .beat import Beat, State
+
+_GAP: Final = 0.25  # of the timeout: who has not looked for so long was kept from it
+
+
+class Peer(NamedTuple):
+    """A rank, where it runs, and where its companion hears; address: "" where it cannot."""
+
+    rank: int
+    host: str
+    pid: int
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+def distances(size: int) -> Iterator[int]:
+    """Yield 1, 2, 4, ... below the number of ranks."""
+    distance = 1
+    while distance < size:
+        yield distance
+        distance *= 2
+
+
+class _Seen:
+    """What is known of a rank; times are on the clock of who asks."""
+
+    def __init__(self) -> None:
+        self.sequence = -1
+        self.heard: float | None = None
+        self.stopped: float | None = None  # since when
+        self.warned = False
+        self.left = False
+
+
+class Watch:
+    """One companion's view of all ranks.
+
+    news: what is to be said to people; who says it takes it out.
+    lost: the ranks that are given up, in this order, and what befell them; this one, too, may be.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: Sequence[Peer],
+        timeout_seconds: float,
+        warning_seconds: float,
+        now: float,
+    ) -> None:
+        self.rank = rank
+        self.peers = peers
+        self._own = peers[rank]
+        size = len(peers)
+        self.tells = [(rank + distance) % size for distance in distances(size)]
+        self.watches = [(rank - distance) % size for distance in distances(size)]
+        self.news: list[str] = []
+        self.lost: dict[int, str] = {}
+        self._timeout_seconds = timeout_seconds
+        self._warning_seconds = min(warning_seconds, timeout_seconds / 2)
+        self._seen = [_Seen() for _ in peers]
+        self._begun = self._looked = now
+        self._told_of_unheard = False
+
+    def hear(self, beat: Beat, now: float) -> None:
+        """Note what another companion says."""
+        if not (beat.sender < len(self.peers) and beat.about < len(self.peers)):
+            return
+        seen = self._seen[beat.sender]
+        if beat.sender == self.rank or beat.sequence <= seen.sequence:
+            return
+        seen.sequence = beat.sequence
+        if beat.state is State.LOST:
+            by = f"given up by {self.peers[beat.sender]}: " if beat.about == self.rank else ""
+            self._lose(beat.about, by + beat.text)
+            return
+        seen.heard = now
+        if beat.state is State.STOPPED:
+            seen.stopped = now if seen.stopped is None else seen.stopped
+        elif beat.state is State.LEFT:
+            seen.left = True
+        elif beat.state is State.ENDED:
+            self._lose(beat.sender, beat.text)
+        else:
+            if seen.warned:
+                self.news.append(f"{self.peers[beat.sender]} goes on")
+            seen.stopped, seen.warned = None, False
+
+    def look(self, now: float, own_is_stopped: bool) -> None:
+        """Note what should have been heard by now."""
+        gap, self._looked = now - self._looked, now
+        if own_is_stopped or gap > _GAP * self._timeout_seconds:
+            for seen in self._seen:
+                seen.heard = None if seen.heard is None else now
+                seen.stopped = None if seen.stopped is None else now
+            return
+        for rank in self.watches:
+            seen = self._seen[rank]
+            if seen.heard is None or seen.left or rank in self.lost:
+                continue
+            since = seen.heard if seen.stopped is None else seen.stopped
+            if now - since > self._timeout_seconds:
+                self._lose(rank, self._what_befell(rank, now))
+            elif now - since > self._warning_seconds and not seen.warned:
+                seen.warned = True
+                self.news.append(
+                    f"{self.peers[rank]}: {self._what_befell(rank, now)}; the job ends when that "
+                    f"has lasted {self._timeout_seconds:g} s (GTOPK_HEARTBEAT_TIMEOUT)"
+                )
+        if not self._told_of_unheard and now - self._begun > self._warning_seconds:
+            self._told_of_unheard = True
+            self._tell_of_unheard()
+
+    def _what_befell(self, rank: int, now: float) -> str:
+        seen = self._seen[rank]
+        if seen.stopped is not None:
+            return f"stopped for {now - seen.stopped:.1f} s (SIGSTOP?)"
+        heard = [self._seen[other].heard or self._begun for other in self.watches]
+        whose = "its host or its network"
+        if len(heard) > 1 and max(heard) < now - self._warning_seconds:
+            whose += f", or that of {self._own}, which hears no other rank,"
+        return f"silent for {now - (seen.heard or self._begun):.1f} s: {whose} is down"
+
+    def _lose(self, rank: int, why: str) -> None:
+        if not self._seen[rank].left:
+            self.lost.setdefault(rank, why)
+
+    def _tell_of_unheard(self) -> None:
+        """Say which ranks are not watched, as nothing came from them."""
+        unheard = [
+            str(self.peers[rank])
+            for rank in self.watches
+            if self._seen[rank].heard is None and not self._seen[rank].left
+        ]
+        if unheard:
+            self.news.append(
+                f"{self._own} hears no heartbeat of {', '.join(unheard)} and cannot "
+                "tell when it freezes: let UDP through between the hosts, or name the interface "
+                "(GTOPK_INTERFACE)"
+            )

@@ -1,0 +1,181 @@
+"""A rank that ends by whatever means, at whatever moment, ends the job; a restart undoes it all.
+
+The whole of it is `make test-faults`; the suite does a part.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.jobs import LAUNCHERS, PROMISED_SECONDS, Ended, Job, plan, start
+
+RANKS = 4
+EVERY = 5
+# Until a rank that ends before `init` is missed: no launcher tells the others so.
+START_SECONDS = 20
+
+# What the survivors say of the culprit, beside its number, host and step; "": nothing certain.
+SAID = {
+    "killed": "",
+    "segfault": "",
+    "os._exit": "",
+    "exit 3": "its program ended at step",
+    "exit 0": "its program ended at step",
+    "exception": "RuntimeError: boom",
+    "memory": "memory",
+}
+PHASES = ("start", "backward", "exchange", "checkpoint")
+
+
+def draw(dice: random.Random, begin: int) -> dict[str, Any]:
+    """Return a fault within the next steps."""
+    fault: dict[str, Any] = {"rank": dice.randrange(RANKS)}
+    fault["phase"] = dice.choice([*PHASES, "any"])
+    fault["way"] = "killed" if fault["phase"] == "any" else dice.choice(list(SAID))
+    fault["step"] = begin + dice.randrange(2 * EVERY)
+    if fault["phase"] == "start":
+        fault["step"] = 0
+    elif fault["phase"] == "checkpoint":
+        fault["step"] = begin + dice.choice([EVERY, 2 * EVERY])
+    return fault
+
+
+def suffer(job: Job, fault: dict[str, Any], dice: random.Random, begin: int = 0) -> float:
+    """Wait for the fault, check all that is promised, and return how long the ranks lived on.
+
+    begin: the step from which the job goes on: errors count from there.
+    """
+    culprit, named = fault["rank"], SAID[fault["way"]]
+    promised = PROMISED_SECONDS
+    step: int | None = fault["step"] - begin
+    if fault["phase"] == "any":
+        job.begin()
+        time.sleep(dice.uniform(0, 0.5))
+        step = None
+        since = job.send(culprit, 9)
+    elif fault["phase"] == "start":
+        job.hear(r"rank \d is \d+", times=RANKS)
+        since = float(job.hear(r"fired at ([\d.]+)")[0][1])
+        promised += START_SECONDS
+    else:
+        job.begin()
+        since = float(job.hear(r"fired at ([\d.]+)")[0][1])
+    took = job.end(since, promised)
+    assert job.process.returncode != 0
+    job.assert_nothing_is_left()
+    if fault["phase"] != "start":
+        job.assert_survivors_name(culprit, step, named)
+    return took
+
+
+def undisturbed(launcher: str, folder: Path, steps: int) -> str:
+    folder.mkdir()
+    with start(launcher, RANKS, "faulty_training.py", plan(folder, steps=steps)) as job:
+        (*digests,) = {match[1] for match in job.hear("digest (.*)", times=RANKS)}
+        assert job.process.wait(60) == 0
+        job.assert_nothing_is_left()
+        assert not [line for line in job.said if "gtopk" in line], job.text()
+    assert len(digests) == 1
+    return digests[0]
+
+
+def last_checkpoint(folder: Path) -> int:
+    last = folder / "last"
+    return int(last.read_text()) if last.exists() else 0
+
+
+def train_through(launcher: str, folder: Path, faults: int, seed: int) -> tuple[str, list[float]]:
+    """Return the digest in the end, and how long each fault took to end the job."""
+    folder.mkdir()
+    dice = random.Random(seed)
+    took: list[float] = []
+    broken: list[str] = []  # promises
+    start_timeout = str(START_SECONDS)
+    for number in range(faults):
+        begin = last_checkpoint(folder)
+        fault = draw(dice, begin)
+        print(f"{launcher} {number}: {fault}", end=" ", flush=True)
+        argument = plan(folder, fault, steps=10_000, every=EVERY, pause=0.02)
+        with start(
+            launcher, RANKS, "faulty_training.py", argument, GTOPK_START_TIMEOUT=start_timeout
+        ) as job:
+            try:
+                took.append(suffer(job, fault, dice, begin))
+                print(f"ended after {took[-1]:.2f} s", flush=True)
+            except AssertionError as error:
+                broken.append(f"{fault}: {error}")
+                print(f"broke a promise: {error}", flush=True)
+    assert not broken, f"{len(broken)} of {faults}:\n" + "\n\n".join(broken)
+    steps = last_checkpoint(folder) + EVERY
+    with start(launcher, RANKS, "faulty_training.py", plan(folder, steps=steps)) as job:
+        digests = {match[1] for match in job.hear("digest (.*)", times=RANKS)}
+        assert job.process.wait(60) == 0
+    assert len(digests) == 1
+    assert digests == {undisturbed(launcher, folder.parent / "undisturbed", steps)}
+    return digests.pop(), took
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_after_fifty_faults_a_job_ends_as_if_there_had_been_none(launcher, tmp_path):
+    _, took = train_through(launcher, tmp_path / "disturbed", faults=50, seed=20191)
+    print(f"{launcher}: {len(took)} faults, at most {max(took):.2f} s", flush=True)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_launcher_leaves_no_rank(launcher, tmp_path):
+    with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, steps=10_000)) as job:
+        job.begin()
+        since = time.time()
+        job.process.kill()
+        job.end(since)
+        job.assert_nothing_is_left()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("how", [2, 15])
+def test_a_rank_that_is_told_to_end_ends_the_job(launcher, how, tmp_path):
+    """SIGINT (a keyboard's) and SIGTERM (a scheduler's), while it waits in an operation."""
+    with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, steps=10_000)) as job:
+        job.begin()
+        job.end(job.send(1, how))
+        assert job.process.returncode != 0
+        job.assert_nothing_is_left()
+        job.assert_survivors_name(1, None, "KeyboardInterrupt" if how == 2 else "SIGTERM")
+        assert job.text().count("Traceback") <= (RANKS if how == 2 else RANKS - 1)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_ranks_killed_at_once_are_named(launcher, tmp_path):
+    with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, steps=10_000)) as job:
+        job.begin()
+        job.send(1, 9)
+        job.end(job.send(2, 9))
+        assert job.process.returncode != 0
+        job.assert_nothing_is_left()
+        for survivor in (0, 3):
+            lines = [line for line in job.said if f"gtopk: rank {survivor} of" in line]
+            assert any("rank 1 " in line or "rank 2 " in line for line in lines), job.text()
+
+
+@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.faults), "torchrun"])
+def test_a_rank_that_is_killed_in_an_exchange_is_named_by_all_and_leaves_nothing(
+    launcher, tmp_path
+):
+    fault = {"rank": 2, "phase": "exchange", "step": 3, "way": "killed"}
+    with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, fault)) as job:
+        suffer(job, fault, random.Random(0))
+        with pytest.raises(Ended):
+            job.hear("digest", seconds=1)

@@ -1,0 +1,87 @@
+"""A message that was changed on its way names its sender, and nothing of it is applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from collectives.wire.header import MAGIC
+from gtopk import world
+from gtopk.compression import Compression
+from gtopk.exceptions import HorovodInternalError
+from gtopk.optimizer import DistributedOptimizer
+
+SIZE, CULPRIT, STEP = 4, 2, 3
+
+
+class Mutating:
+    """In place of a rank's `send_on`: changes its messages of sparse vectors from a step on."""
+
+    def __init__(self, transport: LocalTransport, place: float, flip: int) -> None:
+        self.send_on = transport.send_on
+        self.place, self.flip = place, flip
+        self.active = False
+        self.changed = 0
+
+    def __call__(self, stream: Any, message: np.ndarray, to: int) -> Any:
+        begin, size = 0, message.size
+        if (
+            size > 16 and message[:8].view(np.int64)[0] < SIZE
+        ):  # an allgather's: its own comes first
+            count, size = message[:16].view(np.int64)
+            begin = 8 * (1 + count)
+        if self.active and message[begin : begin + len(MAGIC)].tobytes() == MAGIC:
+            message = message.copy()
+            message[begin + int(self.place * (size - 1))] ^= self.flip
+            self.changed += 1
+        return self.send_on(stream, message, to)
+
+
+def train(transport: LocalTransport, compression: Any, mutating: Mutating) -> tuple[str, list[Any]]:
+    """Return what ended the training, and the parameters after each step that was done."""
+    model = torch.nn.Linear(30, 7)
+    torch.nn.init.constant_(model.weight, 0.1)
+    torch.nn.init.zeros_(model.bias)
+    done = [model.weight.detach().clone()]
+    try:
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression
+            )
+            for step in range(STEP + 2):
+                optimizer.zero_grad()
+                mutating.active |= step == STEP and transport.rank == CULPRIT
+                generator = torch.Generator().manual_seed(10 * step + transport.rank)
+                model(torch.randn(5, 30, generator=generator)).square().sum().backward()
+                optimizer.step()
+                done.append(model.weight.detach().clone())
+    except HorovodInternalError as error:
+        assert torch.equal(model.weight, done[-1]), "a step that fails changes nothing"
+        return str(error), done
+    return "", done
+
+
+@pytest.mark.parametrize("compression", [Compression.gtopk(0.2), Compression.topk(0.2)], ids=repr)
+def test_a_flipped_bit_names_its_sender_on_every_rank_and_nothing_of_it_is_applied(compression):
+    """Ranks to whom all came whole may do the step: it is the one that all would have done."""
+    runs = []
+    for place, flip in ((0.0, 0), (0.0, 8), (0.3, 1), (0.7, 128), (1.0, 1)):
+        transports = local_world(SIZE, timeout_seconds=20)
+        mutating = Mutating(transports[CULPRIT], place, flip)
+        transports[CULPRIT].send_on = mutating
+        runs.append(run_ranks(transports, lambda t, m=mutating: train(t, compression, m)))
+        assert mutating.changed
+    (_, undisturbed), *_ = runs[0]
+    assert len(undisturbed) == 1 + STEP + 2
+    for ranks in runs[1:]:
+        for rank, (text, done) in enumerate(ranks):
+            assert text
+            if rank != CULPRIT:
+                assert f"the message from rank {CULPRIT} is malformed" in text, text
+            assert STEP < len(done) <= STEP + 2
+            assert all(map(torch.equal, done, undisturbed))
+        assert any(len(done) == STEP + 1 for _, done in ranks)

@@ -1,0 +1,18 @@
+"""Ranks that are late, slow or in another order are not taken for dead ones."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.faults)])
+def test_ranks_that_are_out_of_step_end_as_if_they_were_not(request, launcher):
+    start = request.getfixturevalue(launcher)
+    variables = {"GTOPK_HEARTBEAT_TIMEOUT": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+    job = start(2, "out_of_step.py", timeout=120, **variables)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("all went on") == 2
+    # Whoever waits says for whom; nobody is given up.
+    assert "has waited" in job.stderr
+    assert "is lost" not in job.stderr
+    assert "stopped for" not in job.stderr

@@ -1,0 +1,12 @@
+"""gtopk.ddp: the hook on real ranks of torchrun."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ddp_exchanges_its_buckets_by_gtopk(torchrun, ranks):
+    job = torchrun(ranks, "ddp_hook.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("the hook does as it says") == ranks

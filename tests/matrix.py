@@ -1,0 +1,20 @@
+"""The matrix: combinations of which the suite runs a few, and `make test-matrix` all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def some_of(every: Iterable[Any], *suite: Any) -> list[Any]:
+    """Return the parameters of a test; those that are not in `suite` are the matrix's.
+
+    What starts ranks takes seconds each time: the rarer combinations are run where asked for.
+    """
+    chosen = list(every)
+    assert all(each in chosen for each in suite)
+    return [
+        each if each in suite else pytest.param(each, marks=pytest.mark.matrix) for each in chosen
+    ]

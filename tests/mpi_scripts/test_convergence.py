@@ -1,0 +1,42 @@
+"""The comparison of recipes trains them alike, and says how they end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpi_scripts.convergence import RECIPES, Setting, main, open_training, parse, train
+
+
+def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "runs.json"
+    words = ["--seeds", "2", "--epochs", "1", "--densities", "0.02", "0.1", "--json", str(file)]
+    assert main([*words, "--recipes", "dense", "gtopk"]) == 0
+    results = json.loads(file.read_text())["results"]
+    assert [(each["recipe"], each["density"]) for each in results] == [
+        ("dense", 0.02),
+        ("gtopk", 0.02),
+        ("gtopk", 0.1),
+    ]
+    rows = capsys.readouterr().out.splitlines()[2:]
+    dense, sparse = results[:2]
+    means = [
+        sum(run["accuracy"] for run in each["runs"]) / len(each["runs"]) for each in (dense, sparse)
+    ]
+    assert f"{100 * (means[1] - means[0]):+.2f} ± " in rows[1]
+    assert sparse["runs"][0]["sent_bytes"] < dense["runs"][0]["sent_bytes"] / 10
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_trains_on_an_odd_number_of_ranks(name: str) -> None:
+    training = open_training(parse(["--epochs", "1", "--batch", "300"]), seed=0)
+    recipe = RECIPES[name](Setting(ranks=3, density=0.05, steps=len(training.batches)))
+    assert 0.05 < train(training, recipe, ranks=3).accuracy <= 1.0
+
+
+def test_a_single_seed_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["--seeds", "1"])
+    assert "--seeds must be at least 2" in capsys.readouterr().err

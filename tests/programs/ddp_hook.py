@@ -1,0 +1,267 @@
+"""Run under torchrun on 2 ranks or more: gTop-k as a communication hook of PyTorch's DDP."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import run_tests
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gtopk.torch as hvd
+from gtopk.ddp import GTopKState, gtopk_hook
+
+torch.distributed.init_process_group("gloo")
+RANK, SIZE = torch.distributed.get_rank(), torch.distributed.get_world_size()
+# Of so few bytes, DDP makes a bucket for each parameter after the first step.
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
+
+
+class Net(torch.nn.Module):
+    """Some layers, of which one may be left out."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12, dtype=dtype) for _ in range(4))
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        self.used = range(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.used:
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+def batch(step: int, rank: int = RANK, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(
+        8, 12, generator=torch.Generator().manual_seed(100 * step + rank), dtype=dtype
+    )
+
+
+class Recorder:
+    """Adds up what DDP hands to a hook, by parameter, weighted as the hook does."""
+
+    def __init__(self, state: GTopKState) -> None:
+        self.state = state
+        self.handed: dict[torch.Tensor, torch.Tensor] = {}
+        self.buckets = 0
+
+    def hook(
+        self, state: GTopKState, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            before = self.handed.get(parameter, torch.zeros_like(parameter))
+            self.handed[parameter] = before + gradient.detach() / SIZE
+        self.buckets = max(self.buckets, bucket.index() + 1)
+        return gtopk_hook(state, bucket)
+
+
+def train(
+    model: Any, steps: range, loss: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        (loss or (lambda y: y.square().mean()))(model(batch(step))).backward()
+        optimizer.step()
+
+
+def wrapped(state: GTopKState | None, **options: Any) -> Any:
+    model = DistributedDataParallel(Net(), **{**SMALL_BUCKETS, **options})
+    if state is not None:
+        model.register_comm_hook(state, gtopk_hook)
+    return model
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def summed(vector: torch.Tensor) -> torch.Tensor:
+    return hvd.allreduce(vector, op=hvd.Sum)
+
+
+def assert_alike(model: Any) -> None:
+    mine = weights(model)
+    assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+
+
+def test_at_density_1_it_is_the_allreduce_of_ddp() -> None:
+    for options in (
+        {},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+    ):
+        ours, theirs = wrapped(GTopKState(1.0), **options), wrapped(None, **options)
+        train(ours, range(4))
+        train(theirs, range(4))
+        torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_is_lost_also_when_ddp_makes_its_buckets_anew() -> None:
+    state = GTopKState(0.05)
+    model = DistributedDataParallel(Net(), **SMALL_BUCKETS)
+    record = Recorder(state)
+    model.register_comm_hook(state, record.hook)
+    begun = weights(model)
+    train(model, range(5))
+    assert record.buckets > 1
+    assert_alike(model)
+    held = state.state_dict(model)["held"][RANK]
+    residuals = torch.cat([held[n]["residual"].reshape(-1) for n, _ in Net().named_parameters()])
+    handed = torch.cat([record.handed[p].reshape(-1) for p in model.parameters()])
+    updates = (begun - weights(model)) / 0.1
+    assert (updates != 0).sum() < len(updates)
+    torch.testing.assert_close(summed(handed), updates + summed(residuals), rtol=1e-12, atol=1e-12)
+
+
+def test_passes_without_sync_add_up() -> None:
+    ours, theirs = wrapped(GTopKState(1.0)), wrapped(None)
+    for model in (ours, theirs):
+        with model.no_sync():
+            model(batch(0)).square().mean().backward()
+        model(batch(1)).square().mean().backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_that_is_not_used_keeps_what_it_held_back() -> None:
+    state = GTopKState(0.05)
+    model = wrapped(state, find_unused_parameters=True)
+    train(model, range(2))
+    model.module.used = [0, 1, 3]
+    train(model, range(2, 5))
+    assert_alike(model)
+    model.module.used = range(4)
+    train(model, range(5, 7))
+    assert_alike(model)
+    assert state.progress.steps == 7
+
+
+def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    train(model, range(3))
+    held, begun = state.state_dict(model), weights(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    # Of the first layer alone, which comes last: other buckets are back by then.
+    factor = torch.inf if RANK == SIZE - 1 else 1.0
+    loss = model(batch(9)).square().mean() + factor * model.module.layers[0].bias.sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weights(model), begun)
+    assert (state.skipped_steps, state.progress.steps) == (1, 3)
+    after = state.state_dict(model)
+    for name, tensors in held["held"][RANK].items():
+        assert torch.equal(after["held"][RANK][name]["residual"], tensors["residual"]), name
+    train(model, range(3, 5))
+    assert_alike(model)
+    assert bool(weights(model).isfinite().all())
+
+
+def test_what_is_held_back_is_saved_and_loaded() -> None:
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    train(model, range(3))
+    saved = state.state_dict(model), {k: v.clone() for k, v in model.state_dict().items()}
+    train(model, range(3, 6))
+
+    again = GTopKState(0.05)
+    resumed = wrapped(again)
+    resumed.load_state_dict(saved[1])
+    again.load_state_dict(saved[0], resumed)
+    train(resumed, range(3, 6))
+    # DDP's first step is of one bucket: what is selected then is selected of another vector.
+    assert again.progress.steps == 6
+    total = {name: summed(t["residual"]) for name, t in saved[0]["held"][RANK].items()}
+    fresh = GTopKState(0.05)
+    fresh.load_state_dict({**saved[0], "steps": 3}, model)
+    for name, tensors in fresh.state_dict(model)["held"][RANK].items():
+        assert torch.equal(summed(tensors["residual"]), total[name])
+    wrong = {**saved[0], "held": {RANK: {"layers.0.weight": {"residual": torch.ones(3)}}}}
+    said = re.escape("the residual of 'layers.0.weight' has the shape [3]")
+    with pytest.raises(ValueError, match=said):
+        again.load_state_dict(wrong, resumed)
+
+
+def test_a_scale_that_changes_does_not_weigh_what_is_held_back_anew() -> None:
+    models = []
+    for scales in ((1.0, 1.0, 1.0), (2.0**10, 2.0**3, 2.0**7)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        model = wrapped(GTopKState(0.05, scaler=scaler))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, scale in enumerate(scales):
+            scaler.scale(torch.ones(()))  # which makes it ready
+            scaler.update(scale)
+            optimizer.zero_grad()
+            scaler.scale(model(batch(step)).square().mean()).backward()
+            scaler.step(optimizer)
+        models.append(weights(model))
+    torch.testing.assert_close(*models, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_that_mean_different_things_are_told_so() -> None:
+    model = wrapped(GTopKState(0.5 if RANK else 0.25))
+    with pytest.raises(RuntimeError, match=r"(?s)density=0.25.*density=0.5"):
+        train(model, range(1))
+
+
+def test_a_compiled_model_trains() -> None:
+    model = wrapped(GTopKState(1.0), bucket_cap_mb=1)  # the compiler takes none so small
+    compiled = torch.compile(model, backend="aot_eager")
+    plain = wrapped(None)
+    for each, of in ((compiled, model), (plain, plain)):
+        optimizer = torch.optim.SGD(of.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            each(batch(step)).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-9, atol=1e-9)
+
+
+def test_it_learns_beside_powersgd() -> None:
+    """The same task, as many steps; both come within reach of what dense gets to."""
+    target = torch.randn(12, 12, generator=torch.Generator().manual_seed(5))
+
+    def final_loss(hook: Callable[[Any], None]) -> float:
+        model = DistributedDataParallel(torch.nn.Linear(12, 12, bias=False))
+        torch.nn.init.zeros_(model.module.weight)
+        hook(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(60):
+            x = batch(step, dtype=torch.float32)
+            loss = (model(x) - x @ target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return float((model.module.weight.detach() - target.T).square().mean())
+
+    dense = final_loss(lambda model: None)
+    ours = final_loss(lambda m: m.register_comm_hook(GTopKState(0.1), gtopk_hook))
+    power = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    theirs = final_loss(lambda m: m.register_comm_hook(power, powerSGD_hook.powerSGD_hook))
+    begun = float(target.square().mean())
+    assert dense < 0.01 * begun, dense
+    assert ours < 0.05 * begun, ours
+    assert theirs < 0.5 * begun, theirs
+
+
+def main() -> None:
+    run_tests(globals())
+    print(f"rank {RANK}: the hook does as it says\n", end="", flush=True)
+    hvd.shutdown()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A training job on any number of ranks, of which one may be made to fail at a given place.
+
+Argument: a JSON object.
+
+    steps         of the whole training
+    folder        of its checkpoints, from the last of which it goes on
+    every         steps there is a checkpoint
+    pause         seconds before each step
+    fault         {"rank": 2, "phase": PHASE, "step": 7, "way": WAY}, or null
+
+Prints for each rank "rank R is PID", from which step it goes on, "fired at TIME" where the fault
+happens, and a digest of the parameters at the end.
+
+    PHASE        where
+    start        before hvd.init
+    backward     in the gradient's hook of the middle layer
+    exchange     while gradients are exchanged; exits and exceptions: after backward, meanwhile
+    checkpoint   after the file was written beside, before it is renamed
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import light_torch  # noqa: F401
+import torch
+
+import gtopk.torch as hvd
+from gtopk import world
+from gtopk.engine.observer import Event
+
+PLAN = json.loads(sys.argv[1])
+FAULT = PLAN.get("fault") or {}
+
+
+def end_by_way() -> None:
+    way = FAULT["way"]
+    print(f"fired at {time.time()}\n", end="", flush=True)
+    if way == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif way == "segfault":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        ctypes.string_at(0)
+    elif way == "exit 3":
+        sys.exit(3)
+    elif way == "exit 0":
+        sys.exit(0)
+    elif way == "os._exit":
+        os._exit(0)
+    elif way == "exception":
+        raise RuntimeError("boom")
+    elif way == "memory":
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20),) * 2)
+        torch.empty(1 << 30)
+    elif way == "cut":
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    elif way == "cut for a while":
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        time.sleep(2)
+        subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
+    elif way == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        raise ValueError(way)
+
+
+def due(phase: str, step: int) -> bool:
+    return FAULT.get("phase") == phase and FAULT["rank"] == RANK and FAULT["step"] == step
+
+
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+print(f"rank {RANK} is {os.getpid()}\n", end="", flush=True)
+if due("start", 0):
+    end_by_way()
+hvd.init()
+
+torch.manual_seed(1)
+model = torch.nn.Sequential(
+    torch.nn.Linear(20, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16), torch.nn.Linear(16, 1)
+)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    model.named_parameters(),
+    hvd.Compression.gtopk(density=0.05),
+    bucket_bytes=1024,
+    check_every=5,
+)
+FOLDER = Path(PLAN["folder"])
+
+
+def save(step: int) -> None:
+    """Write this rank's state; the last rank to have done so makes it the last checkpoint."""
+    path = FOLDER / f"{step}-{RANK}"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{path}.part")
+    if due("checkpoint", step):
+        end_by_way()
+    os.replace(f"{path}.part", path)
+    hvd.barrier()
+    if RANK == 0:
+        (FOLDER / "last.part").write_text(str(step))
+        os.replace(FOLDER / "last.part", FOLDER / "last")
+
+
+def load() -> int:
+    """Return from which step on to train."""
+    last = FOLDER / "last"
+    step = int(last.read_text()) if last.exists() else 0
+    if step:
+        state = torch.load(FOLDER / f"{step}-{RANK}", weights_only=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    return step
+
+
+current = 0
+
+
+def on_gradient(gradient: torch.Tensor) -> None:
+    if due("backward", current):
+        end_by_way()
+
+
+def on_event(event: Event) -> None:
+    """Fail in the engine's thread, amid the reduction."""
+    gradients = event.what == "execute" and "gradients" in event.name
+    if event.phase == "begin" and gradients and due("exchange", current):
+        end_by_way()
+
+
+model[2].weight.register_hook(on_gradient)
+IN_ENGINE = FAULT.get("way") in ("killed", "segfault", "os._exit", "stopped", "memory")
+if IN_ENGINE:
+    world.current().engine.observe(on_event)
+begin = load()
+print(f"rank {RANK} goes on from {begin}\n", end="", flush=True)
+for current in range(begin, PLAN["steps"]):
+    time.sleep(PLAN.get("pause", 0.0))
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(1000 * current + RANK)
+    inputs = torch.randn(8, 20, generator=generator)
+    (model(inputs).squeeze() - inputs.sum(1).sin()).square().mean().backward()
+    if not IN_ENGINE and due("exchange", current):
+        end_by_way()
+    optimizer.step()
+    if (current + 1) % PLAN["every"] == 0:
+        save(current + 1)
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().numpy().tobytes())
+print(f"digest {digest.hexdigest()}\n", end="", flush=True)
+hvd.shutdown()

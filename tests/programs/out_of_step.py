@@ -1,0 +1,96 @@
+"""Run on two ranks or more with a heartbeat of a second: ranks that are out of step, not dead.
+
+A rank is slow, or keeps Python's lock, for longer than the heartbeat's timeout; its hooks come in
+another order; it has a batch less.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+
+import light_torch  # noqa: F401
+import torch
+from checks import run_tests
+
+import gtopk.torch as hvd
+
+LONG_SECONDS = 2.5 * float(os.environ["GTOPK_HEARTBEAT_TIMEOUT"])
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+LAST = SIZE - 1
+
+
+class Branches(torch.nn.Module):
+    """Two branches, whose gradients are ready in the order in which they are computed, reversed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, right_first: bool = False) -> torch.Tensor:
+        if right_first:
+            right = self.right(x)
+            left = self.left(x)
+        else:
+            left = self.left(x)
+            right = self.right(x)
+        return left.square().mean() + right.square().mean()
+
+
+def train(
+    before_step: Callable[[int], None] = lambda step: None,
+    right_first: bool = False,
+    batches: int = 5,
+) -> Branches:
+    model = Branches()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        model.named_parameters(),
+        hvd.Compression.gtopk(density=0.1),
+        bucket_bytes=64,
+    )
+    for step in range(batches):
+        optimizer.zero_grad()
+        before_step(step)
+        generator = torch.Generator().manual_seed(10 * step + RANK)
+        model(torch.randn(4, 8, generator=generator), right_first).backward()
+        optimizer.step()
+    hvd.join()
+    return model
+
+
+def check_equal(model: Branches, expected: Branches) -> None:
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_slow_rank_and_one_that_keeps_pythons_lock_change_no_bit() -> None:
+    def be_slow(step: int) -> None:
+        if step == 2 and RANK == LAST:
+            time.sleep(LONG_SECONDS)
+        if step == 3 and RANK == 0:
+            ctypes.PyDLL(None).usleep(int(1e6 * LONG_SECONDS))
+
+    check_equal(train(be_slow), train())
+
+
+def test_hooks_in_another_order_change_no_bit() -> None:
+    check_equal(train(right_first=RANK == LAST), train())
+
+
+def test_a_rank_with_a_batch_less_joins_and_the_others_go_on() -> None:
+    model, shorter = train(batches=5 - (RANK == LAST)), train(batches=4)
+    if RANK == LAST:
+        check_equal(model, shorter)
+    else:
+        assert not torch.equal(model.left.weight, shorter.left.weight)
+
+
+if __name__ == "__main__":
+    run_tests(globals())
+    print(f"rank {RANK}: all went on\n", end="", flush=True)
+    hvd.shutdown()
