@@ -60,7 +60,9 @@ class SparseVector(NamedTuple):
 
     def where(self, mask: Array) -> SparseVector:
         """Return the entries whose position in `indices` is true in `mask` (bool [k])."""
-        return SparseVector(self.indices[mask], self.values[mask], self.length)
+        # By positions: with a mask for an index NumPy guesses a branch for every entry, twice.
+        positions = module_of(mask).flatnonzero(mask)
+        return SparseVector(self.indices[positions], self.values[positions], self.length)
 
     def on_host(self) -> SparseVector:
         """Return the vector with NumPy arrays: itself, or from a GPU a copy that was waited for."""
@@ -76,8 +78,7 @@ class SparseVector(NamedTuple):
     def minus(self, other: SparseVector) -> SparseVector:
         """Return the nonzero differences to a vector of the same indices."""
         difference = self.values - other.values
-        mask = difference != 0
-        return SparseVector(self.indices[mask], difference[mask], self.length)
+        return self._replace(values=difference).where(difference != 0)
 
     def between(self, first: int, end: int) -> SparseVector:
         """Return the entries with first <= index < end; the arrays are views."""

@@ -144,9 +144,13 @@ class Bucket:
     @cached_property
     def views(self) -> list[torch.Tensor]:
         """The place of each parameter's gradient in `flat`."""
+        return self.split(self._flat)
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the place of each parameter in a vector like this one, [length]."""
         starts = np.cumsum([0, *(p.numel() for p in self.parameters)]).tolist()
         return [
-            self._flat.as_strided(p.shape, stride, start)
+            flat.as_strided(p.shape, stride, start)
             for p, stride, start in zip(self.parameters, self.strides, starts, strict=False)
         ]
 

@@ -15,7 +15,7 @@ what is held back moves along, parameter by parameter.
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
@@ -27,14 +27,13 @@ from .compression import GTopK
 from .engine import Operation
 from .exchange import Progress
 from .lanes import Lane, open_lane
+from .one_step import NOT_FINITE, OneStep
 from .optimizer_checkpoint import FORMAT, share_of
 from .process_sets import ProcessSet, global_process_set
 from .residual_state import Held
 from .weights import loss_scale
 
 __all__ = ["GTopKState", "gtopk_hook"]
-
-_NOT_FINITE: Final = 1  # a vote
 
 
 class GTopKState:
@@ -78,10 +77,8 @@ class GTopKState:
         self._homes: dict[torch.Tensor, tuple[Lane, int]] = {}  # where a parameter begins
         self._held: dict[torch.Tensor, Held] = {}  # of parameters without a lane, in memory's order
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
-        # Of the step under way; the engine's thread's own.
-        self._ran: list[Lane] = []
-        self._buckets = 0  # how many there are; 0: not known yet
-        self._void = False
+        self._step = OneStep()  # the engine's thread's own
+        self._buckets = 0  # how many the step has; 0: not known yet
 
     # ---- the step
 
@@ -96,7 +93,7 @@ class GTopKState:
             f"{self._name}.bucket.{bucket.index()}",
             [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
             partial(self._work, lane, bucket.index() + 1 if bucket.is_last() else 0),
-            vote=0 if lane.all_finite() else _NOT_FINITE,
+            vote=0 if lane.all_finite() else NOT_FINITE,
         )
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
@@ -105,28 +102,13 @@ class GTopKState:
 
     def _work(self, lane: Lane, buckets: int, transport: Transport, votes: list[int]) -> None:
         """Run on the engine's thread, in an order that is equal on all ranks."""
-        self._ran.append(lane)
         self._buckets = buckets or self._buckets
-        self._void |= any(vote & _NOT_FINITE for vote in votes)
-        if not self._void:
-            lane.remember()
-            self._void = not lane.reduce(transport).finite
-        if self._void:
-            for each in self._ran:
-                each.undo()
-            lane.bucket.poison()
-        else:
-            with lane.bucket.on_stream():
-                lane.exchange.apply(lane.bucket)
-        if len(self._ran) == self._buckets:
-            self._close_step()
-
-    def _close_step(self) -> None:
-        for lane in self._ran:
-            lane.let_go()
-        self.skipped_steps += self._void
-        self.progress.steps += not self._void
-        self._ran, self._buckets, self._void = [], 0, False
+        self._step.run(lane, transport, votes)
+        if self._step.buckets == self._buckets:
+            counted = self._step.close()
+            self._buckets = 0
+            self.progress.steps += counted
+            self.skipped_steps += not counted
 
     def _finish(
         self,

@@ -6,6 +6,8 @@ the program ends, or calls sys.exit, while its peers go on
 a signal kills it           the launcher ends the others; each says at which step it was stopped
 it freezes, or its host or link is gone
                             its heartbeat tells: who waits for it fails and names it (heartbeat/)
+
+Where ranks may leave (hogbatch, if told so), what ends one rank ends that rank only.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from .launch.error_file import write_error_file
 _WORD_SECONDS: Final = 0.3  # what word of a lost rank gets to come, before who is stopped ends
 _STUCK_SECONDS: Final = 3.0  # what an operation gets to notice that a rank is lost
 _LOOK_SECONDS: Final = 0.1
+_LAST_WORD_SECONDS: Final = 1.0  # what that of a rank that leaves the others gets to go out
 
 
 class Member(Protocol):
@@ -122,7 +125,8 @@ class Guard:
                 self._heartbeat.explain(failed)
             if not isinstance(error, HorovodInternalError):  # which another rank is the cause of
                 write_error_file(f"{self.name} ({self.place}) {failed}", error)
-            self._say(f"{failed}; ending the job{advice}")
+            then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
+            self._say(f"{failed}; {then}{advice}")
 
     def _on_exception(
         self,
@@ -140,8 +144,18 @@ class Guard:
 
     def _fail(self, error: BaseException) -> None:
         self.tell(error)
+        if self.member.engine.ranks_may_leave:
+            self._end_alone(error)
         how = f"failed at step {self.member.step} ({self.place}): {describe(error)}"
         self.member.transport.abort(1, how)
+
+    def _end_alone(self, error: BaseException) -> None:
+        """End this process as if it were killed: what the others go by is that it is gone."""
+        how = self.farewell(f"raised {describe(error)}")
+        self.member.transport.leave(how, _LAST_WORD_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         advice = f"; {self.member.advice}" if self.member.advice else ""
@@ -156,6 +170,8 @@ class Guard:
 
     def _on_lost(self, lost: Lost) -> None:
         self.member.transport.lose(lost.rank, lost.why)
+        if self.member.engine.ranks_may_leave:
+            return
         threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
 
     def _end_if_stuck(self, lost: Lost) -> None:

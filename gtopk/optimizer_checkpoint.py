@@ -91,6 +91,7 @@ def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
             f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
             f"{part.get('format')!r}; load it with the version of gtopk that saved it"
         )
+    held: dict[str, Held]
     if "of" in part:
         (held,), what = part["held"].values(), _said(*part["of"])
     else:

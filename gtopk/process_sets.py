@@ -170,6 +170,18 @@ def register(process_set: ProcessSet) -> None:
     process_set.process_set_id = here.sets_made
 
 
+def find_or_register(ranks: list[int]) -> ProcessSet:
+    """Return a process set of these ranks, a new one where there is none; all ranks call it."""
+    for number, members in world.current().sets.items():
+        if list(members.ranks) == ranks:
+            found = ProcessSet(ranks)
+            found.process_set_id = number
+            return found
+    made = ProcessSet(ranks)
+    register(made)
+    return made
+
+
 def _ranks_of_all(comm: Any, transport: Transport) -> list[list[int]]:
     """Return the ranks of every rank's communicator; raise MismatchError where they overlap."""
     mine = np.array(ranks_of(comm, transport), np.int64)

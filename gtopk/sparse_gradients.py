@@ -1,7 +1,8 @@
 """Gradients that are sparse tensors (COO), as embeddings make them: gathered, not compressed.
 
-The ranks' indices and values are put one after the other, in two allgathers; equal indices add up
-where the optimizer coalesces them. Parameters of `sparse_as_dense` do not come here.
+Each rank's entries are coalesced; the ranks' indices and values are put one after the other, in two
+allgathers. Those that several ranks have add up where the wrapped optimizer applies them.
+Parameters of `sparse_as_dense` do not come here.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class SparseGradientLane:
         """Gather every rank's entries."""
         begun = time.perf_counter()
         values = (self._values * self._weight).cpu().contiguous()
-        indices = self._indices.t().cpu().contiguous()
+        # A single index may have any stride, and is contiguous all the same.
+        indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
         prepared = time.perf_counter()
         all_indices = transport.allgather(_bytes_of(indices))
         all_values = transport.allgather(_bytes_of(values))
@@ -149,8 +151,8 @@ def _entries(
     if gradient is None:
         rows = torch.empty((1, 0), dtype=torch.int64)
         return rows, parameter.new_empty((0, *parameter.shape[1:])).detach()
-    if not gradient.is_sparse:
-        gradient = gradient.to_sparse(1)
+    # A row that a batch has used many times is sent once.
+    gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
     return gradient._indices(), gradient._values().detach()
 
 

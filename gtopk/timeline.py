@@ -28,14 +28,14 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
+
+from collectives.transports import Transport
 
 from .engine import Engine, Event, Observer
-
-if TYPE_CHECKING:
-    from .world import World
+from .members import Members
 
 _LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
 _END: Final = b"\n]\n"
@@ -178,7 +178,20 @@ class Timeline:
         }[event.what]
 
 
-def start(world: World, path: str, mark_cycles: bool = False) -> None:
+class Recorded(Protocol):
+    """A world, as far as its recording goes."""
+
+    timeline: Timeline | None
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def transport(self) -> Transport: ...
+    @property
+    def sets(self) -> Mapping[int, Members]: ...
+
+
+def start(world: Recorded, path: str, mark_cycles: bool = False) -> None:
     """Record what happens from now on into a file, on rank 0; one that is being written ends."""
     if world.rank != 0:
         return
@@ -188,21 +201,21 @@ def start(world: World, path: str, mark_cycles: bool = False) -> None:
         watch(world, number)
 
 
-def watch(world: World, number: int) -> None:
+def watch(world: Recorded, number: int) -> None:
     """Record what a process set does, too, where the world is recorded and this rank is in it."""
     engine = world.sets[number].engine
     if world.timeline is not None and engine is not None:
         world.timeline.watch(engine, f" (process set {number})" if number else "")
 
 
-def stop(world: World) -> None:
+def stop(world: Recorded) -> None:
     """Finish the file, where one is being written."""
     if world.timeline is not None:
         world.timeline.close()
         world.timeline = None
 
 
-def start_if_asked(world: World) -> None:
+def start_if_asked(world: Recorded) -> None:
     """Record into the file that HOROVOD_TIMELINE names, if it names one."""
     path = os.environ.get("HOROVOD_TIMELINE", "")
     if path in ("", "DYNAMIC"):

@@ -192,9 +192,21 @@ def rejoin() -> None:
 
 
 def _at_exit() -> None:
-    if _process is not None and _guard is not None:
-        _process.close(_guard.farewell("its program ended"))
-        _guard.close()
+    if _process is None or _guard is None:
+        return
+    _process.close(_guard.farewell("its program ended"))
+    _guard.close()
+    transport = _process.transport
+    if _process.engine.ranks_may_leave and transport.lost():
+        _end_without_mpi(transport)
+
+
+def _end_without_mpi(transport: Transport) -> None:
+    """End this process where MPI's own end would wait for a rank that has died."""
+    if transport.name == "mpi":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def is_initialized() -> bool:

@@ -108,7 +108,11 @@ def on_every_rank(prepare: Callable[[], T]) -> T:
     if hvd.rank() == 0:
         for text in dict.fromkeys(text for text in problems if text):
             ranks = ", ".join(str(rank) for rank, other in enumerate(problems) if other == text)
-            print(f"train.py: error: {text} [rank {ranks}]", file=sys.stderr, flush=True)
+            print(
+                f"{Path(sys.argv[0]).name}: error: {text} [rank {ranks}]",
+                file=sys.stderr,
+                flush=True,
+            )
     hvd.shutdown()  # returns on all ranks at once: none is ended before the error is out
     sys.exit(2)
 

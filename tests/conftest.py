@@ -121,15 +121,22 @@ def horovodrun() -> Callable[..., Job]:
         ranks: int, options: list[str], program: str, *arguments: str, timeout: float = 150
     ) -> Job:
         path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
+        beside = Path(sys.executable).parent  # as of a user who has activated the environment
+        environment = {
+            **os.environ,
+            **rank_environment(ranks),
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}",
+        }
         launcher = subprocess.Popen(
             [
-                str(Path(sys.executable).parent / "horovodrun"),
+                str(beside / "horovodrun"),
                 *(*options, "-np", str(ranks), sys.executable, str(path), *arguments),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **rank_environment(ranks), "PYTHONPATH": str(ROOT)},
+            env=environment,
         )
         try:
             stdout, stderr = launcher.communicate(timeout=timeout)

@@ -22,7 +22,7 @@ class Account:
 
     def __init__(self, picks: SparseVector, put_back: str) -> None:
         self.picks = picks
-        self.alive = contains(picks.indices, picks.indices)
+        self.alive = picks.indices == picks.indices  # all of them
         self._spread = put_back == "spread"
         self._errors = picks.at(slice(0))
         self._shares: list[SparseVector] = []

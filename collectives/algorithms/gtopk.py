@@ -76,14 +76,17 @@ def _as_host(
     rank = transport.rank
     guest = rank + (1 << len(kept))
     folds = guest < transport.size
+    accounts = [Account(picks, terms.put_back)]
     guests = picks.at(slice(0))
     if folds:
         guests, refused_by = _receive_picks(guest, picks, refused_by, k, transport, terms)
-    accounts = [Account(picks, terms.put_back), Account(guests, terms.put_back)]
-    merged, dropped = merge(picks, guests, k)
-    merged, refused_by = examine(merged, transport.ranks[rank], refused_by)
-    for account in accounts:
-        account.note_merge(merged, dropped, holders=1)
+        accounts.append(Account(guests, terms.put_back))
+    merged = picks
+    if folds or picks.entries > k or not kept:  # else the first round cuts, and drops zeros
+        merged, dropped = merge(picks, guests, k)
+        merged, refused_by = examine(merged, transport.ranks[rank], refused_by)
+        for account in accounts:
+            account.note_merge(merged, dropped, holders=1)
 
     holders = 1
     for keep in kept:

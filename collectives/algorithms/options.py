@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 
 def check_names(algorithm: str, reduce: Callable[..., Any], options: Iterable[str]) -> None:
     """Raise ValueError where the algorithm has no option of a name."""
-    parameters = inspect.signature(reduce).parameters.values()
+    parameters = _parameters(reduce)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return  # it hands them on, and checks them there
     own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "format"]
@@ -19,3 +20,9 @@ def check_names(algorithm: str, reduce: Callable[..., Any], options: Iterable[st
             f"algorithm {algorithm!r} has no option {', '.join(map(repr, unknown))}; "
             f"it has {', '.join(own) or 'none'}"
         )
+
+
+@functools.cache
+def _parameters(reduce: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of an algorithm: looked up in every reduction, found out once."""
+    return list(inspect.signature(reduce).parameters.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import NonFiniteError
-from ..kernels import contains, sum_by_index
+from ..kernels import contains, merge, sum_by_index
 from ..vector import SparseVector
 from ..wire import NOBODY
 
@@ -40,6 +40,9 @@ def settle(outcome: Outcome) -> tuple[SparseVector, SparseVector]:
 def put_together(vectors: list[SparseVector]) -> SparseVector:
     """Return the sum, in memory of its own; a single list that is not empty as it is."""
     filled = [vector for vector in vectors if vector.entries]
+    if len(filled) == 2:
+        one, other = filled
+        return merge(one, other, one.entries + other.entries)[0]  # in one walk
     return sum_by_index(filled) if len(filled) > 1 else (filled or vectors)[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .carrier import Carrier
+from .counter import Counter
 from .local import LocalTransport, local_world, run_ranks
 from .traffic import Traffic
 from .transport import Transport
@@ -11,6 +12,7 @@ TRANSPORTS = ("local", "mpi", "torch.distributed", "horovod", "nccl", "staged")
 
 __all__ = [
     "Carrier",
+    "Counter",
     "LocalTransport",
     "Traffic",
     "Transport",

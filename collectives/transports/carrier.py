@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ..vector import Array
+from .counter import Counter
 from .farewell import Farewell
+from .node_memory import NodeMemory
 from .streams import Streams
 from .traffic import Traffic
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, say
@@ -34,6 +36,7 @@ class Carrier(Streams):
         self._views: dict[Path, Transport] = {(): self}
         self._tags: dict[int, Path] = {0: ()}
         self._making_a_view = threading.Lock()
+        self._counters: dict[Path, int] = {}  # made so far, by stream
 
     def conclude(self) -> None:
         self.conclude_on(self)
@@ -61,6 +64,17 @@ class Carrier(Streams):
                 self._tags[tag] = path
                 self._views[path] = View(self, parent, path, ranks, tag)
             return self._views[path]
+
+    def counter(self) -> Counter:
+        return self.counter_on(self)
+
+    def name_counter(self, stream: Transport) -> str:
+        """Return a name for a new counter of a stream, the same on all its ranks."""
+        number = self._counters[stream.path] = self._counters.get(stream.path, 0) + 1
+        return f"{stream.path}, counter {number}"
+
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        return self.shared_memory_on(self, size_bytes)
 
     def farewells(self) -> Mapping[int, Farewell]:
         return self._left.copy()  # threads add to it meanwhile

@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import CollectiveError
 from ..vector import Array
 from .carrier import Carrier
+from .counter import Counts, LocalCounter
 from .farewell import Farewell
 from .mailbox import Mailbox
 from .transport import Transport
@@ -24,8 +25,11 @@ class LocalTransport(Carrier):
 
     name = "local"
 
-    def __init__(self, rank: int, mailboxes: Sequence[Mailbox], left: dict[int, Farewell]) -> None:
+    def __init__(
+        self, rank: int, mailboxes: Sequence[Mailbox], left: dict[int, Farewell], counts: Counts
+    ) -> None:
         super().__init__(rank, len(mailboxes))
+        self._counts = counts  # shared by all ranks
         self._mailboxes = mailboxes
         self.timeout_seconds = mailboxes[rank].timeout_seconds
         self._left = left  # shared by all ranks
@@ -55,6 +59,9 @@ class LocalTransport(Carrier):
     def neighbours(self) -> list[int]:
         return list(range(self.size))
 
+    def counter_on(self, stream: Transport) -> LocalCounter:
+        return LocalCounter(self._counts, self.name_counter(stream))
+
     def library(self) -> str:
         return "threads of one process"
 
@@ -69,7 +76,8 @@ def local_world(size: int, timeout_seconds: float = 60.0) -> list[LocalTransport
         raise ValueError(f"a world needs at least one rank, got size {size}")
     mailboxes = [Mailbox(timeout_seconds) for _ in range(size)]
     left: dict[int, Farewell] = {}
-    return [LocalTransport(rank, mailboxes, left) for rank in range(size)]
+    counts = Counts()
+    return [LocalTransport(rank, mailboxes, left, counts) for rank in range(size)]
 
 
 def run_ranks(

@@ -33,8 +33,12 @@ from .. import cost
 from ..errors import PeerTimeoutError
 from ..vector import Array
 from .carrier import Carrier
+from .counter import Counter
 from .farewell import Farewell
+from .mpi_counter import AskedCounter, WindowCounter
+from .node_memory import FileMemory
 from .patience import wait_until
+from .sharing import share_by_file
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -104,6 +108,7 @@ class MpiTransport(Carrier):
         self.tag_limit = highest + 1 - _DATA
         self.timeout_seconds = timeout_seconds
         self._resigned = False
+        self._windows: list[MPI.Win] = []
         self._gathers = 0  # of MPI's own
         self._here: dict[int, int] = {}  # up to which gather others have told that they wait
         # Threads may call MPI at once, or take turns: no call under the lock waits for a peer.
@@ -327,6 +332,47 @@ class MpiTransport(Carrier):
         node.Allgather(np.array([self.rank], np.int64), ranks)
         node.Free()
         return [int(rank) for rank in ranks]
+
+    def _communicator_of(self, stream: Transport) -> MPI.Intracomm:
+        """Return a communicator of a stream's ranks, all of which call this."""
+        if stream is self:
+            return self._communicator
+        # MPI's collectives of two streams must not mix.
+        group = self._communicator.group.Incl(list(stream.ranks))
+        return self._communicator.Create_group(group, stream.tag)
+
+    def shared_memory_on(self, stream: Transport, size_bytes: int) -> FileMemory:
+        """Return a window of MPI's, allocated by the first rank and mapped by all.
+
+        It is freed with the process: to free it earlier takes all ranks, and one may have died.
+        """
+        here = set(self._neighbours)
+        if not here.issuperset(stream.ranks):
+            raise ValueError(f"the ranks {list(stream.ranks)} are not all on one host")
+        with self._calling:
+            window = self._mpi.Win.Allocate_shared(
+                size_bytes if stream.rank == 0 else 0, 1, comm=self._communicator_of(stream)
+            )
+        self._windows.append(window)
+        buffer, _ = window.Shared_query(0)
+        memory = np.frombuffer(buffer, np.uint8)  # type: ignore[call-overload]
+        if stream.rank == 0:
+            memory[:] = 0
+        return share_by_file(stream, size_bytes, memory)
+
+    def counter_on(self, stream: Transport) -> Counter:
+        """Return a new counter; MPI waits for all ranks of the stream meanwhile."""
+        if set(stream.ranks) <= set(self._neighbours):
+            communicator = self._communicator_of(stream)
+            return WindowCounter(self._mpi, communicator, stream, self._calling)
+        group = self._communicator.group.Incl(list(stream.ranks))
+        return AskedCounter(
+            self._mpi,
+            self._communicator.Create_group(group, stream.tag),
+            stream,
+            self._calling,
+            lambda: self._resigned or self._mpi.Is_finalized(),
+        )
 
     def library(self) -> str:
         return self._mpi.Get_library_version().splitlines()[0].split(",")[0].strip()

@@ -16,8 +16,10 @@ import numpy as np
 from ..errors import MismatchError
 from ..vector import Array
 from .announcement import Announcement, Way
+from .counter import Counter
 from .farewell import Farewell
 from .gpu import is_on_device, load_cupy
+from .node_memory import NodeMemory
 from .transport import Path, Step, Transport
 
 
@@ -153,6 +155,12 @@ class StagedTransport(Transport):
 
     def neighbours(self) -> list[int]:
         return self.host.neighbours()
+
+    def counter(self) -> Counter:
+        return self.host.counter()
+
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        return self.host.shared_memory(size_bytes)
 
     def library(self) -> str:
         return self.host.library()

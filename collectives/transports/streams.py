@@ -6,6 +6,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from ..vector import Array
+from .counter import Counter
+from .node_memory import NodeMemory
+from .sharing import share
 from .transport import Step, Transport
 
 
@@ -36,3 +39,14 @@ class Streams(Transport):
     @abstractmethod
     def view_of(self, parent: Transport, step: Step, ranks: Sequence[int]) -> Transport:
         """Return the view one step on from a parent; as `view`."""
+
+    def counter_on(self, stream: Transport) -> Counter:
+        """Return a new counter of a stream's ranks, all of which call this; as `counter`."""
+        raise ValueError(
+            f"the transport {self.name!r} has no number that its ranks share; start them with "
+            "mpirun and mpi4py, or with torchrun"
+        )
+
+    def shared_memory_on(self, stream: Transport, size_bytes: int) -> NodeMemory:
+        """Return new zeros that a stream's ranks map; as `shared_memory`."""
+        return share(stream, size_bytes)

@@ -81,6 +81,7 @@ class TorchDistributedTransport(Carrier):
         torch = import_torch()
         super().__init__(rank, size)
         self._torch = torch
+        self._store = store
         self._hosts = hosts = _meet(store, rank, size, start_timeout_seconds)
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
@@ -284,8 +285,31 @@ class TorchDistributedTransport(Carrier):
     def neighbours(self) -> list[int]:
         return self._neighbours
 
+    def counter_on(self, stream: Transport) -> StoreCounter:
+        return StoreCounter(self._store, self.name_counter(stream), stream)
+
     def library(self) -> str:
         return f"gloo of torch {self._torch.__version__}"
+
+
+class StoreCounter:
+    """A number of the store where the ranks have met."""
+
+    def __init__(self, store: Store, name: str, stream: Transport) -> None:
+        self._store = store
+        self._name = name
+        self._stream = stream
+
+    def add(self, amount: int) -> int:
+        """Add, and return what the number was before."""
+        try:
+            return self._store.add(self._name, amount) - amount
+        except RuntimeError as error:
+            rank = self._stream.ranks[self._stream.rank]
+            raise PeerError(
+                f"rank {rank} cannot reach the store where the ranks have met, which counts for "
+                f"them: {str(error).splitlines()[0]}"
+            ) from None
 
 
 def import_torch() -> Any:

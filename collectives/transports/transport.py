@@ -23,8 +23,10 @@ import numpy as np
 from ..errors import MessageError
 from ..vector import Array
 from . import reductions
+from .counter import Counter
 from .endpoint import Endpoint
 from .farewell import Farewell
+from .node_memory import NodeMemory
 from .traffic import Traffic
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
@@ -144,6 +146,21 @@ class Transport(Endpoint):
     @abstractmethod
     def neighbours(self) -> list[int]:
         """Return the ranks on this rank's host, itself included, in order; nothing is sent."""
+
+    @abstractmethod
+    def counter(self) -> Counter:
+        """Return a new number that the ranks share, 0 at first; all of them call this together.
+
+        Any thread may add to it at any time; the other ranks need take no part.
+        Raises ValueError where the transport has nothing of the kind.
+        """
+
+    @abstractmethod
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        """Return new zeros that the ranks map; all of them call this together, and on one host.
+
+        Raises OSError, on every rank, where there is no room for them.
+        """
 
     @abstractmethod
     def library(self) -> str:

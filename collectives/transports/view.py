@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ..vector import Array
+from .counter import Counter
 from .farewell import Farewell
+from .node_memory import NodeMemory
 from .streams import Streams
 from .traffic import Traffic
 from .transport import Path, Step, Transport
@@ -69,6 +71,12 @@ class View(Transport):
     def neighbours(self) -> list[int]:
         here = set(self._carrier.neighbours())
         return [place for place, rank in enumerate(self.ranks) if rank in here]
+
+    def counter(self) -> Counter:
+        return self._carrier.counter_on(self)
+
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        return self._carrier.shared_memory_on(self, size_bytes)
 
     def library(self) -> str:
         return self._carrier.library()

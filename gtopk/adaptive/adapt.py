@@ -11,7 +11,7 @@ from ..optimizer import _DistributedOptimizer
 from ..process_sets import global_process_set
 from ..reductions import Average
 from .modes import MODES
-from .options import Job, Options
+from .options import Job
 from .sources import Order
 from .timing import Timer
 
@@ -34,15 +34,26 @@ def adapt(
 
     mode: "balanced": synchronous steps of one global batch, divided by speed. "abs": micro-batches,
         as many as there is time for while the step before is reduced; see `rounds`.
+        "adaptive-sgd": local steps on batches that ranks take when they are free, and models that
+        are merged after every mega-batch; see `merging_loader`.
+        "hogbatch", "adaptive-hogbatch": the ranks of a node update one model in shared memory, each
+        at its own pace; see `hogbatch`.
     global_batch: samples of all ranks in a step; default: the loader's batch_size times the ranks.
+        Of "adaptive-sgd": of the ranks' first batches together.
     order: from an epoch to the indices of all samples, equal on every rank; default: as the
         loader's sampler has it, over all samples.
     timer: what tells a batch's seconds in place of the clock, in simulations.
-    options: min_batch=8, max_batch=None, grain=1, interval=20, policy="equal_finish",
-        lr_scaling="none", loss_reduction="mean", seed=0, noise_every=0, micro_batch=16: see
-        Options.
-    Raises ValueError for an argument out of its range, HorovodInternalError on every rank where
-    the ranks' differ, TypeError for an optimizer that is not distributed.
+    options: min_batch=8, max_batch=None, grain=1, lr_scaling="none", loss_reduction="mean", seed=0;
+        of "balanced" also interval=20, policy="equal_finish", noise_every=0; of "abs"
+        micro_batch=16: see `options`. Of "adaptive-sgd" min_batch=0, lr_scaling="linear",
+        algorithm="adaptive", mega_batch=0, batch_rule="multiplicative", merge_weights="updates",
+        perturbation=0.0, merge_momentum=0.0, local_steps=8, record=False, replay=None:
+        see `merging_options`. Of the hogbatch modes min_batch=1, lr_scaling="linear",
+        device_class=None, sizes=None, alpha=2.0, beta=1.0, merge_every=None, nodes=None,
+        lock_step=False, ranks_may_leave=False, audit=False: see `hogbatch.options`.
+    Raises ValueError for an argument out of its range, TypeError for an option that the mode has
+    not, and for an optimizer that is not distributed, HorovodInternalError on every rank where the
+    ranks' arguments differ.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -56,6 +67,13 @@ def adapt(
     if optimizer.process_set is not global_process_set:
         raise ValueError("adapt divides the batches of all ranks: it takes no process_set")
     here = world.current()
-    chosen = Options(global_batch or (loader.batch_size or 1) * here.size, **options)
+    known = MODES[mode].options
+    if unknown := [name for name in options if name not in known.names()]:
+        raise TypeError(
+            f"mode {mode!r} has no option {unknown[0]!r}; it has {', '.join(known.names())}"
+        )
+    if global_batch is None:
+        global_batch = (loader.batch_size or 1) * here.size
+    chosen = known(global_batch, **options)
     chosen.check()
-    return MODES[mode](Job(loader, optimizer, chosen, here, order, timer))
+    return MODES[mode].open(Job(loader, optimizer, chosen, here, order, timer))

@@ -22,7 +22,7 @@ from .epochs import Epochs
 from .learning_rate import LearningRate
 from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
-from .options import Job
+from .options import BalancedOptions, Job
 from .policies import POLICIES
 from .shares import Limits, whole
 from .sources import open_source
@@ -48,7 +48,7 @@ class BalancedLoader:
     waited_seconds: for the last batch, here in the loader.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job[BalancedOptions]) -> None:
         options, world = job.options, job.world
         self._options, self._world, self._optimizer = options, world, job.optimizer
         self._name = f"adapt.{next(world.sets[0].unnamed)}"

@@ -7,7 +7,8 @@
                 +----------------------------------------------------------+
 
     HOLD ends with two windows whose spread is 0.10 or more, or one above 0.30. After SOLVE come
-    two windows of FINE only, unless a rank has become another.
+    two windows of FINE only, unless a rank has become another. One window is too noisy to tell a
+    spread of a few per cent: 16 windows of HOLD together are not, and may move sizes once more.
 
 spread: (max - min) / mean of the ranks' median seconds a batch. Every rank gets the same records
 in the same order and computes the same sizes: there is no coordinator.
@@ -15,6 +16,7 @@ in the same order and computes the same sizes: there is no coordinator.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -30,6 +32,9 @@ APART: Final = 0.30
 FINE_SHARE: Final = 0.10
 LEAST_GAIN: Final = 0.02
 FINE_WINDOWS: Final = 2
+# Of as many windows the means are four times as sure as one window is, and worth half the gain.
+HELD_WINDOWS: Final = 16
+LEAST_GAIN_HELD: Final = 0.01
 
 
 class Window(NamedTuple):
@@ -63,6 +68,7 @@ class Controller:
         self._models = [SpeedModel() for _ in sizes]
         self._holding = False
         self._uneven_windows = 0
+        self._held: list[list[float]] = []  # seconds of each window since sizes last changed
         self._fine_left = 0
         self._last_moves = [0] * len(sizes)
         self._damping = [1.0] * len(sizes)
@@ -96,9 +102,10 @@ class Controller:
         if any(changed):
             self._fine_left = 0
         spread = spread_of(seconds)
-        if self._stays(spread):
-            return now
         limits = self._limits(windows)
+        if self._stays(spread):
+            return self._refined(now, seconds, limits)
+        self._held.clear()
         measured = Measured(now, seconds, self._costs())
         wanted = self.policy(measured, limits)
         if spread > APART and not self._fine_left:
@@ -113,6 +120,20 @@ class Controller:
             self._hold()
             return whole([float(size) for size in now], limits)
         return sizes
+
+    def _refined(self, now: list[int], seconds: Sequence[float], limits: Limits) -> list[int]:
+        """Return the sizes that all windows of this hold speak for, where they are worth it."""
+        self._held.append(list(seconds))
+        if len(self._held) < HELD_WINDOWS:
+            return now
+        means = [statistics.fmean(each) for each in zip(*self._held, strict=True)]
+        self._held.clear()
+        costs = [
+            Cost(cost.fixed, (mean - cost.fixed) / size) if size and mean > cost.fixed else cost
+            for cost, mean, size in zip(self._costs(), means, now, strict=True)
+        ]
+        sizes = self.policy(Measured(now, means, costs), limits)
+        return sizes if self._gain(now, sizes, costs) >= LEAST_GAIN_HELD else now
 
     def _stays(self, spread: float) -> bool:
         """Tell whether the ranks end close enough to each other, with hysteresis."""
@@ -180,6 +201,7 @@ class Controller:
             "models": [model.state_dict() for model in self._models],
             "holding": self._holding,
             "uneven_windows": self._uneven_windows,
+            "held": self._held,
             "fine_left": self._fine_left,
             "last_moves": self._last_moves,
             "damping": self._damping,
@@ -193,6 +215,7 @@ class Controller:
             model.load_state_dict(known)
         self._holding = state["holding"]
         self._uneven_windows = state["uneven_windows"]
+        self._held = [list(window) for window in state["held"]]
         self._fine_left = state["fine_left"]
         self._last_moves = list(state["last_moves"])
         self._damping = list(state["damping"])

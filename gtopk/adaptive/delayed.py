@@ -16,7 +16,7 @@ from ..engine import Engine, Operation
 from .dealing import deal, left_over, speeds_after
 from .epochs import Epochs
 from .learning_rate import LearningRate
-from .options import Job
+from .options import Job, RoundOptions
 from .round_exchange import RoundExchange
 from .rounds import Ready, Reduced, Rounds
 from .sources import Numbers, order_of, rebuilt
@@ -54,7 +54,7 @@ class EngineWire:
             done = [vote >> 1 + _COUNT_BITS for vote in votes]
             update = None
             if all(vote & 1 for vote in votes) and any(counts):
-                update = self.exchange.reduce(transport, sum(counts))
+                update = self.exchange.reduce(transport, 1.0 / sum(counts))
             return Reduced(update, counts, done)
 
         return self._engine.submit(
@@ -72,7 +72,7 @@ class DelayedLoader:
     rounds of an iteration computed is applied before the iteration ends.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job[RoundOptions]) -> None:
         options, world, optimizer = job.options, job.world, job.optimizer
         self._options, self._world, self._optimizer = options, world, optimizer
         check(job)
@@ -200,7 +200,7 @@ class DelayedLoader:
             self.exchange.residual = state["residual"]
 
 
-def check(job: Job) -> None:
+def check(job: Job[RoundOptions]) -> None:
     """Raise ValueError for what rounds cannot do; warn of a momentum that is unstable with them."""
     if job.optimizer.backward_passes_per_step != 1:
         raise ValueError(

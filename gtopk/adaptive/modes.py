@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
 
 from .balanced import BalancedLoader
 from .delayed import DelayedLoader
-from .options import Job
+from .hogbatch.loader import HogbatchLoader
+from .hogbatch.options import HogbatchOptions
+from .merging_loader import MergingLoader
+from .merging_options import MergingOptions
+from .options import BalancedOptions, Job, Options, RoundOptions
 
 
 class Adapted(Protocol):
@@ -34,7 +39,17 @@ class Adapted(Protocol):
         """Go on where another loader of this mode stopped."""
 
 
-MODES: Final[Mapping[str, Callable[[Job], Adapted]]] = {
-    "balanced": BalancedLoader,
-    "abs": DelayedLoader,
+class Mode(NamedTuple):
+    """What a mode may be told, and what opens it."""
+
+    options: type[Options]
+    open: Callable[[Job[Any]], Adapted]
+
+
+MODES: Final[Mapping[str, Mode]] = {
+    "balanced": Mode(BalancedOptions, BalancedLoader),
+    "abs": Mode(RoundOptions, DelayedLoader),
+    "adaptive-sgd": Mode(MergingOptions, MergingLoader),
+    "hogbatch": Mode(HogbatchOptions, HogbatchLoader),
+    "adaptive-hogbatch": Mode(HogbatchOptions, partial(HogbatchLoader, adapts=True)),
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -13,61 +14,97 @@ from .policies import POLICIES
 from .sources import Order
 from .timing import Timer
 
+O_co = TypeVar("O_co", bound="Options", covariant=True)
+
 
 @dataclass(frozen=True)
 class Options:
-    """Equal on all ranks, but for `max_batch`.
+    """What every mode knows; equal on all ranks, but for those in `own`.
 
     global_batch:   samples of all ranks in a step.
     min_batch:      of a rank; lowered to an equal share where that is less.
     max_batch:      of this rank, for its memory.
     grain:          sizes are multiples of it: larger => whole tiles of a GPU, coarser balance.
-    interval:       steps of a window: more => steadier, slower to follow.
-    micro_batch:    of mode "abs": smaller => waits less for a round's end, more kernel launches.
-    noise_every:    steps between probes of the gradient noise; 0: never. One costs a dense
-                    allreduce.
     """
+
+    own: ClassVar[Collection[str]] = ("max_batch",)
 
     global_batch: int
     min_batch: int = 8
     max_batch: int | None = None
     grain: int = 1
-    interval: int = 20
-    policy: str = "equal_finish"
     lr_scaling: str = "none"
     loss_reduction: str = "mean"
     seed: int = 0
-    micro_batch: int = 16
+
+    def check(self) -> None:
+        """Raise ValueError for an option out of its range."""
+        self._require(1, "global_batch", "grain")
+        self._require(0, "min_batch")
+        if self.max_batch is not None and self.max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {self.max_batch}")
+        self._choose("lr_scaling", FACTORS)
+        self._choose("loss_reduction", ("mean", "sum"))
+
+    def _require(self, least: int, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def _choose(self, name: str, allowed: Collection[str]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ValueError(
+                f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+            )
+
+    def facts(self) -> list[str]:
+        """Return what must be equal on all ranks, in words."""
+        return [f"{name}={value!r}" for name, value in vars(self).items() if name not in self.own]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return what a user may turn."""
+        return [field.name for field in fields(cls)]
+
+
+@dataclass(frozen=True)
+class BalancedOptions(Options):
+    """What mode "balanced" knows besides.
+
+    interval:       steps of a window: more => steadier, slower to follow.
+    noise_every:    steps between probes of the gradient noise; 0: never. One costs a dense
+                    allreduce.
+    """
+
+    interval: int = 20
+    policy: str = "equal_finish"
     noise_every: int = 0
 
     def check(self) -> None:
         """Raise ValueError for an option out of its range."""
-        for name in ("global_batch", "grain", "interval", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.min_batch < 0:
-            raise ValueError(f"min_batch must be at least 0, got {self.min_batch}")
-        if self.noise_every < 0:
-            raise ValueError(f"noise_every must be at least 0, got {self.noise_every}")
-        if self.max_batch is not None and self.max_batch < 1:
-            raise ValueError(f"max_batch must be at least 1, got {self.max_batch}")
-        for name, allowed in (
-            ("policy", POLICIES),
-            ("lr_scaling", FACTORS),
-            ("loss_reduction", ("mean", "sum")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
-
-    def facts(self) -> list[str]:
-        """Return what must be equal on all ranks, in words."""
-        return [f"{name}={value!r}" for name, value in vars(self).items() if name != "max_batch"]
+        super().check()
+        self._require(1, "interval")
+        self._require(0, "noise_every")
+        self._choose("policy", POLICIES)
 
 
 @dataclass(frozen=True)
-class Job:
+class RoundOptions(Options):
+    """What mode "abs" knows besides.
+
+    micro_batch: smaller => waits less for a round's end, more kernel launches.
+    """
+
+    micro_batch: int = 16
+
+    def check(self) -> None:
+        """Raise ValueError for an option out of its range."""
+        super().check()
+        self._require(1, "micro_batch")
+
+
+@dataclass(frozen=True)
+class Job(Generic[O_co]):
     """What a mode is opened with.
 
     optimizer: a DistributedOptimizer.
@@ -76,7 +113,7 @@ class Job:
 
     loader: DataLoader[Any]
     optimizer: Any
-    options: Options
+    options: O_co
     world: World
     order: Order | None = None
     timer: Timer | None = None

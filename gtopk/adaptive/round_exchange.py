@@ -42,6 +42,19 @@ class RoundExchange:
         view_tensor(residual.values).copy_(values)
         residual.holds_nothing = False
 
+    @property
+    def unsent(self) -> list[torch.Tensor] | None:
+        """Return the residual's own memory, by parameter; None where nothing is left in it."""
+        residual = self._exchange.residual
+        if residual is None or residual.holds_nothing:
+            return None
+        return self._bucket.split(view_tensor(residual.values))
+
+    def forget(self) -> None:
+        """Keep nothing of what was not sent: it is somebody else's now."""
+        if self._exchange.residual is not None:
+            self._exchange.residual.clear()
+
     def take(self, sums: Sequence[torch.Tensor | None]) -> bool:
         """Take a rank's sums, one for each parameter; return whether they are finite."""
         bucket = self._bucket
@@ -52,10 +65,10 @@ class RoundExchange:
             parameter.grad = None
         return bucket.all_finite()
 
-    def reduce(self, transport: Transport, samples: int) -> list[torch.Tensor] | None:
-        """Return the update: the mean over the samples of all ranks; None where it overflows."""
+    def reduce(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:
+        """Return the update: the sum of weight * sums of all ranks; None where it overflows."""
         bucket = self._bucket
-        bucket.weight = 1.0 / samples
+        bucket.weight = weight
         with bucket.on_stream():
             if not self._exchange(bucket, transport).finite:
                 return None

@@ -61,7 +61,12 @@ def _exists(module: str) -> bool:
 
 
 class Finder(MetaPathFinder):
-    """First in sys.meta_path: finds gtopk's modules under Horovod's names, and never Horovod's."""
+    """First in sys.meta_path: finds gtopk's modules under Horovod's names, and never Horovod's.
+
+    installed_by: what gives another process one, too; gtopk.run asks for it.
+    """
+
+    installed_by = "gtopk.as_horovod"
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -54,12 +54,15 @@ class Engine:
 
     stand_in: what a rank that has joined does for operations with a recipe; to be set by its owner.
     sign: adds to why this rank leaves who and where it is; to be set by its owner.
+    ranks_may_leave: the ranks go on without one that dies, for as long as they need no operation;
+              to be set by who knows that they do.
     """
 
     def __init__(self, transport: Transport, settings: Settings | None = None) -> None:
         self.transport = transport
         self.sign: Callable[[str], str] = lambda how: how
         self.stand_in: StandIn | None = None
+        self.ranks_may_leave = False
         self.cycles = 0
         self.settings = (settings or settings_from()).within(transport.timeout_seconds)
         self._limits = self.settings.cache_capacity, self.settings.fusion_threshold_bytes
@@ -419,10 +422,12 @@ class Engine:
 
     def _leave(self, reason: str) -> None:
         patience_seconds = self._patience_seconds
-        if patience_seconds is None and (self._broken or self._failed):
+        # Where ranks may leave, an operation that broke says nothing of those who go on.
+        hurries = self._failed or (self._broken and not self.ranks_may_leave)
+        if patience_seconds is None and hurries:
             patience_seconds = _PATIENCE_SECONDS
         self._staying = self.transport.leave(reason, patience_seconds)
-        if self._staying and self._patience_seconds is None:
+        if self._staying and self._patience_seconds is None and not self.ranks_may_leave:
             self._end_the_job(f"{name_ranks(self._staying)} went on")
 
     def _end_the_job(self, why: str) -> None:

@@ -30,11 +30,11 @@ def pack(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     allow_pickle: bool,
-    as_horovod: bool,
+    to_install: Sequence[str],
 ) -> tuple[bytes, bytes]:
     """Return the bytes of what a rank needs before it can import anything, and of the call.
 
-    as_horovod: whether the ranks shall find gtopk under Horovod's names, too.
+    to_install: modules whose `install` the ranks call before they import anything else.
     Raises TypeError for what cannot travel without a pickle, where none is allowed.
     """
     here = spawn.get_preparation_data("gtopk.run")
@@ -63,7 +63,7 @@ def pack(
         "version": __version__,
         "surroundings": surroundings,
         "allow_pickle": allow_pickle,
-        "as_horovod": as_horovod,
+        "to_install": list(to_install),
     }
     return objects.encode(preparation, allow_pickle=False), content
 

@@ -87,7 +87,7 @@ def run(
     from .collect import collect
 
     may_pickle = pickle_allowed() if allow_pickle is None else allow_pickle
-    messages = pack(func, args, kwargs or {}, may_pickle, _as_horovod())
+    messages = pack(func, args, kwargs or {}, may_pickle, _to_install())
     named = parse_hosts(hosts) if hosts else read_hostfile(hostfile) if hostfile else []
     places = Places(
         ranks,
@@ -123,6 +123,6 @@ def _refuse_elastic(given: Mapping[str, Any]) -> None:
         )
 
 
-def _as_horovod() -> bool:
-    """Tell whether this process finds gtopk under Horovod's names."""
-    return any(type(finder).__module__ == "gtopk.as_horovod.finder" for finder in sys.meta_path)
+def _to_install() -> list[str]:
+    """Return the modules whose finders this process was given: ranks are to find what it finds."""
+    return [finder.installed_by for finder in sys.meta_path if hasattr(finder, "installed_by")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -39,10 +40,8 @@ def main() -> None:
                 f"this rank found gtopk {__version__}, and was started by {prepared['version']}; "
                 "install the same version on every host"
             )
-        if prepared["as_horovod"]:
-            from ..as_horovod import install
-
-            install()
+        for module in prepared["to_install"]:
+            importlib.import_module(module).install()
         call.surround(prepared["surroundings"])
         said = report.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:

@@ -24,10 +24,19 @@ class Slowdown:
 
 
 @dataclass(frozen=True)
+class Death:
+    """A rank is gone from a second on."""
+
+    rank: int
+    second: float
+
+
+@dataclass(frozen=True)
 class Cluster:
     """A batch of b samples takes a rank (overhead + b / speed) seconds, times the noise.
 
     speeds: samples a second, by rank.
+    deaths: of ranks; only replicas that are merged can go on without one.
     overhead_seconds: of every batch, whatever its size.
     noise: standard deviation of the logarithm of what a batch takes.
     link: between any two ranks; each sits on a node of its own.
@@ -38,6 +47,7 @@ class Cluster:
     overhead_seconds: float = 0.0
     noise: float = 0.0
     slowdowns: Sequence[Slowdown] = ()
+    deaths: Sequence[Death] = ()
     link: Link = GIGABIT
     exchange_seconds: float | None = None
 
@@ -47,9 +57,12 @@ class Cluster:
         return len(self.speeds)
 
     def compute_seconds(
-        self, rank: int, samples: int, second: float, random: np.random.Generator
+        self, rank: int, samples: float, second: float, random: np.random.Generator
     ) -> float:
-        """Return what a batch takes that a rank begins at a second."""
+        """Return what a batch takes that a rank begins at a second.
+
+        samples: or their work, where some have more than others.
+        """
         if samples == 0:
             return 0.0
         factor = 1.0

@@ -15,11 +15,13 @@ import torch
 
 from collectives.cost import Link
 
+from ..adaptive.hogbatch.sizes import Thresholds, checked
 from ..plan.command import as_argument, density
 from ..plan.models import PARAMETERS
 from ..plan.quantities import bandwidth, count, duration
-from .cluster import GIGABIT, Cluster, Slowdown
-from .modes import SIMULATED
+from .classes import Classes
+from .cluster import GIGABIT, Cluster, Death, Slowdown
+from .modes import DEFAULT, OUTLIVE, SIMULATED
 from .page import page
 from .record import Record
 from .setting import Setting
@@ -46,6 +48,33 @@ def slowdown(text: str) -> Slowdown:
     if found is None:
         raise ValueError(f"must be RANK:FACTOR@TIME, as 0:4@30s, got {text!r}")
     return Slowdown(int(found["rank"]), float(found["factor"]), duration(found["second"]))
+
+
+def death(text: str) -> Death:
+    """Return the end of "1@30s": rank 1 is gone from second 30 on."""
+    rank, _, second = text.partition("@")
+    if not rank.isdigit() or not second:
+        raise ValueError(f"must be RANK@TIME, as 1@30s, got {text!r}")
+    return Death(int(rank), duration(second))
+
+
+def classes_sizes(text: str) -> dict[str, Thresholds]:
+    """Return the thresholds of "slow=4:64,fast=32:256"."""
+    found = {}
+    for word in text.split(","):
+        name, _, pair = word.partition("=")
+        smallest, _, largest = pair.partition(":")
+        if name not in ("slow", "fast") or not smallest.isdigit() or not largest.isdigit():
+            raise ValueError(f"must be as slow=4:64,fast=32:256, got {text!r}")
+        found[name] = checked(Thresholds(int(smallest), int(largest)), f"the class {name!r}")
+    return found
+
+
+def ranks(text: str) -> list[int]:
+    """Return the ranks of "0,2"."""
+    if not all(word.isdigit() for word in text.split(",")):
+        raise ValueError(f"must be ranks, as 0,2, got {text!r}")
+    return [int(word) for word in text.split(",")]
 
 
 def dense_or_density(text: str) -> float | None:
@@ -85,6 +114,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="RANK:FACTOR@TIME",
         help="a rank that slows down, as 0:4@30s; may be repeated",
     )
+    add(
+        "--die",
+        type=as_argument(death),
+        action="append",
+        default=[],
+        metavar="RANK@TIME",
+        help=f"a rank that dies, as 1@30s; of {', '.join(OUTLIVE)}",
+    )
     add("--bandwidth", type=as_argument(bandwidth), default=GIGABIT.bits_per_second)
     add("--latency", type=as_argument(duration), default=GIGABIT.latency_seconds)
     add("--exchange", type=as_argument(duration), help="of a step, in place of the link's model")
@@ -94,6 +131,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=as_argument(count), default=1)
     add("--batch", type=as_argument(count), default=256, help="of all ranks; default: %(default)s")
     add("--micro-batch", type=as_argument(count), default=8, help="of abs; default: %(default)s")
+    add("--mega-batch", type=as_argument(count), default=0, help="of adaptive-sgd; default: 100 b")
+    add(
+        "--fast",
+        type=as_argument(ranks),
+        metavar="RANKS",
+        help="hogbatch's fast class; default: the fastest",
+    )
+    add(
+        "--fast-overhead",
+        type=as_argument(duration),
+        metavar="TIME",
+        help="of their batches; default: --overhead",
+    )
+    add(
+        "--sizes",
+        type=as_argument(classes_sizes),
+        default=Classes().sizes,
+        help="of hogbatch's batches; default: slow=4:64,fast=32:256",
+    )
     add("--interval", type=as_argument(count), default=5, help="steps of a window of balanced")
     add("--lr", type=float, default=0.5)
     add("--momentum", type=float, default=0.0)
@@ -102,8 +158,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--modes",
         type=as_argument(modes),
-        default=list(SIMULATED),
-        help=f"default: {','.join(SIMULATED)}",
+        default=list(DEFAULT),
+        help=f"of {','.join(SIMULATED)}; default: {','.join(DEFAULT)}",
     )
     add("--json", metavar="FILE", help="write the records")
     add("--html", metavar="FILE", help="write a page with plots")
@@ -118,11 +174,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overhead,
         options.noise,
         options.slow,
+        options.die,
         Link.of(options.bandwidth, options.latency),
         options.exchange,
     )
-    if any(slow.rank >= cluster.ranks for slow in options.slow):
-        return _fail(f"--slow must be of ranks 0..{cluster.ranks - 1}, as --speeds has them")
+    for name, changes in (("--slow", options.slow), ("--die", options.die)):
+        if any(change.rank >= cluster.ranks for change in changes):
+            return _fail(f"{name} must be of ranks 0..{cluster.ranks - 1}, as --speeds has them")
+    if any(rank >= cluster.ranks for rank in options.fast or ()):
+        return _fail(f"--fast must be of ranks 0..{cluster.ranks - 1}, as --speeds has them")
+    if options.die and (others := [mode for mode in options.modes if mode not in OUTLIVE]):
+        return _fail(f"{others[0]} ends with a rank; --die is of {', '.join(OUTLIVE)}")
     if options.batch < 8 * cluster.ranks:
         return _fail(f"--batch must be at least {8 * cluster.ranks}, got {options.batch}")
     torch.set_num_threads(1)  # the ranks are threads
@@ -154,6 +216,16 @@ def _setting(options: argparse.Namespace, cluster: Cluster, seed: int) -> Settin
         options.density,
         options.interval,
         options.micro_batch,
+        options.mega_batch,
+        classes=_classes(options),
+    )
+
+
+def _classes(options: argparse.Namespace) -> Classes:
+    fastest = max(options.speeds)
+    found = [rank for rank, speed in enumerate(options.speeds) if speed == fastest]
+    return Classes(
+        options.fast or found, options.fast_overhead, {**Classes().sizes, **options.sizes}
     )
 
 

@@ -126,7 +126,7 @@ class Ends:
             exchange.take(part[0])
 
         def reduce(transport: LocalTransport) -> list[torch.Tensor] | None:
-            return self._exchanges[transport.rank].reduce(transport, sum(counts))
+            return self._exchanges[transport.rank].reduce(transport, 1.0 / sum(counts))
 
         updates = run_ranks(self._transports, reduce)
         meeting.results = [Reduced(update, counts, batches) for update in updates]
@@ -144,7 +144,7 @@ def simulate(setting: Setting) -> Record:
     record = Record("abs", setting.seed, busy=[0.0] * cluster.ranks)
     models = [task.model() for _ in range(cluster.ranks)]
     ends = Ends(setting, time, models, record)
-    claims = claim(len(task.y), setting.micro_batch, 1000 * setting.seed)
+    claims = claim(task.samples, setting.micro_batch, 1000 * setting.seed)
     noises = cluster.noises(setting.seed)
     applied = 0  # samples, on rank 0
 
@@ -158,7 +158,7 @@ def simulate(setting: Setting) -> Record:
             if rank == 0:
                 applied += samples
                 record.steps += 1
-                if applied >= (len(record.accuracy) + 1) * len(task.y):
+                if applied >= (len(record.accuracy) + 1) * task.samples:
                     record.accuracy.append((time.now, task.accuracy(models[0])))
 
         wire = SimulatedWire(ends, rank)

@@ -31,7 +31,7 @@ def simulate(setting: Setting) -> Record:
     batch = setting.global_batch // ranks
     noises = cluster.noises(setting.seed)
     reduce_seconds = cluster.reduce_seconds(Candidate("dense"), task.length)
-    length = len(task.y)
+    length = task.samples
     wanted = [length * speed / sum(cluster.speeds) for speed in cluster.speeds]
     shares = whole(wanted, Limits(length, [0] * ranks, [length] * ranks))
     for epoch in range(setting.epochs):

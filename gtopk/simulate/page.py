@@ -20,7 +20,7 @@ def page(records: Sequence[Record], lines: Sequence[str]) -> str:
     sizes = "".join(
         f"<h2>Samples of each rank and step: {escape(record.mode)}</h2>{sizes_over_time(record)}"
         for record in first
-        if record.mode in ("balanced", "abs")
+        if record.mode in ("balanced", "abs", "adaptive-sgd")
     )
     return f"""<!doctype html>
 <html lang="en">

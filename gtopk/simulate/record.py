@@ -14,9 +14,13 @@ class Record:
     busy:      of these, what each rank computed.
     exchange:  of these, what the wire was in use, as modelled.
     samples:   computed, of all ranks.
-    steps:     updates of the parameters.
-    accuracy:  (simulated seconds, share of the test samples) after every epoch.
+    steps:     updates of the parameters; of replicas, those of the rank that makes most.
+    accuracy:  (simulated seconds, share of the test samples) after every epoch, or more often.
     sizes:     (simulated seconds, samples of each rank in the step that ended then).
+    updates:   of each rank, between two merges of replicas, or in an epoch of hogbatch.
+    loss:      (simulated seconds, mean loss of the training samples) after every epoch, if known.
+    staleness: of hogbatch: others' updates between an update's reading of the model and itself.
+    used:      of hogbatch: the share of what each class can compute that it did.
     """
 
     mode: str
@@ -28,6 +32,10 @@ class Record:
     steps: int = 0
     accuracy: list[tuple[float, float]] = field(default_factory=list)
     sizes: list[tuple[float, list[int]]] = field(default_factory=list)
+    updates: list[list[int]] = field(default_factory=list)
+    loss: list[tuple[float, float]] = field(default_factory=list)
+    staleness: float = 0.0
+    used: dict[str, float] = field(default_factory=dict)
 
     @property
     def samples_per_second(self) -> float:
@@ -56,3 +64,7 @@ class Record:
     def seconds_to(self, accuracy: float) -> float | None:
         """Return when an accuracy was first reached; None: never."""
         return next((second for second, reached in self.accuracy if reached >= accuracy), None)
+
+    def seconds_to_loss(self, loss: float) -> float | None:
+        """Return when a loss was first reached; None: never."""
+        return next((second for second, reached in self.loss if reached <= loss), None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from collectives.planning import Candidate
 
 from ..compression import Compression, SparseCompression
+from .classes import Classes
 from .cluster import Cluster
 from .tasks import Task
 
@@ -17,6 +18,9 @@ class Setting:
     """A cluster, a task, and how it is trained.
 
     density: of gTop-k; None: dense.
+    mega_batch: samples between two merges of adaptive-sgd; 0: 100 batches.
+    evaluate_every: samples, of replicas; 0: after every epoch.
+    classes: of ranks, for hogbatch.
     """
 
     cluster: Cluster
@@ -29,6 +33,9 @@ class Setting:
     density: float | None
     interval: int = 20
     micro_batch: int = 16
+    mega_batch: int = 0
+    evaluate_every: int = 0
+    classes: Classes = field(default_factory=Classes)
 
     @property
     def compression(self) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ..charts.units import count_text, digits, seconds_text
 from .record import Record
 from .setting import Setting
+from .show_classes import NOTES, render_classes
 
 _HEADINGS = ("mode", "samples/s", "vs first", "busy", "least", "accuracy %", "updates", "to target")
 
@@ -23,6 +24,9 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
         f"; rank {slow.rank} takes {slow.factor:g} times as long from second {slow.second:g} on"
         for slow in cluster.slowdowns
     )
+    slower += "".join(
+        f"; rank {death.rank} dies at second {death.second:g}" for death in cluster.deaths
+    )
     intro = (
         f"Simulated, not measured: {cluster.ranks} ranks of {speeds} samples/s, overhead "
         f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}{slower}; an "
@@ -35,21 +39,27 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
     by_mode = {mode: [r for r in records if r.mode == mode] for mode in modes}
     base = _median([record.samples_per_second for record in by_mode[modes[0]]])
     rows = [_HEADINGS, *(_row(mode, runs, base, target) for mode, runs in by_mode.items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    table = [
+    notes = (
+        "busy: mean share of the time that ranks compute. least: of the rank that computes least, "
+        "of the time off the wire; of abs, of all time. accuracy: median (lowest-highest). to "
+        f"target: simulated seconds to {100 * target:g} %."
+    )
+    lines = [*textwrap.wrap(intro, 80), "", *aligned(rows), "", *textwrap.wrap(notes, 80)]
+    if of_classes := render_classes(records, setting):
+        lines += ["", *aligned(of_classes), "", *textwrap.wrap(NOTES, 80)]
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines, the first column to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
         "  ".join(
             word.ljust(width) if column == 0 else word.rjust(width)
             for column, (word, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
-    notes = (
-        "busy: mean share of the time that ranks compute. least: of the rank that computes least, "
-        "of the time off the wire; of abs, of all time. accuracy: median (lowest-highest). to "
-        f"target: simulated seconds to {100 * target:g} %."
-    )
-    wrapped = [*textwrap.wrap(intro, 80), "", *table, "", *textwrap.wrap(notes, 80)]
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapped]
 
 
 def _row(mode: str, runs: Sequence[Record], base: float, target: float) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from ..optimizer import DistributedOptimizer
 from .cluster import Cluster
 from .record import Record
 from .setting import Setting
+from .tasks import mean_loss
 
 NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
 
@@ -91,7 +92,7 @@ def simulate(setting: Setting, mode: str) -> Record:
                     setting.compression,
                 )
                 loader = adapt(
-                    DataLoader(range(len(task.y)), 1, shuffle=True),  # type: ignore[arg-type]
+                    DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
                     optimizer,
                     global_batch=setting.global_batch,
                     interval=setting.interval if mode == "balanced" else NEVER,
@@ -106,6 +107,7 @@ def simulate(setting: Setting, mode: str) -> Record:
                         clock.end_step(number, loader.num_samples, timer.seconds)
                     if number == 0:
                         record.accuracy.append((record.seconds, task.accuracy(model)))
+                        record.loss.append((record.seconds, mean_loss(task, model)))
         except BaseException:
             clock.abort()
             raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,35 @@ import torch.nn.functional as F
 TEST_IMAGES: Final = 360
 
 
-class Task(NamedTuple):
-    """What is trained: samples and labels, those held back, and a model from a seed.
+class Task(Protocol):
+    """What is trained.
 
-    length: parameters whose exchange is modelled; those of the model, where it is not another's.
+    samples: how many there are. length: parameters whose exchange is modelled.
+    """
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    def model(self) -> torch.nn.Module:
+        """Return a model: the same one every time."""
+
+    def loss(self, model: torch.nn.Module, indices: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of some samples."""
+
+    def work_of(self, places: Sequence[int]) -> float:
+        """Return what a batch of some samples costs, in samples of the mean cost."""
+
+    def accuracy(self, model: torch.nn.Module) -> float:
+        """Return the share of the samples held back that a model names right."""
+
+
+class Digits(NamedTuple):
+    """Images and labels, those held back, and a model from a seed.
+
+    length: of the model, where it is not another's.
     """
 
     x: torch.Tensor
@@ -24,14 +49,29 @@ class Task(NamedTuple):
     model: Callable[[], torch.nn.Module]
     length: int
 
+    @property
+    def samples(self) -> int:
+        """Return how many images are trained with."""
+        return len(self.y)
+
     def loss(self, model: torch.nn.Module, indices: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of some samples."""
         return F.cross_entropy(model(self.x[indices]), self.y[indices])
+
+    def work_of(self, places: Sequence[int]) -> float:
+        """Return what a batch of some samples costs, in samples: all cost alike."""
+        return len(places)
 
     @torch.no_grad()
     def accuracy(self, model: torch.nn.Module) -> float:
         """Return the share of the samples held back that a model names right."""
         return float((model(self.test_x).argmax(1) == self.test_y).float().mean())
+
+
+@torch.no_grad()
+def mean_loss(task: Task, model: torch.nn.Module) -> float:
+    """Return the mean loss of all samples that are trained with."""
+    return float(task.loss(model, torch.arange(task.samples)))
 
 
 def perceptron() -> torch.nn.Module:
@@ -59,7 +99,7 @@ NETWORKS: Final[Mapping[str, Callable[[], torch.nn.Module]]] = {
 }
 
 
-def open_task(name: str, seed: int, length: int | None = None) -> Task:
+def open_task(name: str, seed: int, length: int | None = None) -> Digits:
     """Return a task; the seed splits the digits and draws the weights.
 
     length: of the gradient whose exchange is modelled, where it shall be another model's.
@@ -80,7 +120,7 @@ def open_task(name: str, seed: int, length: int | None = None) -> Task:
         return made
 
     parameters = sum(tensor.numel() for tensor in weights.values())
-    return Task(
+    return Digits(
         x[:-TEST_IMAGES],
         y[:-TEST_IMAGES],
         x[-TEST_IMAGES:],

@@ -32,7 +32,7 @@ def train(mpirun):
     """Run the script with each list of arguments, under one mpirun: runs, then ranks."""
 
     def run(ranks: int, *runs: list[str]) -> list[list[Run]]:
-        done = mpirun(ranks, "train_runs.py", json.dumps(runs))
+        done = mpirun(ranks, "train_runs.py", "train.py", json.dumps(runs))
         assert done.returncode == 0, done.stdout + done.stderr
         return [[Run(*rank) for rank in ranks] for ranks in json.loads(done.stdout)]
 

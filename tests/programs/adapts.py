@@ -97,6 +97,31 @@ def test_a_stream_is_read_by_workers() -> None:
     assert everyones(seen) == list(range(LENGTH))
 
 
+def test_replicas_take_batches_by_the_ranks_own_counter_and_merge() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        hvd.Compression.gtopk(density=0.3),
+    )
+    loader = hvd.adapt(
+        DataLoader(Indexed(), 8, shuffle=True, num_workers=1, persistent_workers=True),
+        optimizer,
+        "adaptive-sgd",
+        mega_batch=70,
+        min_batch=1,
+    )
+    for _ in range(3):
+        assert everyones(train(loader, model, optimizer)) == list(range(LENGTH))
+        assert same_everywhere(str(loader.last_merge))
+        with loader.merged():
+            assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
+    assert loader.merges == 9
+    loader.drain()
+    assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
+
+
 hvd.init()
 torch.set_num_threads(1)
 run_tests(globals())

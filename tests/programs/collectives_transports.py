@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
+import pytest
 
 from collectives import Transport
 from collectives.cost import dense_bytes, rounds
@@ -390,6 +391,47 @@ def test_ranks_of_one_host_are_neighbours(transport: Transport) -> None:
     assert transport.neighbours() == list(range(transport.size))
 
 
+def test_what_ranks_add_to_a_counter_is_added_once_each(transport: Transport) -> None:
+    streams = [transport, transport.channel(4), transport.subset([transport.rank])]
+    if transport.name == "horovod":
+        with pytest.raises(ValueError, match="no number that its ranks share"):
+            streams[1].counter()
+        return
+    for stream in streams:
+        counters = stream.counter(), stream.counter()  # independent
+        amounts = [1 + (stream.rank + turn) % 3 for turn in range(20)]
+        before = [counters[0].add(amount) for amount in amounts]
+        assert before == sorted(before)
+        stream.barrier()
+        assert counters[1].add(0) == 0
+        rows = stream.allgather(np.array([before, amounts]).reshape(-1).view(np.uint8))
+        parts = [row.view(np.int64).reshape(2, -1).T.tolist() for row in rows]
+        position = 0
+        for first, amount in sorted(itertools.chain.from_iterable(parts)):
+            assert first == position
+            position += amount
+        assert counters[0].add(0) == position
+
+
+def test_ranks_of_a_host_map_the_same_zeros(transport: Transport) -> None:
+    backwards = transport.subset(list(reversed(range(transport.size))))
+    for stream in (transport, transport.channel(4), backwards):
+        memory, other = stream.shared_memory(8 * (stream.size + 1)), stream.shared_memory(0)
+        assert (memory.place, memory.places) == (stream.rank, stream.size)
+        numbers = memory.bytes.view(np.int64)
+        assert not numbers.any()
+        assert not other.bytes.size
+        stream.barrier()
+        numbers[stream.rank] = stream.rank + 1
+        for _ in range(50):
+            with memory.lock():  # what two ranks add at the same time would be lost
+                numbers[stream.size] += 1
+        stream.barrier()
+        assert numbers.tolist() == [*range(1, stream.size + 1), 50 * stream.size]
+        assert all(memory.is_present(place) for place in range(stream.size))
+        stream.barrier()
+
+
 def check_large_allreduce(transport: Transport, length: int) -> None:
     """Check the sum and the count of an array that the library reduces, after a barrier."""
     transport.barrier()
@@ -425,8 +467,6 @@ def check_mpi(transport: Transport) -> None:
     import os
     from unittest import mock
 
-    import pytest
-
     from collectives import open_transport
     from collectives.transports import mpi
 
@@ -452,6 +492,9 @@ def check_mpi(transport: Transport) -> None:
     ):
         for law in LAWS:
             law(transport)
+
+    with mock.patch.object(transport, "_neighbours", [transport.rank]):  # as on hosts of their own
+        test_what_ranks_add_to_a_counter_is_added_once_each(transport)
 
     assert "MPI" in transport.library()
     launched = f"{transport.size + 3}"

@@ -1,7 +1,7 @@
-"""Run mpi_scripts/train.py several times on these ranks, and print how each run went on each rank.
+"""Run a script of mpi_scripts several times on these ranks; print how each run went on each rank.
 
-Argument: a JSON list of the runs' argument lists; "{rank}" in them becomes the rank. Prints a JSON
-list of runs, each a list by rank of [exit code, stdout, stderr].
+Arguments: its name; a JSON list of the runs' argument lists, in which "{rank}" becomes the rank.
+Prints a JSON list of runs, each a list by rank of [exit code, stdout, stderr].
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 
 import gtopk.torch as hvd
 
-TRAIN = Path(__file__).parent.parent.parent / "mpi_scripts" / "train.py"
+SCRIPT = Path(__file__).parents[2] / "mpi_scripts" / sys.argv[1]
 
 
 def run(arguments: list[str]) -> list[object]:
-    """Run the script as `python train.py ...` does; a failed run leaves the world by itself."""
-    sys.argv = [str(TRAIN), *(text.replace("{rank}", str(hvd.rank())) for text in arguments)]
+    """Run the script as `python SCRIPT ...` does; a failed run leaves the world by itself."""
+    sys.argv = [str(SCRIPT), *(text.replace("{rank}", str(hvd.rank())) for text in arguments)]
     code: object = 0
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
         try:
-            runpy.run_path(str(TRAIN), run_name="__main__")
+            runpy.run_path(str(SCRIPT), run_name="__main__")
         except SystemExit as end:
             code = end.code
     hvd.shutdown()
@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> list[object]:
 
 
 runs = []
-for arguments in json.loads(sys.argv[1]):
+for arguments in json.loads(sys.argv[2]):
     hvd.init()
     ended = run(arguments)
     hvd.init()

@@ -19,6 +19,7 @@ from collectives.algorithms import ON_DEVICE
 from collectives.errors import MessageError, NonFiniteError
 from collectives.kernels.device import cuda as cuda_machine
 from collectives.transports import LocalTransport, local_world
+from collectives.transports.counter import Counts
 from collectives.transports.mailbox import Mailbox
 from collectives.transports.nccl import NcclTransport
 from collectives.wire import HEADER_BYTES, decode, encode
@@ -189,7 +190,7 @@ def on_one_gpu(way: str, picks: Sequence[SparseVector], k: int) -> list[Outcome]
         assert type(update.values) is type(returned.values) is type(selected.values)
         return update.on_host(), returned.on_host()
 
-    return run_ranks([OneGpu(rank, mailboxes, left) for rank in range(len(picks))], rank)
+    return run_ranks([OneGpu(rank, mailboxes, left, Counts()) for rank in range(len(picks))], rank)
 
 
 # The others ask NCCL for its collectives.

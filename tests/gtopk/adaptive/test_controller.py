@@ -105,6 +105,17 @@ def test_noise_moves_nothing_once_it_is_good() -> None:
     assert error(sizes[-1], PROPORTIONAL) < 0.15
 
 
+def test_what_no_window_can_tell_all_windows_of_a_hold_do() -> None:
+    """Three ranks are alike, the fourth takes 4 % longer: a spread that one window leaves alone."""
+    costs = [Cost(0.0, 0.01 * factor) for factor in (1.0, 1.0, 1.0, 1.04)]
+    sizes = run(start(), lambda step: costs, 5 + 17 * 20 + 40, noise=0.03)
+    assert sizes[300] == [64] * 4
+    assert sizes[-1][3] == 62
+    assert changes(sizes) == 1
+    exact = [Cost(0.0, 0.01)] * 4
+    assert changes(run(start(), lambda step: exact, 5000, noise=0.03)) == 0
+
+
 def test_at_the_optimum_nothing_changes() -> None:
     controller = Controller([128, 64, 32, 32], limits())
     assert changes(run(controller, lambda step: PROPORTIONAL, 200)) == 0

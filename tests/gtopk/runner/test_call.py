@@ -55,18 +55,18 @@ def test_a_function_of_main_needs_a_script(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("allow_pickle", [False, True])
 def test_the_call_is_made_with_its_arguments(allow_pickle: bool) -> None:
-    _, content = call.pack(math.ldexp, (3,), {}, allow_pickle, False)
+    _, content = call.pack(math.ldexp, (3,), {}, allow_pickle, [])
     assert not objects.holds_pickle(content)
     with pytest.raises(TypeError):
         call.make(content, allow_pickle)
-    _, content = call.pack(int, ("12",), {"base": 5}, allow_pickle, False)
+    _, content = call.pack(int, ("12",), {"base": 5}, allow_pickle, [])
     assert call.make(content, allow_pickle) == 7
 
 
 def test_a_closure_travels_as_a_pickle() -> None:
     pytest.importorskip("cloudpickle")
     offset = 3
-    preparation, content = call.pack(lambda x: x + offset, (4,), {}, True, False)
+    preparation, content = call.pack(lambda x: x + offset, (4,), {}, True, [])
     assert objects.holds_pickle(content)
     assert objects.decode(preparation, allow_pickle=False)["allow_pickle"] is True
     assert call.make(content, True) == 7
@@ -75,5 +75,5 @@ def test_a_closure_travels_as_a_pickle() -> None:
 
 
 def test_the_secret_of_this_process_stays_here() -> None:
-    preparation, _ = call.pack(os.getpid, (), {}, False, False)
+    preparation, _ = call.pack(os.getpid, (), {}, False, [])
     assert "authkey" not in str(objects.decode(preparation, allow_pickle=False))

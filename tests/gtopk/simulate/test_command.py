@@ -38,7 +38,11 @@ def test_a_comparison_is_printed_written_and_drawn(
     [
         (["--speeds", "100"], "two ranks' samples a second or more"),
         (["--slow", "0-4"], "must be RANK:FACTOR@TIME"),
+        (["--die", "1"], "must be RANK@TIME, as 1@30s, got '1'"),
         (["--modes", "fast"], "must be of equal-dense, equal"),
+        (["--sizes", "slow=4"], "must be as slow=4:64,fast=32:256"),
+        (["--sizes", "slow=64:4"], "thresholds of the class 'slow' are crossed"),
+        (["--fast", "one"], "must be ranks, as 0,2"),
         (["--density", "2"], "it must lie in"),
     ],
 )
@@ -54,6 +58,9 @@ def test_words_that_mean_nothing_are_an_error(
     ("words", "text"),
     [
         (["--slow", "2:4@1s", *QUICK], "--slow must be of ranks 0..1"),
+        (["--die", "2@1s", *QUICK], "--die must be of ranks 0..1"),
+        (["--fast", "2", *QUICK], "--fast must be of ranks 0..1"),
+        (["--die", "1@1s", *QUICK, "--modes", "local-sgd,abs"], "abs ends with a rank; --die is"),
         ([*QUICK, "--batch", "8"], "--batch must be at least 16, got 8"),
         ([*QUICK, "--modes", "local-sgd", "--json", "/nowhere/x"], "/nowhere/x cannot be written"),
     ],

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from gtopk.adaptive.policies import spread_of
-from gtopk.simulate import delayed, joined, local_sgd, synchronous
-from gtopk.simulate.cluster import Cluster, Slowdown
+from gtopk.simulate import delayed, joined, synchronous
+from gtopk.simulate.cluster import Cluster, Death, Slowdown
+from gtopk.simulate.modes import SIMULATED
 from gtopk.simulate.record import Record
 from gtopk.simulate.setting import Setting
 from gtopk.simulate.tasks import open_task
@@ -74,7 +75,8 @@ def test_a_simulation_repeats_to_the_bit() -> None:
     for simulate in (
         delayed.simulate,
         joined.simulate,
-        local_sgd.simulate,
+        SIMULATED["local-sgd"],
+        SIMULATED["adaptive-sgd-gtopk"],
         lambda s: synchronous.simulate(s, "balanced"),
     ):
         assert simulate(at) == simulate(at)
@@ -94,8 +96,49 @@ def test_ranks_that_are_done_with_their_shard_take_part_with_nothing() -> None:
 
 def test_local_sgd_averages_now_and_then() -> None:
     at = setting([200, 100], 0.5, epochs=3)
-    record = local_sgd.simulate(at)
+    record = SIMULATED["local-sgd"](at)
     assert record.steps == 18
-    assert record.exchange == pytest.approx(0.5 * 5)  # after every 8 steps, and every epoch of 6
+    assert record.exchange == pytest.approx(0.5 * 3)  # an epoch has 6 steps, of the 8 there may be
     assert record.final_accuracy > 0.7
     assert all(before < after for (before, _), (after, _) in pairwise(record.accuracy))
+
+
+def replicas_of(speeds: list[float], epochs: int, **changed: Any) -> Setting:
+    cluster = Cluster(speeds, noise=0.03, exchange_seconds=0.05, **changed)
+    return Setting(cluster, TASK, 0, epochs, 16 * len(speeds), 0.3, 0.0, 0.2, mega_batch=1437)
+
+
+@pytest.mark.parametrize("speeds", [[132, 120, 110, 100], [400, 200, 100, 100]])
+def test_ranks_make_as_many_updates_from_the_third_merge_on(speeds: list[float]) -> None:
+    record = SIMULATED["adaptive-sgd"](replicas_of(speeds, epochs=8))
+    first, *settled = record.updates[0], *record.updates[3:]
+    assert max(first) > 1.2 * min(first)
+    assert all(max(updates) <= 1.10 * min(updates) for updates in settled)
+
+
+def test_who_waits_least_is_ahead_of_who_averages_in_step() -> None:
+    at = replicas_of([400, 200, 100, 100], epochs=5)
+    reached = {
+        mode: SIMULATED[mode](at).seconds_to(0.85)
+        for mode in ("adaptive-sgd", "local-sgd", "crossbow")
+    }
+    ahead = reached.pop("adaptive-sgd")
+    assert ahead is not None
+    assert all(second is None or second > ahead for second in reached.values())
+
+
+def test_a_rank_that_dies_costs_only_its_samples_since_the_last_merge() -> None:
+    deaths = [Death(1, second=3.0)]
+    for mode in ("adaptive-sgd", "adaptive-sgd-gtopk", "local-sgd"):
+        record = SIMULATED[mode](replicas_of([400, 200, 100], epochs=3, deaths=deaths))
+        merged = [sizes for _, sizes in record.sizes]
+        assert sum(map(sum, merged)) == 3 * len(TASK.y)  # each sample in a merge, once an epoch
+        died = next(place for place, sizes in enumerate(merged) if len(sizes) == 2)
+        assert all(len(sizes) == 3 for sizes in merged[:died])
+        assert all(len(sizes) == 2 for sizes in merged[died:])
+        lost = record.samples - sum(map(sum, merged))
+        assert 0 < lost <= max(sizes[1] for sizes in merged[:died]) + 16
+        assert record.final_accuracy > 0.6
+    nobody = replicas_of([400, 200], epochs=3, deaths=[Death(0, 1.0), Death(1, 1.0)])
+    with pytest.raises(ValueError, match="every rank has died"):
+        SIMULATED["adaptive-sgd"](nobody)

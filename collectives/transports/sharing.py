@@ -1,0 +1,87 @@
+"""Sharing: how the ranks of one host come to the same memory.
+
+threads of a process     the object itself, by a name
+processes                a file in memory that all map, known by its path until all have it
+processes under MPI      a window of MPI's; the file is for the locks only
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import uuid
+import weakref
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ..vector import Array
+from .node_memory import FileMemory, NodeMemory, OfThreads, ThreadMemory
+from .transport import Transport
+
+_FOLDER: Final = Path("/dev/shm")  # files there are memory
+_in_this_process: weakref.WeakValueDictionary[str, OfThreads] = weakref.WeakValueDictionary()
+
+
+def share(stream: Transport, size_bytes: int) -> NodeMemory:
+    """Return new zeros that a stream's ranks map, as `Transport.shared_memory`."""
+    pid = np.array([os.getpid()]).view(np.uint8)
+    if len({message.tobytes() for message in stream.allgather(pid)}) == 1:
+        return share_in_process(stream, size_bytes)
+    return share_by_file(stream, size_bytes)
+
+
+def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
+    """Return memory of a stream's ranks, which are threads of this process."""
+    made = OfThreads(size_bytes) if stream.rank == 0 else None
+    name = uuid.uuid4().hex
+    if made is not None:
+        _in_this_process[name] = made
+    told = stream.broadcast(np.frombuffer(name.encode(), np.uint8), 0)
+    shared = _in_this_process[told.tobytes().decode()]
+    stream.barrier()  # the first rank keeps it until all have it
+
+    def has_left(place: int) -> bool:
+        return stream.ranks[place] in stream.farewells()
+
+    return ThreadMemory(shared, stream.rank, stream.size, has_left)
+
+
+def share_by_file(stream: Transport, size_bytes: int, memory: Array | None = None) -> FileMemory:
+    """Return memory of a stream's ranks, which are processes of one host.
+
+    memory: what they share already; None: a file in memory is mapped by each.
+    Raises OSError, on every rank, where there is no room for it.
+    """
+    made = _make_file(0 if memory is not None else size_bytes) if stream.rank == 0 else (-1, "")
+    told = stream.broadcast(np.frombuffer(made[1].encode(), np.uint8), 0).tobytes().decode()
+    if told.startswith("!"):
+        raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {told[1:]}")
+    file = made[0] if stream.rank == 0 else os.open(told, os.O_RDWR)
+    if memory is None:
+        mapped = mmap.mmap(file, size_bytes) if size_bytes else b""
+        memory = np.frombuffer(mapped, np.uint8)
+    result = FileMemory(memory, file, stream.rank, stream.size, stream.timeout_seconds)
+    stream.barrier()  # all have opened it, and say so by their locks
+    if stream.rank == 0:
+        os.unlink(told)
+    return result
+
+
+def _make_file(size_bytes: int) -> tuple[int, str]:
+    """Return a new file and its path; where that fails, "!" and why."""
+    folder = _FOLDER if os.access(_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
+    try:
+        file, path = tempfile.mkstemp(prefix="gtopk-", dir=folder)
+    except OSError as error:
+        return -1, f"!{error}"
+    try:
+        if size_bytes:
+            os.posix_fallocate(file, 0, size_bytes)  # now, not as a SIGBUS later
+    except OSError as error:
+        os.close(file)
+        os.unlink(path)
+        return -1, f"!{error.strerror} in {folder}; free or enlarge it (docker run --shm-size=...)"
+    return file, path

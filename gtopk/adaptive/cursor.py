@@ -1,0 +1,196 @@
+"""Cursor: one place in a stretch of samples that all ranks take from: who is free takes the next.
+
+    stretch   |--------------------------------------------------|   places of an epoch's order
+    rank 0    |== 32 ==|        |== 32 ==|        |== 32 ==|         takes, in the order in which
+    rank 1             |== 32 ==|                          |= 8|     they came; the last is cut
+    rank 2                               |=== 32 ==|                 short, those after it empty
+
+Whoever comes when, the takes are disjoint and together the stretch. What a rank took and did not
+finish, as it died, is what nobody has finished: it can be handed out again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+from collectives.transports import Counter
+
+from .shares import divide
+
+# From a stretch's number, its samples and the ranks' sizes to each rank's takes, in their order.
+Replay = Callable[[int, int, Sequence[int]], Sequence[Sequence[range]]]
+
+
+class Stretch:
+    """Places that are handed out together, as ranges one behind the other.
+
+    A take is a range of positions in it: `places` says which samples these are.
+    """
+
+    def __init__(self, ranges: Iterable[range]) -> None:
+        self.ranges = [each for each in ranges if each]
+        self._ends = list(accumulate(map(len, self.ranges)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def places(self, take: range) -> list[range]:
+        """Return the places at these positions."""
+        found = []
+        for each, end in zip(self.ranges, self._ends, strict=True):
+            first = end - len(each)
+            part = each[max(take.start - first, 0) : max(take.stop - first, 0)]
+            if part:
+                found.append(part)
+        return found
+
+    def without(self, finished: Iterable[range]) -> list[range]:
+        """Return the places at all positions but those of some takes, in order."""
+        left, position = [], 0
+        for take in sorted(finished, key=lambda take: take.start):
+            left += self.places(range(position, take.start))
+            position = max(position, take.stop)
+        return left + self.places(range(position, len(self)))
+
+
+class Cursor(Protocol):
+    """Hands out takes of the stretch that is open.
+
+    count: how far this rank has seen it come, through all stretches.
+    """
+
+    count: int
+
+    def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
+        """Hand out a stretch from now on: its number, its samples, and the ranks' sizes in it.
+
+        count: the most that any rank has seen, once all ranks have stopped to take.
+        """
+
+    def take(self, samples: int) -> range:
+        """Take the next samples: as many, or those that are left, or none."""
+
+
+class SharedCursor:
+    """Takes by a counter that the ranks share: in the order in which they come."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.count = 0
+        self._counter = counter
+        self._begin = self._total = 0
+
+    def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
+        """Hand out the next samples from the count on."""
+        self._begin, self._total = count, total
+
+    def take(self, samples: int) -> range:
+        """Take the next samples."""
+        before = self._counter.add(samples)
+        self.count = before + samples
+        first = before - self._begin
+        return range(min(first, self._total), min(first + samples, self._total))
+
+
+class ReplayedCursor:
+    """Takes in an order that was recorded, or computed: the same ones in every run.
+
+    Every rank knows all takes, so none waits for another and nothing is sent.
+    """
+
+    def __init__(self, rank: int, replay: Replay) -> None:
+        self.count = 0
+        self._rank = rank
+        self._replay = replay
+        self._takes: Iterator[range] = iter(())
+        self._number = 0
+
+    def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
+        """Go on with what is known of this stretch; raise ValueError where it does not fit."""
+        takes = self._replay(number, total, sizes)
+        check_takes(number, total, takes, len(sizes))
+        self._takes, self._number = iter(takes[self._rank]), number
+
+    def take(self, samples: int) -> range:
+        """Take what was taken; raise ValueError where that is more than the samples."""
+        take = next(self._takes, range(0))
+        if len(take) > samples:
+            raise ValueError(
+                f"the replay gives rank {self._rank} a take of {len(take)} samples in stretch "
+                f"{self._number}, and its size is {samples}: it is one of another run"
+            )
+        return take
+
+
+def check_takes(number: int, total: int, takes: Sequence[Sequence[range]], ranks: int) -> None:
+    """Raise ValueError for takes that are not of so many ranks, and a whole stretch once."""
+    if len(takes) != ranks:
+        raise ValueError(f"the replay must be of {ranks} ranks, got one of {len(takes)}")
+    position = 0
+    for take in sorted((take for each in takes for take in each), key=lambda take: take.start):
+        if take.start != position:
+            break
+        position = take.stop
+    if position != total:
+        raise ValueError(
+            f"the replay's takes of stretch {number} must be its {total} samples, each once; "
+            f"they are up to {position}"
+        )
+
+
+def recorded(takes: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Replay:
+    """Return what repeats a record: of each stretch, by rank, the (start, stop) of its takes."""
+
+    def replay(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
+        if number >= len(takes):
+            raise ValueError(f"the record ends after {len(takes)} stretches")
+        return [[range(start, stop) for start, stop in each] for each in takes[number]]
+
+    return replay
+
+
+def by_speed(speeds: Sequence[float]) -> Replay:
+    """Return the takes of ranks that need size / speed for a batch; of equals the lower first."""
+
+    def replay(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
+        takes: list[list[range]] = [[] for _ in speeds]
+        free = [(0.0, rank) for rank in range(len(speeds))]
+        position = 0
+        while position < total:
+            second, rank = heapq.heappop(free)
+            take = range(position, min(position + sizes[rank], total))
+            takes[rank].append(take)
+            position = take.stop
+            heapq.heappush(free, (second + len(take) / speeds[rank], rank))
+        return takes
+
+    return replay
+
+
+def in_step(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
+    """Return the takes of ranks that all make a step of their size, and then all the next one."""
+    takes: list[list[range]] = [[] for _ in sizes]
+    start = 0
+    while start < total:
+        left = total - start
+        parts = divide(left, sizes) if left < sum(sizes) else sizes
+        for each, size in zip(takes, parts, strict=True):
+            if size:
+                each.append(range(start, start + size))
+            start += size
+    return takes
+
+
+def record_of(takes: Iterable[Iterable[range]]) -> list[list[list[int]]]:
+    """Return the ranks' takes of a stretch as plain numbers, as `recorded` reads them."""
+    return [[[take.start, take.stop] for take in each] for each in takes]
+
+
+def open_cursor(rank: int, counter: Counter | None, replay: Any) -> Cursor:
+    """Return the cursor of a replay (a function, or a record), or else of a counter."""
+    if replay is None:
+        assert counter is not None
+        return SharedCursor(counter)
+    return ReplayedCursor(rank, replay if callable(replay) else recorded(replay))

@@ -1,0 +1,48 @@
+"""What hogbatch refuses, and what it warns of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from ..options import Job
+from .options import HogbatchOptions
+
+
+def check(job: Job[HogbatchOptions], mode: str) -> None:
+    """Raise ValueError for what workers without steps in common cannot do."""
+    optimizer, options = job.optimizer, job.options
+    if optimizer.backward_passes_per_step != 1:
+        raise ValueError(
+            f"mode {mode!r} updates after every batch: use backward_passes_per_step=1, got "
+            f"{optimizer.backward_passes_per_step}"
+        )
+    asked = optimizer._options
+    for name, value in (
+        ("local_clip_norm", asked.local_clip_norm),
+        ("global_clip_norm", asked.global_clip_norm),
+        ("scaler", optimizer.scaler),
+        ("check_every", asked.check_every or None),
+    ):
+        if value is not None:
+            raise ValueError(f"mode {mode!r} has no steps of all ranks: it takes no {name}")
+    if not hasattr(job.loader.dataset, "__len__"):
+        raise ValueError(
+            f"mode {mode!r} hands out the samples of an epoch: it needs a data set of a length"
+        )
+    if options.lock_step and job.loader.num_workers:
+        raise ValueError(
+            "lock_step hands out one batch at a time: use a DataLoader with num_workers=0, got "
+            f"{job.loader.num_workers}"
+        )
+
+
+def warn_of_few_cores(workers: int, cores: int, ranks: Sequence[int]) -> None:
+    """Warn where a node's workers on CPUs are more than its cores."""
+    if workers > cores:
+        warnings.warn(
+            f"{workers} workers of hogbatch on CPUs share {cores} core{'s' * (cores > 1)} (ranks "
+            f"{', '.join(map(str, ranks))}): they take turns on them, which makes updates older "
+            f"and none faster; start {cores} of them",
+            stacklevel=6,
+        )

@@ -1,0 +1,221 @@
+"""Ledger: who has which of an epoch's samples in hand, so that nobody takes them to the grave.
+
+A worker claims the next places of the epoch's order, and the ledger notes its number at each; what
+it has computed and applied is noted as done. When nothing is left to claim, the workers look for
+places of workers that live no more, and share them out anew:
+
+    order    | done done done | of 2 | done | of 1, dead | done | of 0 | not claimed yet ...
+                                             `--> of 0                  ^ next
+
+A round is an epoch, or an evaluation; the first is what comes before them. The notes of two rounds
+take turns in memory: while a worker looks how the last one ends, another may have begun the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from collectives.errors import PeerError, PeerTimeoutError
+from collectives.transports import Counter
+from collectives.transports.node_memory import NodeMemory
+
+from .board import Board
+
+_DONE, _GIVEN_BACK = -1, -2
+_PAUSE_SECONDS: Final = 2e-4
+
+
+class Ledger:
+    """One worker's view.
+
+    notes: int16 [2, length]: 0, one more than a worker's place, or -1: done, -2: given back.
+    counter: of several nodes, from which each takes stretches of this length; None: of one node.
+    why_gone: from a worker's place to what it said when it left.
+    on_death: is told the place of a worker that has died within a round, once.
+    """
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        board: Board,
+        notes: np.ndarray[Any, Any],
+        counter: Counter | None = None,
+        stretch: int = 0,
+        *,
+        ranks_may_leave: bool = False,
+        ranks: Sequence[int],
+        timeout_seconds: float = 600.0,
+        why_gone: Callable[[int], str] = lambda place: "its process has died",
+        on_death: Callable[[int], None] = lambda place: None,
+    ) -> None:
+        self._memory, self._board, self._all_notes = memory, board, notes
+        self._counter, self._stretch = counter, stretch
+        self._ranks_may_leave = ranks_may_leave
+        self._ranks = ranks
+        self._timeout_seconds = timeout_seconds
+        self._why_gone, self._on_death = why_gone, on_death
+        self._dead: set[int] = set()
+        self._head = board.head
+        self._number = board.me + 1
+        self.round = 1  # which a worker ends when it is ready to begin
+
+    @property
+    def _notes(self) -> np.ndarray[Any, Any]:
+        notes: np.ndarray[Any, Any] = self._all_notes[self.round % 2]
+        return notes
+
+    def begin(self, length: int, *, between_nodes: bool = True) -> None:
+        """Begin the next round, of so many places, once all others have ended the last one."""
+        self._await(lambda: self._all_over(self.round), "end the last round")
+        self.round += 1
+        self._length = length
+        self._between_nodes = between_nodes and self._counter is not None
+        with self._memory.lock():
+            if self._head["prepared"][0] < self.round:
+                self._notes[:length] = 0
+                self._head["next"][0] = self._head["turn"][0] = 0
+                self._head["end"][0] = 0 if self._between_nodes else length
+                self._head["prepared"][0] = self.round
+
+    def claim(self, count: int) -> range:
+        """Return the next places, at most so many; none: all are claimed."""
+        with self._memory.lock():
+            first = int(self._head["next"][0])
+            if first == int(self._head["end"][0]) and self._between_nodes:
+                first = self._take_a_stretch()
+            last = min(first + count, int(self._head["end"][0]))
+            # First noted, then passed: who dies in between leaves notes that are written over.
+            self._notes[first:last] = self._number
+            self._head["next"][0] = last
+        return range(first, last)
+
+    def _take_a_stretch(self) -> int:
+        """Take the next places from all nodes' counter."""
+        assert self._counter is not None
+        first = self._counter.add(self._stretch) - int(self._head["base"][0])
+        first = min(first, self._length)
+        self._head["next"][0] = first
+        self._head["end"][0] = min(first + self._stretch, self._length)
+        return first
+
+    def finish(self, places: Sequence[int]) -> None:
+        """Note places as done."""
+        self._notes[list(places)] = _DONE
+
+    def reclaim(self, count: int) -> list[int]:
+        """Return places, at most so many, of workers that died; wait while others still compute.
+
+        No places: everything is done that was claimed.
+        """
+        board = self._board
+        board["idle"] = self.round
+        found: list[int] = []
+
+        def look() -> bool:
+            others = board.others()
+            with self._memory.lock():
+                idle = all(board.rows["idle"][place] >= self.round for place in others)
+                if lost := self._lost({*others, board.me}):
+                    self._look_for_the_dead()
+                    found.extend(lost[:count])
+                    self._notes[found] = self._number
+                    board["idle"] = self.round - 1
+            return bool(found) or idle
+
+        self._await(look, "finish their batches")
+        if found:
+            board.add("again", len(found))
+        return found
+
+    def await_others(self) -> None:
+        """Return when nobody of this node has anything in hand; takes none of it."""
+        self._board["idle"] = self.round
+        rows = self._board.rows["idle"]
+        self._await(
+            lambda: all(rows[place] >= self.round for place in self._board.others()),
+            "finish their batches",
+        )
+
+    def _lost(self, living: set[int]) -> list[int]:
+        """Return the places that the dead have claimed and not done, or the living given back."""
+        numbers = [place + 1 for place in range(self._memory.places) if place not in living]
+        notes = self._notes[: self._length]
+        lost: list[int] = np.flatnonzero(np.isin(notes, [*numbers, _GIVEN_BACK])).tolist()
+        return lost
+
+    def has_more(self) -> bool:
+        """Tell whether there is anything left to claim in this node's memory."""
+        return bool(self._head["next"][0] < self._head["end"][0])
+
+    def give_back(self, places: Sequence[int]) -> None:
+        """Let those who still compute have what this worker has claimed."""
+        self._notes[list(places)] = _GIVEN_BACK
+
+    def end(self) -> None:
+        """Say that this worker has ended the round."""
+        self._board["idle"] = self._board["over"] = self.round
+
+    def take_turn(self) -> None:
+        """Return when it is this worker's turn: in lock-step they come one after the other."""
+
+        def look() -> bool:
+            head, board = self._head, self._board
+            with self._memory.lock():
+                others = set(board.others())
+                while (turn := int(head["turn"][0])) != board.me:
+                    if turn in others and board.rows["idle"][turn] < self.round:
+                        return False
+                    head["turn"][0] = (turn + 1) % self._memory.places
+            return True
+
+        self._await(look, "take their turns")
+
+    def pass_turn(self) -> None:
+        """Let the next worker have its turn, where it is this one's."""
+        if self._head["turn"][0] == self._board.me:
+            self._head["turn"][0] = (self._board.me + 1) % self._memory.places
+
+    def _all_over(self, round: int) -> bool:
+        rows = self._board.rows
+        return all(rows["over"][place] >= round for place in self._board.others())
+
+    def _await(self, look: Callable[[], bool], what: str) -> None:
+        """Return once `look` says so.
+
+        Raises PeerError when a worker has left that may not, PeerTimeoutError when nothing happens.
+        """
+        begun = time.monotonic()
+        while True:
+            is_over = look()
+            self._look_for_the_dead()
+            if is_over:
+                return
+            if time.monotonic() > begun + self._timeout_seconds:
+                rows = self._board.rows
+                late = [
+                    self._ranks[p] for p in self._board.others() if rows["idle"][p] < self.round
+                ]
+                raise PeerTimeoutError(
+                    f"rank {self._ranks[self._board.me]} has waited {self._timeout_seconds:g} s "
+                    f"for ranks {late} to {what}"
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+    def _look_for_the_dead(self) -> None:
+        """Tell of those who died since the last look; raise PeerError where none may."""
+        for place in range(self._memory.places):
+            over = self._board.rows["over"][place] >= self.round
+            if over or place in self._dead or self._memory.is_present(place):
+                continue
+            if not self._ranks_may_leave:
+                raise PeerError(
+                    f"rank {self._ranks[place]} left ({self._why_gone(place)}) in the middle of an "
+                    "epoch; hogbatch goes on without it where adapt(..., ranks_may_leave=True) "
+                    "says so"
+                )
+            self._dead.add(place)
+            self._on_death(place)

@@ -1,0 +1,72 @@
+"""Options of hogbatch: what a user may turn."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ..options import Options
+from .device_classes import class_named
+from .sizes import Thresholds, thresholds_of
+
+
+@dataclass(frozen=True)
+class HogbatchOptions(Options):
+    """What the modes "hogbatch" and "adaptive-hogbatch" know; equal on all ranks but for `own`.
+
+    The learning rate is that of a global batch, as everywhere; with lr_scaling="linear" each update
+    has its own batch's share of it.
+
+    device_class: of this rank; None: "cpu" or "gpu", by its parameters.
+    sizes: by class, its smallest and largest batch, or one for both. Not said: up to the loader's
+        batch_size, from what a probe finds. Slow classes begin with the smallest, fast ones with
+        the largest; mode "hogbatch" stays there.
+    alpha: what a batch is divided by or multiplied with at once.
+    beta: the share of an update in place that counts for the balance; "measured": that of the
+        updates which no other worker can have overwritten a part of.
+    merge_every: samples of all nodes between two merges of their models; None: ten an epoch.
+    nodes: the ranks of each node; None: by their hosts.
+    lock_step: one worker at a time, in turns: exact, and slow; for tests.
+    ranks_may_leave: the others go on without a rank that dies, and compute what it had in hand.
+    audit: keep the sum of this rank's steps, to tell at `audited` what was lost. It takes the
+        memory of two more models.
+    """
+
+    own: ClassVar[Collection[str]] = ("max_batch", "min_batch", "device_class")
+
+    min_batch: int = 1
+    lr_scaling: str = "linear"
+    device_class: str | None = None
+    sizes: Mapping[str, int | Sequence[int]] | None = None
+    alpha: float = 2.0
+    beta: float | Literal["measured"] = 1.0
+    merge_every: int | None = None
+    nodes: Sequence[Sequence[int]] | None = None
+    lock_step: bool = False
+    ranks_may_leave: bool = False
+    audit: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError for an option out of its range."""
+        super().check()
+        self._choose("lr_scaling", ("none", "linear", "sqrt"))
+        if self.grain != 1:
+            raise ValueError(f"hogbatch has batches of any size: grain must be 1, got {self.grain}")
+        if self.min_batch < 1:
+            raise ValueError(f"min_batch must be at least 1, got {self.min_batch}")
+        if not self.alpha > 1:
+            raise ValueError(f"alpha must be above 1, got {self.alpha}")
+        if self.beta != "measured" and not (isinstance(self.beta, float | int) and self.beta > 0):
+            raise ValueError(f"beta must lie in 0..1, or be 'measured', got {self.beta!r}")
+        if self.beta != "measured" and self.beta > 1:
+            raise ValueError(f"beta must lie in 0..1, or be 'measured', got {self.beta!r}")
+        if self.merge_every is not None and self.merge_every < 1:
+            raise ValueError(f"merge_every must be at least 1, got {self.merge_every}")
+        if self.device_class is not None:
+            class_named(self.device_class)
+        thresholds_of(self.sizes)
+
+    def thresholds(self) -> dict[str, Thresholds]:
+        """Return what is said of the sizes, by class."""
+        return thresholds_of(self.sizes)

@@ -1,0 +1,106 @@
+"""Report: what the workers of a node have done so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .board import Board
+from .device_classes import CLASSES, NAMES
+
+
+class WorkerReport(NamedTuple):
+    """One worker, since the loader was made.
+
+    samples:         of its updates.
+    staleness:       mean number of others' updates between a batch's hand-over and its update.
+    overlapped:      updates during which another worker wrote to the model, too: at most these
+                     lost a part of themselves.
+    skipped, unused: batches whose update was not finite; that the script took no step for.
+    again:           samples it computed for workers that had died.
+    busy:            share of its time that it computed and updated, of the time within epochs.
+    size:            of its next batch.
+    """
+
+    rank: int
+    device_class: str
+    updates: int
+    samples: int
+    staleness: float
+    stalest: int
+    overlapped: int
+    skipped: int
+    unused: int
+    again: int
+    busy: float
+    size: int
+    is_present: bool
+
+
+class Report(NamedTuple):
+    """All workers of a node."""
+
+    workers: list[WorkerReport]
+
+    @property
+    def updates(self) -> int:
+        """Return how many updates the model has had."""
+        return sum(worker.updates for worker in self.workers)
+
+    @property
+    def slow_share(self) -> float:
+        """Return the share of the updates that the slow classes made."""
+        slow = sum(w.updates for w in self.workers if not CLASSES[w.device_class].is_fast)
+        return slow / max(self.updates, 1)
+
+    @property
+    def staleness(self) -> float:
+        """Return the mean staleness of all updates."""
+        total = sum(worker.staleness * worker.updates for worker in self.workers)
+        return total / max(self.updates, 1)
+
+    @property
+    def overlapped_share(self) -> float:
+        """Return the share of the updates during which another worker wrote, too."""
+        return sum(worker.overlapped for worker in self.workers) / max(self.updates, 1)
+
+    def busy(self, device_class: str) -> float:
+        """Return the mean busy share of a class; 0 where there is none of it."""
+        shares = [w.busy for w in self.workers if w.device_class == device_class]
+        return sum(shares) / max(len(shares), 1)
+
+    def lines(self) -> list[str]:
+        """Return a table as text."""
+        lines = ["rank  class   updates  samples   size  staleness  overlapped   busy"]
+        lines += [
+            f"{w.rank:4}  {w.device_class:6} {w.updates:8} {w.samples:8} {w.size:6} "
+            f"{w.staleness:10.2f} {w.overlapped:11} {w.busy:6.2f}{'' if w.is_present else '  gone'}"
+            for w in self.workers
+        ]
+        return lines
+
+
+def report_of(board: Board, ranks: Sequence[int]) -> Report:
+    """Return what a node's board says."""
+    present = {board.me, *board.others()}
+    workers = []
+    for place, (rank, row) in enumerate(zip(ranks, board.rows, strict=True)):
+        updates = int(row["updates"])
+        workers.append(
+            WorkerReport(
+                rank=rank,
+                device_class=NAMES[row["kind"]],
+                updates=updates,
+                samples=int(row["samples"]),
+                staleness=float(row["staleness"]) / max(updates, 1),
+                stalest=int(row["stalest"]),
+                overlapped=int(row["overlapped"]),
+                skipped=int(row["skipped"]),
+                unused=int(row["unused"]),
+                again=int(row["again"]),
+                busy=float(row["busy"]) / max(float(row["there"]), 1.0),
+                size=int(row["size"]),
+                is_present=place in present,
+            )
+        )
+    return Report(workers)

@@ -1,0 +1,181 @@
+"""SharedModel: a model's parameters and its optimizer's state in memory that all workers map."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from collectives.vector import Array
+
+_ALIGNMENT: Final = 64
+# What an optimizer's state has before its first step, where a step without a gradient changes it.
+_UNTOUCHED: Final = {"step": 0.0, "mu_product": 1.0}
+
+
+class Place(NamedTuple):
+    """A tensor's place in the memory.
+
+    key: of the optimizer's state of this parameter; "" for the parameter itself.
+    """
+
+    parameter: int
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    first_byte: int
+    size_bytes: int
+
+
+class Layout(NamedTuple):
+    """Where everything lies; equal on all workers."""
+
+    places: list[Place]
+    size_bytes: int
+
+    @property
+    def facts(self) -> list[str]:
+        """Return what must be equal on all workers, in words."""
+        return [
+            f"{f'state {key!r} of ' * bool(key)}parameter {number}, {list(shape)} {dtype}"
+            for number, key, shape, dtype, *_ in self.places
+        ]
+
+
+def layout_of(
+    parameters: Sequence[torch.Tensor], names: Sequence[str], states: Sequence[dict[str, Any]]
+) -> Layout:
+    """Return the places of parameters and of the tensors in their states.
+
+    Raises ValueError for a parameter that cannot be shared.
+    """
+    places, first = [], 0
+    for number, (parameter, name, state) in enumerate(zip(parameters, names, states, strict=True)):
+        check(parameter, name)
+        tensors = {"": parameter, **{k: v for k, v in state.items() if torch.is_tensor(v)}}
+        for key, tensor in tensors.items():
+            size = tensor.numel() * tensor.element_size()
+            places.append(Place(number, key, tensor.shape, tensor.dtype, first, size))
+            first += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return Layout(places, first)
+
+
+def check(parameter: torch.Tensor, name: str) -> None:
+    """Raise ValueError for a parameter that no memory can be shared for, with the reason."""
+    reason = None
+    if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        reason = f"it is a {type(parameter).__name__}, whose parts lie elsewhere"
+    elif parameter.layout is not torch.strided:
+        reason = f"its layout is {parameter.layout}"
+    elif parameter.device.type not in ("cpu", "cuda"):
+        reason = f"it is on the device '{parameter.device}'"
+    elif parameter.is_quantized:
+        reason = "it is quantized"
+    if reason is not None:
+        raise ValueError(
+            f"parameter '{name}' cannot be shared by the workers of a node: {reason}; hogbatch "
+            "takes dense tensors on the CPU or a GPU"
+        )
+
+
+def states_of(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Return the state that an optimizer has, or will have made in its first step, by parameter.
+
+    Where it has none yet, a copy of it steps with parameters and gradients of zero to tell: the
+    state is that of an optimizer which has not stepped.
+    """
+    if optimizer.state:
+        return [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+    stand_ins = [torch.nn.Parameter(torch.zeros_like(p)) for p in parameters]
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    groups = [
+        {
+            **{key: value for key, value in copy_of(group).items() if key != "params"},
+            "params": [stand_ins[numbers[id(p)]] for p in group["params"] if id(p) in numbers],
+        }
+        for group in optimizer.param_groups
+    ]
+    probe: Any = object.__new__(plain_class(optimizer))
+    torch.optim.Optimizer.__init__(probe, [g for g in groups if g["params"]], optimizer.defaults)
+    for stand_in in stand_ins:
+        stand_in.grad = torch.zeros_like(stand_in)
+    probe.step()
+    states = [dict(probe.state.get(stand_in, {})) for stand_in in stand_ins]
+    for state in states:
+        for key in _UNTOUCHED.keys() & state.keys():
+            if torch.is_tensor(state[key]):
+                state[key].fill_(_UNTOUCHED[key])
+            else:
+                state[key] = _UNTOUCHED[key]
+    return states
+
+
+def copy_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's options, which the probe may change."""
+    return {key: copy.copy(value) if key != "params" else value for key, value in group.items()}
+
+
+def plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the class of the optimizer that was wrapped."""
+    plain: torch.optim.Optimizer = getattr(optimizer, "_wrapped", optimizer)
+    return type(plain)
+
+
+def require_in_place(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Raise RuntimeError where a worker's parameters and state are not these tensors any more."""
+    for place, tensor in zip(layout.places, tensors, strict=True):
+        parameter = parameters[place.parameter]
+        own = optimizer.state[parameter].get(place.key) if place.key else parameter.data
+        if own is None or (own.numel() and own.data_ptr() != tensor.data_ptr()):
+            what = f"state {place.key!r} of parameter" if place.key else "parameter"
+            raise RuntimeError(
+                f"{what} {place.parameter}, {list(place.shape)}, has been replaced since adapt: "
+                "the workers of its node do not share it any more. Load the optimizer's state, and "
+                "move or convert the model, before adapt"
+            )
+
+
+class SharedModel:
+    """The tensors of a layout, in the memory given."""
+
+    def __init__(self, memory: Array, layout: Layout) -> None:
+        self.layout = layout
+        self.memory = memory
+        self.tensors = [
+            torch.from_numpy(memory[place.first_byte : place.first_byte + place.size_bytes])
+            .view(place.dtype)
+            .view(place.shape)
+            for place in layout.places
+        ]
+
+    def fill(self, parameters: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> None:
+        """Make the content that of one worker's parameters and states."""
+        for place, tensor in zip(self.layout.places, self.tensors, strict=True):
+            own = states[place.parameter][place.key] if place.key else parameters[place.parameter]
+            tensor.copy_(own.detach())
+
+    def map_into(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        states: Sequence[dict[str, Any]],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Let a worker's parameters, and its optimizer's state, be this memory."""
+        for parameter, state in zip(parameters, states, strict=True):
+            if state:
+                optimizer.state[parameter] = state
+        for place, tensor in zip(self.layout.places, self.tensors, strict=True):
+            parameter = parameters[place.parameter]
+            if place.key:
+                optimizer.state[parameter][place.key] = tensor
+            else:
+                parameter.data = tensor

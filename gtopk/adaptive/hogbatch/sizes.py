@@ -1,0 +1,130 @@
+"""Sizes: how many samples a worker asks for next.
+
+Adaptive Hogbatch: who has made fewer updates than all others gets a smaller batch, hence more
+updates; who has made more, a larger one:
+
+    updates    me < all others      between      me > all others
+    batch      / alpha              as it is     * alpha           within the thresholds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .device_classes import class_named
+from .probe import Probe
+
+
+class Thresholds(NamedTuple):
+    """The batches a worker may get; far apart: balanced updates, close together: utilisation."""
+
+    smallest: int
+    largest: int
+
+    def clip(self, size: float) -> int:
+        """Return the allowed size that is nearest."""
+        return int(max(self.smallest, min(size, self.largest)))
+
+
+def next_size(
+    size: int, updates: float, others: Sequence[float], alpha: float, thresholds: Thresholds
+) -> int:
+    """Return the next batch of a worker with so many updates, by the rule above.
+
+    Ma and Rusu's published code has the counts and not the rule, which is reconstructed.
+    """
+    if others and updates < min(others):
+        return thresholds.clip(size / alpha)
+    if others and updates > max(others):
+        return thresholds.clip(size * alpha)
+    return thresholds.clip(size)
+
+
+def thresholds_of(sizes: Mapping[str, int | Sequence[int]] | None) -> dict[str, Thresholds]:
+    """Return the thresholds that are said, by device class: a pair of sizes, or one for both.
+
+    Raises ValueError for an unknown class, and for thresholds that are crossed or out of range.
+    """
+    found = {}
+    for name, said in (sizes or {}).items():
+        class_named(name)
+        pair = (said, said) if isinstance(said, int) else tuple(said)
+        if len(pair) != 2:
+            raise ValueError(
+                f"sizes[{name!r}] must be the smallest and the largest batch, or one for both, "
+                f"got {said!r}"
+            )
+        found[name] = checked(Thresholds(*pair), f"device class {name!r}")
+    return found
+
+
+def checked(thresholds: Thresholds, whose: str) -> Thresholds:
+    """Return the thresholds; raise ValueError where they are crossed or below 1."""
+    if thresholds.smallest > thresholds.largest:
+        raise ValueError(
+            f"the thresholds of {whose} are crossed: the smallest batch must not be above the "
+            f"largest, got {thresholds.smallest} and {thresholds.largest}"
+        )
+    if thresholds.smallest < 1:
+        raise ValueError(f"the batches of {whose} must be at least 1, got {thresholds.smallest}")
+    return thresholds
+
+
+class Sizer:
+    """One worker's sizes.
+
+    thresholds: None until they are known: where they are not said, a probe finds the smallest.
+    size: of its next batch.
+    """
+
+    def __init__(
+        self,
+        is_fast: bool,
+        adapts: bool,
+        alpha: float,
+        said: Thresholds | None,
+        default: Thresholds,
+    ) -> None:
+        self._is_fast, self._adapts, self._alpha = is_fast, adapts, alpha
+        self._default = default
+        self.probe: Probe | None = None
+        self.thresholds: Thresholds | None = None
+        if said is not None:
+            self._settle(Thresholds(said.smallest, said.largest))
+        elif is_fast and not adapts:
+            self._settle(Thresholds(default.largest, default.largest))
+        else:
+            self.probe = Probe(default.smallest, default.largest)
+            self.size = self.probe.size
+
+    def _settle(self, thresholds: Thresholds) -> None:
+        self.thresholds = thresholds
+        self.size = thresholds.largest if self._is_fast else thresholds.smallest
+
+    def next(self, updates: float, others: Sequence[float]) -> int:
+        """Return the size to ask for, from everybody's updates."""
+        if self.thresholds is None:
+            assert self.probe is not None
+            self.size = self.probe.size
+        elif self._adapts:
+            self.size = next_size(self.size, updates, others, self._alpha, self.thresholds)
+        return self.size
+
+    def note(self, size: int, seconds: float) -> None:
+        """Take in what a batch took, while that is of interest."""
+        if self.thresholds is None and self.probe is not None:
+            self.probe.note(size, seconds)
+            if self.probe.found is not None:
+                self._settle(Thresholds(self.probe.found, self._default.largest))
+
+    def limit(self, largest: int) -> None:
+        """Ask for no more than so many from now on: the memory has no room for more."""
+        low, high = self._default
+        self._default = Thresholds(min(low, largest), min(high, largest))
+        if self.probe is not None:
+            self.probe.limit(largest)
+        if self.thresholds is not None:
+            low, high = self.thresholds
+            self.thresholds = Thresholds(min(low, largest), min(high, largest))
+            self.size = min(self.size, largest)

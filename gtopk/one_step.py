@@ -1,0 +1,57 @@
+"""OneStep: buckets that somebody else hands over one by one; all of a step count, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from collectives.transports import Transport
+
+from .lanes import Lane
+
+NOT_FINITE: Final = 1  # a vote: this rank's gradients of the bucket are not
+
+
+class OneStep:
+    """Exchanges the buckets of a step, and undoes them all where one has no finite sum.
+
+    A bucket that is back cannot be called back: it is the NaN in the one that failed, and in all
+    that follow it, that tells who steps with them to skip. What was held back is as it was then.
+    """
+
+    def __init__(self) -> None:
+        self._ran: list[Lane] = []
+        self._void = False
+
+    def run(self, lane: Lane, transport: Transport, votes: Sequence[int]) -> None:
+        """Replace a bucket's gradients by what all ranks agreed on, or by NaN."""
+        self._ran.append(lane)
+        self._void |= any(vote & NOT_FINITE for vote in votes)
+        if not self._void:
+            lane.remember()
+            self._void = not lane.reduce(transport).finite
+        if self._void:
+            for each in self._ran:
+                each.undo()
+            lane.bucket.poison()
+            return
+        with lane.bucket.on_stream():
+            lane.exchange.apply(lane.bucket)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the step does not count."""
+        return self._void
+
+    @property
+    def buckets(self) -> int:
+        """How many were exchanged."""
+        return len(self._ran)
+
+    def close(self) -> bool:
+        """Begin another step, and tell whether the last one counted."""
+        counted = not self._void
+        for lane in self._ran:
+            lane.let_go()
+        self._ran, self._void = [], False
+        return counted

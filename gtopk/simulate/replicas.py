@@ -1,0 +1,197 @@
+"""Replicas in simulated time: local steps by a queue of events, and merges that are real ones."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from collectives.transports.counter import LocalCounter
+
+from ..adaptive.cursor import Cursor, ReplayedCursor, SharedCursor, Stretch, in_step
+from ..adaptive.cuts import shuffled
+from ..adaptive.learning_rate import FACTORS
+from ..adaptive.mega_batches import MegaBatches
+from ..adaptive.merge_weights import Report
+from ..adaptive.merging_options import MergingOptions
+from ..adaptive.replica import Replica
+from .record import Record
+from .setting import Setting
+
+
+@dataclass
+class Worker:
+    """A simulated rank.
+
+    number: in the cluster, whose speed and noise are its own.
+    dies_at: second from which it is gone.
+    finished, updates: since the last merge. free_at: when it was done with its last batch.
+    """
+
+    number: int
+    model: torch.nn.Module
+    replica: Replica
+    optimizer: torch.optim.Optimizer
+    noise: np.random.Generator
+    dies_at: float
+    finished: list[range] = field(default_factory=list)
+    updates: int = 0
+    free_at: float = 0.0
+
+
+def simulate(setting: Setting, mode: str, **options: Any) -> Record:
+    """Train replicas by a strategy of mode "adaptive-sgd", and return what happened.
+
+    A rank that dies loses what it did since the last merge; its samples are handed out again.
+    """
+    run = _Run(setting, mode, options)
+    for epoch in range(setting.epochs):
+        run.epoch(epoch)
+    return run.record
+
+
+class _Run:
+    def __init__(self, setting: Setting, mode: str, options: dict[str, Any]) -> None:
+        cluster, task = setting.cluster, setting.task
+        ranks = cluster.ranks
+        self.setting = setting
+        self.record = Record(mode, setting.seed, busy=[0.0] * ranks)
+        chosen = MergingOptions(setting.global_batch, **options)
+        chosen.check()
+        self.batches = MegaBatches(chosen, [max(1, setting.global_batch // ranks)] * ranks)
+        is_dynamic = self.batches.strategy.is_dynamic
+        self._take_seconds = 2 * cluster.link.latency_seconds if is_dynamic else 0.0
+        self._factor = FACTORS[chosen.lr_scaling]
+        self._unseen = 0  # samples merged since the model was evaluated
+        deaths = {death.rank: death.second for death in cluster.deaths}
+        counter, noises = LocalCounter(), cluster.noises(setting.seed)
+        self.cursors: list[Cursor] = [
+            SharedCursor(counter) if is_dynamic else ReplayedCursor(place, in_step)
+            for place in range(ranks)
+        ]
+        self.workers = []
+        for rank in range(ranks):
+            model = task.model()
+            parameters = list(model.parameters())
+            self.workers.append(
+                Worker(
+                    rank,
+                    model,
+                    Replica(parameters, setting.compression, chosen.merge_momentum),
+                    torch.optim.SGD(parameters, setting.learning_rate, momentum=setting.momentum),
+                    noises[rank],
+                    deaths.get(rank, float("inf")),
+                )
+            )
+
+    def epoch(self, epoch: int) -> None:
+        """Train until every sample is in a merge."""
+        order = shuffled(self.setting.task.samples, 1000 * self.setting.seed, epoch)
+        self.batches.begin([range(len(order))])
+        while (stretch := self.batches.open()) is not None:
+            self._mega_batch(stretch, order)
+            self._merge()
+            if self._unseen >= self.setting.evaluate_every > 0:
+                self._evaluate()
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Note how good the merged model is; that takes no simulated time."""
+        self._unseen = 0
+        worker, record = self.workers[0], self.record
+        with worker.replica.at_center():
+            record.accuracy.append((record.seconds, self.setting.task.accuracy(worker.model)))
+
+    def _mega_batch(self, stretch: Stretch, order: Sequence[int]) -> None:
+        batches, began = self.batches, self.record.seconds
+        count = max(cursor.count for cursor in self.cursors)
+        del self.cursors[len(self.workers) :]
+        free = []
+        for place, worker in enumerate(self.workers):
+            self.cursors[place].open(batches.number, len(stretch), batches.sizes, count)
+            worker.finished, worker.updates, worker.free_at = [], 0, began
+            free.append((began, place))
+        while free:
+            second, place = heapq.heappop(free)
+            worker = self.workers[place]
+            if second >= worker.dies_at:
+                continue
+            take = self.cursors[place].take(batches.sizes[place])
+            if not take:
+                continue
+            places = [order[p] for part in stretch.places(take) for p in part]
+            seconds = self._take_seconds + self._compute_seconds(worker, places, second)
+            if second + seconds >= worker.dies_at:
+                continue  # its samples are in no report
+            self._step(worker, places)
+            worker.finished.append(take)
+            worker.free_at = second + seconds
+            self.record.busy[worker.number] += seconds - self._take_seconds
+            heapq.heappush(free, (worker.free_at, place))
+
+    def _compute_seconds(self, worker: Worker, places: Sequence[int], second: float) -> float:
+        setting = self.setting
+        work = setting.task.work_of(places)
+        return setting.cluster.compute_seconds(worker.number, work, second, worker.noise)
+
+    def _step(self, worker: Worker, places: Sequence[int]) -> None:
+        factor = self._factor(len(places) / self.batches.first_size, None, 1)
+        for group in worker.optimizer.param_groups:
+            group["lr"] = factor * self.setting.learning_rate
+        worker.optimizer.zero_grad()
+        self.setting.task.loss(worker.model, torch.tensor(places)).backward()
+        worker.optimizer.step()
+        worker.updates += 1
+        self.record.samples += len(places)
+
+    def _merge(self) -> None:
+        record, batches = self.record, self.batches
+        exchange_seconds = self.setting.reduce_seconds
+        end = max(worker.free_at for worker in self.workers)
+        for place in reversed(range(len(self.workers))):
+            if self.workers[place].dies_at <= end + exchange_seconds:
+                end = max(end, self.workers[place].dies_at)  # until then it was waited for
+                del self.workers[place]
+                batches.leave(place)
+        workers = self.workers
+        if not workers:
+            raise ValueError("every rank has died")
+        reports = [self._report(place) for place in range(len(workers))]
+        weights = batches.weigh(reports)
+
+        def exchange(transport: LocalTransport) -> list[torch.Tensor] | None:
+            place = transport.rank
+            with np.errstate(over="ignore", invalid="ignore"):  # as the engine has it
+                return workers[place].replica.exchange(transport, weights[place])
+
+        updates = run_ranks(local_world(len(workers)), exchange)
+        for worker, update, weight in zip(workers, updates, weights, strict=True):
+            (worker.replica.pull if batches.strategy.force else worker.replica.merge)(
+                update, weight
+            )
+        batches.close(reports)
+        record.seconds = end + exchange_seconds
+        record.exchange += exchange_seconds
+        record.updates.append([report.updates for report in reports])
+        record.steps += max(record.updates[-1])
+        self._unseen += sum(report.samples for report in reports)
+        record.sizes.append((record.seconds, [report.samples for report in reports]))
+
+    def _report(self, place: int) -> Report:
+        worker = self.workers[place]
+        perturbs = self.batches.options.perturbation > 0
+        norm = worker.replica.norm() if perturbs else 0.0
+        finite = worker.replica.prepare()
+        return Report(
+            self.batches.sizes[place],
+            worker.updates if finite else 0,
+            sum(map(len, worker.finished)) if finite else 0,
+            norm if finite else 0.0,
+            finite,
+            worker.finished,
+        )

@@ -1,0 +1,113 @@
+"""Data sets of labelled rows for DataLoader: a batch is cut out of the arrays at once.
+
+    DataLoader(SparseDataset(rows), batch_size=256, collate_fn=as_batch)
+
+`__getitems__` is what DataLoader asks for a whole batch; there is nothing left to collate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from .rows import LabelledRows
+
+B = TypeVar("B")
+
+
+class SparseBatch(NamedTuple):
+    """Rows as EmbeddingBag takes them, and their labels.
+
+    indices: int64 [entries]; values: float32 [entries]; offsets: int64 [rows], where rows begin.
+    labels: int64 [labels]; label_rows: int64 [labels], the row that each is of, ascending.
+    """
+
+    indices: torch.Tensor
+    values: torch.Tensor
+    offsets: torch.Tensor
+    labels: torch.Tensor
+    label_rows: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        """How many samples there are."""
+        return len(self.offsets)
+
+    def to(self, device: torch.device) -> SparseBatch:
+        """Return the batch on a device."""
+        return SparseBatch(*(part.to(device) for part in self))
+
+
+class DenseBatch(NamedTuple):
+    """inputs: float32 [rows, features]; targets: int64 classes [rows], or float32 [rows, labels] of
+    zeros and ones."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+class SparseDataset(Dataset[SparseBatch]):
+    """Rows by number, each brought to Euclidean length 1, in batches that stay sparse."""
+
+    def __init__(self, rows: LabelledRows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> SparseBatch:
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Sequence[int]) -> SparseBatch:
+        rows = self.rows.take(np.asarray(numbers, np.int64))
+        features, labels = rows.features, rows.labels
+        lengths = features.lengths()
+        lengths[lengths == 0] = 1
+        values = features.values / lengths[features.row_of_entry()]
+        return SparseBatch(
+            torch.from_numpy(features.indices.astype(np.int64)),
+            torch.from_numpy(values.astype(np.float32)),
+            torch.from_numpy(features.offsets[:-1].copy()),
+            torch.from_numpy(labels.indices.astype(np.int64)),
+            torch.from_numpy(labels.row_of_entry()),
+        )
+
+
+class DenseDataset(Dataset[DenseBatch]):
+    """Rows by number, in batches that are made dense: for networks that are fully connected.
+
+    multilabel: whether targets are zeros and ones for all labels, not one class a row.
+    Raises ValueError where a row has no class, or more than one.
+    """
+
+    def __init__(self, rows: LabelledRows, *, multilabel: bool) -> None:
+        self.rows = rows
+        self.multilabel = multilabel
+        if not multilabel and (np.diff(rows.labels.offsets) != 1).any():
+            raise ValueError(f"{rows.origin}: every row must have one class; use multilabel=True")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> DenseBatch:
+        inputs, targets = self.__getitems__([number])
+        return DenseBatch(inputs[0], targets[0])
+
+    def __getitems__(self, numbers: Sequence[int]) -> DenseBatch:
+        rows = self.rows.take(np.asarray(numbers, np.int64))
+        inputs = torch.from_numpy(rows.features.to_dense())
+        classes = torch.from_numpy(rows.labels.indices.astype(np.int64))
+        if not self.multilabel:
+            return DenseBatch(inputs, classes)
+        targets = torch.zeros(len(rows), rows.labels.width)
+        targets[torch.from_numpy(rows.labels.row_of_entry()), classes] = 1
+        return DenseBatch(inputs, targets)
+
+
+def as_batch(batch: B) -> B:
+    """Return what a data set of this module made of a batch's numbers: it is one already."""
+    return batch

@@ -1,0 +1,116 @@
+"""Files of sparse rows, plain, gzip or bzip2, in blocks of whole lines; errors name the line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from .rows import LabelledRows, concatenated
+from .text_block import BadLine, parse_block
+from .text_line import Layout
+
+BLOCK_BYTES: Final = 1 << 20  # larger => leaves the cache; smaller => NumPy's calls show
+MOST_LINE_BYTES: Final = 1 << 26
+_OPENERS: Final[Mapping[bytes, tuple[Any, str]]] = {
+    b"\x1f\x8b": (gzip.GzipFile, "gzip"),
+    b"BZ": (bz2.BZ2File, "bzip2"),
+}
+
+
+class MalformedFile(ValueError):
+    """A file that is not what it must be.
+
+    line: counted from 1; None where the file as a whole is wrong.
+    """
+
+    def __init__(self, path: Path, line: int | None, reason: str) -> None:
+        where = str(path) if line is None else f"{path}, line {line}"
+        super().__init__(f"{where}: {reason}")
+        self.path, self.line, self.reason = path, line, reason
+
+
+class TextFile:
+    """A file, line by line at first, then all that is left of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._blocks = _blocks(path)
+        self._kept = b""
+        self._lines = 0  # that were given
+
+    def first_line(self) -> bytes:
+        """Return a line of its own, without its end; nothing in an empty file."""
+        self._kept = self._kept or next(self._blocks, b"")
+        line, _, self._kept = self._kept.partition(b"\n")
+        self._lines += 1
+        return line
+
+    def refuse(self, reason: str) -> MalformedFile:
+        """Return the error that the line given last is."""
+        return MalformedFile(self.path, self._lines, reason)
+
+    def rows(self, layout: Layout, count: int | None = None) -> LabelledRows:
+        """Return what is left, which must be `count` rows where that is known."""
+        blocks = [parse_block(b"", layout)]
+        begin = self._lines
+        for text in self._rest():
+            try:
+                blocks.append(parse_block(text, layout))
+            except BadLine as error:
+                # A line too many is that before it is malformed.
+                if count is None or self._lines + error.line < begin + count:
+                    line = self._lines + error.line + 1
+                    raise MalformedFile(self.path, line, str(error)) from error
+                self._lines += error.line + 1
+            else:
+                self._lines += len(blocks[-1])
+            if count is not None and self._lines - begin > count:
+                raise MalformedFile(
+                    self.path, begin + count + 1, f"a row more than the {count} of the header"
+                )
+        if count is not None and self._lines - begin < count:
+            raise MalformedFile(
+                self.path,
+                None,
+                f"ends after {self._lines - begin} rows where its header says {count}",
+            )
+        return concatenated(blocks, self.path.name)
+
+    def _rest(self) -> Iterator[bytes]:
+        if self._kept:
+            yield self._kept
+        self._kept = b""
+        yield from self._blocks
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yield whole lines, each ending in a newline, whatever ends them in the file."""
+    with path.open("rb") as file:
+        opener, kind = _OPENERS.get(file.read(2), (None, "plain"))
+    lines = 0
+    with path.open("rb") if opener is None else opener(path) as file:
+        kept = [b""]
+        try:
+            while read := cast(bytes, file.read(BLOCK_BYTES)):
+                whole, newline, rest = read.rpartition(b"\n")
+                if newline:
+                    block = b"".join([*kept, whole, newline]).replace(b"\r\n", b"\n")
+                    lines += block.count(b"\n")
+                    yield block
+                    kept = [rest]
+                else:
+                    kept.append(rest)
+                if len(kept) > MOST_LINE_BYTES // BLOCK_BYTES:
+                    reason = f"longer than {MOST_LINE_BYTES} bytes"
+                    raise MalformedFile(path, lines + 1, reason)
+        except (EOFError, zlib.error, OSError) as error:
+            if opener is None:
+                raise
+            reason = f"the {kind} file is truncated or damaged: {error}"
+            raise MalformedFile(path, lines + 1, reason) from error
+        if last := b"".join(kept):
+            yield (last + b"\n").replace(b"\r\n", b"\n")

@@ -1,0 +1,285 @@
+"""Time Hogbatch against synchronous and one-sided training, on workers that repeat their work.
+
+mpirun -n 2 python mpi_scripts/hogbatch.py --repeat 1 8
+
+The first worker is fast, the others are slow: with --repeat r a worker computes every batch r
+times, and throws r-1 of the results away. So it is r times as slow, whatever else the machine does;
+no worker sleeps. The real ratio is measured first and last; a run in which it is not the one asked
+for, or not steady, is rejected. Seconds are of training only: losses are evaluated between epochs,
+and not timed. Use no more workers than there are cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+# By path, Python would find neither `models` nor a gtopk that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import gtopk.torch as hvd
+from models.fully_connected import fully_connected
+from mpi_scripts.tables import TABLES, Table, open_table
+from mpi_scripts.unlike_ranks import REJECTED, flaws
+
+MODES = ("sync", "slow-only", "fast-only", "hogbatch", "adaptive-hogbatch")
+
+
+class Point(NamedTuple):
+    """After an epoch: seconds of training so far, mean loss of the training samples, accuracy."""
+
+    seconds: float
+    loss: float
+    accuracy: float
+
+
+class Run(NamedTuple):
+    """One mode and seed; the report's figures are of the whole run.
+
+    updates, busy: by worker. staleness: mean, of all updates.
+    """
+
+    mode: str
+    seed: int
+    points: list[Point]
+    updates: list[int]
+    busy: list[float]
+    staleness: float
+    overlapped: float
+
+    @property
+    def slow_share(self) -> float:
+        """Return the share of the updates that slow workers made."""
+        return sum(self.updates[1:]) / max(sum(self.updates), 1)
+
+    def loss_at(self, seconds: float) -> float:
+        """Return the loss of the last epoch that was over by then; infinity before the first."""
+        return next((p.loss for p in reversed(self.points) if p.seconds <= seconds), float("inf"))
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Return when a loss was first reached; None: never."""
+        return next((point.seconds for point in self.points if point.loss <= loss), None)
+
+
+class Worker:
+    """What makes this worker as slow as was asked for.
+
+    twin: what is repeated is computed on it, so that no gradient of the model is touched.
+    """
+
+    def __init__(self, repeat: int, arguments: argparse.Namespace) -> None:
+        self.repeat, self.arguments = repeat, arguments
+        self.table = self.open_table(0)
+        self.twin = self.new_model(0)
+
+    def open_table(self, seed: int) -> Table:
+        """Return the data; the seed says which fifth of it is held out."""
+        return open_table(self.arguments.data, seed, self.arguments.rows, self.arguments.file)
+
+    def new_model(self, seed: int) -> torch.nn.Module:
+        """Return a model; of one seed all are alike."""
+        torch.manual_seed(seed)
+        return fully_connected(self.table.features, self.table.outputs, self.arguments.hidden)
+
+    def compute(self, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Compute the gradients of a batch, `repeat` times."""
+        for _ in range(self.repeat - 1):
+            self.twin.zero_grad()
+            self.table.loss(self.twin(x), y).backward()
+        self.table.loss(model(x), y).backward()
+
+    def calibrate(self) -> list[float]:
+        """Return what each of some batches takes, in seconds."""
+        x, y = self.table.train[: self.arguments.batch]
+        model, seconds = self.new_model(0), []
+        for _ in range(self.arguments.calibration):
+            begun = time.perf_counter()
+            self.compute(model, x, y)
+            seconds.append(time.perf_counter() - begun)
+        return seconds
+
+
+def train(mode: str, seed: int, worker: Worker) -> Run:
+    """Train for as long as was asked for, and return what happened."""
+    arguments, is_fast = worker.arguments, hvd.rank() == 0
+    data, model = worker.open_table(seed), worker.new_model(seed)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), arguments.lr), model.named_parameters()
+    )
+    loader: Any = DataLoader(data.train, arguments.batch // hvd.size(), shuffle=True)
+    hog = mode != "sync"
+    if hog:
+        loader = hvd.adapt(
+            DataLoader(data.train, arguments.batch, shuffle=True),
+            optimizer,
+            "adaptive-hogbatch" if mode == "adaptive-hogbatch" else "hogbatch",
+            global_batch=arguments.batch,
+            device_class="fast" if is_fast else "slow",
+            sizes={"slow": arguments.slow, "fast": arguments.fast},
+            seed=1000 * seed,
+        )
+    else:
+        loader = hvd.adapt(loader, optimizer, interval=1 << 40, seed=1000 * seed)
+    takes_part = mode not in ("slow-only", "fast-only") or (mode == "fast-only") == is_fast
+    points: list[Point] = []
+    spent = computed = 0.0
+    updates = 0
+    while not points or points[-1].seconds < arguments.seconds:
+        hvd.barrier()
+        begun = time.perf_counter()
+        if not takes_part:
+            loader.sit_out()
+        else:
+            for x, y in loader:
+                optimizer.zero_grad()
+                at = time.perf_counter()
+                worker.compute(model, x, y)
+                computed += time.perf_counter() - at
+                optimizer.step()
+                updates += 1
+        hvd.barrier()
+        spent = hvd.broadcast_object(spent + time.perf_counter() - begun)
+        points.append(Point(spent, *evaluate(model, data, loader)))
+    if hog:
+        report = loader.report()
+        rows = report.workers
+        return Run(
+            mode,
+            seed,
+            points,
+            [row.updates for row in rows],
+            [row.busy for row in rows],
+            report.staleness,
+            report.overlapped_share,
+        )
+    busy = [share / spent for share in hvd.allgather_object(computed)]
+    return Run(mode, seed, points, [updates] * hvd.size(), busy, 0.0, 0.0)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, data: Table, loader: Any) -> tuple[float, float]:
+    """Return the mean loss of the training samples, and the accuracy on the others."""
+    loader.drain()
+    x, y = data.train[:]
+    loss = float(data.loss(model(x), y))
+    return hvd.broadcast_object((loss, data.accuracy(model)))  # type: ignore[no-any-return]
+
+
+def pair(text: str) -> tuple[int, int]:
+    """Return the sizes of "4:64"."""
+    smallest, _, largest = text.partition(":")
+    return int(smallest), int(largest or smallest)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--repeat", type=int, nargs="+", default=[1, 8], help="how often each worker computes")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES))
+    add(
+        "--data",
+        default="digits",
+        help="digits, breast-cancer, wine, an .npz file; or synthetic "
+        f"data of the dimensions of {', '.join(TABLES)}",
+    )
+    add("--rows", type=int, default=4000, help="of synthetic data")
+    add("--file", type=Path, help="LIBSVM's, in place of synthetic data: covtype, w8a, real-sim")
+    add("--hidden", type=int, nargs="+", default=[512] * 8, help="widths of the hidden layers")
+    add("--batch", type=int, default=256, help="what the learning rate is that of")
+    add("--slow", type=pair, default=(8, 64), help="smallest and largest batch of slow workers")
+    add("--fast", type=pair, default=(32, 256), help="of the fast one")
+    add("--lr", type=float, default=0.1)
+    add("--seconds", type=float, default=20.0, help="of each mode and seed")
+    add("--seeds", type=int, default=5)
+    add("--calibration", type=int, default=20, help="batches of it")
+    add("--json", type=Path, help="write all runs")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Print what was measured and return the exit code."""
+    warnings.filterwarnings("ignore", message=".*workers of hogbatch on CPUs share")  # said below
+    hvd.init()
+    torch.set_num_threads(1)
+    arguments = parse()
+    if len(arguments.repeat) != hvd.size():
+        raise SystemExit(f"--repeat needs a number for each of {hvd.size()} workers")
+    worker = Worker(arguments.repeat[hvd.rank()], arguments)
+    worker.calibrate()  # warm
+    hvd.barrier()
+    calibrated = hvd.allgather_object(worker.calibrate())
+    found = flaws(arguments.repeat, calibrated)
+    runs = [
+        train(mode, seed, worker)
+        for seed in range(arguments.seeds)  # in turns: the machine's mood meets all modes
+        for mode in arguments.modes
+    ]
+    again = hvd.allgather_object(worker.calibrate())
+    found += [f"afterwards {flaw}" for flaw in flaws(arguments.repeat, again)]
+    cores = os.cpu_count() or 1
+    if hvd.size() > cores:
+        found.append(f"{hvd.size()} workers share {cores} cores")
+    if hvd.rank() == 0:
+        print(f"data: {worker.table.origin}; hidden layers {arguments.hidden}")
+        print("\n".join(lines(arguments, calibrated, runs, found)), flush=True)
+        if arguments.json:
+            rows = [{**run._asdict(), "slow_share": run.slow_share} for run in runs]
+            said = {"wall_clock": True, "rejected": found, "runs": rows}
+            arguments.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    hvd.shutdown()
+    return REJECTED if found else 0
+
+
+def lines(
+    arguments: argparse.Namespace,
+    calibrated: Sequence[Sequence[float]],
+    runs: Sequence[Run],
+    found: Sequence[str],
+) -> list[str]:
+    """Return the table: medians over the seeds, and what speaks against them."""
+    medians = [statistics.median(each) for each in calibrated]
+    asked = ":".join(map(str, arguments.repeat))
+    measured = ":".join(f"{median / min(medians):.2f}" for median in medians)
+    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
+    said = [
+        f"wall clock; work is repeated {asked} times, measured {measured}; load averages {load}",
+        "mode               loss at 1/4   1/2     end  to sync's  slow's share  busy fast/slow  "
+        "stale  accuracy %",
+    ]
+    by_mode = {mode: [run for run in runs if run.mode == mode] for mode in arguments.modes}
+    for mode, those in by_mode.items():
+        targets = {run.seed: run.points[-1].loss for run in by_mode.get("sync", [])}
+        reached = [run.seconds_to(targets[run.seed]) for run in those if run.seed in targets]
+        seconds = [second for second in reached if second is not None]
+        to_target = f"{statistics.median(seconds):6.1f} s" if seconds else "   never"
+        at = [
+            statistics.median(run.loss_at(share * arguments.seconds) for run in those)
+            for share in (0.25, 0.5)
+        ]
+        end = statistics.median(run.points[-1].loss for run in those)
+        share = statistics.median(run.slow_share for run in those)
+        busy = [statistics.median(run.busy[place] for run in those) for place in (0, -1)]
+        stale = statistics.median(run.staleness for run in those)
+        accuracy = [100 * run.points[-1].accuracy for run in those]
+        said.append(
+            f"{mode:18} {at[0]:10.4f} {at[1]:6.4f} {end:7.4f}  {to_target} "
+            f"({len(seconds)}/{len(those)}) {share:8.2f}     {busy[0]:8.2f}/{busy[1]:.2f} "
+            f"{stale:7.2f}  {statistics.median(accuracy):.1f} "
+            f"({min(accuracy):.1f}-{max(accuracy):.1f})"
+        )
+    return [*said, *(f"rejected: {flaw}" for flaw in found)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

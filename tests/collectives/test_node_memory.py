@@ -1,0 +1,79 @@
+"""What ranks of one host share outlives each of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import PeerTimeoutError, Transport
+from collectives.transports import LocalTransport
+from collectives.transports.node_memory import FileMemory
+from collectives.transports.sharing import share_by_file
+
+
+def open_memory(path: str, place: int, seconds: float = 30.0) -> FileMemory:
+    return FileMemory(np.empty(0, np.uint8), os.open(path, os.O_RDWR), place, 2, seconds)
+
+
+@contextmanager
+def holder(path: str) -> Iterator[int]:
+    """Yield the number of a process at place 1 that holds the lock."""
+    ready, tell = os.pipe()
+    if (pid := os.fork()) == 0:
+        with open_memory(path, 1).lock():
+            os.write(tell, b"!")
+            time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(tell)
+
+
+def test_a_killed_rank_is_gone_and_out_of_the_lock() -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        memory = open_memory(file.name, 0)
+        assert not memory.is_present(1)  # nobody has been there
+        memory = open_memory(file.name, 0)
+        with holder(file.name):
+            assert memory.is_present(1)
+        assert not memory.is_present(1)
+        assert memory.is_present(0)
+        with memory.lock():
+            pass
+
+
+def test_a_frozen_holder_is_not_waited_for_for_ever() -> None:
+    with tempfile.NamedTemporaryFile() as file, holder(file.name):
+        memory = open_memory(file.name, 0, seconds=0.05)
+        with pytest.raises(PeerTimeoutError, match=r"locked for 0\.05 s"), memory.lock():
+            pass
+
+
+def test_no_room_is_an_error_on_every_rank(
+    threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    def program(transport: LocalTransport) -> None:
+        stream: Transport = transport
+        with pytest.raises(OSError, match="must share 100 bytes: No space left on device in"):
+            share_by_file(stream, 100)
+
+    threads(2, program)

@@ -1,0 +1,74 @@
+"""Writes that overlap are counted, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from collectives.transports import LocalTransport
+from gtopk.adaptive.hogbatch.board import Board
+
+
+def open_board(transport: LocalTransport) -> Board:
+    return Board(transport.shared_memory(Board.size_bytes(transport.size)))
+
+
+def test_rows_are_seen_by_all(threads: Callable[..., Any]) -> None:
+    def program(transport: LocalTransport) -> None:
+        board = open_board(transport)
+        board["size"] = 10 + transport.rank
+        board.add("updates", transport.rank)
+        transport.barrier()
+        assert board.rows["size"].tolist() == [10 + rank for rank in range(transport.size)]
+        assert board.total("updates") == sum(range(transport.size))
+        assert board["size"] == 10 + transport.rank
+        transport.barrier()
+
+    threads(3, program)
+
+
+def test_writes_one_after_the_other_do_not_overlap(threads: Callable[..., Any]) -> None:
+    def program(transport: LocalTransport) -> int:
+        board = open_board(transport)
+        for turn in range(6):
+            transport.barrier()
+            if turn % transport.size == transport.rank:
+                with board.writing():
+                    pass
+        return board["overlapped"]
+
+    assert threads(3, program) == [0, 0, 0]
+
+
+def test_writes_at_the_same_time_overlap_on_both_sides(threads: Callable[..., Any]) -> None:
+    def program(transport: LocalTransport) -> int:
+        board = open_board(transport)
+        if transport.rank == 2:  # never writes
+            transport.barrier()
+            transport.barrier()
+            return board["overlapped"]
+        with board.writing():
+            transport.barrier()
+            transport.barrier()
+        return board["overlapped"]
+
+    assert threads(3, program) == [1, 1, 0]
+
+
+def test_a_write_within_another_one_is_counted(threads: Callable[..., Any]) -> None:
+    """Rank 0's began and ended while rank 1's was under way."""
+
+    def program(transport: LocalTransport) -> int:
+        board = open_board(transport)
+        if transport.rank == 1:
+            with board.writing():
+                transport.barrier()
+                transport.barrier()
+        else:
+            transport.barrier()
+            with board.writing():
+                pass
+            transport.barrier()
+        return board["overlapped"]
+
+    assert threads(2, program) == [1, 1]

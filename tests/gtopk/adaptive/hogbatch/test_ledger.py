@@ -1,0 +1,180 @@
+"""Every place of a round is claimed once, and done, whoever dies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives import PeerError, PeerTimeoutError
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.adaptive.hogbatch.board import Board
+from gtopk.adaptive.hogbatch.ledger import Ledger
+
+LENGTH = 103
+
+
+def open_ledger(transport: LocalTransport, **options: Any) -> Ledger:
+    first = Board.size_bytes(transport.size)
+    memory = transport.shared_memory(first + 4 * LENGTH)
+    notes = memory.bytes[first:].view(np.int16).reshape(2, LENGTH)
+    options = {"timeout_seconds": 20.0, **options}
+    ledger = Ledger(memory, Board(memory), notes, ranks=transport.ranks, **options)
+    ledger.end()
+    return ledger
+
+
+def work(ledger: Ledger, size: int) -> list[int]:
+    """Do a round, and return the places done."""
+    done: list[int] = []
+    while claim := ledger.claim(size):
+        done += claim
+        ledger.finish(claim)
+    while again := ledger.reclaim(size):
+        done += again
+        ledger.finish(again)
+    ledger.end()
+    return done
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4))
+@settings(max_examples=10, deadline=None)
+def test_every_place_is_done_once_a_round(sizes: list[int]) -> None:
+    def program(transport: LocalTransport) -> list[list[int]]:
+        ledger = open_ledger(transport)
+        rounds = []
+        for length in (LENGTH, 17, LENGTH, 0, LENGTH):
+            ledger.begin(length)
+            rounds.append(work(ledger, sizes[transport.rank]))
+        return rounds
+
+    results = run_ranks(local_world(len(sizes), 20), program)
+    for number, length in enumerate((LENGTH, 17, LENGTH, 0, LENGTH)):
+        assert sorted(p for rounds in results for p in rounds[number]) == list(range(length))
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
+    everybody_has_claimed = threading.Barrier(3)
+
+    def program(transport: LocalTransport) -> list[int]:
+        told: list[int] = []
+        ledger = open_ledger(transport, ranks_may_leave=True, on_death=told.append)
+        ledger.begin(LENGTH)
+        claim = ledger.claim(10)
+        everybody_has_claimed.wait()
+        if transport.rank == rank:
+            ledger.finish(claim[:3])
+            raise Killed
+        ledger.finish(claim)
+        done = [*claim, *work(ledger, 10)]
+        assert ledger._board.rows["again"].sum() == 7
+        assert told == [rank]
+        return done
+
+    results: list[Any] = [[]] * 3
+
+    def run(transport: LocalTransport) -> None:
+        results[transport.rank] = program(transport)
+
+    with pytest.raises(Killed):
+        run_ranks(local_world(3, 20), run)
+    done = sorted(place for places in results for place in places)
+    finished_by_the_dead = set(range(LENGTH)) - set(done)
+    assert len(done) == len(set(done))
+    assert len(finished_by_the_dead) == 3
+
+
+def test_a_rank_that_may_not_leave_is_missed() -> None:
+    def program(transport: LocalTransport) -> None:
+        ledger = open_ledger(transport, why_gone=lambda place: "it was told to")
+        ledger.begin(LENGTH)
+        ledger.claim(10)
+        if transport.rank == 1:
+            raise Killed
+        with pytest.raises(PeerError, match=r"rank 1 left \(it was told to\).*ranks_may_leave"):
+            ledger.reclaim(10)
+
+    with pytest.raises(Killed):
+        run_ranks(local_world(2, 20), program)
+
+
+def test_a_rank_that_stays_silent_is_named() -> None:
+    let_go = threading.Event()
+
+    def program(transport: LocalTransport) -> None:
+        ledger = open_ledger(transport, timeout_seconds=0.1)
+        ledger.begin(LENGTH)
+        if transport.rank == 1:
+            let_go.wait(20)
+            return
+        with pytest.raises(PeerTimeoutError, match=r"for ranks \[1\] to finish their batches"):
+            ledger.reclaim(10)
+        let_go.set()
+
+    run_ranks(local_world(2, 20), program)
+
+
+def test_what_is_given_back_is_done_by_others() -> None:
+    given_back = threading.Event()
+
+    def program(transport: LocalTransport) -> list[int]:
+        ledger = open_ledger(transport)
+        ledger.begin(LENGTH)
+        if transport.rank == 1:
+            ledger.give_back(ledger.claim(20))
+            ledger.end()
+            given_back.set()
+            return []
+        given_back.wait(20)
+        return work(ledger, 7)
+
+    results = run_ranks(local_world(2, 20), program)
+    assert sorted(results[0]) == list(range(LENGTH))
+
+
+def test_turns_go_round_and_pass_over_who_is_idle() -> None:
+    said: list[int] = []
+
+    def program(transport: LocalTransport) -> None:
+        ledger = open_ledger(transport)
+        ledger.begin(LENGTH)
+        for _ in range(1 + transport.rank):
+            ledger.take_turn()
+            said.append(transport.rank)
+            ledger.pass_turn()
+        ledger.end()
+
+    run_ranks(local_world(3, 20), program)
+    assert said == [0, 1, 2, 1, 2, 2]
+
+
+def test_nodes_take_stretches_of_one_counter(threads: Callable[..., Any]) -> None:
+    """Two nodes of two workers each: together they do every place once, round after round."""
+
+    def program(transport: LocalTransport) -> list[list[int]]:
+        counter = transport.counter()
+        node = transport.subset([transport.rank // 2 * 2, transport.rank // 2 * 2 + 1])
+        ledger = open_ledger(node, counter=counter, stretch=9)
+        rounds = []
+        for _ in range(3):
+            ledger.begin(LENGTH)
+            rounds.append(work(ledger, 1 + transport.rank))
+            transport.barrier()
+            ledger._head["base"][0] = counter.add(0)  # as the merge at an epoch's end says
+            transport.barrier()
+        return rounds
+
+    results = threads(4, program)
+    for number in range(3):
+        done = [place for rounds in results for place in rounds[number]]
+        assert sorted(done) == list(range(LENGTH))

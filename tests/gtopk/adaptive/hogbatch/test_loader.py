@@ -1,0 +1,481 @@
+"""The workers of a node train one model, on ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import gtopk.torch as hvd
+from collectives import PeerError
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import world
+from gtopk.world import World
+
+FEATURES, BATCH = 5, 16
+few_cores = pytest.mark.filterwarnings("ignore:.*workers of hogbatch on CPUs share")
+pytestmark = few_cores
+
+
+def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
+    def rank(transport: LocalTransport) -> Any:
+        with world.entered(transport) as here:
+            return program(here)
+
+    return run_ranks(local_world(size, timeout_seconds=30), rank)
+
+
+def data(length: int = 203) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(length, FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(torch.arange(length), x, torch.sin(x.sum(1, keepdim=True)))
+
+
+def network() -> torch.nn.Module:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+    )
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    return model
+
+
+def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adapted(
+    mode: str = "hogbatch",
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
+    length: int = 203,
+    compression: Any = hvd.Compression.none,
+    **options: Any,
+) -> Any:
+    model = network()
+    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters(), compression)
+    options = {"device_class": "slow", "sizes": {"slow": 4, "fast": 16}, **options}
+    loader = hvd.adapt(DataLoader(data(length), BATCH, shuffle=True), optimizer, mode, **options)
+    return loader, model, optimizer
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((model(x) - y) ** 2).mean()
+
+
+def train(loader: Any, model: torch.nn.Module, optimizer: Any) -> list[list[int]]:
+    """Train an epoch and return the batches of this worker."""
+    batches = []
+    for indices, x, y in loader:
+        batches.append(indices.tolist())
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return batches
+
+
+def flattened(batches: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(batches))
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def classes(here: World) -> str:
+    return "fast" if here.rank % 2 else "slow"
+
+
+@pytest.mark.parametrize("make", [sgd, momentum, adam])
+@pytest.mark.parametrize("mode", ["hogbatch", "adaptive-hogbatch"])
+def test_in_lock_step_it_is_one_process_with_all_batches(
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer], mode: str
+) -> None:
+    """Unlike workers, sizes that change; every update reaches the model, and nothing else."""
+    size, steps = 3, []
+
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted(
+            mode,
+            make,
+            device_class=classes(here),
+            sizes={"slow": (3, 12), "fast": (5, 40)},
+            lock_step=True,
+            audit=True,
+        )
+        step = loader._update
+
+        def recorded() -> None:
+            steps.append(list(loader._in_hand))
+            step()
+
+        loader._update = recorded
+        for _ in range(2):
+            train(loader, model, optimizer)
+        assert loader.report().overlapped_share == 0
+        lost = loader.audited()
+        loader.drain()
+        return flat(model), lost, loader.report()
+
+    results = on_ranks(size, program)
+    model = network()
+    optimizer = make(model)
+    rate = optimizer.param_groups[0]["lr"]
+    samples, seen = data(), 0
+    for places in steps:
+        order = torch.randperm(203, generator=torch.Generator().manual_seed(seen // 203))
+        _, x, y = samples[order[places]]
+        seen += len(places)
+        optimizer.param_groups[0]["lr"] = rate * len(places) / (BATCH * size)
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    assert seen == 2 * 203
+    for parameters, lost, report in results:
+        torch.testing.assert_close(parameters, flat(model), rtol=1e-11, atol=1e-13)
+        assert lost < 1e-12
+        assert report.updates == len(steps)
+        assert sum(worker.samples for worker in report.workers) == seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_sample_comes_once_an_epoch(size: int) -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted("adaptive-hogbatch", device_class=classes(here))
+        return [train(loader, model, optimizer) for _ in range(3)], loader.report()
+
+    results = on_ranks(size, program)
+    for epoch in range(3):
+        seen = [i for batches, _ in results for batch in batches[epoch] for i in batch]
+        assert sorted(seen) == list(range(203))
+    report = results[0][1]
+    assert sum(worker.samples for worker in report.workers) == 3 * 203
+    assert report.updates == sum(len(b) for batches, _ in results for b in batches)
+
+
+def test_the_race_loses_no_more_than_the_overlaps_that_are_counted() -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted(device_class=classes(here), audit=True)
+        for _ in range(3):
+            train(loader, model, optimizer)
+        return loader.audited(), loader.report().overlapped_share
+
+    for lost, overlapped in on_ranks(3, program):
+        assert 0 <= lost <= overlapped + 1e-12
+
+
+def test_staleness_is_what_others_did_meanwhile() -> None:
+    """In rounds of hand-overs to all before any of them steps, each step is older by one more."""
+    size = 3
+
+    def program(here: World) -> list[int]:
+        loader, model, optimizer = adapted(length=4 * size * 2)
+        found = []
+        for _, x, y in loader:
+            here.transport.barrier()  # all have a batch in hand
+            loss_of(model, x, y).backward()
+            for rank in range(size):
+                if rank == here.rank:
+                    optimizer.step()
+                    found.append(loader.last_staleness)
+                here.transport.barrier()
+        workers = loader.report().workers
+        assert workers[here.rank].staleness == pytest.approx(sum(found) / len(found))
+        return found
+
+    assert on_ranks(size, program) == [[rank, rank] for rank in range(size)]
+
+
+class Killed(Exception):
+    pass
+
+
+def die(here: World, iterator: Any) -> None:
+    """End as a process does that is killed: with everything it had in hand, and without a word."""
+    _held.append(iterator)  # it is not told that the script goes no further
+    here.transport.resign("it was killed")
+    raise Killed
+
+
+_held: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def let_go() -> Iterator[None]:
+    yield
+    _held.clear()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_go_on_without_a_worker_that_dies(killed: int) -> None:
+    results: dict[int, Any] = {}
+
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted(ranks_may_leave=True, device_class=classes(here))
+        done: list[int] = []
+        iterator = iter(loader)
+        for number, (indices, x, y) in enumerate(iterator):
+            if here.rank == killed and number == 1:
+                results["left"] = indices.tolist()
+                die(here, iterator)
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            done += indices.tolist()
+            results[here.rank] = done
+        results["report"] = loader.report()
+
+    with pytest.raises(Killed):
+        on_ranks(3, program)
+    assert set(results["left"]) <= {i for r in {0, 1, 2} - {killed} for i in results[r]}
+    assert sorted(i for r in range(3) for i in results[r]) == list(range(203))
+    report = results["report"]
+    assert sum(worker.again for worker in report.workers) == len(results["left"])
+    assert not report.workers[killed].is_present
+
+
+def test_unless_told_otherwise_a_worker_that_dies_is_missed_by_name() -> None:
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted()
+        if here.rank == 1:
+            iterator = iter(loader)
+            next(iterator)
+            die(here, iterator)
+        with pytest.raises(PeerError, match=r"rank 1 left \(it was killed"):
+            train(loader, model, optimizer)
+
+    with pytest.raises(Killed):
+        on_ranks(2, program)
+
+
+def test_what_is_not_finite_never_reaches_the_model() -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted(device_class=classes(here))
+        for number, (_, x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            (loss_of(model, x, y) * (math.nan if number == 0 else 1)).backward()
+            optimizer.step()
+        return loader.report()
+
+    report = on_ranks(2, program)[0]
+    assert [worker.skipped for worker in report.workers] == [1, 1]
+    assert report.updates > 10
+
+
+def test_a_batch_without_a_step_is_done_and_counted() -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted()
+        seen = [i for indices, *_ in loader for i in indices.tolist()]
+        with pytest.raises(RuntimeError, match="step\\(\\) without a batch in hand"):
+            optimizer.step()
+        return seen, loader.report(), flat(model)
+
+    results = on_ranks(2, program)
+    assert sorted(i for seen, *_ in results for i in seen) == list(range(203))
+    assert results[0][1].updates == 0
+    assert torch.equal(results[0][2], flat(network()))
+
+
+def test_a_worker_that_breaks_off_leaves_its_samples_to_others() -> None:
+    def program(here: World) -> list[int]:
+        loader, model, optimizer = adapted()
+        if here.rank == 1:
+            for _ in loader:
+                break
+            return flattened(train(loader, model, optimizer))
+        seen = flattened(train(loader, model, optimizer))
+        assert sorted(seen) == list(range(203))
+        return flattened(train(loader, model, optimizer))
+
+    second_epoch = on_ranks(2, program)
+    assert sorted(second_epoch[0] + second_epoch[1]) == list(range(203))
+
+
+def test_losses_are_evaluated_by_the_fast_classes() -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted(device_class=classes(here))
+        train(loader, model, optimizer)
+        calls = []
+
+        def mean_loss(batch: Any) -> torch.Tensor:
+            calls.append(len(batch[0]))
+            return loss_of(model, *batch[1:])
+
+        found = [loader.evaluate(mean_loss, batch=size) for size in (30, 4096)]
+        other = loader.evaluate(mean_loss, dataset=data(50))
+        loader.drain()
+        _, x, y = data()[:]
+        expected = loss_of(model, x, y).item()
+        assert found == pytest.approx([expected, expected], rel=1e-12)
+        _, x, y = data(50)[:]
+        assert other == pytest.approx(loss_of(model, x, y).item(), rel=1e-12)
+        return sum(calls)
+
+    assert on_ranks(3, program) == [0, 2 * 203 + 50, 0]
+
+
+def test_a_sum_of_losses_is_trained_as_their_mean() -> None:
+    def program(here: World, reduction: str) -> torch.Tensor:
+        loader, model, optimizer = adapted(loss_reduction=reduction, lock_step=True)
+        for _, x, y in loader:
+            optimizer.zero_grad()
+            loss = (model(x) - y) ** 2
+            (loss.sum() if reduction == "sum" else loss.mean()).backward()
+            optimizer.step()
+        return flat(model)
+
+    both = [on_ranks(2, lambda here, r=r: program(here, r))[0] for r in ("mean", "sum")]
+    torch.testing.assert_close(*both, rtol=1e-11, atol=1e-13)
+
+
+def test_an_epoch_goes_on_where_another_loader_stopped() -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted("adaptive-hogbatch")
+        train(loader, model, optimizer)
+        state = loader.state_dict()
+        following = train(loader, model, optimizer)
+        other, model, optimizer = adapted("adaptive-hogbatch")
+        other.load_state_dict(state)
+        with pytest.raises(ValueError, match="mode is 'adaptive-hogbatch', the state's 'abs'"):
+            other.load_state_dict({**state, "mode": "abs"})
+        return following[:1], train(other, model, optimizer)[:1]
+
+    assert all(first == again for first, again in on_ranks(1, program))
+
+
+def test_what_is_shared_no_more_is_an_error() -> None:
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted(make=momentum, device_class=classes(here))
+        train(loader, model, optimizer)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with pytest.raises(RuntimeError, match=r"state 'momentum_buffer' of parameter 0, \[4, 5\]"):
+            next(iter(loader))
+        loader, model, optimizer = adapted(device_class=classes(here))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        with pytest.raises(RuntimeError, match=r"parameter 0, .* has been replaced since adapt"):
+            next(iter(loader))
+
+    on_ranks(2, program)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_class": "tpu"}, "a device class must be one of cpu, gpu, slow, fast, got 'tpu'"),
+        ({"device_class": "gpu"}, "'gpu' must have its parameters on a GPU, and they are on cpu"),
+        ({"sizes": {"slow": (8, 4)}}, "thresholds of device class 'slow' are crossed"),
+        ({"min_batch": 20}, "thresholds of this rank are crossed"),
+        ({"alpha": 1.0}, "alpha must be above 1"),
+        ({"beta": 0.0}, "beta must lie in 0..1, or be 'measured', got 0.0"),
+        ({"beta": 1.5}, "beta must lie in 0..1"),
+        ({"grain": 8}, "grain must be 1, got 8"),
+        ({"merge_every": 0}, "merge_every must be at least 1"),
+        ({"lr_scaling": "adascale"}, "lr_scaling must be one of none, linear, sqrt"),
+        ({"nodes": [[0], [0]]}, "nodes must have each of the ranks"),
+    ],
+)
+def test_options_that_make_no_sense_are_errors(options: dict[str, Any], message: str) -> None:
+    def program(here: World) -> None:
+        with pytest.raises((ValueError, hvd.HorovodInternalError), match=message):
+            adapted(**options)
+
+    on_ranks(1, program)
+
+
+def test_what_needs_steps_of_all_ranks_is_refused() -> None:
+    def program(here: World) -> None:
+        for changes, message in (
+            ({"backward_passes_per_step": 2}, "use backward_passes_per_step=1, got 2"),
+            ({"local_clip_norm": 1.0}, "it takes no local_clip_norm"),
+            ({"check_every": 5}, "it takes no check_every"),
+        ):
+            model = network()
+            optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **changes)
+            with pytest.raises(ValueError, match=message):
+                hvd.adapt(DataLoader(data(), 4), optimizer, "hogbatch")
+        model = network()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        with pytest.raises(ValueError, match="needs a data set of a length"):
+            hvd.adapt(DataLoader(Stream(), 4), optimizer, "hogbatch")
+        with pytest.raises(ValueError, match="use a DataLoader with num_workers=0, got 1"):
+            hvd.adapt(DataLoader(data(), 4, num_workers=1), optimizer, "hogbatch", lock_step=True)
+
+    on_ranks(1, program)
+
+
+def test_ranks_that_disagree_get_an_error() -> None:
+    def program(here: World) -> None:
+        with pytest.raises(hvd.HorovodInternalError, match="rank 1: alpha=3"):
+            adapted(alpha=2.0 + here.rank)
+
+    on_ranks(2, program)
+
+
+@pytest.mark.filterwarnings("default:.*workers of hogbatch on CPUs share")
+def test_more_workers_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gtopk.adaptive.hogbatch.node.allowed_cores", lambda: frozenset("01"))
+
+    def program(here: World) -> None:
+        adapted()
+
+    with pytest.warns(UserWarning, match=r"3 workers of hogbatch on CPUs share 2 cores \(ranks 0,"):
+        on_ranks(3, program)
+
+
+def test_beta_weighs_updates_in_place() -> None:
+    def program(here: World) -> Any:
+        loader, *_ = adapted(device_class=classes(here))
+        board = loader._board
+        board["updates"], board["overlapped"] = 10, 4
+        here.transport.barrier()
+        found = [loader._node.weighted_updates(beta) for beta in (1.0, 0.5, "measured")]
+        here.transport.barrier()
+        return found
+
+    assert on_ranks(2, program)[0] == [[10.0, 10.0], [5.0, 10.0], [6.0, 10.0]]
+
+
+@pytest.mark.parametrize("density", [None, 0.2])
+def test_several_nodes_merge_while_they_train(density: float | None) -> None:
+    """Four ranks, two to a node; what top-k has not sent stays on its node until `drain`."""
+    compression = hvd.Compression.gtopk(density=density) if density else hvd.Compression.none
+
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted(
+            device_class=classes(here),
+            nodes=[[0, 1], [2, 3]],
+            compression=compression,
+            merge_every=60,
+        )
+        seen = [flattened(train(loader, model, optimizer)) for _ in range(3)]
+        merges = loader._node.merging.merges
+        loader.drain()
+        return seen, flat(model), merges
+
+    results = on_ranks(4, program)
+    for epoch in range(3):
+        assert sorted(i for seen, *_ in results for i in seen[epoch]) == list(range(203))
+    for _, parameters, _ in results:
+        torch.testing.assert_close(parameters, results[0][1], rtol=1e-12, atol=1e-14)
+        assert not torch.equal(parameters, flat(network()))
+    assert [merges for *_, merges in results] == [12, 0, 12, 0]

@@ -1,0 +1,57 @@
+"""Hogbatch on processes: MPI's window, a file that others map, and a process that is killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[4]
+RANKS, KILLED = 3, 1
+
+
+def test_mpis_ranks_train_one_model(mpirun: Callable[..., Any]) -> None:
+    job = mpirun(RANKS, "hogbatch.py")
+    assert job.returncode == 0, job.stderr
+
+
+def start_alone(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
+    """Start a rank that no launcher ends when another one dies."""
+    program = ROOT / "tests" / "programs" / "hogbatch_killed.py"
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    return subprocess.Popen(
+        [sys.executable, str(program), str(KILLED), "killed", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            **{name: str(value) for name, value in place.items()},
+            "MASTER_ADDR": "127.0.0.1",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+
+
+def test_a_killed_process_does_not_stop_the_others(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [start_alone(rank, port, tmp_path) for rank in range(RANKS)]
+    try:
+        ends = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    codes = [rank.returncode for rank in ranks]
+    assert codes == [-9 if rank == KILLED else 0 for rank in range(RANKS)], ends
+    done = Counter(line for file in tmp_path.iterdir() for line in file.read_text().splitlines())
+    assert done == Counter(f"{epoch} {index}" for epoch in range(3) for index in range(200))
+    for rank, (said, _) in enumerate(ends):
+        assert rank == KILLED or said == f"rank {rank} is done; 60 updates; computed again: 10\n"

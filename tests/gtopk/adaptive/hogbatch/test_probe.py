@@ -1,0 +1,41 @@
+"""The probe finds where larger batches stop to pay."""
+
+from __future__ import annotations
+
+import pytest
+
+from gtopk.adaptive.hogbatch.probe import GAIN, Probe, fits
+
+
+@pytest.mark.parametrize("overhead", [0.0, 1.0, 30.0, 1e9])
+def test_twice_the_found_size_gains_little(overhead: float) -> None:
+    probe = Probe(1, 256)
+
+    def speed(size: int) -> float:
+        return size / (overhead + size)
+
+    while probe.found is None:
+        probe.note(probe.size, probe.size / speed(probe.size))
+    assert probe.found == 256 or speed(2 * probe.found) < GAIN * speed(probe.found)
+    assert probe.found == 1 or speed(probe.found) >= GAIN * speed(probe.found // 2)
+
+
+def test_the_slower_one_of_two_batches_tells_nothing() -> None:
+    probe = Probe(1, 64)
+    for seconds in (9.0, 1.0, 1.0, 9.0):
+        probe.note(probe.size, seconds)
+    assert probe.found is None
+    assert probe.size == 4
+
+
+def test_a_batch_of_another_size_tells_nothing() -> None:
+    probe = Probe(4, 64)
+    probe.note(3, 1.0)  # the last one of an epoch
+    probe.note(4, 1.0)
+    assert probe.size == 4
+
+
+def test_what_fits_follows_what_a_batch_took() -> None:
+    assert fits(8, took_bytes=800, free_bytes=10_000) == 80
+    assert fits(8, took_bytes=800, free_bytes=10) == 1
+    assert fits(8, took_bytes=0, free_bytes=10) > 1000

@@ -1,0 +1,92 @@
+"""Who has made fewer updates gets smaller batches, between the thresholds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gtopk.adaptive.hogbatch.sizes import Sizer, Thresholds, next_size, thresholds_of
+
+WIDE = Thresholds(1, 1024)
+
+
+@pytest.mark.parametrize(
+    ("updates", "others", "expected"),
+    [
+        (1, [2, 3], 32),  # fewer than all others
+        (4, [2, 3], 128),  # more than all others
+        (2, [2, 3], 64),
+        (3, [2, 3], 64),
+        (5, [], 64),  # alone
+    ],
+)
+def test_the_rule(updates: int, others: list[float], expected: int) -> None:
+    assert next_size(64, updates, others, 2.0, WIDE) == expected
+
+
+@given(
+    size=st.integers(1, 2000),
+    updates=st.integers(0, 50),
+    others=st.lists(st.integers(0, 50), max_size=4),
+    alpha=st.floats(1.01, 8),
+    smallest=st.integers(1, 100),
+    span=st.integers(0, 500),
+)
+def test_no_size_crosses_its_thresholds(
+    size: int, updates: int, others: list[int], alpha: float, smallest: int, span: int
+) -> None:
+    thresholds = Thresholds(smallest, smallest + span)
+    found = next_size(size, updates, [float(n) for n in others], alpha, thresholds)
+    assert smallest <= found <= smallest + span
+
+
+def test_slow_workers_begin_small_and_fast_ones_large() -> None:
+    said, default = Thresholds(4, 64), Thresholds(1, 512)
+    slow, fast = (Sizer(is_fast, True, 2.0, said, default) for is_fast in (False, True))
+    assert (slow.size, fast.size) == (4, 64)
+    assert slow.next(10, [1]) == 8
+    assert fast.next(1, [10]) == 32
+
+
+def test_without_adaptation_sizes_stay() -> None:
+    slow = Sizer(False, False, 2.0, Thresholds(4, 64), Thresholds(1, 512))
+    assert slow.next(10, [1]) == slow.next(1, [10]) == 4
+
+
+def test_what_is_not_said_is_probed_or_the_largest() -> None:
+    fast = Sizer(True, False, 2.0, None, Thresholds(1, 512))
+    assert fast.thresholds == (512, 512)
+    slow = Sizer(False, False, 2.0, None, Thresholds(1, 512))
+    tried = []
+    while slow.thresholds is None:
+        size = slow.next(0, [])
+        tried.append(size)
+        slow.note(size, 10.0 + size)  # a batch costs as much as ten samples
+    assert tried == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32]
+    assert slow.thresholds == (16, 512)
+    assert slow.next(0, []) == 16
+
+
+def test_memory_limits_every_size() -> None:
+    sizer = Sizer(True, True, 2.0, Thresholds(8, 64), Thresholds(1, 64))
+    sizer.limit(20)
+    assert sizer.size == 20
+    assert sizer.next(9, [1]) == 20
+    probing = Sizer(False, True, 2.0, None, Thresholds(4, 64))
+    probing.limit(2)
+    assert probing.next(0, []) == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tpu": 4}, "device class must be one of cpu, gpu, slow, fast, got 'tpu'"),
+        ({"cpu": (64, 4)}, "thresholds of device class 'cpu' are crossed.*got 64 and 4"),
+        ({"cpu": 0}, "must be at least 1, got 0"),
+        ({"cpu": (1, 2, 3)}, "the smallest and the largest batch, or one for both"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_errors(sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        thresholds_of(sizes)

@@ -1,0 +1,53 @@
+"""A worker ends as it is told to in the middle of an epoch; the others do its samples, too.
+
+Run with: the rank that ends, and how ("killed" or "exception"), and a folder to leave results in.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import gtopk.torch as hvd
+
+LENGTH, EPOCHS, ENDS_IN_EPOCH = 200, 3, 1
+
+
+def main(rank: int, how: str, folder: Path) -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*workers of hogbatch on CPUs share")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
+    )
+    data = TensorDataset(torch.arange(LENGTH), torch.randn(LENGTH, 4))
+    loader = hvd.adapt(
+        DataLoader(data, 10), optimizer, "hogbatch", sizes={"cpu": 10}, ranks_may_leave=True
+    )
+    mine = folder / f"rank-{hvd.rank()}"
+    for epoch in range(EPOCHS):
+        for indices, x in loader:
+            if epoch == ENDS_IN_EPOCH and hvd.rank() == rank:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError("boom")
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            with mine.open("a") as file:
+                file.write("".join(f"{epoch} {index}\n" for index in indices.tolist()))
+    report = loader.report()
+    again = sum(worker.again for worker in report.workers)
+    text = f"rank {hvd.rank()} is done; {report.updates} updates; computed again: {again}"
+    print(f"{text}\n", end="", flush=True)
+
+
+main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
