@@ -101,13 +101,15 @@ class Method(NamedTuple):
 def synchronous(training: Training, model: XmlMlp, density: float) -> tuple[Any, Any]:
     """Return equal batches, and an optimizer that steps with the mean of all gradients.
 
-    Gradients that are sparse by rows are exchanged as rows, the others by gTop-k below density 1.
+    Those that are sparse by rows are exchanged as rows at density 1; below it they are made dense,
+    for gTop-k to pick its entries among all of them.
     """
     compression = hvd.Compression.gtopk(density) if density < 1 else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=training.arguments.lr),
         named_parameters=model.named_parameters(),
         compression=compression,
+        sparse_as_dense=density < 1,
     )
     return training.loader(), optimizer
 
@@ -159,7 +161,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--test-rows", type=at_least(1), default=4096, help="evaluated each time")
     parser.add_argument("--batch-size", type=at_least(1), default=64, help="per rank and step")
     parser.add_argument("--hidden", type=at_least(1), default=128)
-    parser.add_argument("--lr", type=float, default=4.0)
+    parser.add_argument("--lr", type=float, default=1.0)
     parser.add_argument(
         "--negatives",
         type=at_least(0),
