@@ -33,8 +33,9 @@ from .. import cost
 from ..errors import PeerTimeoutError
 from ..vector import Array
 from .carrier import Carrier
+from .counter import Counter
 from .farewell import Farewell
-from .mpi_counter import KEEPER, WindowCounter
+from .mpi_counter import AskedCounter, WindowCounter
 from .node_memory import FileMemory
 from .patience import wait_until
 from .sharing import share_by_file
@@ -53,7 +54,6 @@ _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
 _LEAVE, _HERE, _DATA = 0, 1, 2
 _LONG_SECONDS: Final = 0.5  # so long a wait is told to the others
 _HEAR_EVERY: Final = 100  # gathers, so that who never waits hears it, too
-_CALL_SECONDS: Final = 0.001  # how often a rank that keeps a counter lets others' adds through
 _SMALL_BYTES: Final = 1 << 16
 # From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 2 ranks and 100 MB.
 _BLOCKING_BYTES: Final = 1 << 20
@@ -108,7 +108,6 @@ class MpiTransport(Carrier):
         self.tag_limit = highest + 1 - _DATA
         self.timeout_seconds = timeout_seconds
         self._resigned = False
-        self._caller: threading.Thread | None = None
         self._windows: list[MPI.Win] = []
         self._gathers = 0  # of MPI's own
         self._here: dict[int, int] = {}  # up to which gather others have told that they wait
@@ -361,28 +360,19 @@ class MpiTransport(Carrier):
             memory[:] = 0
         return share_by_file(stream, size_bytes, memory)
 
-    def counter_on(self, stream: Transport) -> WindowCounter:
-        communicator = self._communicator_of(stream)
-        if stream.rank == KEEPER and not set(stream.ranks) <= set(self._neighbours):
-            self._keep_calling()
-        return WindowCounter(self._mpi, communicator, stream, self._calling)
-
-    def _keep_calling(self) -> None:
-        """Call MPI now and then until this rank leaves: a counter's adds come through in calls.
-
-        Between hosts, and while this rank computes; in the memory of one host they need no call.
-        """
-        if self._caller is not None:
-            return
-
-        def run() -> None:
-            while not (self._resigned or self._mpi.Is_finalized()):
-                with self._calling:
-                    self._communicator.Iprobe(self._mpi.ANY_SOURCE, _LEAVE)
-                time.sleep(_CALL_SECONDS)
-
-        self._caller = threading.Thread(target=run, name="gtopk-mpi-calls", daemon=True)
-        self._caller.start()
+    def counter_on(self, stream: Transport) -> Counter:
+        """Return a new counter; MPI waits for all ranks of the stream meanwhile."""
+        if set(stream.ranks) <= set(self._neighbours):
+            communicator = self._communicator_of(stream)
+            return WindowCounter(self._mpi, communicator, stream, self._calling)
+        group = self._communicator.group.Incl(list(stream.ranks))
+        return AskedCounter(
+            self._mpi,
+            self._communicator.Create_group(group, stream.tag),
+            stream,
+            self._calling,
+            lambda: self._resigned or self._mpi.Is_finalized(),
+        )
 
     def library(self) -> str:
         return self._mpi.Get_library_version().splitlines()[0].split(",")[0].strip()

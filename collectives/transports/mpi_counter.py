@@ -1,15 +1,21 @@
-"""The counter of MPI's ranks: eight bytes of one rank's memory, added to by one-sided calls.
+"""The counters of MPI's ranks: on one host in the memory of one rank, across hosts asked of it.
 
-Rget_accumulate is a fetch-and-add that can be tested: a wait for it ends when the keeper is gone.
+On one host an add is a one-sided call, and the keeper takes no part. Over TCP it would have to: its
+MPI moves others' one-sided calls only while the keeper itself calls MPI, several times for each,
+and a rank that computes does not. So there a thread of the keeper answers, in one round trip.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
+from .counter import LocalCounter
 from .patience import wait_until
 from .transport import Transport
 
@@ -17,10 +23,17 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 KEEPER: Final = 0  # of the communicator, and of the stream
+_QUESTION, _ANSWER = 0, 1  # tags
+_PAUSE_SECONDS: Final = 0.0002  # of the thread that answers
+_NUMBER: Final = np.dtype(np.int64)
 
 
 class WindowCounter:
-    """A number in the memory of a communicator's rank 0."""
+    """A number in the memory of a communicator's rank 0.
+
+    Rget_accumulate is a fetch-and-add that can be tested: a wait for it ends when the keeper is
+    gone.
+    """
 
     def __init__(
         self,
@@ -36,32 +49,93 @@ class WindowCounter:
         self._mpi = mpi
         self._stream = stream
         self._calling = calling
-        number = np.dtype(np.int64)
         keeps = stream.rank == KEEPER
         with calling:
             self._window = mpi.Win.Allocate(
-                number.itemsize if keeps else 0, number.itemsize, comm=communicator
+                _NUMBER.itemsize if keeps else 0, _NUMBER.itemsize, comm=communicator
             )
             if keeps:
                 self._window.Lock(KEEPER, mpi.LOCK_EXCLUSIVE)
-                self._window.Put([np.zeros(1, number), mpi.INT64_T], KEEPER)
+                self._window.Put([np.zeros(1, _NUMBER), mpi.INT64_T], KEEPER)
                 self._window.Unlock(KEEPER)
             communicator.Barrier()  # nobody adds before there is a zero
             self._window.Lock_all()
 
     def add(self, amount: int) -> int:
         """Add, and return what the number was before."""
-        added, before = np.array([amount], np.int64), np.zeros(1, np.int64)
+        added, before = np.array([amount], _NUMBER), np.zeros(1, _NUMBER)
         kind = self._mpi.INT64_T
         with self._calling:
             request = self._window.Rget_accumulate(
                 [added, kind], [before, kind], KEEPER, (0, 1, kind), self._mpi.SUM
             )
 
-        def tested() -> bool | None:
+        def tested() -> Literal[True] | None:
             with self._calling:
                 return request.Test() or None
 
-        stream = self._stream
-        wait_until(tested, stream, [stream.ranks[KEEPER]], stream.timeout_seconds)
+        _wait_for_keeper(tested, self._stream)
         return int(before[0])
+
+
+class AskedCounter:
+    """A number that a communicator's rank 0 keeps, and a thread of it adds to for the others."""
+
+    def __init__(
+        self,
+        mpi: Any,
+        communicator: MPI.Intracomm,
+        stream: Transport,
+        calling: AbstractContextManager[Any],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Make it, of a communicator of its own, all ranks of which do so.
+
+        is_over: whether MPI may not be called any more.
+        """
+        self._mpi = mpi
+        self._communicator = communicator
+        self._stream = stream
+        self._calling = calling
+        self._is_over = is_over
+        self._number = LocalCounter()  # the keeper's
+        self._asking = threading.Lock()
+        if stream.rank == KEEPER:
+            threading.Thread(target=self._answer_all, name="gtopk-counter", daemon=True).start()
+
+    def add(self, amount: int) -> int:
+        """Add, and return what the number was before."""
+        if self._stream.rank == KEEPER:
+            return self._number.add(amount)
+        added, before = np.array([amount], _NUMBER), np.zeros(1, _NUMBER)
+        with self._asking:  # an answer is for who asked
+            with self._calling:
+                answer = self._communicator.Irecv(before, KEEPER, _ANSWER)
+                question = self._communicator.Isend(added, KEEPER, _QUESTION)
+
+            def tested() -> Literal[True] | None:
+                with self._calling:
+                    return (question.Test() and answer.Test()) or None
+
+            _wait_for_keeper(tested, self._stream)
+        return int(before[0])
+
+    def _answer_all(self) -> None:
+        """Answer until this rank leaves."""
+        status, amount = self._mpi.Status(), np.zeros(1, _NUMBER)
+        answers: list[tuple[MPI.Request, np.ndarray]] = []
+        while not self._is_over():
+            with self._calling:
+                question = self._communicator.Improbe(self._mpi.ANY_SOURCE, _QUESTION, status)
+                if question is not None:
+                    question.Recv(amount)
+                    before = np.array([self._number.add(int(amount[0]))], _NUMBER)
+                    request = self._communicator.Isend(before, status.source, _ANSWER)
+                    answers.append((request, before))  # MPI reads it until it is sent
+                answers = [pair for pair in answers if not pair[0].Test()]
+            if question is None:
+                time.sleep(_PAUSE_SECONDS)
+
+
+def _wait_for_keeper(tested: Callable[[], Literal[True] | None], stream: Transport) -> None:
+    wait_until(tested, stream, [stream.ranks[KEEPER]], stream.timeout_seconds)

@@ -214,10 +214,10 @@ def _setting(options: argparse.Namespace, cluster: Cluster, seed: int) -> Settin
         options.lr,
         options.momentum,
         options.density,
-        options.interval,
-        options.micro_batch,
-        options.mega_batch,
-        _classes(options),
+        interval=options.interval,
+        micro_batch=options.micro_batch,
+        mega_batch=options.mega_batch,
+        classes=_classes(options),
     )
 
 

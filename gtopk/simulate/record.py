@@ -15,7 +15,7 @@ class Record:
     exchange:  of these, what the wire was in use, as modelled.
     samples:   computed, of all ranks.
     steps:     updates of the parameters; of replicas, those of the rank that makes most.
-    accuracy:  (simulated seconds, share of the test samples) after every epoch.
+    accuracy:  (simulated seconds, share of the test samples) after every epoch, or more often.
     sizes:     (simulated seconds, samples of each rank in the step that ended then).
     updates:   of each rank, between two merges of replicas, or in an epoch of hogbatch.
     loss:      (simulated seconds, mean loss of the training samples) after every epoch, if known.

@@ -67,6 +67,7 @@ class _Run:
         is_dynamic = self.batches.strategy.is_dynamic
         self._take_seconds = 2 * cluster.link.latency_seconds if is_dynamic else 0.0
         self._factor = FACTORS[chosen.lr_scaling]
+        self._unseen = 0  # samples merged since the model was evaluated
         deaths = {death.rank: death.second for death in cluster.deaths}
         counter, noises = LocalCounter(), cluster.noises(setting.seed)
         self.cursors: list[Cursor] = [
@@ -90,14 +91,21 @@ class _Run:
 
     def epoch(self, epoch: int) -> None:
         """Train until every sample is in a merge."""
-        task, record = self.setting.task, self.record
-        order = shuffled(task.samples, 1000 * self.setting.seed, epoch)
+        order = shuffled(self.setting.task.samples, 1000 * self.setting.seed, epoch)
         self.batches.begin([range(len(order))])
         while (stretch := self.batches.open()) is not None:
             self._mega_batch(stretch, order)
             self._merge()
-        with self.workers[0].replica.at_center():
-            record.accuracy.append((record.seconds, task.accuracy(self.workers[0].model)))
+            if self._unseen >= self.setting.evaluate_every > 0:
+                self._evaluate()
+        self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Note how good the merged model is; that takes no simulated time."""
+        self._unseen = 0
+        worker, record = self.workers[0], self.record
+        with worker.replica.at_center():
+            record.accuracy.append((record.seconds, self.setting.task.accuracy(worker.model)))
 
     def _mega_batch(self, stretch: Stretch, order: Sequence[int]) -> None:
         batches, began = self.batches, self.record.seconds
@@ -171,6 +179,7 @@ class _Run:
         record.exchange += exchange_seconds
         record.updates.append([report.updates for report in reports])
         record.steps += max(record.updates[-1])
+        self._unseen += sum(report.samples for report in reports)
         record.sizes.append((record.seconds, [report.samples for report in reports]))
 
     def _report(self, place: int) -> Report:

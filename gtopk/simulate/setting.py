@@ -19,6 +19,7 @@ class Setting:
 
     density: of gTop-k; None: dense.
     mega_batch: samples between two merges of adaptive-sgd; 0: 100 batches.
+    evaluate_every: samples, of replicas; 0: after every epoch.
     classes: of ranks, for hogbatch.
     """
 
@@ -33,6 +34,7 @@ class Setting:
     interval: int = 20
     micro_batch: int = 16
     mega_batch: int = 0
+    evaluate_every: int = 0
     classes: Classes = field(default_factory=Classes)
 
     @property

@@ -80,10 +80,12 @@ class Job:
                 assert remaining > 0, f"no {pattern!r} after {seconds} s in:\n{self.text()}"
                 self._changed.wait(remaining)
 
-    def begin(self) -> None:
-        """Return when all ranks train; note what they hold in memory that is shared."""
-        self.hear(r"rank \d+ goes on from \d+", times=self.ranks)
+    def begin(self) -> int:
+        """Return the step from which all ranks train, when they do; note what memory they share."""
+        steps = {match[1] for match in self.hear(r"rank \d+ goes on from (\d+)", times=self.ranks)}
         self.note_segments()
+        (step,) = steps
+        return int(step)
 
     def note_segments(self) -> None:
         """Note which shared memory the job has."""
@@ -149,6 +151,7 @@ class Job:
         named = re.compile(
             rf"rank {culprit} (is lost|left) \(.*host {host}"
             rf"|as rank {culprit} ended the job: it failed at step \d+ \(host {host}"
+            rf"|CheckpointError: checkpoint \d+ cannot be written .*: rank {culprit}: "
         )
         for rank in set(range(self.ranks)) - {culprit}:
             begin = re.compile(rf"gtopk: rank {rank} (of {self.ranks} \(|ends)")
@@ -158,7 +161,7 @@ class Job:
             said = re.search(r"at step (\d+)", line)
             assert said, line
             assert step is None or abs(int(said[1]) - step) <= 1, f"{line} is not of step {step}"
-            doing = r"waited for (it )?in \S+|, in \S+, as|computing|cannot be done|ends.*, as"
+            doing = r"waited for (it )?in \S+|, in \S+, as|computing|cannot be|ends.*, as"
             assert re.search(doing, line), line
             assert why in line, line
 

@@ -493,6 +493,9 @@ def check_mpi(transport: Transport) -> None:
         for law in LAWS:
             law(transport)
 
+    with mock.patch.object(transport, "_neighbours", [transport.rank]):  # as on hosts of their own
+        test_what_ranks_add_to_a_counter_is_added_once_each(transport)
+
     assert "MPI" in transport.library()
     launched = f"{transport.size + 3}"
     with (

@@ -117,10 +117,10 @@ def test_ranks_make_as_many_updates_from_the_third_merge_on(speeds: list[float])
 
 
 def test_who_waits_least_is_ahead_of_who_averages_in_step() -> None:
-    at = replicas_of([400, 200, 100, 100], epochs=12)
+    at = replicas_of([400, 200, 100, 100], epochs=5)
     reached = {
-        mode: SIMULATED[mode](at).seconds_to(0.9)
-        for mode in ("adaptive-sgd", "local-sgd", "crossbow", "equal-dense")
+        mode: SIMULATED[mode](at).seconds_to(0.85)
+        for mode in ("adaptive-sgd", "local-sgd", "crossbow")
     }
     ahead = reached.pop("adaptive-sgd")
     assert ahead is not None

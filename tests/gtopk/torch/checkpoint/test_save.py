@@ -376,8 +376,7 @@ def test_it_is_reached_from_the_top():
         gtopk.save_checkpiont  # noqa: B018
 
 
-def test_random_numbers_go_on_as_they_would_have(mpirun, torchrun, tmp_path):
-    for launch, ranks, saved_by in ((mpirun, 3, 0), (torchrun, 2, 3)):
-        job = launch(ranks, "checkpoints.py", str(tmp_path), str(saved_by))
-        assert job.returncode == 0, job.stderr
-        assert job.stdout.count("went on from step 4") == ranks
+def test_random_numbers_go_on_as_they_would_have(mpirun, tmp_path):
+    job = mpirun(2, "checkpoints.py", str(tmp_path))
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("went on from step 4") == 2
