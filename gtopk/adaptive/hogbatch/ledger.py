@@ -34,7 +34,8 @@ class Ledger:
 
     notes: int16 [2, length]: 0, one more than a worker's place, or -1: done, -2: given back.
     counter: of several nodes, from which each takes stretches of this length; None: of one node.
-    why_gone: from a worker's place to what it said when it left.
+    why_gone: from a worker's place to what is known of its end; "": nothing. One that is frozen
+              or cannot be reached lives, and is given up all the same.
     on_death: is told the place of a worker that has died within a round, once.
     """
 
@@ -49,7 +50,7 @@ class Ledger:
         ranks_may_leave: bool = False,
         ranks: Sequence[int],
         timeout_seconds: float = 600.0,
-        why_gone: Callable[[int], str] = lambda place: "its process has died",
+        why_gone: Callable[[int], str] = lambda place: "",
         on_death: Callable[[int], None] = lambda place: None,
     ) -> None:
         self._memory, self._board, self._all_notes = memory, board, notes
@@ -208,14 +209,17 @@ class Ledger:
     def _look_for_the_dead(self) -> None:
         """Tell of those who died since the last look; raise PeerError where none may."""
         for place in range(self._memory.places):
-            over = self._board.rows["over"][place] >= self.round
-            if over or place in self._dead or self._memory.is_present(place):
+            is_over = self._board.rows["over"][place] >= self.round
+            if is_over or place in self._dead or place == self._board.me:
                 continue
-            if not self._ranks_may_leave:
+            is_present = self._memory.is_present(place)
+            why = self._why_gone(place)
+            if not self._ranks_may_leave and (why or not is_present):
                 raise PeerError(
-                    f"rank {self._ranks[place]} left ({self._why_gone(place)}) in the middle of an "
-                    "epoch; hogbatch goes on without it where adapt(..., ranks_may_leave=True) "
-                    "says so"
+                    f"rank {self._ranks[place]} left ({why or 'its process has died'}) in the "
+                    "middle of an epoch; hogbatch goes on without a rank that dies where "
+                    "adapt(..., ranks_may_leave=True) says so"
                 )
-            self._dead.add(place)
-            self._on_death(place)
+            if not is_present:
+                self._dead.add(place)
+                self._on_death(place)

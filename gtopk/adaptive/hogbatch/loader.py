@@ -327,9 +327,14 @@ class HogbatchLoader:
         self._epochs.set(epoch)
 
     def drain(self) -> None:
-        """Have this rank's parameters be the shared model's, and that the same on all nodes."""
+        """Have this rank's parameters be the shared model's, and that the same on all nodes.
+
+        All ranks call it together, between epochs.
+        """
+        self._ledger.begin(0, between_nodes=False)
         self._node.merging.drain()
         self._refresh()
+        self._ledger.end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next epoch hangs on."""

@@ -163,6 +163,6 @@ def copy_first(transport: Transport, leaders: Sequence[int], content: Array) -> 
 
 
 def why_gone(transport: Transport, rank: int) -> str:
-    """Return what a rank said when it left."""
+    """Return what is known of a rank's end; "" while it goes on, as far as is known."""
     farewell = transport.farewells().get(rank)
-    return farewell.reason if farewell else "its process has died"
+    return farewell.reason if farewell else ""
