@@ -166,7 +166,7 @@ def test_a_rank_that_is_killed_in_an_exchange_is_named_by_all_and_leaves_nothing
     launcher, tmp_path
 ):
     fault = {"rank": 2, "phase": "exchange", "step": 3, "way": "killed"}
-    with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, fault)) as job:
+    with start(launcher, 3, "faulty_training.py", plan(tmp_path, fault)) as job:
         suffer(job, fault, random.Random(0))
         with pytest.raises(Ended):
             job.hear("digest", seconds=1)

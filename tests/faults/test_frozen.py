@@ -82,11 +82,11 @@ def test_ranks_that_freeze_for_a_while_change_no_bit(launcher, tmp_path):
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.faults)])
 def test_a_rank_may_freeze_for_a_while_but_not_for_ever(launcher, tmp_path):
     argument = plan(tmp_path, steps=10_000, every=10_000)
-    with start(launcher, RANKS, "faulty_training.py", argument, **ENVIRONMENT) as job:
+    with start(launcher, 3, "faulty_training.py", argument, **ENVIRONMENT) as job:
         job.begin()
         job.send(1, signal.SIGSTOP)
         job.hear(r"gtopk: rank 1 \(host .*\): stopped for")
         job.send(1, signal.SIGCONT)
         job.hear(r"gtopk: rank 1 \(host .*\) goes on")
-        assert sorted(job.living()) == list(range(RANKS))
-        assert_given_up(job, 3, job.send(3, signal.SIGSTOP))
+        assert sorted(job.living()) == [0, 1, 2]
+        assert_given_up(job, 2, job.send(2, signal.SIGSTOP))
