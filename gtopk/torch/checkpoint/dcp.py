@@ -92,8 +92,9 @@ class Reader(StorageReader):
                 problems.append(str(error))
                 continue
             self.path = self._folder / part.folder
+            ours = {name: state[name] for name in _OF_OURS if name in state}
             flattening = DefaultSavePlanner()
-            flattening.set_up_planner({**state, **state.pop("others", {})})
+            flattening.set_up_planner({**ours, **state["others"]})
             return dict(flattening.state_dict)
         raise CheckpointError(
             f"no checkpoint in {self._folder} is whole: {'; '.join(problems) or 'none is there'}"
