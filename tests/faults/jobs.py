@@ -110,6 +110,15 @@ class Job:
                     found.append(int(entry.name))
         return found
 
+    def files(self) -> list[Path]:
+        """Return what there is of the job's shared memory and temporary files.
+
+        What torchrun is told of an error stays in its folder of logs, as it means it to.
+        """
+        files = [path for path in self._folder.rglob("*") if not path.is_dir()]
+        files = [path for path in files if path.name != "error.json"]
+        return files + [path for path in self._segments if path.exists()]
+
     def end(self, since: float, promised_seconds: float = PROMISED_SECONDS) -> float:
         """Return after how many seconds the ranks had ended; the launcher ends, too."""
         while any(map(is_alive, self.pids.values())):
@@ -131,12 +140,12 @@ class Job:
         """Return the ranks that live."""
         return [rank for rank, pid in self.pids.items() if is_alive(pid)]
 
-    def assert_nothing_is_left(self) -> None:
+    def assert_nothing_is_left(self, but_files: bool = False) -> None:
         """Processes, shared memory and temporary files, all of this job's own."""
         deadline = time.monotonic() + 5  # the companions of ranks end a moment after them
         while True:
-            left: list[Any] = [*self.processes(), *(p for p in self._segments if p.exists())]
-            left += [path for path in self._folder.rglob("*") if not path.is_dir()]
+            files = [] if but_files else self.files()
+            left: list[Any] = [*self.processes(), *files]
             if not left:
                 return
             assert time.monotonic() < deadline, f"{left} is left of:\n{self.text()}"
@@ -217,6 +226,8 @@ def start(
                 time.sleep(0.02)
             process.wait(20)
             job.close()
+            for path in job.files():
+                path.unlink()
 
 
 def plan(folder: Path, fault: Mapping[str, Any] | None = None, **more: Any) -> str:
