@@ -110,6 +110,17 @@ class Job:
                     found.append(int(entry.name))
         return found
 
+    def rank_processes(self) -> list[int]:
+        """Return those processes that are ranks; their numbers need not be what they said."""
+        found = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                is_python = "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+                if is_python and words[1].startswith(os.fsencode(PROGRAMS)):
+                    found.append(pid)
+        return found
+
     def files(self) -> list[Path]:
         """Return what there is of the job's shared memory and temporary files.
 
@@ -194,14 +205,12 @@ def command(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def start(
-    launcher: str, ranks: int, program: str, *arguments: str, **variables: str
-) -> Iterator[Job]:
-    """Start a program of tests/programs; whatever is left of it is ended afterwards."""
+def running(words: Sequence[str], ranks: int, **variables: str) -> Iterator[Job]:
+    """Run a command that starts ranks; whatever is left of it is ended afterwards."""
     mark = f"GTOPK_TEST_MARK={uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory(prefix="gtopk-fault-") as folder:
         process = subprocess.Popen(
-            command(launcher, ranks, [sys.executable, str(PROGRAMS / program), *arguments]),
+            words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -228,6 +237,16 @@ def start(
             job.close()
             for path in job.files():
                 path.unlink()
+
+
+@contextmanager
+def start(
+    launcher: str, ranks: int, program: str, *arguments: str, **variables: str
+) -> Iterator[Job]:
+    """Start a program of tests/programs on this host."""
+    words = command(launcher, ranks, [sys.executable, str(PROGRAMS / program), *arguments])
+    with running(words, ranks, **variables) as job:
+        yield job
 
 
 def plan(folder: Path, fault: Mapping[str, Any] | None = None, **more: Any) -> str:
