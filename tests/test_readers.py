@@ -26,5 +26,6 @@ def test_damaged_inputs_are_refused_by_name_and_in_bounds():
     for name, _, inputs, ends in targets:
         assert inputs == "500", name
         assert '"read"' in ends  # what lies behind the checksums is reached
-        assert "Error" in ends or name == "row_cache"  # which is passed over where it is damaged
+        # A cache that is damaged is passed over.
+        assert re.search("Error|Malformed", ends) or name == "row_cache"
     assert "none crashed, hung or was misread" in done.stdout

@@ -27,6 +27,7 @@ _log = logging.getLogger("gtopk")
 RANK: Final = struct.Struct("<q")
 ADDRESS: Final = "GTOPK_RUN_ADDRESS"
 SECRET: Final = "GTOPK_RUN_SECRET"
+_BACKLOG: Final = 4096  # ranks, and strangers, that call at once
 _BREATH_SECONDS: Final = 0.1  # until connections can be accepted again, where there were too many
 
 
@@ -47,7 +48,7 @@ class Desk:
         self._refused: set[str] = set()  # hosts, told of once each
         self._closed = False
         self._secret = secrets.token_bytes(32)
-        self._server = socket.create_server((host, 0), backlog=min(ranks, 4096))
+        self._server = socket.create_server((host, 0), backlog=_BACKLOG)
         self._address = f"{host}:{self._server.getsockname()[1]}"
         self._thread = threading.Thread(target=self._accept, name="gtopk-run-desk", daemon=True)
         self._thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -97,3 +98,21 @@ def test_on_one_machine_the_desk_is_reached_from_there_only(desk: Desk) -> None:
 def test_a_host_that_cannot_be_found_is_an_error() -> None:
     with pytest.raises(LaunchError, match=r"a way to host 'no\.such\.host\.invalid'"):
         own_address("no.such.host.invalid")
+
+
+def test_a_crowd_of_strangers_keeps_no_rank_out_and_is_told_of_once(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = desk.environment()[ADDRESS].split(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(100)]
+    for number, stranger in enumerate(strangers):
+        with contextlib.suppress(OSError):
+            stranger.sendall(bytes(number) + b"\xff" * 64)
+    connection, *_ = come(desk, 0)
+    connection.close()
+    wait_until(desk, lambda: desk.left == [0])
+    for stranger in strangers:
+        stranger.close()
+    wait_until(desk, lambda: "is no rank and is refused" in caplog.text)
+    assert caplog.text.count("is no rank and is refused") == 1
+    assert desk.came == {0}
