@@ -4,7 +4,7 @@
 # make test-faults  ranks killed, frozen and cut off, many times: an hour or so; cut links need root
 # make soak   20,000 steps on 4 ranks: memory, descriptors and counters
 # make check  linter, formatter, types, import directions
-# make fuzz   a million mutated messages to the wire's parsers
+# make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
@@ -52,6 +52,7 @@ format: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python tests/programs/fuzz_wire.py $(ARGS)
+	PYTHONPATH=. $(VENV)/bin/python tests/programs/fuzz_readers.py $(ARGS)
 
 horovod: $(VENV)/.horovod
 

@@ -221,12 +221,17 @@ class Hierarchical(SparseCompression):
 
     _: KW_ONLY
     across: str = "gtopk"  # or "oktopk"
+    # What is summed inside a node: each rank's "picks", or the whole gradients, "dense", of whose
+    # sum the node picks (Shi et al. 2021, HiTopKComm). Dense: better picks, more bytes inside; on
+    # the host only.
+    inside: str = "picks"
 
     algorithm: ClassVar[str] = "hierarchical"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("across", self.across, ("gtopk", "oktopk"))
+        check_choice("inside", self.inside, ("picks", "dense"))
 
     def options(self, k: int, length: int) -> dict[str, Any]:
         return {"across": self.across} | ({"regions": Regions()} if self.across == "oktopk" else {})

@@ -146,10 +146,8 @@ class SparseExchange:
             self._set_k(bucket.length)
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
-        if algorithm == "hierarchical" and "nodes" not in self.options:
-            self.options["nodes"] = find_nodes(transport)
         begun = time.perf_counter()
-        picked = self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
+        picked = self._pick(bucket, transport)
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         self._outcome = None
         with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
@@ -174,9 +172,15 @@ class SparseExchange:
         self.residual.settle(picked, returned)
         bucket.put(update)
 
+    def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
+        """Accumulate and select."""
+        return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
+
     def _reduce(
         self, picked: SparseVector, transport: Transport, format: Format
     ) -> tuple[SparseVector, SparseVector]:
+        if self.compression.algorithm == "hierarchical" and "nodes" not in self.options:
+            self.options["nodes"] = find_nodes(transport)
         reduction = partial(
             ALGORITHMS[self.compression.algorithm],
             k=self.k,

@@ -6,8 +6,15 @@ from typing import Any
 
 from .automatic import AutomaticExchange
 from .buckets import Bucket
-from .compression import Automatic, ErrorFeedback, NoneCompressor, SparseCompression
+from .compression import (
+    Automatic,
+    ErrorFeedback,
+    Hierarchical,
+    NoneCompressor,
+    SparseCompression,
+)
 from .exchange import CompressorExchange, DenseExchange, Exchange, Progress, SparseExchange
+from .node_exchange import NodeExchange
 
 
 def open_exchange(
@@ -17,6 +24,8 @@ def open_exchange(
 
     share: of the elements of a step that are exchanged so.
     """
+    if isinstance(compression, Hierarchical) and compression.inside == "dense":
+        return NodeExchange(bucket, compression, progress)
     if isinstance(compression, SparseCompression):
         return SparseExchange(bucket, compression, progress)
     if isinstance(compression, Automatic):

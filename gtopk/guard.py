@@ -24,7 +24,9 @@ from typing import Final, Protocol
 from collectives.transports import Transport
 
 from .engine import Engine
+from .exceptions import HorovodInternalError
 from .heartbeat.heartbeat import Heartbeat, Lost
+from .launch.error_file import write_error_file
 
 _WORD_SECONDS: Final = 0.3  # what word of a lost rank gets to come, before who is stopped ends
 _STUCK_SECONDS: Final = 3.0  # what an operation gets to notice that a rank is lost
@@ -64,7 +66,7 @@ class Guard:
 
         All ranks do so together. Raises HorovodInternalError where they disagree about heartbeats.
         """
-        self.member.engine.on_program_end = lambda: self.farewell("its program ended")
+        self.member.engine.sign = self.farewell
         if not self.needed:
             return
         sys.excepthook = self._on_exception
@@ -121,6 +123,8 @@ class Guard:
             advice = "" if self.member.advice in failed else f"; {self.member.advice}"
             if self._heartbeat:
                 self._heartbeat.explain(failed)
+            if not isinstance(error, HorovodInternalError):  # which another rank is the cause of
+                write_error_file(f"{self.name} ({self.place}) {failed}", error)
             then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
             self._say(f"{failed}; {then}{advice}")
 

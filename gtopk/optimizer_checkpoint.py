@@ -33,6 +33,7 @@ from .residual_state import Held
 _log = logging.getLogger("gtopk")
 KEY: Final = "gtopk"
 FORMAT: Final = 1
+_FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
 def save(reducer: Reducer) -> dict[str, Any]:
@@ -99,6 +100,11 @@ def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
     level = logging.WARNING if "lost" in what else logging.INFO
     _log.log(level, "rank %d of %d %s", rank, ranks, what)
     return held
+
+
+def is_part(value: object) -> bool:
+    """Tell whether this is what `save` returns, or the hook of DDP."""
+    return isinstance(value, dict) and value.keys() == _FIELDS
 
 
 def frame(part: Mapping[str, Any]) -> dict[str, Any]:

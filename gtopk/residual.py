@@ -23,6 +23,9 @@ class Residual:
     The law of every step, coordinate by coordinate and summed over ranks:
     update + residual after = residual before + gradient (weighted, or with momentum correction the
     velocity).
+
+    tensors: its memory, where that is another's: the values, and with momentum the velocity.
+    replaced: whether somebody else has put values in since this was last looked at.
     """
 
     def __init__(
@@ -31,17 +34,25 @@ class Residual:
         dtype: np.dtype[Any],
         momentum: float = 0.0,
         device: torch.device = _HOST,
+        tensors: list[torch.Tensor] | None = None,
     ) -> None:
         self._empty = partial(zeros, length, dtype, device)
         self.momentum = momentum
-        self._tensors = [self._empty() for _ in range(2 if momentum else 1)]
+        self._tensors = tensors or [self._empty() for _ in range(2 if momentum else 1)]
         self.values: NDArray[Any] = view_array(self._tensors[0])
         self.velocity = view_array(self._tensors[1]) if momentum else None
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
+        self.replaced = False
         self._before: list[torch.Tensor] = []
         self._remembers_nothing = True
         self._remembered = False
+
+    def part(self, where: slice) -> Residual:
+        """Return the residual of a part of the vector, in the same memory."""
+        tensors = [tensor[where] for tensor in self._tensors]
+        dtype, device = self.values.dtype, self._tensors[0].device
+        return Residual(tensors[0].numel(), dtype, self.momentum, device, tensors)
 
     def accumulate_and_select(
         self, gradient: Gradient, k: int, weight: float = 1.0
@@ -79,6 +90,7 @@ class Residual:
             return
         torch._foreach_copy_(self._tensors, self._before)
         self.holds_nothing = self._remembers_nothing
+        self.replaced = True
         self._remembered = False
 
     def forget(self) -> None:

@@ -194,10 +194,10 @@ def rejoin() -> None:
 def _at_exit() -> None:
     if _process is None or _guard is None:
         return
-    staying = _process.close(_guard.farewell("its program ended"))
+    _process.close(_guard.farewell("its program ended"))
     _guard.close()
     transport = _process.transport
-    if _process.engine.ranks_may_leave and (staying or transport.lost()):
+    if _process.engine.ranks_may_leave and transport.lost():
         _end_without_mpi(transport)
 
 

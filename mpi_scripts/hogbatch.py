@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 # By path, Python would find neither `models` nor a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
-from models.data import load
 from models.fully_connected import fully_connected
+from mpi_scripts.tables import TABLES, Table, open_table
 from mpi_scripts.unlike_ranks import REJECTED, flaws
 
 MODES = ("sync", "slow-only", "fast-only", "hogbatch", "adaptive-hogbatch")
@@ -81,24 +80,28 @@ class Worker:
 
     def __init__(self, repeat: int, arguments: argparse.Namespace) -> None:
         self.repeat, self.arguments = repeat, arguments
+        self.table = self.open_table(0)
         self.twin = self.new_model(0)
+
+    def open_table(self, seed: int) -> Table:
+        """Return the data; the seed says which fifth of it is held out."""
+        return open_table(self.arguments.data, seed, self.arguments.rows, self.arguments.file)
 
     def new_model(self, seed: int) -> torch.nn.Module:
         """Return a model; of one seed all are alike."""
         torch.manual_seed(seed)
-        data = load(self.arguments.data, seed)
-        return fully_connected(data.features, data.classes, self.arguments.hidden)
+        return fully_connected(self.table.features, self.table.outputs, self.arguments.hidden)
 
     def compute(self, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
         """Compute the gradients of a batch, `repeat` times."""
         for _ in range(self.repeat - 1):
             self.twin.zero_grad()
-            F.cross_entropy(self.twin(x), y).backward()
-        F.cross_entropy(model(x), y).backward()
+            self.table.loss(self.twin(x), y).backward()
+        self.table.loss(model(x), y).backward()
 
     def calibrate(self) -> list[float]:
         """Return what each of some batches takes, in seconds."""
-        x, y = load(self.arguments.data, 0).train[: self.arguments.batch]
+        x, y = self.table.train[: self.arguments.batch]
         model, seconds = self.new_model(0), []
         for _ in range(self.arguments.calibration):
             begun = time.perf_counter()
@@ -110,7 +113,7 @@ class Worker:
 def train(mode: str, seed: int, worker: Worker) -> Run:
     """Train for as long as was asked for, and return what happened."""
     arguments, is_fast = worker.arguments, hvd.rank() == 0
-    data, model = load(arguments.data, seed), worker.new_model(seed)
+    data, model = worker.open_table(seed), worker.new_model(seed)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), arguments.lr), model.named_parameters()
     )
@@ -165,14 +168,12 @@ def train(mode: str, seed: int, worker: Worker) -> Run:
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, data: Any, loader: Any) -> tuple[float, float]:
+def evaluate(model: torch.nn.Module, data: Table, loader: Any) -> tuple[float, float]:
     """Return the mean loss of the training samples, and the accuracy on the others."""
     loader.drain()
     x, y = data.train[:]
-    loss = float(F.cross_entropy(model(x), y))
-    x, y = data.test[:]
-    accuracy = float((model(x).argmax(1) == y).float().mean())
-    return hvd.broadcast_object((loss, accuracy))  # type: ignore[no-any-return]
+    loss = float(data.loss(model(x), y))
+    return hvd.broadcast_object((loss, data.accuracy(model)))  # type: ignore[no-any-return]
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -186,7 +187,14 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--repeat", type=int, nargs="+", default=[1, 8], help="how often each worker computes")
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
-    add("--data", default="digits", help="digits, breast-cancer, wine, or an .npz file")
+    add(
+        "--data",
+        default="digits",
+        help="digits, breast-cancer, wine, an .npz file; or synthetic "
+        f"data of the dimensions of {', '.join(TABLES)}",
+    )
+    add("--rows", type=int, default=4000, help="of synthetic data")
+    add("--file", type=Path, help="LIBSVM's, in place of synthetic data: covtype, w8a, real-sim")
     add("--hidden", type=int, nargs="+", default=[512] * 8, help="widths of the hidden layers")
     add("--batch", type=int, default=256, help="what the learning rate is that of")
     add("--slow", type=pair, default=(8, 64), help="smallest and largest batch of slow workers")
@@ -223,6 +231,7 @@ def main() -> int:
     if hvd.size() > cores:
         found.append(f"{hvd.size()} workers share {cores} cores")
     if hvd.rank() == 0:
+        print(f"data: {worker.table.origin}; hidden layers {arguments.hidden}")
         print("\n".join(lines(arguments, calibrated, runs, found)), flush=True)
         if arguments.json:
             rows = [{**run._asdict(), "slow_share": run.slow_share} for run in runs]

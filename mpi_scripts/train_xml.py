@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -28,7 +29,7 @@ import gtopk.torch as hvd
 from models.data.batches import SparseBatch, SparseDataset, as_batch
 from models.data.catalogue import shape_of
 from models.data.rows import LabelledRows
-from models.data.synthetic_xml import synthesise
+from models.data.synthetic_xml import resized, synthesise
 from models.data.xml import read_xml
 from models.xml_mlp import XmlMlp, precisions
 from mpi_scripts.train import Parser, at_least, on_every_rank
@@ -97,24 +98,51 @@ class Method(NamedTuple):
     begin: Callable[[Training, XmlMlp], tuple[Any, Any]]
 
 
-def synchronous(training: Training, model: XmlMlp, compressed: bool) -> tuple[Any, Any]:
+def synchronous(training: Training, model: XmlMlp, density: float) -> tuple[Any, Any]:
     """Return equal batches, and an optimizer that steps with the mean of all gradients.
 
-    Gradients that are sparse by rows are exchanged as rows, the others compressed or not.
+    Those that are sparse by rows are exchanged as rows at density 1; below it they are made dense,
+    for gTop-k to pick its entries among all of them.
     """
-    arguments = training.arguments
-    compression = hvd.Compression.gtopk(arguments.density) if compressed else hvd.Compression.none
+    compression = hvd.Compression.gtopk(density) if density < 1 else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=arguments.lr),
+        torch.optim.SGD(model.parameters(), lr=training.arguments.lr),
         named_parameters=model.named_parameters(),
         compression=compression,
+        sparse_as_dense=density < 1,
     )
     return training.loader(), optimizer
 
 
+def merging(training: Training, model: XmlMlp, algorithm: str) -> tuple[Any, Any]:
+    """Return batches for a replica of this rank's own, and an optimizer that steps with it alone.
+
+    The loader merges the replicas: compressed, where --merge-density says so.
+    """
+    arguments = training.arguments
+    _, optimizer = synchronous(training, model, arguments.merge_density)
+    loader = hvd.adapt(
+        training.loader(),
+        optimizer,
+        "adaptive-sgd",
+        order=training.rounds.order,
+        algorithm=algorithm,
+        mega_batch=min(arguments.mega_batch, len(training.rounds) * hvd.size()),
+        local_steps=arguments.local_steps,
+    )
+    return loader, optimizer
+
+
 METHODS: Final = {
-    "s-sgd": Method("S-SGD", partial(synchronous, compressed=False)),
-    "gtop-k": Method("S-SGD with gTop-k", partial(synchronous, compressed=True)),
+    "adaptive-sgd": Method("Adaptive SGD", partial(merging, algorithm="adaptive")),
+    "k-step": Method("K-step averaging", partial(merging, algorithm="k-step")),
+    "elastic": Method("Elastic averaging", partial(merging, algorithm="elastic")),
+    "crossbow": Method("CROSSBOW", partial(merging, algorithm="crossbow")),
+    "s-sgd": Method("S-SGD", partial(synchronous, density=1.0)),
+    "gtop-k": Method(
+        "S-SGD with gTop-k",
+        lambda training, model: synchronous(training, model, training.arguments.density),
+    ),
 }
 
 
@@ -124,20 +152,28 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--test", type=Path, help="another one, of the same features and labels")
     parser.add_argument("--synthetic", help="not files, but rows like those of amazon-670k, say")
     parser.add_argument("--rows", type=at_least(1), default=20_000, help="that are synthetic")
+    parser.add_argument(
+        "--shrink", type=at_least(1), default=1, help="divides the synthetic features and labels"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--epochs", type=at_least(1), default=2)
     parser.add_argument("--evaluations", type=at_least(1), default=4, help="in an epoch")
     parser.add_argument("--test-rows", type=at_least(1), default=4096, help="evaluated each time")
     parser.add_argument("--batch-size", type=at_least(1), default=64, help="per rank and step")
     parser.add_argument("--hidden", type=at_least(1), default=128)
-    parser.add_argument("--lr", type=float, default=4.0)
+    parser.add_argument("--lr", type=float, default=1.0)
     parser.add_argument(
         "--negatives",
         type=at_least(0),
         default=4096,
         help="labels sampled for the softmax; 0: all labels, a dense gradient",
     )
-    parser.add_argument("--density", type=float, default=0.01, help="of gTop-k")
+    parser.add_argument("--density", type=float, default=0.01, help="of gTop-k, for gradients")
+    parser.add_argument("--merge-density", type=float, default=1.0, help="the same, for merges")
+    parser.add_argument("--mega-batch", type=at_least(1), default=5000, help="samples to a merge")
+    parser.add_argument(
+        "--local-steps", type=at_least(1), default=8, help="to one of k-step, elastic"
+    )
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--out", type=Path, default=Path("report/xml"), help="folder")
     return parser.parse_args()
@@ -169,6 +205,8 @@ def read(arguments: argparse.Namespace) -> tuple[LabelledRows, LabelledRows]:
     """Return training and test rows."""
     if arguments.synthetic is not None and arguments.train is arguments.test is None:
         shape = shape_of(arguments.synthetic)
+        if (by := arguments.shrink) > 1:
+            shape = resized(shape, max(16, shape.features // by), max(16, shape.labels // by))
         rows, tested = arguments.rows, min(arguments.test_rows, arguments.rows)
         return (
             synthesise(shape, rows, arguments.seed),
@@ -202,11 +240,11 @@ def run(method: Method, training: Training, said: Callable[[str], None]) -> Curv
             loss.backward()
             optimizer.step()
             samples += batch.rows
-        getattr(loader, "drain", lambda: None)()
         hvd.barrier()
         seconds += time.perf_counter() - begun
         counted = int(hvd.allreduce(torch.tensor(samples), op=hvd.Sum))
-        points.append(Point(seconds, counted, evaluate(model, training)))
+        with getattr(loader, "merged", nullcontext)():
+            points.append(Point(seconds, counted, evaluate(model, training)))
         reached = "  ".join(f"P@{k} {points[-1].precisions[k]:.4f}" for k in AT)
         said(f"{method.label}: {counted} samples, {seconds:.1f} s  {reached}")
     return Curve(method.label, points)

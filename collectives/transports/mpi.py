@@ -81,6 +81,8 @@ class MpiTransport(Carrier):
     counts_allreduce = False
 
     def __init__(self, communicator: MPI.Intracomm | None = None, timeout_seconds: float = 600.0):
+        # Open MPI built with UCX calls it an error, at every window, that UCX is not in use.
+        os.environ.setdefault("OMPI_MCA_opal_common_ucx_verbose", "-1")
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without a libmpi

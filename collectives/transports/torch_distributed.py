@@ -21,6 +21,7 @@ by the staged transport.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
@@ -58,6 +59,7 @@ _FAREWELL, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbo
 _FOREVER: Final = timedelta(days=365)
 _PATIENCE_SECONDS: Final = 1.0  # what a last word gets to go out
 _NOTHING: Final = np.empty(0, np.uint8)
+_BACKLOG: Final = 4096  # ranks that call at once
 
 _opened = itertools.count()  # equal on all ranks, as all open their transports in one order
 
@@ -399,14 +401,16 @@ def connect(
     distributed = import_torch().distributed
     serves = rank == 0 and not hosted
     try:
+        listener = listen(host, port) if serves else None
         store: TCPStore = distributed.TCPStore(
             host,
-            port,
+            listener.getsockname()[1] if listener else port,
             is_master=serves,
             wait_for_workers=False,
             timeout=timedelta(seconds=start_timeout_seconds),
+            master_listen_fd=listener.detach() if listener else None,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         first_line = str(error).splitlines()[0]
         if serves:
             raise RuntimeError(
@@ -417,6 +421,23 @@ def connect(
             f"{start_timeout_seconds:g} s: {first_line}"
         ) from error
     return store
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens where the other ranks are told to call, and nowhere else.
+
+    Where no interface of this host has that address (a service in front of a container), or only
+    the loopback (the name that many hosts have for themselves), all of them listen.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    where = str(address[0])
+    if not where.startswith("127.") or host == "localhost" or host.startswith("127."):
+        try:
+            return socket.create_server((where, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG)
 
 
 def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> list[str]:

@@ -53,13 +53,14 @@ class Engine:
     """Runs operations on one transport until it is closed, or a rank is gone.
 
     stand_in: what a rank that has joined does for operations with a recipe; to be set by its owner.
+    sign: adds to why this rank leaves who and where it is; to be set by its owner.
     ranks_may_leave: the ranks go on without one that dies, for as long as they need no operation;
               to be set by who knows that they do.
     """
 
     def __init__(self, transport: Transport, settings: Settings | None = None) -> None:
         self.transport = transport
-        self.on_program_end: Callable[[], str] = lambda: "its program ended"
+        self.sign: Callable[[str], str] = lambda how: how
         self.stand_in: StandIn | None = None
         self.ranks_may_leave = False
         self.cycles = 0
@@ -286,7 +287,7 @@ class Engine:
         if self._closing is None and not (
             threading.main_thread().is_alive() or self._owner.is_alive()
         ):
-            self._closing = self.on_program_end()
+            self._closing = self.sign("its program ended")
 
     def _cycle(self) -> None:
         with self._changed:
@@ -404,7 +405,7 @@ class Engine:
         with self._changed:
             self._over = cause or PeerError(f"this rank {text}")
         self._execution.activity = ""
-        self.transport.resign(str(error) if cause else text)
+        self.transport.resign(str(error) if cause else self.sign(text))
 
     def _fail_all(self, error: PeerError) -> None:
         """Fail what is left, and what another thread submitted while the engine ended."""
@@ -421,7 +422,9 @@ class Engine:
 
     def _leave(self, reason: str) -> None:
         patience_seconds = self._patience_seconds
-        if patience_seconds is None and (self._broken or self._failed or self.ranks_may_leave):
+        # Where ranks may leave, an operation that broke says nothing of those who go on.
+        hurries = self._failed or (self._broken and not self.ranks_may_leave)
+        if patience_seconds is None and hurries:
             patience_seconds = _PATIENCE_SECONDS
         self._staying = self.transport.leave(reason, patience_seconds)
         if self._staying and self._patience_seconds is None and not self.ranks_may_leave:

@@ -119,9 +119,8 @@ class Companion:
         with selectors.DefaultSelector() as waking:
             waking.register(self._socket, selectors.EVENT_READ)
             waking.register(self._orders, selectors.EVENT_READ)
-            with contextlib.suppress(
-                OSError, AttributeError
-            ):  # no such call: seen at the next beat
+            # Where the system knows no such call, the rank's end is seen at the next beat.
+            with contextlib.suppress(OSError, AttributeError):
                 waking.register(os.pidfd_open(self._setting.parent), selectors.EVENT_READ)
             next_beat = 0.0
             while not self._leaving:

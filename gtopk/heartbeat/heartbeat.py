@@ -44,13 +44,6 @@ class Lost(NamedTuple):
     why: str
 
 
-class Meeting(NamedTuple):
-    """What the ranks tell each other before they start their companions."""
-
-    peers: list[Peer]
-    secret: str
-
-
 def timeout_from(environ: Mapping[str, str] = os.environ) -> float:
     """Return after how many seconds a rank is given up; 0: never, and there is no heartbeat."""
     text = environ.get(TIMEOUT, str(_DEFAULT_SECONDS))
@@ -137,6 +130,9 @@ class Heartbeat:
             companion.wait(_LEAVE_SECONDS)
         companion.kill()
         companion.wait()
+        with self._sending, contextlib.suppress(OSError):  # what it did not take
+            assert companion.stdin is not None
+            companion.stdin.close()
         if self._socket is not None:
             self._socket.close()
 
@@ -165,7 +161,7 @@ class Heartbeat:
         companion = self._companion
         if companion is None or companion.stdin is None:
             return
-        with self._sending, contextlib.suppress(OSError):  # it was killed
+        with self._sending, contextlib.suppress(OSError, ValueError):  # it was killed, or has left
             companion.stdin.write(f"{line}\n".encode(errors="replace"))
             companion.stdin.flush()
 
@@ -175,9 +171,10 @@ class Heartbeat:
             companion = self._companion
             assert companion is not None
             assert companion.stdout is not None
-            for line in companion.stdout:
-                self._order("heard")
-                self._note(json.loads(line))
+            with companion.stdout as reports:
+                for line in reports:
+                    self._order("heard")
+                    self._note(json.loads(line))
             if self._closing:
                 return
             companion.wait()

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 _KEY: Final = "/gtopk/store"
 _ASK_SECONDS: Final = 0.1  # between two looks for rank 0's address
 _REQUEST_SECONDS: Final = 5.0
+_ADDRESS_BYTES: Final = 300  # a name has 255 at most
 
 
 class Address(NamedTuple):
@@ -92,7 +93,7 @@ class HorovodrunServer:
         while time.monotonic() < deadline:
             try:
                 with self._opener.open(self._url, timeout=_REQUEST_SECONDS) as response:
-                    host, port = response.read().decode().rsplit(":", 1)
+                    host, port = response.read(_ADDRESS_BYTES).decode().rsplit(":", 1)
                     return Address(host, int(port))
             except urllib.error.HTTPError as error:
                 if error.code != 404:

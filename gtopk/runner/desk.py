@@ -4,27 +4,30 @@
     desk -> rank    preparation, call  two messages (call.pack)
     rank -> desk    report             one message (report)
 
-The listener knows its ranks by the job's secret (the HMAC challenge of multiprocessing.connection);
-of that module's messages only plain bytes are used, never its pickles.
+The listener knows its ranks by the job's secret (`channel`), and hears nothing of anybody else's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Final
 
 from ..launch import LaunchError
+from .channel import Channel
+
+_log = logging.getLogger("gtopk")
 
 RANK: Final = struct.Struct("<q")
 ADDRESS: Final = "GTOPK_RUN_ADDRESS"
 SECRET: Final = "GTOPK_RUN_SECRET"
+_BREATH_SECONDS: Final = 0.1  # until connections can be accepted again, where there were too many
 
 
 class Desk:
@@ -41,6 +44,8 @@ class Desk:
         self.reports: dict[int, bytes] = {}
         self._ranks = ranks
         self._messages = messages
+        self._refused: set[str] = set()  # hosts, told of once each
+        self._closed = False
         self._secret = secrets.token_bytes(32)
         self._server = socket.create_server((host, 0), backlog=min(ranks, 4096))
         self._address = f"{host}:{self._server.getsockname()[1]}"
@@ -53,26 +58,30 @@ class Desk:
 
     def close(self) -> None:
         """Receive nobody any more."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
         self._thread.join()
         self._server.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
-                visitor, _ = self._server.accept()
-            except OSError:  # closed
-                return
-            connection = Connection(visitor.detach())
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                visitor, (host, _) = self._server.accept()
+            except OSError:  # closed; or strangers hold all the files that this process may have
+                time.sleep(0.0 if self._closed else _BREATH_SECONDS)
+                continue
+            threading.Thread(target=self._receive, args=(visitor, host), daemon=True).start()
 
-    def _serve(self, connection: Connection) -> None:
+    def _receive(self, visitor: socket.socket, host: str) -> None:
+        try:
+            channel = Channel(visitor, self._secret, accepted=True)
+        except OSError as error:
+            self._refuse(host, error)
+            return
         rank = None
         try:
-            deliver_challenge(connection, self._secret)
-            answer_challenge(connection, self._secret)
-            (number,) = RANK.unpack(connection.recv_bytes(RANK.size))
+            (number,) = RANK.unpack(channel.receive(RANK.size, patiently=False))
             with self.changed:
                 if not 0 <= number < self._ranks or number in self.came:
                     return
@@ -80,27 +89,41 @@ class Desk:
                 self.came.add(rank)
                 self.changed.notify()
             for message in self._messages:
-                connection.send_bytes(message)
-            report = connection.recv_bytes()
+                channel.send(message)
+            report = channel.receive()
             with self.changed:
                 self.reports[rank] = report
                 self.changed.notify()
-        except (AuthenticationError, EOFError, OSError, struct.error):
-            pass  # a stranger, or a rank that has died: `left` tells
+        except (OSError, struct.error) as error:  # of a rank that has died, `left` tells
+            if rank is None:
+                self._refuse(host, error)
         finally:
-            connection.close()
+            channel.close()
             if rank is not None:
                 with self.changed:
                     self.left.append(rank)
                     self.changed.notify()
 
+    def _refuse(self, host: str, error: Exception) -> None:
+        """Say that somebody else came, once for each host."""
+        with self.changed:
+            known = host in self._refused
+            self._refused.add(host)
+        if not known:
+            _log.warning("gtopk.run: a visitor from %s is no rank and is refused: %s", host, error)
 
-def visit(address: str, secret: str, rank: int) -> tuple[Connection, bytes, bytes]:
-    """Return the connection to the desk, and the two messages that it has for this rank."""
+
+def visit(address: str, secret: str, rank: int) -> tuple[Channel, bytes, bytes]:
+    """Return the channel to the desk, and the two messages that it has for this rank."""
     host, _, port = address.rpartition(":")
-    connection = Client((host, int(port)), "AF_INET", authkey=bytes.fromhex(secret))
-    connection.send_bytes(RANK.pack(rank))
-    return connection, connection.recv_bytes(), connection.recv_bytes()
+    connection = socket.create_connection((host, int(port)))
+    channel = Channel(connection, bytes.fromhex(secret), accepted=False)
+    try:
+        channel.send(RANK.pack(rank))
+        return channel, channel.receive(), channel.receive()
+    except OSError:
+        channel.close()
+        raise
 
 
 def own_address(other: str) -> str:

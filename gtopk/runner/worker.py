@@ -26,7 +26,7 @@ def main() -> None:
     address, secret = os.environ.pop(ADDRESS), os.environ.pop(SECRET)
     if folder := os.environ.pop(OUTPUT, None):
         _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
-    connection, preparation, content = visit(address, secret, rank)
+    channel, preparation, content = visit(address, secret, rank)
 
     # torch is first imported here: by now the desk knows that this rank has come.
     from .. import __version__, objects
@@ -48,8 +48,8 @@ def main() -> None:
         said = report.of_error(error, _FRAMES)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    connection.send_bytes(said)
-    connection.close()
+    channel.send(said)
+    channel.close()
 
 
 def _print_into(folder: Path) -> None:

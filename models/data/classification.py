@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -13,6 +13,12 @@ from torch.utils.data import TensorDataset
 
 TEST_SHARE = 0.2
 BUNDLED: Final = ("digits", "breast-cancer", "wine")  # with scikit-learn
+MOST_BYTES: Final = 16 << 30  # of an array: compressed, they may be few
+
+_HEADERS: Final = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 class Classification(NamedTuple):
@@ -68,21 +74,47 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
             ".npz file with arrays x [n, ...] and y [n]"
         )
     try:
-        arrays = np.load(path, allow_pickle=False)
-        if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise ValueError("it holds a single array")
-        with arrays:
-            x, y = arrays["x"], arrays["y"]
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        with zipfile.ZipFile(path) as archive:
+            x, y = (_array(archive, f"{name}.npy") for name in ("x", "y"))
+    except Exception as error:  # NumPy and zipfile answer damaged bytes with errors of many types
         raise ValueError(f"'{path}' is no .npz file with arrays x and y: {error}") from error
-    if not x.ndim or not x.size or x.dtype.kind not in "biuf" or not np.isfinite(x).all():
+    if not x.ndim or not x.size or x.dtype.kind not in "biuf":
+        inputs = None
+    else:
+        with np.errstate(over="ignore"):
+            inputs = x.reshape(len(x), -1).astype(np.float32)
+    if inputs is None or not np.isfinite(inputs).all():
         raise ValueError(
-            f"'{path}': x must hold a row of finite numbers for each sample, got x of shape "
-            f"{x.shape}, {x.dtype}"
+            f"'{path}': x must hold a row of finite numbers for each sample, got x of "
+            f"shape {x.shape}, {x.dtype}"
         )
-    if y.shape != x.shape[:1] or y.dtype.kind not in "iu" or y.min() < 0:
+    labels = y.astype(np.int64) if y.dtype.kind in "iu" else None
+    if labels is None or y.shape != x.shape[:1] or labels.min() < 0:
         raise ValueError(
             f"'{path}': y must hold one class number (0, 1, ...) for each row of x, got x of shape "
             f"{x.shape} and y of shape {y.shape}, {y.dtype}"
         )
-    return x.reshape(len(x), -1).astype(np.float32), y.astype(np.int64)
+    return inputs, labels
+
+
+def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """Return an array of numbers, once it is clear that the file has the bytes that it announces.
+
+    A few bytes could have room made for any number of elements otherwise.
+    """
+    with archive.open(name) as member:
+        version = np.lib.format.read_magic(member)
+        if version not in _HEADERS:
+            raise ValueError(f"{name} is of NumPy's format {version}")
+        shape, _, dtype = _HEADERS[version](member)
+        announced = math.prod(shape) * dtype.itemsize
+        held = archive.getinfo(name).file_size - member.tell()
+        if dtype.hasobject:
+            raise ValueError(f"{name} holds Python objects, which only a pickle could carry")
+        if min(shape, default=0) < 0 or announced != held:
+            raise ValueError(f"{name} announces {shape} of {dtype}, and holds {held} bytes")
+        if held > MOST_BYTES:
+            raise ValueError(f"{name} has {held} bytes; at most {MOST_BYTES} are read")
+    with archive.open(name) as member:
+        array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
+    return array

@@ -49,9 +49,10 @@ def synthesise(shape: Shape, rows: int, seed: int = 0, *, stream: int = 0) -> La
 
 
 def resized(shape: Shape, features: int, labels: int) -> Shape:
-    """Return a smaller shape, for tests: rows are no longer than there is room for."""
+    """Return a smaller shape, to look at: rows are no longer than there is room for."""
     return replace(
         shape,
+        name=f"{shape.name} but of {features} features and {labels} labels",
         features=features,
         labels=labels,
         entries_per_row=min(shape.entries_per_row, features / 8),

@@ -80,10 +80,12 @@ class Job:
                 assert remaining > 0, f"no {pattern!r} after {seconds} s in:\n{self.text()}"
                 self._changed.wait(remaining)
 
-    def begin(self) -> None:
-        """Return when all ranks train; note what they hold in memory that is shared."""
-        self.hear(r"rank \d+ goes on from \d+", times=self.ranks)
+    def begin(self) -> int:
+        """Return the step from which all ranks train, when they do; note what memory they share."""
+        steps = {match[1] for match in self.hear(r"rank \d+ goes on from (\d+)", times=self.ranks)}
         self.note_segments()
+        (step,) = steps
+        return int(step)
 
     def note_segments(self) -> None:
         """Note which shared memory the job has."""
@@ -108,6 +110,15 @@ class Job:
                     found.append(int(entry.name))
         return found
 
+    def files(self) -> list[Path]:
+        """Return what there is of the job's shared memory and temporary files.
+
+        What torchrun is told of an error stays in its folder of logs, as it means it to.
+        """
+        files = [path for path in self._folder.rglob("*") if not path.is_dir()]
+        files = [path for path in files if path.name != "error.json"]
+        return files + [path for path in self._segments if path.exists()]
+
     def end(self, since: float, promised_seconds: float = PROMISED_SECONDS) -> float:
         """Return after how many seconds the ranks had ended; the launcher ends, too."""
         while any(map(is_alive, self.pids.values())):
@@ -129,12 +140,12 @@ class Job:
         """Return the ranks that live."""
         return [rank for rank, pid in self.pids.items() if is_alive(pid)]
 
-    def assert_nothing_is_left(self) -> None:
+    def assert_nothing_is_left(self, but_files: bool = False) -> None:
         """Processes, shared memory and temporary files, all of this job's own."""
         deadline = time.monotonic() + 5  # the companions of ranks end a moment after them
         while True:
-            left: list[Any] = [*self.processes(), *(p for p in self._segments if p.exists())]
-            left += [path for path in self._folder.rglob("*") if not path.is_dir()]
+            files = [] if but_files else self.files()
+            left: list[Any] = [*self.processes(), *files]
             if not left:
                 return
             assert time.monotonic() < deadline, f"{left} is left of:\n{self.text()}"
@@ -149,6 +160,7 @@ class Job:
         named = re.compile(
             rf"rank {culprit} (is lost|left) \(.*host {host}"
             rf"|as rank {culprit} ended the job: it failed at step \d+ \(host {host}"
+            rf"|CheckpointError: checkpoint \d+ cannot be written .*: rank {culprit}: "
         )
         for rank in set(range(self.ranks)) - {culprit}:
             begin = re.compile(rf"gtopk: rank {rank} (of {self.ranks} \(|ends)")
@@ -158,7 +170,7 @@ class Job:
             said = re.search(r"at step (\d+)", line)
             assert said, line
             assert step is None or abs(int(said[1]) - step) <= 1, f"{line} is not of step {step}"
-            doing = r"waited for (it )?in \S+|, in \S+, as|computing|cannot be done|ends.*, as"
+            doing = r"waited for (it )?in \S+|, in \S+, as|computing|cannot be|ends.*, as"
             assert re.search(doing, line), line
             assert why in line, line
 
@@ -214,6 +226,8 @@ def start(
                 time.sleep(0.02)
             process.wait(20)
             job.close()
+            for path in job.files():
+                path.unlink()
 
 
 def plan(folder: Path, fault: Mapping[str, Any] | None = None, **more: Any) -> str:

@@ -32,38 +32,33 @@ SAID = {
 PHASES = ("start", "backward", "exchange", "checkpoint")
 
 
-def draw(dice: random.Random, begin: int) -> dict[str, Any]:
+def draw(dice: random.Random) -> dict[str, Any]:
     """Return a fault within the next steps."""
     fault: dict[str, Any] = {"rank": dice.randrange(RANKS)}
     fault["phase"] = dice.choice([*PHASES, "any"])
     fault["way"] = "killed" if fault["phase"] == "any" else dice.choice(list(SAID))
-    fault["step"] = begin + dice.randrange(2 * EVERY)
+    fault["step"] = dice.randrange(2 * EVERY)
     if fault["phase"] == "start":
         fault["step"] = 0
     elif fault["phase"] == "checkpoint":
-        fault["step"] = begin + dice.choice([EVERY, 2 * EVERY])
+        fault["step"] = dice.choice([EVERY, 2 * EVERY])
     return fault
 
 
-def suffer(job: Job, fault: dict[str, Any], dice: random.Random, begin: int = 0) -> float:
-    """Wait for the fault, check all that is promised, and return how long the ranks lived on.
-
-    begin: the step from which the job goes on: errors count from there.
-    """
+def suffer(job: Job, fault: dict[str, Any], dice: random.Random) -> float:
+    """Wait for the fault, check all that is promised, and return how long the ranks lived on."""
     culprit, named = fault["rank"], SAID[fault["way"]]
     promised = PROMISED_SECONDS
-    step: int | None = fault["step"] - begin
+    step: int | None = None
     if fault["phase"] == "any":
         job.begin()
         time.sleep(dice.uniform(0, 0.5))
-        step = None
         since = job.send(culprit, 9)
     elif fault["phase"] == "start":
-        job.hear(r"rank \d is \d+", times=RANKS)
         since = float(job.hear(r"fired at ([\d.]+)")[0][1])
         promised += START_SECONDS
     else:
-        job.begin()
+        step = job.begin() + fault["step"]
         since = float(job.hear(r"fired at ([\d.]+)")[0][1])
     took = job.end(since, promised)
     assert job.process.returncode != 0
@@ -73,59 +68,55 @@ def suffer(job: Job, fault: dict[str, Any], dice: random.Random, begin: int = 0)
     return took
 
 
-def undisturbed(launcher: str, folder: Path, steps: int) -> str:
-    folder.mkdir()
+def train(launcher: str, folder: Path, steps: int) -> tuple[int, str]:
+    """Train to the end; return its step, and the digest of the parameters there.
+
+    steps: 0 for up to the next checkpoint.
+    """
     with start(launcher, RANKS, "faulty_training.py", plan(folder, steps=steps)) as job:
-        (*digests,) = {match[1] for match in job.hear("digest (.*)", times=RANKS)}
+        ends = {match.groups() for match in job.hear(r"at step (\d+) digest (.*)", times=RANKS)}
         assert job.process.wait(60) == 0
         job.assert_nothing_is_left()
-        assert not [line for line in job.said if "gtopk" in line], job.text()
-    assert len(digests) == 1
-    return digests[0]
+        assert not [line for line in job.said if "gtopk:" in line], job.text()
+    ((step, digest),) = ends
+    return int(step), digest
 
 
-def last_checkpoint(folder: Path) -> int:
-    last = folder / "last"
-    return int(last.read_text()) if last.exists() else 0
+def train_through(launcher: str, folder: Path, faults: int, seed: int) -> list[float]:
+    """Train from fault to fault, then to an end, which is compared with that of a run without any.
 
-
-def train_through(launcher: str, folder: Path, faults: int, seed: int) -> tuple[str, list[float]]:
-    """Return the digest in the end, and how long each fault took to end the job."""
-    folder.mkdir()
+    Return how many seconds each fault took to end the job.
+    """
     dice = random.Random(seed)
     took: list[float] = []
     broken: list[str] = []  # promises
-    start_timeout = str(START_SECONDS)
+    variables = {"GTOPK_START_TIMEOUT": str(START_SECONDS)}
+    disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
     for number in range(faults):
-        begin = last_checkpoint(folder)
-        fault = draw(dice, begin)
+        fault = draw(dice)
         print(f"{launcher} {number}: {fault}", end=" ", flush=True)
-        argument = plan(folder, fault, steps=10_000, every=EVERY, pause=0.02)
-        with start(
-            launcher, RANKS, "faulty_training.py", argument, GTOPK_START_TIMEOUT=start_timeout
-        ) as job:
+        argument = plan(disturbed, fault, steps=10_000, every=EVERY, pause=0.02)
+        with start(launcher, RANKS, "faulty_training.py", argument, **variables) as job:
             try:
-                took.append(suffer(job, fault, dice, begin))
+                took.append(suffer(job, fault, dice))
                 print(f"ended after {took[-1]:.2f} s", flush=True)
             except AssertionError as error:
                 broken.append(f"{fault}: {error}")
                 print(f"broke a promise: {error}", flush=True)
+    steps, digest = train(launcher, disturbed, steps=0)
+    assert train(launcher, undisturbed, steps) == (steps, digest)
+    print(f"{launcher}: {faults} faults, step {steps}, digest {digest[:16]}", flush=True)
     assert not broken, f"{len(broken)} of {faults}:\n" + "\n\n".join(broken)
-    steps = last_checkpoint(folder) + EVERY
-    with start(launcher, RANKS, "faulty_training.py", plan(folder, steps=steps)) as job:
-        digests = {match[1] for match in job.hear("digest (.*)", times=RANKS)}
-        assert job.process.wait(60) == 0
-    assert len(digests) == 1
-    assert digests == {undisturbed(launcher, folder.parent / "undisturbed", steps)}
-    return digests.pop(), took
+    return took
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_after_fifty_faults_a_job_ends_as_if_there_had_been_none(launcher, tmp_path):
-    _, took = train_through(launcher, tmp_path / "disturbed", faults=50, seed=20191)
-    print(f"{launcher}: {len(took)} faults, at most {max(took):.2f} s", flush=True)
+@pytest.mark.parametrize("seed", range(5))
+def test_after_ten_faults_a_job_ends_as_if_there_had_been_none(launcher, seed, tmp_path):
+    took = train_through(launcher, tmp_path, faults=10, seed=seed)
+    print(f"{launcher}: they ended the job in at most {max(took):.2f} s", flush=True)
 
 
 @pytest.mark.faults
@@ -137,7 +128,8 @@ def test_a_killed_launcher_leaves_no_rank(launcher, tmp_path):
         since = time.time()
         job.process.kill()
         job.end(since)
-        job.assert_nothing_is_left()
+        # Open MPI's own files are mpirun's to remove.
+        job.assert_nothing_is_left(but_files=launcher == "mpirun")
 
 
 @pytest.mark.faults
@@ -151,7 +143,9 @@ def test_a_rank_that_is_told_to_end_ends_the_job(launcher, how, tmp_path):
         job.end(job.send(1, how))
         assert job.process.returncode != 0
         job.assert_nothing_is_left()
-        job.assert_survivors_name(1, None, "KeyboardInterrupt" if how == 2 else "SIGTERM")
+        # Under torchrun its connection tells of the end before it can itself.
+        word = "SIGTERM" if launcher == "mpirun" else ""
+        job.assert_survivors_name(1, None, "KeyboardInterrupt" if how == 2 else word)
         assert job.text().count("Traceback") <= (RANKS if how == 2 else RANKS - 1)
 
 
@@ -166,7 +160,7 @@ def test_two_ranks_killed_at_once_are_named(launcher, tmp_path):
         assert job.process.returncode != 0
         job.assert_nothing_is_left()
         for survivor in (0, 3):
-            lines = [line for line in job.said if f"gtopk: rank {survivor} of" in line]
+            lines = [line for line in job.said if f"gtopk: rank {survivor} " in line]
             assert any("rank 1 " in line or "rank 2 " in line for line in lines), job.text()
 
 
@@ -175,7 +169,7 @@ def test_a_rank_that_is_killed_in_an_exchange_is_named_by_all_and_leaves_nothing
     launcher, tmp_path
 ):
     fault = {"rank": 2, "phase": "exchange", "step": 3, "way": "killed"}
-    with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, fault)) as job:
+    with start(launcher, 3, "faulty_training.py", plan(tmp_path, fault)) as job:
         suffer(job, fault, random.Random(0))
         with pytest.raises(Ended):
             job.hear("digest", seconds=1)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.faults.jobs import LAUNCHERS, Job, plan, start
-from tests.faults.test_endings import RANKS, undisturbed
+from tests.faults.test_endings import RANKS, train
 
 TIMEOUT = 4.0
 ENVIRONMENT = {"GTOPK_HEARTBEAT_TIMEOUT": str(TIMEOUT), "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
@@ -60,7 +60,6 @@ def test_ranks_that_freeze_for_a_while_change_no_bit(launcher, tmp_path):
     """Twenty times in one run, one after the other."""
     dice = random.Random(4712)
     steps = 1600
-    (tmp_path / "disturbed").mkdir()
     argument = plan(tmp_path / "disturbed", steps=steps, every=10_000, pause=0.02)
     with start(launcher, RANKS, "faulty_training.py", argument, **ENVIRONMENT) as job:
         job.begin()
@@ -70,22 +69,24 @@ def test_ranks_that_freeze_for_a_while_change_no_bit(launcher, tmp_path):
             time.sleep(dice.uniform(0.2, 0.5 * TIMEOUT))
             job.send(culprit, signal.SIGCONT)
             time.sleep(dice.uniform(0, 0.3))
-        digests = {match[1] for match in job.hear("digest (.*)", seconds=300, times=RANKS)}
+        digests = {match[1] for match in job.hear("digest (.*)", seconds=600, times=RANKS)}
         assert job.process.wait(60) == 0
         assert re.search("gtopk: rank .* stopped for", job.text())
         assert re.search("gtopk: rank .* goes on", job.text())
         job.assert_nothing_is_left()
-    assert digests == {undisturbed(launcher, tmp_path / "undisturbed", steps)}
+    assert {(steps, digest) for digest in digests} == {
+        train(launcher, tmp_path / "undisturbed", steps)
+    }
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.faults)])
 def test_a_rank_may_freeze_for_a_while_but_not_for_ever(launcher, tmp_path):
     argument = plan(tmp_path, steps=10_000, every=10_000)
-    with start(launcher, RANKS, "faulty_training.py", argument, **ENVIRONMENT) as job:
+    with start(launcher, 3, "faulty_training.py", argument, **ENVIRONMENT) as job:
         job.begin()
         job.send(1, signal.SIGSTOP)
         job.hear(r"gtopk: rank 1 \(host .*\): stopped for")
         job.send(1, signal.SIGCONT)
         job.hear(r"gtopk: rank 1 \(host .*\) goes on")
-        assert sorted(job.living()) == list(range(RANKS))
-        assert_given_up(job, 3, job.send(3, signal.SIGSTOP))
+        assert sorted(job.living()) == [0, 1, 2]
+        assert_given_up(job, 2, job.send(2, signal.SIGSTOP))

@@ -115,7 +115,8 @@ def test_an_operation_that_fails_on_one_rank_ends_on_all(mpirun):
     job = mpirun(3, "fails.py", "an operation fails and the script goes on", timeout=60)
     for rank in (0, 2):
         assert re.search(
-            rf"rank {rank}: rank 1 left \(failed in gradients\..*: RuntimeError: out of memory\)",
+            rf"rank {rank}: rank 1 left \(failed in gradients\..*: RuntimeError: out of memory "
+            r"at step 0; host",
             job.stdout,
         ), job.stdout
     assert "rank 1: out of memory" in job.stdout

@@ -29,6 +29,7 @@ VARIANTS = [
     partial(Compression.gtopk, pieces=3),
     partial(Compression.oktopk, k_out=3.0, values="bf16"),
     partial(Compression.hierarchical, across="oktopk", values="int8"),
+    partial(Compression.hierarchical, inside="dense"),
 ]
 
 

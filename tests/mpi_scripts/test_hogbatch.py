@@ -30,6 +30,7 @@ def test_real_workers_are_timed_in_every_mode(mpirun: Callable[..., Any], tmp_pa
     )
     assert job.returncode in (0, REJECTED), job.stderr  # a busy machine is no fault of the program
     lines = job.stdout.splitlines()
+    assert lines.pop(0) == "data: wine; hidden layers [16]"
     assert lines[0].startswith("wall clock; work is repeated 1:3 times, measured ")
     assert [line.split()[0] for line in lines[2 : 2 + len(MODES)]] == list(MODES)
     runs = {run["mode"]: run for run in json.loads(record.read_text())["runs"]}

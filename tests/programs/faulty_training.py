@@ -2,11 +2,12 @@
 
 Argument: a JSON object.
 
-    steps         of the whole training
+    steps         of the whole training; 0: up to the next checkpoint
     folder        of its checkpoints, from the last of which it goes on
     every         steps there is a checkpoint
     pause         seconds before each step
-    fault         {"rank": 2, "phase": PHASE, "step": 7, "way": WAY}, or null
+    fault         {"rank": 2, "phase": PHASE, "step": 7, "way": WAY}, or null; the step counts from
+                  the one it goes on from
 
 Prints for each rank "rank R is PID", from which step it goes on, "fired at TIME" where the fault
 happens, and a digest of the parameters at the end.
@@ -30,10 +31,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import light_torch  # noqa: F401
 import torch
 
+import gtopk
 import gtopk.torch as hvd
 from gtopk import world
 from gtopk.engine.observer import Event
@@ -74,8 +77,11 @@ def end_by_way() -> None:
         raise ValueError(way)
 
 
+begin = 0
+
+
 def due(phase: str, step: int) -> bool:
-    return FAULT.get("phase") == phase and FAULT["rank"] == RANK and FAULT["step"] == step
+    return FAULT.get("phase") == phase and (FAULT["rank"], FAULT["step"]) == (RANK, step - begin)
 
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
@@ -99,27 +105,19 @@ FOLDER = Path(PLAN["folder"])
 
 
 def save(step: int) -> None:
-    """Write this rank's state; the last rank to have done so makes it the last checkpoint."""
-    path = FOLDER / f"{step}-{RANK}"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{path}.part")
-    if due("checkpoint", step):
-        end_by_way()
-    os.replace(f"{path}.part", path)
-    hvd.barrier()
-    if RANK == 0:
-        (FOLDER / "last.part").write_text(str(step))
-        os.replace(FOLDER / "last.part", FOLDER / "last")
+    """Save a checkpoint, in which the fault may happen: what is written is not renamed yet."""
+    replace = os.replace
 
+    def replace_or_end(*paths: Any) -> None:
+        if due("checkpoint", step):
+            end_by_way()
+        replace(*paths)
 
-def load() -> int:
-    """Return from which step on to train."""
-    last = FOLDER / "last"
-    step = int(last.read_text()) if last.exists() else 0
-    if step:
-        state = torch.load(FOLDER / f"{step}-{RANK}", weights_only=False)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    return step
+    os.replace = replace_or_end
+    try:
+        gtopk.save_checkpoint(FOLDER, model, optimizer, step=step)
+    finally:
+        os.replace = replace
 
 
 current = 0
@@ -141,9 +139,10 @@ model[2].weight.register_hook(on_gradient)
 IN_ENGINE = FAULT.get("way") in ("killed", "segfault", "os._exit", "stopped", "memory")
 if IN_ENGINE:
     world.current().engine.observe(on_event)
-begin = load()
+loaded = gtopk.load_latest(FOLDER, model, optimizer)
+begin = loaded.step if loaded else 0
 print(f"rank {RANK} goes on from {begin}\n", end="", flush=True)
-for current in range(begin, PLAN["steps"]):
+for current in range(begin, end := PLAN["steps"] or begin + PLAN["every"]):
     time.sleep(PLAN.get("pause", 0.0))
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(1000 * current + RANK)
@@ -157,5 +156,5 @@ for current in range(begin, PLAN["steps"]):
 digest = hashlib.sha256()
 for parameter in model.parameters():
     digest.update(parameter.detach().numpy().tobytes())
-print(f"digest {digest.hexdigest()}\n", end="", flush=True)
+print(f"at step {end} digest {digest.hexdigest()}\n", end="", flush=True)
 hvd.shutdown()

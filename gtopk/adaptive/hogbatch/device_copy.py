@@ -19,7 +19,10 @@ from .shared_model import SharedModel
 
 
 class DeviceCopy:
-    """Parameters and optimizer state beside the shared ones."""
+    """Parameters and optimizer state beside the shared ones.
+
+    tensors: the worker's own, in the order of the layout.
+    """
 
     def __init__(
         self,
@@ -29,20 +32,22 @@ class DeviceCopy:
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self._shared = shared
-        self._own: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
         for parameter, state in zip(parameters, states, strict=True):
             if state:
                 optimizer.state[parameter] = state
         for place in shared.layout.places:
             parameter = parameters[place.parameter]
             own = optimizer.state[parameter][place.key] if place.key else parameter.data
-            self._own.append(own)
-        self._before = [torch.empty_like(own) for own in self._own]
+            self.tensors.append(own)
+        self._before = [torch.empty_like(own) for own in self.tensors]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Become what the shared model is."""
-        for own, before, shared in zip(self._own, self._before, self._shared.tensors, strict=True):
+        for own, before, shared in zip(
+            self.tensors, self._before, self._shared.tensors, strict=True
+        ):
             own.copy_(shared)
             before.copy_(own)  # what was read: others may have written since
 
@@ -50,7 +55,7 @@ class DeviceCopy:
     def steps(self) -> list[torch.Tensor]:
         """Return what changed since `refresh`, on the host."""
         return [
-            (own - before).to("cpu") for own, before in zip(self._own, self._before, strict=True)
+            (own - before).to("cpu") for own, before in zip(self.tensors, self._before, strict=True)
         ]
 
     @torch.no_grad()

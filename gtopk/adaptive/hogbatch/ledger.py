@@ -34,7 +34,9 @@ class Ledger:
 
     notes: int16 [2, length]: 0, one more than a worker's place, or -1: done, -2: given back.
     counter: of several nodes, from which each takes stretches of this length; None: of one node.
-    why_gone: from a worker's place to what it said when it left.
+    why_gone: from a worker's place to what is known of its end; "": nothing. One that is frozen
+              or cannot be reached lives, and is given up all the same.
+    on_death: is told the place of a worker that has died within a round, once.
     """
 
     def __init__(
@@ -48,14 +50,16 @@ class Ledger:
         ranks_may_leave: bool = False,
         ranks: Sequence[int],
         timeout_seconds: float = 600.0,
-        why_gone: Callable[[int], str] = lambda place: "its process has died",
+        why_gone: Callable[[int], str] = lambda place: "",
+        on_death: Callable[[int], None] = lambda place: None,
     ) -> None:
         self._memory, self._board, self._all_notes = memory, board, notes
         self._counter, self._stretch = counter, stretch
         self._ranks_may_leave = ranks_may_leave
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
-        self._why_gone = why_gone
+        self._why_gone, self._on_death = why_gone, on_death
+        self._dead: set[int] = set()
         self._head = board.head
         self._number = board.me + 1
         self.round = 1  # which a worker ends when it is ready to begin
@@ -117,7 +121,7 @@ class Ledger:
             with self._memory.lock():
                 idle = all(board.rows["idle"][place] >= self.round for place in others)
                 if lost := self._lost({*others, board.me}):
-                    self._miss_nobody()
+                    self._look_for_the_dead()
                     found.extend(lost[:count])
                     self._notes[found] = self._number
                     board["idle"] = self.round - 1
@@ -186,8 +190,11 @@ class Ledger:
         Raises PeerError when a worker has left that may not, PeerTimeoutError when nothing happens.
         """
         begun = time.monotonic()
-        while not look():
-            self._miss_nobody()
+        while True:
+            is_over = look()
+            self._look_for_the_dead()
+            if is_over:
+                return
             if time.monotonic() > begun + self._timeout_seconds:
                 rows = self._board.rows
                 late = [
@@ -199,14 +206,20 @@ class Ledger:
                 )
             time.sleep(_PAUSE_SECONDS)
 
-    def _miss_nobody(self) -> None:
-        if self._ranks_may_leave:
-            return
+    def _look_for_the_dead(self) -> None:
+        """Tell of those who died since the last look; raise PeerError where none may."""
         for place in range(self._memory.places):
-            over = self._board.rows["over"][place] >= self.round
-            if not over and not self._memory.is_present(place):
+            is_over = self._board.rows["over"][place] >= self.round
+            if is_over or place in self._dead or place == self._board.me:
+                continue
+            is_present = self._memory.is_present(place)
+            why = self._why_gone(place)
+            if not self._ranks_may_leave and (why or not is_present):
                 raise PeerError(
-                    f"rank {self._ranks[place]} left ({self._why_gone(place)}) in the middle of an "
-                    "epoch; hogbatch goes on without it where adapt(..., ranks_may_leave=True) "
-                    "says so"
+                    f"rank {self._ranks[place]} left ({why or 'its process has died'}) in the "
+                    "middle of an epoch; hogbatch goes on without a rank that dies where "
+                    "adapt(..., ranks_may_leave=True) says so"
                 )
+            if not is_present:
+                self._dead.add(place)
+                self._on_death(place)

@@ -10,7 +10,6 @@ No worker waits for another until an epoch is over.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
@@ -27,16 +26,16 @@ from ..sources import order_of, rebuilt
 from .audit import Audit
 from .board import now_nanoseconds
 from .check import check
-from .device_classes import CLASSES, NAMES, class_of
+from .device_classes import NAMES, class_of
 from .device_copy import DeviceCopy
+from .evaluation import mean_loss
 from .node import join_node
 from .options import HogbatchOptions
 from .probe import fits
 from .report import Report, report_of
-from .shared_model import SharedModel, layout_of, states_of
+from .shared_model import SharedModel, layout_of, require_in_place, states_of
 from .sizes import Sizer, Thresholds, checked
 
-_WAIT_SECONDS = 1e-3
 EVALUATED: int = 4096  # samples of a batch whose loss is evaluated
 
 
@@ -48,6 +47,13 @@ class Claims(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.source()
+
+
+def fetch(dataset: Any, samples: Sequence[int]) -> Any:
+    """Return samples as a DataLoader does, before it collates them."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(list(samples))
+    return [dataset[sample] for sample in samples]
 
 
 class HogbatchLoader:
@@ -76,7 +82,7 @@ class HogbatchLoader:
         layout = layout_of(trained, [names[p] for p in trained], states)
         self._node = join_node(job, self._mode, self._class, layout, trained, states)
         self._board, self._ledger = self._node.board, self._node.ledger
-        shared = SharedModel(self._node.model_bytes, layout)
+        self._shared = shared = SharedModel(self._node.model_bytes, layout)
         self._copy: DeviceCopy | None = None
         if self._class.is_fast:
             self._copy = DeviceCopy(shared, trained, states, optimizer)
@@ -117,6 +123,12 @@ class HogbatchLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches; the epoch is over when every sample was in one of some."""
+        require_in_place(
+            self._shared.layout,
+            self._copy.tensors if self._copy is not None else self._shared.tensors,
+            self._trained,
+            self._optimizer,
+        )
         epoch, _ = self._epochs.begin()
         order = self._order(epoch)
         self._ledger.begin(len(order))
@@ -185,8 +197,7 @@ class HogbatchLoader:
         for batch in self._loader:
             self._in_hand = self._claimed.popleft()
             self.num_samples = len(self._in_hand)
-            if self._copy is not None:
-                self._copy.refresh()
+            self._refresh()
             self._seen = self._board.total("updates")
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
@@ -288,36 +299,15 @@ class HogbatchLoader:
         loss_of: from a batch to the mean loss of its samples.
         """
         data: Any = self.dataset if dataset is None else dataset
-        batch = max(batch, -(-len(data) // self._node.longest))
-        self._ledger.begin(-(-len(data) // batch), between_nodes=False)
+
+        def loss(samples: range) -> float:
+            return float(loss_of(self._loader.collate_fn(fetch(data, samples))))
+
+        return mean_loss(self._node, len(data), batch, self._refresh, loss)
+
+    def _refresh(self) -> None:
         if self._copy is not None:
             self._copy.refresh()
-        rows, parity = self._board.rows, self._ledger.round % 2
-        own = rows[self._board.me : self._board.me + 1]
-        own["losses"][0, parity] = own["of"][0, parity] = 0
-        while True:
-            chunks: Sequence[int] = self._ledger.claim(1) if self._evaluates() else ()
-            if not chunks and self._ledger.has_more():
-                time.sleep(_WAIT_SECONDS)
-                continue
-            chunks = chunks or self._ledger.reclaim(1)
-            if not chunks:
-                break
-            for chunk in chunks:
-                samples = range(chunk * batch, min((chunk + 1) * batch, len(data)))
-                loss = loss_of(self._loader.collate_fn([data[index] for index in samples]))
-                own["losses"][0, parity] += float(loss) * len(samples)
-                own["of"][0, parity] += len(samples)
-            self._ledger.finish(chunks)
-        total = float(rows["losses"][:, parity].sum()) / max(int(rows["of"][:, parity].sum()), 1)
-        self._ledger.end()
-        return total
-
-    def _evaluates(self) -> bool:
-        """Tell whether this worker takes part in evaluations."""
-        kinds = self._board.rows["kind"]
-        others = (NAMES[kinds[place]] for place in self._board.others())
-        return self._class.is_fast or not any(CLASSES[name].is_fast for name in others)
 
     def report(self) -> Report:
         """Return what the workers of this node have done so far."""
@@ -337,10 +327,14 @@ class HogbatchLoader:
         self._epochs.set(epoch)
 
     def drain(self) -> None:
-        """Have this rank's parameters be the shared model's, and that the same on all nodes."""
+        """Have this rank's parameters be the shared model's, and that the same on all nodes.
+
+        All ranks call it together, between epochs.
+        """
+        self._ledger.begin(0, between_nodes=False)
         self._node.merging.drain()
-        if self._copy is not None:
-            self._copy.refresh()
+        self._refresh()
+        self._ledger.end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next epoch hangs on."""

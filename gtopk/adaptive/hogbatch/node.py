@@ -136,6 +136,7 @@ def join_node(
             ranks=ranks,
             timeout_seconds=transport.timeout_seconds,
             why_gone=lambda place: why_gone(transport, ranks[place]),
+            on_death=lambda place: transport.lose(ranks[place], "its process has died"),
         )
         node.merging = Merging(node, nodes, shared, length, options.merge_every, counter)
         stream.barrier()  # the model is there
@@ -162,6 +163,6 @@ def copy_first(transport: Transport, leaders: Sequence[int], content: Array) -> 
 
 
 def why_gone(transport: Transport, rank: int) -> str:
-    """Return what a rank said when it left."""
+    """Return what is known of a rank's end; "" while it goes on, as far as is known."""
     farewell = transport.farewells().get(rank)
-    return farewell.reason if farewell else "its process has died"
+    return farewell.reason if farewell else ""

@@ -125,6 +125,25 @@ def plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]
     return type(plain)
 
 
+def require_in_place(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Raise RuntimeError where a worker's parameters and state are not these tensors any more."""
+    for place, tensor in zip(layout.places, tensors, strict=True):
+        parameter = parameters[place.parameter]
+        own = optimizer.state[parameter].get(place.key) if place.key else parameter.data
+        if own is None or (own.numel() and own.data_ptr() != tensor.data_ptr()):
+            what = f"state {place.key!r} of parameter" if place.key else "parameter"
+            raise RuntimeError(
+                f"{what} {place.parameter}, {list(place.shape)}, has been replaced since adapt: "
+                "the workers of its node do not share it any more. Load the optimizer's state, and "
+                "move or convert the model, before adapt"
+            )
+
+
 class SharedModel:
     """The tensors of a layout, in the memory given."""
 

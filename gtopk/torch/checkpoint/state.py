@@ -35,7 +35,7 @@ _LOADERS_RESIDUAL: Final = "loader.residual"
 # What a rank has for its own that has nothing of its own.
 NOTHING_OWN: Final[dict[str, Any]] = {
     "generators": None,
-    "held": None,
+    "held": {},
     "tree": None,
     "differing": {},
 }
@@ -55,12 +55,12 @@ def take(
     Raises TypeError for what has no state that could be saved.
     """
     state: dict[str, Any] = {}
-    own: dict[str, Any] = {**NOTHING_OWN, "generators": take_generators()}
+    own: dict[str, Any] = {**NOTHING_OWN, "held": {}, "generators": take_generators()}
     if model is not None:
         state["model"] = model.state_dict()
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
-        own["held"] = state["optimizer"].pop(optimizer_checkpoint.KEY, None)
+        own["held"]["optimizer"] = state["optimizer"].pop(optimizer_checkpoint.KEY, None)
     if loader is not None:
         if not hasattr(loader, "state_dict"):
             raise TypeError(
@@ -69,9 +69,12 @@ def take(
                 "epoch anew"
             )
         state["loader"] = loader.state_dict()
+    own["held"] |= {n: value for n, value in others.items() if optimizer_checkpoint.is_part(value)}
+    state["held"] = ["optimizer", *(name for name in own["held"] if name != "optimizer")]
     state["others"] = {
         name: value.state_dict() if hasattr(value, "state_dict") else value
         for name, value in others.items()
+        if name not in own["held"]
     }
     return take_apart(state, copy=copy), own
 
@@ -119,26 +122,31 @@ def put(
     elif _LOADERS_RESIDUAL in tensors:
         tensors[_LOADERS_RESIDUAL] = _loaders_residual(found, tensors[_LOADERS_RESIDUAL])
     state = put_together(tree, tensors)
-    parts = {each.rank: each.state["held"] for each in found.owned}
-    held = share({r: part for r, part in parts.items() if part is not None}, found.ranks)
+    held = {name: _held(found, name) for name in state.get("held", ["optimizer"])}
     if model is not None:
         model.load_state_dict(_of(state, "model", found))
     if optimizer is not None:
-        part = {} if held is None else {optimizer_checkpoint.KEY: held}
+        part = {optimizer_checkpoint.KEY: held["optimizer"]} if held["optimizer"] else {}
         optimizer.load_state_dict({**_numbered(_of(state, "optimizer", found)), **part})
     if loader is not None:
         loader.load_state_dict(_of(state, "loader", found))
-    values = {}
+    values = {name: part for name, part in held.items() if name != "optimizer"}
     for name, saved in state["others"].items():
         if hasattr(others.get(name), "load_state_dict"):
             others[name].load_state_dict(saved)
         else:
             values[name] = saved
-    for name in others.keys() - state["others"].keys():
+    for name in others.keys() - state["others"].keys() - held.keys():
         _of(state["others"], name, found)
     if generators and own is not None and own["generators"] is not None:
         put_generators(own["generators"])
     return values
+
+
+def _held(found: Found, name: str) -> Any | None:
+    """Return what this rank's optimizer, or hook, of this name is to hold back."""
+    parts = {each.rank: each.state["held"].get(name) for each in found.owned}
+    return share({r: part for r, part in parts.items() if part is not None}, found.ranks)
 
 
 def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:

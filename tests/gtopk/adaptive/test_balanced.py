@@ -547,3 +547,21 @@ def test_ranks_that_are_adapted_differently_get_an_error() -> None:
             hvd.adapt(DataLoader(Indices(10 + here.rank), 4), some_optimizer())
 
     on_ranks(2, program)
+
+
+def test_an_iteration_draws_nothing_from_the_scripts_random_numbers() -> None:
+    """Else what a script draws would be other numbers after an epoch was resumed in its middle."""
+
+    def program(here: World) -> Any:
+        loader = hvd.adapt(DataLoader(Indices(8), 2, shuffle=True), some_optimizer())
+        before = torch.get_rng_state()
+        indices_of(loader)
+        return torch.equal(before, torch.get_rng_state()), loader._source._numbers
+
+    ((untouched, numbers),) = on_ranks(1, program)
+    assert untouched
+    seeds = []
+    for epoch in (0, 1, 0):
+        numbers.begin(epoch)
+        seeds.append(numbers._generator.initial_seed())
+    assert seeds[0] == seeds[2] != seeds[1]

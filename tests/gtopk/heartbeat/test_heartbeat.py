@@ -23,6 +23,7 @@ from gtopk.heartbeat.heartbeat import timeout_from
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT = 1.2
+PATIENT = 2.5  # where nobody is to be lost, however busy the machine is
 
 
 class Ranks:
@@ -114,23 +115,23 @@ def test_what_passes_in_time_costs_nothing():
     """A stop, Python's lock held for long, a companion that is killed, a stranger's datagrams, and
     a rank that leaves.
     """
-    with ranks(3) as job, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+    with ranks(3, PATIENT) as job, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         forged = Beat(1, 1, State.ENDED, 1 << 62, 0.0, "says a stranger").encode(bytes(32))
         for _ in range(2000):
             for port in job.ports.values():
                 stranger.sendto(forged, ("127.0.0.1", port))
                 stranger.sendto(os.urandom(1000), ("127.0.0.1", port))
-        job.order(0, f"hold {2 * TIMEOUT}")
+        job.order(0, f"hold {1.4 * PATIENT}")
         job.send(1, signal.SIGSTOP)
         job.hear("rank 1 .*: stopped for")
         job.send(1, signal.SIGCONT)
         job.hear("rank 1 .* goes on")
         os.kill(job.companions[2], signal.SIGKILL)
         job.hear(r"rank 2 .*: its companion was ended \(-9\); another begins")
-        job.wait(1.5 * TIMEOUT)
+        job.wait(1.2 * PATIENT)
         job.order(1, "leave")
         job.hear(f"{job.pids[1]} ended with 0")
-        job.wait(1.5 * TIMEOUT)
+        job.wait(1.2 * PATIENT)
         assert job.losses() == []
 
 

@@ -6,11 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import AuthenticationError
 
 import pytest
 
 from gtopk.launch import LaunchError
+from gtopk.runner.channel import Channel
 from gtopk.runner.desk import ADDRESS, SECRET, Desk, own_address, visit
 
 PLENTY_SECONDS = 30.0
@@ -31,7 +31,7 @@ def wait_until(desk: Desk, condition: object) -> None:
             desk.changed.wait(0.1)
 
 
-def come(desk: Desk, rank: int) -> tuple[object, bytes, bytes]:
+def come(desk: Desk, rank: int) -> tuple[Channel, bytes, bytes]:
     found = desk.environment()
     return visit(found[ADDRESS], found[SECRET], rank)
 
@@ -40,8 +40,8 @@ def test_every_rank_gets_the_call_and_leaves_its_report(desk: Desk) -> None:
     def rank(number: int) -> None:
         connection, *messages = come(desk, number)
         assert messages == [b"preparation", b"call"]
-        connection.send_bytes(bytes([number]))  # type: ignore[attr-defined]
-        connection.close()  # type: ignore[attr-defined]
+        connection.send(bytes([number]))
+        connection.close()
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     for thread in ranks:
@@ -55,21 +55,21 @@ def test_every_rank_gets_the_call_and_leaves_its_report(desk: Desk) -> None:
 def test_a_rank_that_goes_without_a_report_is_seen(desk: Desk) -> None:
     connection, *_ = come(desk, 1)
     assert desk.came == {1}
-    connection.close()  # type: ignore[attr-defined]
+    connection.close()
     wait_until(desk, lambda: desk.left == [1])
     assert desk.reports == {}
 
 
 def test_who_does_not_know_the_secret_gets_nothing(desk: Desk) -> None:
     address = desk.environment()[ADDRESS]
-    with pytest.raises((AuthenticationError, EOFError, OSError)):
+    with pytest.raises(ConnectionError):
         visit(address, "00" * 32, 0)
     assert desk.came == set()
 
 
 @pytest.mark.parametrize("number", [-1, 2, 1 << 40])
 def test_a_rank_that_is_none_gets_nothing(desk: Desk, number: int) -> None:
-    with pytest.raises((EOFError, OSError)):
+    with pytest.raises(ConnectionError):
         come(desk, number)
     assert desk.came == set()
 
@@ -78,7 +78,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_waiting(desk: Desk) -> None:
     host, port = desk.environment()[ADDRESS].split(":")
     with socket.create_connection((host, int(port))):
         connection, *_ = come(desk, 0)
-        connection.close()  # type: ignore[attr-defined]
+        connection.close()
     wait_until(desk, lambda: desk.left == [0])
 
 

@@ -67,7 +67,8 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
     everybody_has_claimed = threading.Barrier(3)
 
     def program(transport: LocalTransport) -> list[int]:
-        ledger = open_ledger(transport, ranks_may_leave=True)
+        told: list[int] = []
+        ledger = open_ledger(transport, ranks_may_leave=True, on_death=told.append)
         ledger.begin(LENGTH)
         claim = ledger.claim(10)
         everybody_has_claimed.wait()
@@ -77,6 +78,7 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
         ledger.finish(claim)
         done = [*claim, *work(ledger, 10)]
         assert ledger._board.rows["again"].sum() == 7
+        assert told == [rank]
         return done
 
     results: list[Any] = [[]] * 3
@@ -94,7 +96,7 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
 
 def test_a_rank_that_may_not_leave_is_missed() -> None:
     def program(transport: LocalTransport) -> None:
-        ledger = open_ledger(transport, why_gone=lambda place: "it was told to")
+        ledger = open_ledger(transport, why_gone=lambda place: "it was told to" if place else "")
         ledger.begin(LENGTH)
         ledger.claim(10)
         if transport.rank == 1:
@@ -116,6 +118,22 @@ def test_a_rank_that_stays_silent_is_named() -> None:
             let_go.wait(20)
             return
         with pytest.raises(PeerTimeoutError, match=r"for ranks \[1\] to finish their batches"):
+            ledger.reclaim(10)
+        let_go.set()
+
+    run_ranks(local_world(2, 20), program)
+
+
+def test_a_rank_that_is_given_up_is_missed_though_it_lives() -> None:
+    let_go = threading.Event()
+
+    def program(transport: LocalTransport) -> None:
+        ledger = open_ledger(transport, why_gone=lambda place: "frozen" if place else "")
+        ledger.begin(LENGTH)
+        if transport.rank == 1:
+            let_go.wait(20)
+            return
+        with pytest.raises(PeerError, match=r"rank 1 left \(frozen\)"):
             ledger.reclaim(10)
         let_go.set()
 

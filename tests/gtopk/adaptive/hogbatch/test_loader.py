@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -354,6 +355,22 @@ def test_an_epoch_goes_on_where_another_loader_stopped() -> None:
         return following[:1], train(other, model, optimizer)[:1]
 
     assert all(first == again for first, again in on_ranks(1, program))
+
+
+def test_what_is_shared_no_more_is_an_error() -> None:
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted(make=momentum, device_class=classes(here))
+        train(loader, model, optimizer)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with pytest.raises(RuntimeError, match=r"state 'momentum_buffer' of parameter 0, \[4, 5\]"):
+            next(iter(loader))
+        loader, model, optimizer = adapted(device_class=classes(here))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        with pytest.raises(RuntimeError, match=r"parameter 0, .* has been replaced since adapt"):
+            next(iter(loader))
+
+    on_ranks(2, program)
 
 
 class Stream(IterableDataset[int]):

@@ -11,6 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gtopk.launch import rank_environment
+from gtopk.launch.mpirun import require_mpirun
+
 ROOT = Path(__file__).parents[4]
 RANKS, KILLED = 3, 1
 
@@ -39,6 +44,16 @@ def start_alone(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+def check(folder: Path) -> None:
+    """Check that every sample of every epoch was computed, once, by some rank."""
+    done = Counter(line for file in folder.iterdir() for line in file.read_text().splitlines())
+    assert done == Counter(f"{epoch} {index}" for epoch in range(3) for index in range(200))
+
+
+def last_line(rank: int) -> str:
+    return f"rank {rank} is done; 60 updates; computed again: 10"
+
+
 def test_a_killed_process_does_not_stop_the_others(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -51,7 +66,26 @@ def test_a_killed_process_does_not_stop_the_others(tmp_path: Path) -> None:
             rank.kill()
     codes = [rank.returncode for rank in ranks]
     assert codes == [-9 if rank == KILLED else 0 for rank in range(RANKS)], ends
-    done = Counter(line for file in tmp_path.iterdir() for line in file.read_text().splitlines())
-    assert done == Counter(f"{epoch} {index}" for epoch in range(3) for index in range(200))
+    check(tmp_path)
     for rank, (said, _) in enumerate(ends):
-        assert rank == KILLED or said == f"rank {rank} is done; 60 updates; computed again: 10\n"
+        assert rank == KILLED or said == f"{last_line(rank)}\n"
+
+
+@pytest.mark.faults
+def test_mpirun_that_recovers_lets_the_others_finish(tmp_path: Path) -> None:
+    program = ROOT / "tests" / "programs" / "hogbatch_killed.py"
+    job = subprocess.run(
+        [
+            *(str(require_mpirun()), "-n", str(RANKS), "--enable-recovery"),
+            *(sys.executable, str(program), str(KILLED), "killed", str(tmp_path)),
+        ],
+        env={**os.environ, **rank_environment(RANKS), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    survivors = {last_line(rank) for rank in range(RANKS) if rank != KILLED}
+    assert set(job.stdout.splitlines()) >= survivors
+    check(tmp_path)

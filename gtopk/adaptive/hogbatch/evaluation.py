@@ -1,0 +1,63 @@
+"""Evaluation: the mean loss of all samples at the shared model, by the fast classes together.
+
+It is a round of the ledger, whose places are batches: who dies in it is made up for, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from .device_classes import CLASSES, NAMES
+from .node import Node
+
+_WAIT_SECONDS: Final = 1e-3
+
+
+def mean_loss(
+    node: Node,
+    samples: int,
+    batch: int,
+    refresh: Callable[[], None],
+    loss: Callable[[range], float],
+) -> float:
+    """Return the mean of all samples' losses; all workers of the node call it together.
+
+    refresh: called once no worker updates the model any more.
+    loss: the mean over some samples.
+    """
+    board, ledger = node.board, node.ledger
+    batch = max(batch, -(-samples // node.longest))  # as many places as there are notes
+    ledger.begin(-(-samples // batch), between_nodes=False)
+    try:
+        refresh()
+        rows, parity = board.rows, ledger.round % 2
+        own = rows[board.me : board.me + 1]
+        own["losses"][0, parity] = own["of"][0, parity] = 0
+        while True:
+            chunks: Sequence[int] = ledger.claim(1) if evaluates(node) else ()
+            if not chunks and ledger.has_more():
+                time.sleep(_WAIT_SECONDS)
+                continue
+            chunks = chunks or ledger.reclaim(1)
+            if not chunks:
+                break
+            for chunk in chunks:
+                part = range(chunk * batch, min((chunk + 1) * batch, samples))
+                own["losses"][0, parity] += loss(part) * len(part)
+                own["of"][0, parity] += len(part)
+            ledger.finish(chunks)
+        return float(rows["losses"][:, parity].sum()) / max(int(rows["of"][:, parity].sum()), 1)
+    finally:
+        ledger.end()
+
+
+def evaluates(node: Node) -> bool:
+    """Tell whether this worker takes part: it is fast, or nobody else who lives is."""
+    kinds = node.board.rows["kind"]
+
+    def is_fast(place: int) -> bool:
+        return CLASSES[NAMES[kinds[place]]].is_fast
+
+    return is_fast(node.board.me) or not any(map(is_fast, node.board.others()))

@@ -1,0 +1,243 @@
+"""torch.distributed.checkpoint on checkpoints of ours: it reads and writes them.
+
+    from torch.distributed import checkpoint as dcp
+    dcp.load({"model": model.state_dict()}, storage_reader=Reader(folder))
+    dcp.save({"model": model.state_dict(), "epoch": 3}, storage_writer=Writer(folder, step))
+
+Names at the top are `save_checkpoint`'s: "model", "optimizer", "loader", and those of the others.
+Sharded tensors are cut on reading, and put together on writing: `load_latest` finds them whole.
+What ranks hold back is none of DCP's business; a checkpoint that it wrote has nothing held back.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from .errors import CheckpointError, DamagedError
+from .files import ALL, Content, Part, list_parts, name_of, parts_of, read_part, write_part
+from .state import NOTHING_OWN
+from .tree import put_together, take_apart
+
+_OF_OURS: Final = ("model", "optimizer", "loader")
+
+
+class Reader(StorageReader):
+    """Reads the newest checkpoint of a folder that is whole.
+
+    path: of what is read; known once DCP has asked for the metadata.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._values: dict[str, Any] = {}
+        self.path: Path | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return Path(checkpoint_id).is_dir()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what there is; raise CheckpointError where nothing is whole."""
+        self._values = self._read()
+        layout: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for name, value in self._values.items():
+            if isinstance(value, torch.Tensor):
+                whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
+                properties = TensorProperties(dtype=value.dtype)
+                layout[name] = TensorStorageMetadata(properties, value.shape, [whole])
+            else:
+                layout[name] = BytesStorageMetadata()
+        return Metadata(layout)
+
+    def _read(self) -> dict[str, Any]:
+        """Return values by the names that DCP has for them."""
+        there = list_parts(self._folder)
+        problems = []
+        for part in sorted((part for part in there if part.name == ALL), reverse=True):
+            if not set(parts_of(*part[:3])) <= set(there):
+                continue
+            try:
+                content = read_part(self._folder, part)
+                state = put_together(content.state.tree, content.state.tensors)
+            except (OSError, DamagedError) as error:
+                problems.append(str(error))
+                continue
+            self.path = self._folder / part.folder
+            ours = {name: state[name] for name in _OF_OURS if name in state}
+            flattening = DefaultSavePlanner()
+            flattening.set_up_planner({**ours, **state["others"]})
+            return dict(flattening.state_dict)
+        raise CheckpointError(
+            f"no checkpoint in {self._folder} is whole: {'; '.join(problems) or 'none is there'}"
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            value = self._values[item.storage_index.fqn]
+            if item.type == LoadItemType.BYTE_IO:
+                # DCP's planners take objects as what torch.save makes of them, and in no other way.
+                # Nothing of it was read from a file.
+                stream = io.BytesIO()
+                torch.save(value, stream)
+                stream.seek(0)
+                planner.load_bytes(item, stream)
+                continue
+            for dimension, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                value = value.narrow(dimension, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(value)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class Writer(StorageWriter):
+    """Writes a checkpoint into a folder, which all ranks must share; the older ones stay.
+
+    step: how far the training is.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
+        self._folder = Path(folder)
+        self._step = step
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give every rank a file of its own, in a checkpoint with a new number."""
+        number = 1 + max((part.number for part in list_parts(self._folder)), default=0)
+        return [
+            replace(plan, storage_data=Part(number, self._step, len(plans), f"shard-{rank}"))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what is this rank's to write."""
+        if not isinstance(planner, DefaultSavePlanner):
+            raise TypeError(f"the planner must be a DefaultSavePlanner, got {type(planner)}")
+        pieces, results = [], []
+        for item in plan.items:
+            value: Any
+            if item.type == WriteItemType.BYTE_IO:
+                value, at, size = planner.lookup_object(item.index), None, 0
+            else:
+                assert item.tensor_data is not None
+                value = planner.resolve_data(item)
+                assert isinstance(value, torch.Tensor)
+                value = value.detach().cpu()
+                at = list(item.tensor_data.chunk.offsets), list(item.tensor_data.size)
+                size = value.nbytes
+            pieces.append((item.index.fqn, at, value))
+            results.append(WriteResult(item.index, size, plan.storage_data))
+        write_part(self._folder, plan.storage_data, Content("", take_apart(pieces)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make one whole checkpoint of what all ranks wrote."""
+        shards = sorted({result.storage_data for each in results for result in each})
+        if not shards:
+            raise ValueError("there is nothing to save: the state is empty on every rank")
+        values: dict[str, Any] = {}
+        for shard in shards:
+            state = read_part(self._folder, shard).state
+            for name, at, value in put_together(state.tree, state.tensors):
+                if at is None:
+                    values[name] = value
+                    continue
+                offsets, size = at
+                if name not in values:
+                    values[name] = torch.empty(size, dtype=value.dtype)
+                target = values[name]
+                for dimension, start in enumerate(offsets):
+                    target = target.narrow(dimension, start, value.shape[dimension])
+                target.copy_(value)
+        paths: dict[str, tuple[str | int, ...]] = metadata.planner_data
+        tops = _nested({paths.get(name, (name,)): value for name, value in values.items()})
+        saved = {name: value for name, value in tops.items() if name in _OF_OURS}
+        saved["others"] = {name: value for name, value in tops.items() if name not in _OF_OURS}
+        attempt = secrets.token_hex(8)
+        whole = Part(shards[0].number, self._step, 1, ALL)
+        own = Content(attempt, take_apart(NOTHING_OWN))
+        write_part(self._folder, whole._replace(name=name_of(0)), own)
+        write_part(self._folder, whole, Content(attempt, take_apart(saved)))
+        for path in (self._folder / whole.folder).glob("shard-*"):
+            path.unlink()
+
+
+def _nested(values: dict[tuple[str | int, ...], Any]) -> dict[str, Any]:
+    """Return the dicts and lists that values with these paths lay in."""
+    top: dict[Any, Any] = {}
+    for path, value in values.items():
+        inner = top
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+    return {name: _with_lists(part) for name, part in top.items()}
+
+
+def _with_lists(part: Any) -> Any:
+    """Return dicts whose keys are numbers as lists: DCP has text for every key of a dict."""
+    if type(part) is not dict:
+        return part
+    inner = {key: _with_lists(value) for key, value in part.items()}
+    if inner and all(type(key) is int for key in inner):
+        return [inner[place] for place in sorted(inner)]
+    return inner

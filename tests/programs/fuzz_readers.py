@@ -1,0 +1,394 @@
+"""Feed damaged and hostile bytes to everything that reads bytes: each is read, or refused by name.
+
+    python tests/programs/fuzz_readers.py --messages 1000000
+    python tests/programs/fuzz_readers.py --target objects --messages 100000 --seed 7
+
+What is not the error that a reader promises ends the program; the input is then kept beside those
+of tests/corpus, which every run reads first. A reader has 10 seconds and 2 GiB for an input.
+`tests/programs/fuzz_wire.py` does as much for the messages between ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import resource
+import signal
+import struct
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+import zlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from gtopk.objects import ObjectFormatError, decode, encode
+from gtopk.objects.format import HEADER, HEADER_BYTES
+from gtopk.torch.checkpoint.errors import DamagedError
+from gtopk.torch.checkpoint.files import read_tensors, seal, unseal
+from gtopk.torch.checkpoint.tree import put_together, take_apart
+from models.data import classification
+from models.data.libsvm import read_classes, read_multilabel
+from models.data.xml import read_split, read_xml
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+MOST_SECONDS = 10
+MOST_BYTES = 2 << 30
+BORDERS = [
+    0,
+    1,
+    2,
+    7,
+    8,
+    127,
+    128,
+    255,
+    256,
+    65535,
+    65536,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**63,
+    2**64 - 1,
+]
+
+
+class Target(NamedTuple):
+    """Something that reads bytes.
+
+    some:   makes valid bytes.
+    read:   reads bytes, by way of a file where it reads files; returns what it makes of them.
+    errors: that it promises for what is not valid.
+    sealed: puts damaged bytes under a checksum that fits, so that what lies behind it is reached.
+    """
+
+    some: Callable[[random.Random], bytes]
+    read: Callable[[bytes, Path], Any]
+    errors: tuple[type[Exception], ...]
+    sealed: Callable[[bytes], bytes] = lambda content: content
+
+
+def some_object(dice: random.Random, depth: int = 0) -> Any:
+    """Return an object of any type that travels between ranks."""
+    if depth > 3 or dice.random() < 0.4:
+        return dice.choice(
+            [
+                *(None, True, -1, 2**63, 2**70, 1.5, float("nan"), 1j, "text", b"bytes"),
+                *(np.float32(2), np.arange(3), np.array(["a", "bc"]), np.zeros((0, 2), np.bool_)),
+                *(torch.ones(2, 2), torch.tensor(3), torch.ones(1).bfloat16(), torch.Size([2])),
+                *(torch.nn.Parameter(torch.ones(2)), torch.float16, torch.device("cpu"), {1, "a"}),
+                *(slice(1, 2), range(3), np.str_("x"), np.bytes_(b"x")),
+            ]
+        )
+    parts = [some_object(dice, depth + 1) for _ in range(dice.randrange(4))]
+    pairs: dict[Any, Any] = dict(zip(["a", "$b", 3], parts, strict=False))
+    return dice.choice([parts, tuple(parts), pairs, OrderedDict(pairs)])
+
+
+def some_record(dice: random.Random) -> bytes:
+    """Return what the JSON file of a checkpoint's part holds."""
+    tree = take_apart({"model": some_object(dice), "lr": [0.1, (1, 2)]}).tree
+    return seal({"format": 1, "attempt": "word", "step": 1, "tensors": None, "state": tree})
+
+
+def read_record(content: bytes, file: Path) -> Any:
+    record = unseal(content)
+    tensors = defaultdict(lambda: torch.zeros(2))
+    return put_together(record.get("state") if isinstance(record, dict) else record, tensors)
+
+
+def sealed_record(content: bytes) -> bytes:
+    """Return the same text under its own checksum."""
+    body = content[len('{"sha256": "') + 64 + len('", "part":\n') : -2]
+    return b'{"sha256": "%b", "part":\n%b}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
+
+
+def sealed_object(content: bytes) -> bytes:
+    if len(content) < HEADER_BYTES:
+        return content
+    magic, version, flags, head_bytes, _ = HEADER.unpack_from(content)
+    if random.Random(content).random() < 0.7:
+        head_bytes = min(head_bytes, len(content) - HEADER_BYTES)
+    crc = zlib.crc32(content[HEADER_BYTES:])
+    return HEADER.pack(magic, version, flags, head_bytes, crc) + content[HEADER_BYTES:]
+
+
+def some_tensors(dice: random.Random) -> bytes:
+    shapes = [dice.choice([(), (0,), (3,), (2, 2), (1, 0, 5)]) for _ in range(dice.randrange(1, 4))]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
+    tensors = {f"t{i}": torch.zeros(s, dtype=dice.choice(dtypes)) for i, s in enumerate(shapes)}
+    return save(tensors, {"format": "pt"})
+
+
+def read_file_of_tensors(content: bytes, file: Path) -> Any:
+    file.write_bytes(content)
+    told = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return read_tensors(file, told)
+
+
+def some_npz(dice: random.Random) -> bytes:
+    rows, stream = dice.choice([3, 10, 40]), io.BytesIO()
+    x = np.linspace(0, 1, rows * 2, dtype=dice.choice([np.float32, np.float64])).reshape(rows, 2)
+    how = dice.choice([np.savez, np.savez_compressed])
+    how(stream, x=x, y=np.arange(rows) % 3)
+    return stream.getvalue()
+
+
+def read_npz(content: bytes, file: Path) -> Any:
+    path = file.with_suffix(".npz")
+    path.write_bytes(content)
+    return classification.load(str(path))
+
+
+def sealed_zip(content: bytes) -> bytes:
+    """Return the archive with the checksums that fit its members: those are looked at first."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            infos = archive.infolist()
+        data = bytearray(content)
+        for info in infos:
+            start = info.header_offset
+            name_bytes, extra_bytes = struct.unpack_from("<HH", data, start + 26)
+            begin = start + 30 + name_bytes + extra_bytes
+            raw = bytes(data[begin : begin + info.compress_size])
+            if info.compress_type == zipfile.ZIP_DEFLATED:
+                raw = zlib.decompressobj(-15).decompress(raw, 1 << 20)
+            crc = struct.pack("<L", zlib.crc32(raw))
+            at = data.find(struct.pack("<L", info.CRC), start)
+            while at >= 0:
+                data[at : at + 4] = crc
+                at = data.find(struct.pack("<L", info.CRC), at + 4)
+        return bytes(data)
+    except Exception:  # of a damaged archive, anything
+        return content
+
+
+def some_rows(dice: random.Random) -> bytes:
+    """Return rows of an extreme multi-label file, with its header."""
+    rows = []
+    for _ in range(dice.randrange(1, 6)):
+        labels = ",".join(map(str, sorted(dice.sample(range(20), dice.randrange(4)))))
+        indices = sorted(dice.sample(range(50), dice.randrange(5)))
+        rows.append(" ".join([labels, *(f"{i}:{dice.choice([1, 0.25, '1e-3'])}" for i in indices)]))
+    return "\n".join([f"{len(rows)} 50 20", *rows, ""]).encode()
+
+
+def some_text(dice: random.Random) -> bytes:
+    """Return such a file, as it is or compressed."""
+    pack = dice.choice([bytes, bytes, gzip.compress, bz2.compress])
+    return pack(some_rows(dice))
+
+
+def repacked(content: bytes) -> bytes:
+    """Return compressed text with a changed byte in it, not in what it was compressed to."""
+    for unpack, pack in ((gzip.decompress, gzip.compress), (bz2.decompress, bz2.compress)):
+        with contextlib.suppress(Exception):  # it is not compressed so, or is damaged
+            return pack(mutated(unpack(content), content, random.Random(content)))
+    return content
+
+
+def as_file(read: Callable[[Path], Any]) -> Callable[[bytes, Path], Any]:
+    """Return a reader of bytes that reads a file of them."""
+
+    def of_bytes(content: bytes, file: Path) -> Any:
+        file.write_bytes(content)
+        return read(file)
+
+    return of_bytes
+
+
+def read_binary(file: Path) -> Any:
+    return read_classes(file, features=50, feature_base=0, classes=(-1, 1), cache=False)
+
+
+def some_binary(dice: random.Random) -> bytes:
+    rows = [f"{dice.choice([-1, 1])} {dice.randrange(50)}:{dice.random()}\n" for _ in range(4)]
+    return "".join(rows).encode()
+
+
+def read_listed(file: Path) -> Any:
+    return read_multilabel(file, features=50, feature_base=0, labels=20, label_base=0, cache=False)
+
+
+def some_split(dice: random.Random) -> bytes:
+    chosen = dice.sample(range(1, 100), 8)
+    return b"".join(b"%d %d\n" % pair for pair in zip(chosen[:4], chosen[4:], strict=True))
+
+
+def some_cache(dice: random.Random) -> bytes:
+    """Return what is kept beside a file that was read; it is always of the same file."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        write_source(source)
+        read_xml(source)
+        return source.with_name("source.rows").read_bytes()
+
+
+def write_source(source: Path) -> None:
+    source.write_bytes(b"2 50 20\n3,17 1:0.25 10:1.5\n 2:1\n")
+    os.utime(source, ns=(10**18, 10**18))
+
+
+def read_cache(content: bytes, file: Path) -> Any:
+    """Read a file beside which there is this cache: what it says is no matter, what is read is."""
+    write_source(file)
+    file.with_name(file.name + ".rows").write_bytes(content)
+    rows = read_xml(file)
+    assert len(rows) == 2
+    for part in (rows.features, rows.labels):
+        assert part.offsets[-1] == len(part.indices)
+        assert not len(part.indices) or 0 <= part.indices.min() <= part.indices.max() < part.width
+    return rows
+
+
+TARGETS = {
+    "objects": Target(
+        lambda dice: encode(some_object(dice)),
+        lambda content, file: decode(content, allow_pickle=False),
+        (ObjectFormatError,),
+        sealed_object,
+    ),
+    "checkpoint_json": Target(some_record, read_record, (DamagedError,), sealed_record),
+    "checkpoint_tensors": Target(some_tensors, read_file_of_tensors, (DamagedError,)),
+    "classification_npz": Target(some_npz, read_npz, (ValueError,), sealed_zip),
+    "xml": Target(some_text, as_file(lambda f: read_xml(f, cache=False)), (ValueError,), repacked),
+    "xml_split": Target(some_split, as_file(lambda file: read_split(file, 100)), (ValueError,)),
+    "libsvm_classes": Target(some_binary, as_file(read_binary), (ValueError,)),
+    "libsvm_multilabel": Target(
+        lambda dice: some_rows(dice).partition(b"\n")[2], as_file(read_listed), (ValueError,)
+    ),
+    "row_cache": Target(some_cache, read_cache, ()),
+}
+
+
+def mutated(content: bytes, other: bytes, dice: random.Random) -> bytes:
+    """Return the content with one thing changed."""
+    data = bytearray(content or b"\0")
+    at = dice.randrange(len(data))
+    end = min(len(data), at + dice.choice([1, 2, 4, 8, 16]))
+    match dice.randrange(9):
+        case 0:
+            data[at] ^= 1 << dice.randrange(8)
+        case 1:
+            data[at] = dice.choice([0, 1, 127, 128, 254, 255, dice.randrange(256)])
+        case 2:
+            del data[at:]
+        case 3:
+            del data[at:end]
+        case 4:
+            data[at:at] = data[at:end]
+        case 5:
+            width = dice.choice([1, 2, 4, 8])
+            number = (dice.choice(BORDERS) + dice.choice([-1, 0, 1])) % 2 ** (8 * width)
+            data[at : at + width] = number.to_bytes(width, dice.choice(["little", "big"]))
+        case 6:
+            cut = dice.randrange(len(other)) if other else 0
+            data[at:] = other[cut:]
+        case 7:
+            cut = dice.randrange(len(other)) if other else 0
+            data[at:end] = other[cut : cut + end - at]
+        case _:  # numbers as text
+            digits = [i for i, byte in enumerate(data) if byte in b"0123456789"]
+            if digits:
+                place = dice.choice(digits)
+                data[place : place + 1] = dice.choice([b"-1", b"9" * 30, b"1e999", b"null", b"[["])
+    return bytes(data)
+
+
+def attempt(name: str, content: bytes, file: Path) -> str:
+    """Read bytes, and return how that ended; what was not promised is kept, and raised."""
+    target = TARGETS[name]
+    signal.alarm(MOST_SECONDS)
+    try:
+        target.read(content, file)
+    except target.errors as error:
+        return type(error).__name__
+    except BaseException:
+        folder = CORPUS / name
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / hashlib.sha256(content).hexdigest()[:16]
+        kept.write_bytes(content)
+        print(f"{name} does not read {kept} as it promises\n", end="", flush=True)
+        raise
+    finally:
+        signal.alarm(0)
+    return "read"
+
+
+def replay(name: str, file: Path) -> int:
+    """Read the corpus of a target; return how much of it there is."""
+    kept = sorted((CORPUS / name).glob("*"))
+    for path in kept:
+        attempt(name, path.read_bytes(), file)
+    return len(kept)
+
+
+def fuzz(name: str, inputs: int, seed: int, file: Path) -> Counter[str]:
+    """Read so many damaged inputs; return how often each end was met."""
+    target, ends = TARGETS[name], Counter[str]()
+    dice = random.Random(f"{name}/{seed}")
+    valid = [target.some(dice) for _ in range(100)]
+    valid += [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
+    # Of a checkpoint's JSON not all: the arrays that it names are in another file.
+    assert sum(attempt(name, content, file) == "read" for content in valid[:100]) > 50
+    for number in range(inputs):
+        dice = random.Random(f"{name}/{seed}/{number}")
+        content = dice.choice(valid)
+        for _ in range(dice.choice([1, 1, 1, 2, 3])):
+            content = mutated(content, dice.choice(valid), dice)
+        if dice.random() < 0.85:
+            content = target.sealed(content)
+        ends[attempt(name, content, file)] += 1
+    return ends
+
+
+def bounded() -> None:
+    """Let this process have a little more memory than it has now, and no more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--messages", type=int, default=1_000_000, help="of all targets")
+    parser.add_argument("--target", choices=TARGETS, action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    bounded()
+    names = arguments.target or list(TARGETS)
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as where:
+        file = Path(where) / "input"
+        for name in names:
+            kept, begun = replay(name, file), time.process_time()
+            ends = fuzz(name, arguments.messages // len(names), arguments.seed, file)
+            told = json.dumps(dict(ends.most_common()))
+            seconds = time.process_time() - begun
+            print(f"{name}: {kept} kept, {ends.total():,} new inputs: {told} in {seconds:.0f} s")
+    growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(f"none crashed, hung or was misread; at most {growth} MiB were in use")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""A short run of the program that damages inputs; the long one is `make fuzz`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_damaged_inputs_are_refused_by_name_and_in_bounds():
+    """Those that once were not are in tests/corpus, and read first."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/programs/fuzz_readers.py"), "--messages", "4500"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    targets = re.findall(r"(\w+): (\d+) kept, ([\d,]+) new inputs: (.*)", done.stdout)
+    kept = {path.name: len(list(path.iterdir())) for path in (ROOT / "tests/corpus").iterdir()}
+    assert {name: int(count) for name, count, *_ in targets if int(count)} == kept
+    for name, _, inputs, ends in targets:
+        assert inputs == "500", name
+        assert '"read"' in ends  # what lies behind the checksums is reached
+        assert "Error" in ends or name == "row_cache"  # which is passed over where it is damaged
+    assert "none crashed, hung or was misread" in done.stdout
