@@ -85,6 +85,10 @@ with_mpirun() {
     export OMPI_MCA_pml=ob1 OMPI_MCA_btl=tcp,self OMPI_MCA_btl_tcp_if_include=eth0
     export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_threads_pthreads_yield_strategy=nanosleep
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    # Its folders are named by processes, whose small numbers come again in every emulation: those
+    # of one that was killed would be in the way.
+    mkdir /run/netns/.of-mpirun
+    export PRTE_MCA_prte_tmpdir_base=/run/netns/.of-mpirun
     (on 0 mpirun --host "$list" --map-by ppr:1:node --bind-to none "$@")
 }
 

@@ -114,12 +114,13 @@ def open_mode(mode: str, rank: Rank, arguments: argparse.Namespace) -> Training:
         hvd.Compression.gtopk(density=0.01),
     )
     loader = DataLoader(TensorDataset(*synthetic(arguments.samples)), 1, shuffle=True)
+    options: dict[str, Any] = {"interval": NEVER if mode == "equal" else 5}
     adapted = hvd.adapt(
         loader,
         optimizer,
         "abs" if mode == "abs" else "balanced",
         global_batch=arguments.batch,
-        interval=NEVER if mode == "equal" else 5,
+        **({} if mode == "abs" else options),
     )
     return Training(model, optimizer, adapted)
 

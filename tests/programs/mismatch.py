@@ -232,7 +232,7 @@ def test_a_gradient_that_one_rank_lacks_is_told() -> None:
             f"'second.bias' has none on rank {ODD}",
             "missing_gradients='zeros'",
         )
-        assert "first" not in text
+        assert "'first." not in text
         assert bits(model, optimizer) == before
         check_that_training_goes_on()
         take_steps(model, optimizer, [0])  # so does this one

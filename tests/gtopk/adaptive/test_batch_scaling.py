@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.batch_scaling import RULES, multiplicative, published
@@ -30,6 +30,7 @@ def updates_of(sizes: Sequence[int], speeds: Sequence[float], samples: int) -> l
     return [int(seconds * speed / size) for size, speed in zip(sizes, speeds, strict=True)]
 
 
+@settings(deadline=None)
 @given(counts, st.sampled_from(["multiplicative", "published", "none"]), st.sampled_from([1, 8]))
 def test_sizes_keep_to_their_bounds_and_grains(
     case: tuple[list[int], list[int]], rule: str, grain: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport, local_world, run_ranks
@@ -30,6 +30,7 @@ def positions(takes: list[range]) -> list[int]:
     return list(chain.from_iterable(takes))
 
 
+@settings(deadline=None)
 @given(ranges, st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=60))
 def test_the_takes_of_a_stretch_are_disjoint_and_together_all_of_it(
     places: list[range], turns: list[tuple[int, int]]
@@ -48,6 +49,7 @@ def test_the_takes_of_a_stretch_are_disjoint_and_together_all_of_it(
         assert handed_out == positions(places)
 
 
+@settings(deadline=None)
 @given(ranges, st.sets(st.integers(0, 99)))
 def test_what_nobody_finished_is_what_is_left(places: list[range], done: set[int]) -> None:
     stretch = Stretch(places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.cursor import by_speed, in_step
@@ -24,6 +24,7 @@ def report(takes: list[range], size: int = 16, **said: object) -> Report:
     return Report(size, len(takes), sum(map(len, takes)), takes=takes, **said)
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2000), st.integers(1, 5), st.sampled_from(["adaptive", "k-step", "crossbow"]))
 def test_an_epoch_is_merged_sample_by_sample_once(length: int, ranks: int, algorithm: str) -> None:
     batches = mega_batches(ranks, algorithm=algorithm, mega_batch=300)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.merge_weights import WEIGHTS, Report, by_samples, perturbed, published
@@ -23,6 +23,7 @@ reports = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(reports, st.sampled_from(sorted(WEIGHTS)), st.floats(0, 0.9))
 def test_weights_sum_to_one_and_leave_nobody_out(
     said: list[Report], rule: str, perturbation: float

@@ -175,7 +175,7 @@ def test_torchrun_restarts_all_and_they_go_on(ranks, torchrun, tmp_path):
     )
     assert job.returncode == 0, job.stderr
     # The survivor says who is gone, and what to do where no agent does it.
-    said = r"InternalError: rank 1 cannot join this job anew \(rank 1 is lost \(its connection "
+    said = r"InternalError: rank 1 cannot join this job anew \(rank 1 is lost \("
     assert re.search(said, job.stderr), job.stderr
     assert "start it again with GTOPK_ELASTIC_DIR=" in job.stderr
     assert "going on from checkpoint 5" in job.stderr
