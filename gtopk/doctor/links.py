@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, PeerTimeoutError
 from collectives.transports import Transport
 
 TRY_SECONDS: Final = 10.0  # what a message gets to arrive
@@ -31,6 +31,7 @@ _MESSAGE_BYTES: Final = 1 << 16
 _LARGE_BYTES: Final = 1 << 20
 _SWAPS: Final = 5  # of which the quickest counts
 _MUCH: Final = 4.0  # times slower than the median
+_PATIENCE: Final = 3  # times TRY_SECONDS: what a report gets to come
 
 
 class Swapped(NamedTuple):
@@ -99,12 +100,19 @@ def _gather(transport: Transport, own: Any) -> list[Any]:
         transport.send(np.frombuffer(json.dumps(own).encode(), np.uint8), 0)
         return []
     found = [own]
-    for rank in range(1, transport.size):
+    return found + [_report_of(transport, rank) for rank in range(1, transport.size)]
+
+
+def _report_of(transport: Transport, rank: int) -> Any:
+    """Return what a rank has found; who waited for others in vain reports late."""
+    for _ in range(_PATIENCE):
         try:
-            found.append(json.loads(transport.receive(rank).tobytes()))
+            return json.loads(transport.receive(rank).tobytes())
+        except PeerTimeoutError:
+            continue
         except (CollectiveError, ValueError):
-            found.append(None)
-    return found
+            break
+    return None
 
 
 def _hand_out(transport: Transport, go_on: bool) -> bool:
