@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,12 +64,13 @@ def spoil(world: list[LocalTransport], rank: int, to: int, what: Callable[[Local
 
 @pytest.mark.parametrize(("rank", "to"), [(1, 2), (2, 0), (0, 3)])
 def test_a_message_that_does_not_come_or_not_whole_names_both_ends(rank, to):
-    world = local_world(4, timeout_seconds=0.5)
+    # Reports come up to three times as late: room for a machine that is busy with other things.
+    world = local_world(4, timeout_seconds=2.0)
     spoil(world, rank, to, lambda transport: None)
     (broken, *more) = over(world).broken
     assert broken.startswith(f"rank {rank} ")
     assert f"-> rank {to} " in broken
-    assert "has waited 0.5 s" in broken
+    assert re.search(r"has waited 2(\.\d+)? s", broken), broken
     assert all(text.startswith(f"rank {rank} ") for text in more)
 
     world = local_world(4, timeout_seconds=5)

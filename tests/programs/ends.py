@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd

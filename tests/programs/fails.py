@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 
+import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd

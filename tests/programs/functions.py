@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
+import light_torch  # noqa: F401
 import pytest
 import torch
 
