@@ -68,13 +68,11 @@ def tenth(setting: Setting) -> int:
 
 
 def deep(setting: Setting) -> Recipe:
-    """Return Deep Gradient Compression: momentum correction, masking, clipping, warm-up.
+    """Return Deep Gradient Compression: momentum correction, factor masking, warm-up.
 
-    Lin et al. 2018, section 3; each rank's share of the gradient is clipped to 1/sqrt(P) of a norm
-    of 1.
+    Lin et al. 2018, section 3; they clip gradients of recurrent networks only.
     """
-    recipe = corrected(Compression.topk, setting.density, warmup_steps=tenth(setting))
-    return recipe._replace(options={"local_clip_norm": 1.0 / math.sqrt(setting.ranks)})
+    return corrected(Compression.topk, setting.density, warmup_steps=tenth(setting))
 
 
 def as_many_bytes_as_exact(setting: Setting) -> float:

@@ -198,7 +198,7 @@ class _Numbers:
     def _powers(
         self, starts: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the powers of ten that numbers name, which are sure, and where what is before ends.
+        """Return the powers of ten in numbers, which are sure, and where what is before ends.
 
         - 1 . 2 5 e - 0 7         power -7
                   ^ here

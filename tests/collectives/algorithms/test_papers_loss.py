@@ -15,7 +15,6 @@ from tests.collectives.algorithms.worlds import (
     run,
 )
 
-
 FOUR = [[(5, 1.0)], [(7, 2.0)], [(5, 3.0)], [(9, 0.1)]]
 # Round 0: ranks 0 and 1 merge 5:1.0 and 7:2.0, and keep 7:2.0; rank 0's pick is dropped.
 #          Ranks 2 and 3 merge 5:3.0 and 9:0.1, and keep 5:3.0; rank 3's pick is dropped.
