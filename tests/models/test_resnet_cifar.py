@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from models.resnet_cifar import Block, CifarResNet, resnet20
 
 
-@pytest.mark.parametrize(("depth", "parameters"), [(20, 269_722), (56, 853_018), (110, 1_727_962)])
+@pytest.mark.parametrize(("depth", "parameters"), [(20, 269_722), (56, 853_018)])
 def test_it_has_the_published_number_of_parameters(depth: int, parameters: int) -> None:
     with torch.device("meta"):
         model = CifarResNet(depth)
