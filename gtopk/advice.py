@@ -89,8 +89,8 @@ def _verdict(found: Prediction, comparison: Comparison, runs: Prediction | None)
     fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
     name = f"{LABELS[found.candidate.algorithm]} at density {found.candidate.density:g}"
     said = (
-        f"dense is expected to take {seconds_text(dense.seconds)} a step, {name} "
-        f"{seconds_text(found.seconds)} with 1/{digits(fewer)} of the bytes "
+        f"dense is expected to take {seconds_text(dense.seconds)} a step, and {name} "
+        f"{seconds_text(found.seconds)}, with 1/{digits(fewer)} of the bytes "
         f"({bytes_text(found.sent.bytes)} from each rank)"
     )
     compressed = runs is not None and runs.candidate.algorithm != "dense"

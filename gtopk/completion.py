@@ -51,7 +51,7 @@ def options_of(described: argparse.ArgumentParser) -> list[str]:
 
 
 def bash(words: Words) -> str:
-    """Return a script for bash; files complete where no option is begun."""
+    """Return a script for bash; files complete where nothing else does."""
     cases = "\n".join(
         f"        '{command}') words='{' '.join(those)}' ;;" for command, those in words.items()
     )
@@ -65,7 +65,7 @@ def bash(words: Words) -> str:
 {cases}
     esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
-    if [ -n "$command" ] && [ "${{current#-}}" = "$current" ]; then
+    if [ "$COMP_CWORD" -gt 1 ] && [ "${{#COMPREPLY[@]}}" = 0 ]; then
         COMPREPLY+=($(compgen -f -- "$current"))
     fi
 }}

@@ -76,7 +76,8 @@ def parts(step: StepReport) -> dict[str, float]:
     Of what the engine's thread did, that which backward did not hide. What of the waiting for the
     update is none of that is "wait": for other ranks to be ready, and for the engine's turn.
     """
-    shown = 1.0 - step.hidden_seconds / step.working_seconds if step.working_seconds else 1.0
+    hidden = step.hidden_seconds / step.working_seconds if step.working_seconds else 0.0
+    shown = max(0.0, 1.0 - hidden)
     busy = {
         "select": step.select_seconds - step.apply_seconds,
         "pack": step.code_seconds,

@@ -126,7 +126,8 @@ class Metrics:
             said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
             for label, value in found.items():
                 more = f",{label}" if label else ""
-                said.append(f'{name}{{rank="{self._rank}"{more}}} {value:.9g}')
+                number = f"{value:.9g}".replace("nan", "NaN").replace("inf", "Inf")
+                said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
         return "\n".join(said) + "\n"
 
 

@@ -24,9 +24,10 @@ def figures(run: Run) -> dict[str, list[str]]:
         "Where the time went": [
             parts_figure(run),
             over_steps_figure(run),
+            utilisation_figure(run),
             prediction_figure(run),
         ],
-        "What each rank did": [batches_figure(run), utilisation_figure(run)],
+        "What each rank worked on": [batches_figure(run)],
         "What was sent, and what was held back": [
             density_figure(run),
             bits_figure(run),
@@ -41,7 +42,7 @@ def figures(run: Run) -> dict[str, list[str]]:
 def learnt(run: Run, name: str) -> str:
     """Show a logged value over steps, time and bytes, one at a time."""
     share = "accuracy" in name.lower()
-    written = percent_text if share else plots.plain_text
+    written = plots.share_text if share else plots.plain_text
     drawn = {}
     for over in _AXES:
         points = series.logged(run, name, over)
@@ -139,6 +140,7 @@ def prediction_figure(run: Run) -> str:
             found,
             "a step's exchange takes",
             written=seconds_text,
+            logarithmic=plots.are_apart([p for points in found.values() for p in points], 8),
             from_zero=True,
             bands=False,
         ),
@@ -200,7 +202,7 @@ def density_figure(run: Run) -> str:
             found,
             "of the gradient's values",
             written=plots.share_text,
-            logarithmic=plots.log_range([*sent, *updated]),
+            logarithmic=plots.are_apart([*sent, *updated], 30),
             from_zero=True,
         ),
         "Of all the gradient's values: what a rank selects in a step, and what the agreed update "
@@ -268,6 +270,6 @@ def _one_line(
 def figure(title: str, drawing: str, reading: str) -> str:
     """Return a figure: title, legend and drawing, and how to read it."""
     return (
-        f"<figure><h3>{escape(title)}</h3>{drawing}"
+        f'<figure><h3>{escape(title)}</h3><div class="drawn">{drawing}</div>'
         f"<figcaption><p>{prose(reading)}</p></figcaption></figure>"
     )

@@ -17,7 +17,7 @@ from .words import Tile, happenings, tiles, what_was_run
 def page(run: Run, name: str) -> str:
     """Return the page of a run; name: what its record's folder is called."""
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")
-    title = f"The run {name}"
+    title = f"Run {name}"
     plots = "".join(
         f'<h2>{escape(heading)}</h2>\n<div class="plots">\n' + "\n".join(those) + "\n</div>\n"
         for heading, those in figures(run).items()

@@ -89,7 +89,7 @@ def _dot(at: tuple[float, float]) -> str:
 
 
 def _ticks(axis: Axis, written: Written) -> dict[float, str]:
-    return {value: written(value) for value in axis.ticks()}
+    return {value: written(value) if value else "0" for value in axis.ticks()}
 
 
 def parts_of_ranks(by_rank: Mapping[int, Mapping[str, float]]) -> str:
@@ -186,10 +186,10 @@ def shares_of_ranks(shares: Mapping[int, float]) -> str:
     return drawing(title, drawn, height=len(shares) * SLIM_ROW)
 
 
-def log_range(points: Sequence[Point]) -> bool:
-    """Tell whether values lie so far apart that only a logarithmic axis shows them."""
+def are_apart(points: Sequence[Point], times: float) -> bool:
+    """Tell whether some are more than so many times the others: an axis had best be logarithmic."""
     positive = [p.mean for p in points if p.mean > 0]
-    return len(positive) == len(points) and max(positive) > 30 * min(positive)
+    return len(positive) == len(points) and max(positive) > times * min(positive)
 
 
 def share_text(share: float) -> str:
