@@ -3,14 +3,15 @@
 python mpi_scripts/convergence.py --ranks 4 16 --densities 0.005 0.01 0.05 --seeds 5
 
 Models, gradients, residuals, messages and their bytes are real; nothing is timed. Every recipe
-starts from the same weights and sees the same batches, so that scores are compared seed by seed:
-what stands beside each is its mean difference to dense, and the standard error of that.
+starts from the same weights and sees the same batches, so that accuracies are compared seed by
+seed: what stands beside each is its mean difference to dense, and the standard error of that.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
 import statistics
@@ -36,9 +37,16 @@ from mpi_scripts.tasks import TASKS, Task
 
 
 class Run(NamedTuple):
-    """selected: entries a rank sends a step; sent_bytes: by a rank, mean over steps and ranks."""
+    """What came of a training.
 
-    score: float
+    accuracy:   of rank 0's model; with batch norm others have seen other samples.
+    digest:     of the parameters, which are the same on all ranks.
+    selected:   entries a rank sends a step, on average; updated: coordinates all step by.
+    sent_bytes: by a rank in a step, mean over steps and ranks.
+    """
+
+    accuracy: float
+    digest: str
     selected: float
     updated: float
     sent_bytes: float
@@ -72,23 +80,26 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                 task.loss(model, batch.tensor_split(ranks)[transport.rank]).backward()
                 optimizer.step()
                 steps.append(optimizer.last_step)
-        score = task.score(model)
+        parameters = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
         return Run(
-            score,
+            task.accuracy(model) if transport.rank == 0 else 0.0,
+            hashlib.blake2b(parameters, digest_size=8).hexdigest(),
             statistics.fmean(step.selected for step in steps),
             statistics.fmean(step.updated for step in steps),
             statistics.fmean(step.sent_bytes for step in steps),
         )
 
     runs = run_ranks(local_world(ranks, 600.0, recipe.node_size or None), rank)
-    assert len({run.score for run in runs}) == 1, "replicas are alike"
+    assert len({run.digest for run in runs}) == 1, "replicas are alike"
     return runs[0]._replace(sent_bytes=statistics.fmean(run.sent_bytes for run in runs))
 
 
-def run_seed(name: str, recipe: str, density: float, ranks: int, seed: int, epochs: int) -> Run:
-    """Train a task of a seed by a recipe of this name."""
+def run_seed(
+    name: str, recipe: str, density: float, ranks: int, seed: int, epochs: int | None
+) -> Run:
+    """Train a task of a seed by a recipe of this name; epochs: None for the task's own."""
     torch.set_num_threads(1)
-    task = TASKS[name](seed, epochs)
+    task = TASKS[name](seed) if epochs is None else TASKS[name](seed, epochs)
     length = sum(weight.numel() for weight in task.weights.values())
     return train(task, RECIPES[recipe](Setting(ranks, density, length, task.steps)), ranks)
 
@@ -133,10 +144,12 @@ def goes_by_density(name: str) -> bool:
 
 def line(result: Result, dense: Result | None) -> str:
     """Return a row of the table."""
-    scores = [run.score for run in result.runs]
+    accuracies = [run.accuracy for run in result.runs]
     beside = ""
     if dense is not None and dense is not result:
-        differences = [a.score - b.score for a, b in zip(result.runs, dense.runs, strict=True)]
+        differences = [
+            a.accuracy - b.accuracy for a, b in zip(result.runs, dense.runs, strict=True)
+        ]
         error = statistics.stdev(differences) / math.sqrt(len(differences))
         beside = f"{statistics.fmean(differences):+.2f} ± {error:.2f}"
     return (
@@ -144,7 +157,7 @@ def line(result: Result, dense: Result | None) -> str:
         f"| {statistics.fmean(run.selected for run in result.runs):,.0f} "
         f"| {statistics.fmean(run.updated for run in result.runs):,.0f} "
         f"| {statistics.fmean(run.sent_bytes for run in result.runs) / 1e3:.1f} kB "
-        f"| {statistics.fmean(scores):.2f} ± {statistics.stdev(scores):.2f} "
+        f"| {statistics.fmean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f} "
         f"| {beside} |"
     )
 
@@ -169,7 +182,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, row by row, and return the exit code."""
     options = parse(arguments)
-    print("| ranks | recipe | density | selected | updated | sent a step | score % | to dense |")
+    print("| ranks | recipe | density | selected | updated | sent a step | accuracy % | to dense |")
     print("|---|---|---|---|---|---|---|---|")
     done: list[Result] = []
     dense: dict[int, Result] = {}

@@ -39,7 +39,7 @@ Wrap = Callable[[torch.optim.Optimizer], Any]
 class Run(NamedTuple):
     """exchanges: of the whole training; sent_bytes: by a rank in all of them, mean over ranks."""
 
-    score: float
+    accuracy: float
     exchanges: int
     sent_bytes: float
 
@@ -87,10 +87,10 @@ def train(task: Task, wrap: Wrap, ranks: int) -> Run:
             if getattr(optimizer, "steps_made", 0):  # of a round that is not over
                 optimizer.outer_step()
                 exchanges, sent = exchanges + 1, sent + optimizer.last_step.sent_bytes
-        return Run(task.score(model), exchanges, sent)
+        return Run(task.accuracy(model), exchanges, sent)
 
     runs = run_ranks(local_world(ranks), rank)
-    assert len({run.score for run in runs}) == 1, "replicas are alike"
+    assert len({run.accuracy for run in runs}) == 1, "replicas are alike"
     return runs[0]._replace(sent_bytes=statistics.fmean(run.sent_bytes for run in runs))
 
 
@@ -119,11 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = []
     for name, wrap in recipes(options.inner_steps, options.densities):
         runs = [train(task, wrap, options.ranks) for task in tasks]
-        scores = [run.score for run in runs]
+        accuracies = [run.accuracy for run in runs]
         print(
             f"| {name} | {runs[0].exchanges} "
             f"| {statistics.fmean(run.sent_bytes for run in runs) / 1e6:.2f} MB "
-            f"| {statistics.fmean(scores):.2f} ± {statistics.stdev(scores):.2f} |",
+            f"| {statistics.fmean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f} |",
             flush=True,
         )
         done.append({"recipe": name, "runs": [run._asdict() for run in runs]})

@@ -24,7 +24,7 @@ def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsy
     rows = capsys.readouterr().out.splitlines()[2:]
     dense, sparse = results[:2]
     means = [
-        sum(run["score"] for run in each["runs"]) / len(each["runs"]) for each in (dense, sparse)
+        sum(run["accuracy"] for run in each["runs"]) / len(each["runs"]) for each in (dense, sparse)
     ]
     assert f"{means[1] - means[0]:+.2f} ± " in rows[1]
     assert sparse["runs"][0]["sent_bytes"] < dense["runs"][0]["sent_bytes"] / 10
@@ -34,7 +34,7 @@ def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsy
 def test_every_recipe_trains_on_an_odd_number_of_ranks(name: str) -> None:
     task = TASKS["digits"](0, 1)
     setting = Setting(ranks=3, density=0.05, length=85_002, steps=task.steps)
-    assert 5 < train(task, RECIPES[name](setting), ranks=3).score <= 100
+    assert 5 < train(task, RECIPES[name](setting), ranks=3).accuracy <= 100
 
 
 def test_a_single_seed_is_refused(capsys) -> None:
