@@ -18,7 +18,6 @@ from models.lstm_ptb import LstmLanguageModel
 from models.mlp import mlp
 from models.resnet_cifar import resnet20
 
-
 # x, y, test_x, test_y of a task.
 Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
