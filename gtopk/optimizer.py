@@ -177,7 +177,7 @@ class _DistributedOptimizer(Wrapping):
         )
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(self.last_step)
-            if self._reducer.progress.steps % looks.EVERY == 1:
+            if not self._skip and looks.is_due(self._reducer.progress.steps):
                 looks.look(recorder, self._reducer.lanes)
         if self._world.timeline is not None:
             self._world.timeline.note_step(

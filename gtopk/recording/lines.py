@@ -2,7 +2,7 @@
 
     begin     who this rank is, where and when: the first line, and again where ranks meet anew
     step      a StepReport
-    withheld  norm of the residual, and how many steps it is worth, every 20 steps
+    withheld  norm of the residual, and how many steps it is worth, now and then
     values    what the script has logged
     message   what the library has said
     end       how this rank left

@@ -238,7 +238,7 @@ def norm_figure(run: Run) -> str:
         series.binned(pairs),
         "Norm of the residual",
         "norm",
-        "What a rank has accumulated and not sent; looked at every 20 steps. It settles where a "
+        "What a rank has accumulated and not sent; looked at every 50 steps. It settles where a "
         "step sends as much as it brings; one that goes on growing asks for a higher density.",
         plots.plain_text,
     )

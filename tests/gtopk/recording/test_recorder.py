@@ -10,17 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import gtopk
 import gtopk.torch as hvd
+from collectives.vector import SparseVector
 from gtopk import world
 from gtopk.recording.endpoint import Address, Endpoint, parse_address
 from gtopk.recording.files import LineFile
 from gtopk.recording.lines import as_text, path_of, report_of, step_line
+from gtopk.recording.looks import is_due, look
 from gtopk.recording.recorder import Recorder
 from gtopk.recording.settings import Settings, settings_from
+from gtopk.residual import Residual, Withheld
 from tests.gtopk.made_runs import begin, report
 
 
@@ -70,9 +74,9 @@ def test_a_run_on_threads_is_written_line_by_line(
             [1 / (n + 1) for n in range(steps)]
         )
         looks = [line for line in lines if line["what"] == "withheld"]
-        assert [line["step"] for line in looks] == [0, 21]  # a step of 20 was skipped
-        assert all(line["norm"] > 0 for line in looks)
-        assert looks[1]["age_steps"] > 0
+        # After 1, 2, 4, 8 and 16 steps that counted; that of step 2 did not.
+        assert [line["step"] for line in looks] == [0, 1, 4, 8, 16]
+        assert all(line["norm"] > 0 and line["age_steps"] > 0 for line in looks)
         assert lines[-1]["what"] == "end"
 
 
@@ -208,3 +212,34 @@ def test_the_endpoint_tells_of_the_last_step() -> None:
     assert values['gtopk_value{rank="3",name="nan"}'] == "NaN"
     assert "gtopk_residual_age_steps" not in text
     assert text.count("# TYPE gtopk_step_seconds gauge") == 1
+
+
+# ---- what is held back
+
+
+def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
+    length, k = 200_000, 1000
+    residual = Residual(length, np.dtype(np.float32))
+    values = np.random.default_rng(0).standard_normal(length).astype(np.float32)
+    picked = residual.accumulate_and_select(values, k)
+    residual.settle(picked, SparseVector.empty(length, np.dtype(np.float32)))
+    left = np.float64(residual.values)
+    sent = float(abs(np.float64(picked.values)).sum())
+    found = residual.withheld(sent)
+    assert found.square == pytest.approx(float((left**2).sum()), rel=1e-5)
+    assert found.mass == pytest.approx(float(abs(left).sum()), rel=1e-5)
+
+    class Lane:
+        def withheld(self) -> Withheld:
+            return found
+
+    recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 1, lambda: 3)
+    look(recorder, [Lane(), Lane()])
+    recorder.close()
+    line = lines_in(tmp_path / "file")[-1]
+    assert line["norm"] == pytest.approx((2 * found.square) ** 0.5)
+    assert line["age_steps"] == pytest.approx(found.mass / sent, rel=1e-4)
+
+
+def test_looks_grow_rare() -> None:
+    assert [n for n in range(1, 201) if is_due(n)] == [1, 2, 4, 8, 16, 32, 50, 100, 150, 200]
