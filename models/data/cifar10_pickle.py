@@ -22,9 +22,8 @@ import numpy as np
 from .malformed import MalformedFile
 
 MOST_BYTES: Final = 64 << 20  # of a file; the published ones have 31 MB
-_MADE: Final = ("numpy.core.multiarray _reconstruct", ("numpy ndarray", (0,), "b"))
-_TYPE: Final = ("numpy dtype", ("u1", 0, 1))
-_TYPE_STATE: Final = (3, "|", None, None, None, -1, -1, 0)
+_MAKE: Final = "numpy.core.multiarray _reconstruct"
+_BYTES: Final = ("numpy dtype", "u1")
 
 
 class _Called(NamedTuple):
@@ -68,20 +67,24 @@ def read_pickled_batch(
 
 
 def _as_images(path: Path, data: Any, rows: int, row_bytes: int) -> np.ndarray:
-    """Return the array that a pickle would have made by NumPy's own means."""
-    wanted = (1, (rows, row_bytes), _Called(*_TYPE, _TYPE_STATE), False)
-    if (
-        not isinstance(data, _Called)
-        or data[:2] != _MADE
-        or not isinstance(data.state, tuple)
-        or data.state[:-1] != wanted
-        or not isinstance(data.state[-1], bytes)
-        or len(data.state[-1]) != rows * row_bytes
-    ):
-        raise MalformedFile(
-            path, None, f"data must be an array of bytes, {rows} rows of {row_bytes}"
-        )
-    return np.frombuffer(data.state[-1], np.uint8).reshape(rows, row_bytes)
+    """Return the array that the pickle would have made by NumPy's own means.
+
+    Its state there: version, shape, type, whether columns come first, bytes.
+    """
+    match data:
+        case _Called(
+            name=made,
+            state=(
+                1,
+                (count, width),
+                _Called(name=kind, arguments=(code, *_)),
+                False,
+                bytes(pixels),
+            ),
+        ) if (made, kind, code) == (_MAKE, *_BYTES) and (count, width) == (rows, row_bytes):
+            if len(pixels) == rows * row_bytes:
+                return np.frombuffer(pixels, np.uint8).reshape(rows, row_bytes)
+    raise MalformedFile(path, None, f"data must be an array of bytes, {rows} rows of {row_bytes}")
 
 
 def _run(path: Path, content: bytes) -> Any:
