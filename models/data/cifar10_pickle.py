@@ -11,8 +11,9 @@ and type are compared with what they must be, and every other step is refused wi
 
 from __future__ import annotations
 
-import pickletools
-from collections.abc import Callable, Iterator
+import pickle
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,9 +22,8 @@ import numpy as np
 from .malformed import MalformedFile
 
 MOST_BYTES: Final = 64 << 20  # of a file; the published ones have 31 MB
-_MADE: Final = ("numpy.core.multiarray _reconstruct", ("numpy ndarray", (0,), "b"))
-_TYPE: Final = ("numpy dtype", ("u1", 0, 1))
-_TYPE_STATE: Final = (3, "|", None, None, None, -1, -1, 0)
+_MAKE: Final = "numpy.core.multiarray _reconstruct"
+_BYTES: Final = ("numpy dtype", "u1")
 
 
 class _Called(NamedTuple):
@@ -67,65 +67,94 @@ def read_pickled_batch(
 
 
 def _as_images(path: Path, data: Any, rows: int, row_bytes: int) -> np.ndarray:
-    """Return the array that a pickle would have made by NumPy's own means."""
-    wanted = (1, (rows, row_bytes), _Called(*_TYPE, _TYPE_STATE), False)
-    if (
-        not isinstance(data, _Called)
-        or data[:2] != _MADE
-        or not isinstance(data.state, tuple)
-        or data.state[:-1] != wanted
-        or not isinstance(data.state[-1], bytes)
-        or len(data.state[-1]) != rows * row_bytes
-    ):
-        raise MalformedFile(
-            path, None, f"data must be an array of bytes, {rows} rows of {row_bytes}"
-        )
-    return np.frombuffer(data.state[-1], np.uint8).reshape(rows, row_bytes)
+    """Return the array that the pickle would have made by NumPy's own means.
+
+    Its state there: version, shape, type, whether columns come first, bytes.
+    """
+    match data:
+        case _Called(
+            name=made,
+            state=(
+                1,
+                (count, width),
+                _Called(name=kind, arguments=(code, *_)),
+                False,
+                bytes(pixels),
+            ),
+        ) if (made, kind, code) == (_MAKE, *_BYTES) and (count, width) == (rows, row_bytes):
+            if len(pixels) == rows * row_bytes:
+                return np.frombuffer(pixels, np.uint8).reshape(rows, row_bytes)
+    raise MalformedFile(path, None, f"data must be an array of bytes, {rows} rows of {row_bytes}")
 
 
 def _run(path: Path, content: bytes) -> Any:
     """Return what the pickle says, as plain values and `_Called`."""
-    stack: list[Any] = []
+    program, stack = _Program(content), list[Any]()
     memo: dict[int, Any] = {}
-    place = 0
     try:
-        for name, argument, place in _steps(content):
-            if name in ("BINPUT", "LONG_BINPUT"):
-                memo[argument] = stack[-1]
-            elif name in ("BINGET", "LONG_BINGET"):
-                stack.append(memo[argument])
-            elif name in _PUSHED:
-                stack.append(_PUSHED[name](argument))
-            elif name in _COMBINED:
-                _COMBINED[name](stack)
-            elif name == "STOP":
-                (result,) = stack
-                if place + 1 != len(content):
-                    raise ValueError(f"{len(content) - place - 1} bytes follow its end")
-                return result
-            elif name != "PROTO" or place:
-                raise ValueError(f"the step {name} is none that CIFAR-10's files take")
-        raise ValueError("it has no end")
-    except (ValueError, TypeError, AttributeError, LookupError, UnicodeError) as error:
+        if program.take(1) + program.take(1) != pickle.PROTO + b"\x02":
+            raise ValueError("it does not begin as a pickle of protocol 2")
+        while (step := program.take(1)) != pickle.STOP:
+            if step in _PUT:
+                memo[program.number(_PUT[step])] = stack[-1]
+            elif step in _GET:
+                stack.append(memo[program.number(_GET[step])])
+            elif step in _PUSH:
+                stack.append(_PUSH[step](program))
+            elif step in _COMBINE:
+                _COMBINE[step](stack)
+            else:
+                raise ValueError(f"the step {step!r} is none that CIFAR-10's files take")
+        (result,) = stack
+        if left := len(content) - program.place:
+            raise ValueError(f"{left} bytes follow its end")
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         reason = f"is no file of CIFAR-10's Python version: {error}"
-        raise MalformedFile(path, None, reason, byte=place) from error
+        raise MalformedFile(path, None, reason, byte=program.place) from error
+    return result
 
 
-def _steps(content: bytes) -> Iterator[tuple[str, Any, int]]:
-    for step, argument, place in pickletools.genops(content):
-        yield step.name, argument, place or 0
+class _Program:
+    """The bytes of a pickle; place: of those that come next."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.place = content, 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes; raise ValueError where there are fewer."""
+        left = len(self.content) - self.place
+        if not 0 <= count <= left:
+            raise ValueError(f"{count} bytes should follow, and {left} are left")
+        self.place += count
+        return self.content[self.place - count : self.place]
+
+    def number(self, kind: str) -> int:
+        """Return a number in one of struct's formats."""
+        (number,) = struct.unpack(kind, self.take(struct.calcsize(kind)))
+        return int(number)
+
+    def line(self) -> str:
+        """Return a line without its end."""
+        end = self.content.find(b"\n", self.place)
+        if end < 0:
+            raise ValueError("a line should follow, and has no end")
+        return self.take(end + 1 - self.place)[:-1].decode("latin-1")
 
 
-_PUSHED: Final[dict[str, Callable[[Any], Any]]] = {
-    "MARK": lambda _: _Mark,
-    "EMPTY_DICT": lambda _: {},
-    "EMPTY_LIST": lambda _: [],
-    "NONE": lambda _: None,
-    "NEWFALSE": lambda _: False,
-    **dict.fromkeys(("BININT", "BININT1", "BININT2"), lambda number: number),
-    "SHORT_BINSTRING": lambda text: text,
-    "BINSTRING": lambda text: text.encode("latin-1"),  # long ones are arrays' bytes
-    "GLOBAL": lambda name: name,
+_PUT: Final = {pickle.BINPUT: "<B", pickle.LONG_BINPUT: "<I"}
+_GET: Final = {pickle.BINGET: "<B", pickle.LONG_BINGET: "<I"}
+_PUSH: Final[dict[bytes, Callable[[_Program], Any]]] = {
+    pickle.MARK: lambda _: _Mark,
+    pickle.EMPTY_DICT: lambda _: {},
+    pickle.EMPTY_LIST: lambda _: [],
+    pickle.NONE: lambda _: None,
+    pickle.NEWFALSE: lambda _: False,
+    pickle.BININT1: lambda program: program.number("<B"),
+    pickle.BININT2: lambda program: program.number("<H"),
+    pickle.BININT: lambda program: program.number("<i"),
+    pickle.SHORT_BINSTRING: lambda program: program.take(program.number("<B")).decode("latin-1"),
+    pickle.BINSTRING: lambda program: program.take(program.number("<i")),  # an array's bytes
+    pickle.GLOBAL: lambda program: f"{program.line()} {program.line()}",
 }
 
 
@@ -139,7 +168,7 @@ def _since_mark(stack: list[Any]) -> list[Any]:
 
 def _take(stack: list[Any], count: int) -> tuple[Any, ...]:
     if len(stack) < count:
-        raise ValueError(f"{len(stack)} values where {count} are taken")
+        raise ValueError(f"{count} values should be there, and {len(stack)} are")
     parts = tuple(stack[-count:])
     del stack[-count:]
     return parts
@@ -155,22 +184,18 @@ def _set_all(stack: list[Any]) -> None:
     stack[-1].update(zip(parts[::2], parts[1::2], strict=True))
 
 
-def _call(stack: list[Any]) -> None:
-    stack.append(_Called(*_take(stack, 2)))
-
-
 def _build(stack: list[Any]) -> None:
     called, state = _take(stack, 2)
     stack.append(called._replace(state=state))
 
 
-_COMBINED: Final[dict[str, Callable[[list[Any]], None]]] = {
-    "APPENDS": _append_all,
-    "SETITEMS": _set_all,
-    "TUPLE": lambda stack: stack.append(tuple(_since_mark(stack))),
-    "TUPLE1": lambda stack: stack.append(_take(stack, 1)),
-    "TUPLE2": lambda stack: stack.append(_take(stack, 2)),
-    "TUPLE3": lambda stack: stack.append(_take(stack, 3)),
-    "REDUCE": _call,
-    "BUILD": _build,
+_COMBINE: Final[dict[bytes, Callable[[list[Any]], None]]] = {
+    pickle.APPENDS: _append_all,
+    pickle.SETITEMS: _set_all,
+    pickle.TUPLE: lambda stack: stack.append(tuple(_since_mark(stack))),
+    pickle.TUPLE1: lambda stack: stack.append(_take(stack, 1)),
+    pickle.TUPLE2: lambda stack: stack.append(_take(stack, 2)),
+    pickle.TUPLE3: lambda stack: stack.append(_take(stack, 3)),
+    pickle.REDUCE: lambda stack: stack.append(_Called(*_take(stack, 2))),
+    pickle.BUILD: _build,
 }

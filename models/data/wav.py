@@ -37,7 +37,7 @@ def read_wav(path: str | Path, rate: int) -> np.ndarray:
                 content = file.readframes(told.nframes)
                 if len(content) != 2 * told.nframes:
                     raise ValueError(f"ends after {len(content) // 2} of {told.nframes} samples")
-        except (wave.Error, EOFError, ValueError) as error:
+        except (wave.Error, EOFError, RuntimeError, ValueError) as error:
             reason = f"is no WAV file that can be read: {str(error) or 'it ends too soon'}"
             raise MalformedFile(path, None, reason) from error
     return np.frombuffer(content, "<i2").astype(np.float32) / 2**15
