@@ -24,6 +24,12 @@ def _optimizer(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _scaling(arguments: Sequence[str]) -> int:
+    from .scaling.command import main
+
+    return main(arguments)
+
+
 def _selection(arguments: Sequence[str]) -> int:
     from .selection.command import main
 
@@ -41,6 +47,7 @@ _BENCHMARKS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "collectives": (_collectives, "every reduction beside the baselines and the model"),
     "engine": (_engine, "matching operations by name, and fusion, beside a bare allreduce"),
     "optimizer": (_optimizer, "what a distributed step costs, and what of it overlap hides"),
+    "scaling": (_scaling, "training steps beside S-SGD, DDP with its hooks, the published table"),
     "selection": (_selection, "accumulate and select beside other selectors, on this machine"),
     "wire": (_wire, "bytes and time per entry of each format, and where it pays"),
 }
