@@ -401,7 +401,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) 
     on_ranks(1, rank)
 
 
-def test_real_ranks_train_save_and_go_on(torchrun: Any, tmp_path: Any) -> None:
-    job = torchrun(2, "local_sgd.py", str(tmp_path))
+def test_real_ranks_train_save_and_go_on(mpirun: Any, tmp_path: Any) -> None:
+    job = mpirun(2, "local_sgd.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("local steps, one model") == 2
