@@ -11,7 +11,7 @@ from mpi_scripts.predictions import Forecast, main, row
 
 
 def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
-    found = [Forecast("5mbit", 2, "gtopk", foretold, 1.0) for foretold in (1.1, 0.85, 1.0)]
+    found = [Forecast("5mbit", 2, "gtopk", foretold, 1.0) for foretold in (1.1, 0.86, 1.0)]
     found.append(Forecast("9mbit", 4, "gtopk", 0.5, 1.0))
     assert row("gtopk", found) == "| gtopk | 4 | 12 % | 3 | -50 % (9mbit, 4 ranks) |"
 
