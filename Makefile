@@ -11,6 +11,7 @@
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
+# make test-adapters  the doors of Lightning, Accelerate and Ray Train, in an environment of their own
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
 # make clean  remove the virtual environment and what was built
@@ -25,7 +26,10 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c 
 # What an installation is made of: the C++ core is compiled anew where its sources changed.
 INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/host/*.[ch]pp)
 
-.PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging audit format fuzz horovod test-horovod sanitize bench-network clean
+ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py
+
+.PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging audit format \
+	fuzz horovod test-horovod test-adapters sanitize bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
@@ -79,6 +83,10 @@ horovod: $(VENV)/.horovod
 test-horovod: $(VENV)/.horovod
 	$(VENV)/bin/python -m pytest -m horovod $(ARGS)
 
+# A few hundred megabytes that nothing else needs.
+test-adapters: $(VENV)-adapters/.installed
+	$(VENV)-adapters/bin/python -m pytest $(ADAPTERS) $(ARGS)
+
 sanitize: $(VENV)/.dev
 	tests/sanitize_kernels.sh $(abspath $(VENV))/bin/python
 
@@ -86,7 +94,7 @@ bench-network: $(VENV)/.demo
 	PATH="$(abspath $(VENV))/bin:$$PATH" mpi_scripts/bench_network.sh $(ARGS)
 
 clean:
-	rm -rf $(VENV) collectives/kernels/host/core.so build dist *.egg-info report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-adapters collectives/kernels/host/core.so build dist *.egg-info report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -106,4 +114,10 @@ $(VENV)/.notebook: $(VENV)/.dev
 # The wheel is kept, by `clean` too: what it was built of is in its folder's name.
 $(VENV)/.horovod: mpi_scripts/build_horovod.sh $(VENV)/.dev
 	mpi_scripts/build_horovod.sh $(VENV)/bin/python .horovod_cache
+	touch $@
+
+$(VENV)-adapters/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(VENV)-adapters
+	$(VENV)-adapters/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
+		-e ".[dev,lightning,accelerate]" "ray[train]>=2.9"
 	touch $@

@@ -22,7 +22,7 @@ import torch
 import gtopk.torch as hvd
 from docs.make.blocks import Block, blocks, commands
 from gtopk.plan.command import main as plan
-from gtopk.simulate.command import parse as parse_simulate
+from gtopk.simulate.command import parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -96,7 +96,7 @@ def test_the_table_of_answers_is_the_models(capsys: pytest.CaptureFixture[str]) 
     "words", [words for _, _, words in TYPED if words[:2] == ["gtopk", "simulate"]]
 )
 def test_a_simulation_has_options_that_there_are(words: list[str]) -> None:
-    parse_simulate(words[2:])
+    parser().parse_args(words[2:])
 
 
 def type_in(block: Block, folder: Path) -> str:
