@@ -70,14 +70,16 @@ def _nothing() -> None:
     """Wait for nothing: what was sent has been copied."""
 
 
-def local_world(size: int, timeout_seconds: float = 60.0) -> list[LocalTransport]:
+def local_world(
+    size: int, timeout_seconds: float = 60.0, kind: type[LocalTransport] = LocalTransport
+) -> list[LocalTransport]:
     """Return the transports of a world of `size` ranks in this process, one for each thread."""
     if size < 1:
         raise ValueError(f"a world needs at least one rank, got size {size}")
     mailboxes = [Mailbox(timeout_seconds) for _ in range(size)]
     left: dict[int, Farewell] = {}
     counts = Counts()
-    return [LocalTransport(rank, mailboxes, left, counts) for rank in range(size)]
+    return [kind(rank, mailboxes, left, counts) for rank in range(size)]
 
 
 def run_ranks(
