@@ -251,7 +251,7 @@ class Automatic(ErrorFeedback):
     # True: the largest density whose exchange takes no longer than the backward pass.
     hide_behind_backward: bool = False
     wire: str = "auto"
-    # What rounding takes comes back through the residual, at no loss that was found (docs/tuning.md).
+    # What rounding takes comes back through the residual: no loss was found (docs/tuning.md).
     values: str = "auto"
 
     def __post_init__(self) -> None:
