@@ -24,7 +24,7 @@ from collectives.transports import LocalTransport, local_world
 from collectives.transports.recorder import RECEIVED, Event, Recorder
 from collectives.wire import EXACT, Format
 
-from ..bench.collectives.vectors import picks
+from ..invented_picks import picks
 
 # A rank's peer in a message, and the bytes it sent; RECEIVED where it got one.
 Trace = list[list[Event]]
@@ -106,7 +106,7 @@ def _record(reduction: Reduction) -> Trace:
 
     usual = threading.stack_size(_STACK_BYTES)
     try:
-        return run_ranks(local_world(reduction.ranks, _TIMEOUT_SECONDS, Recorder), program)
+        return run_ranks(local_world(reduction.ranks, _TIMEOUT_SECONDS, kind=Recorder), program)
     finally:
         threading.stack_size(usual)
 
