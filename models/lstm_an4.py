@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from .data.speech import BANDS, LETTERS
 
-CHANNELS: Final = 32
 LOOK_AHEAD: Final = 20  # steps, of two frames
 _CEILING: Final = 20.0  # of activations
 
@@ -29,15 +28,20 @@ class LstmAn4(torch.nn.Module):
     """
 
     def __init__(
-        self, width: int = 800, layers: int = 5, bands: int = BANDS, letters: int = len(LETTERS)
+        self,
+        width: int = 800,
+        layers: int = 5,
+        bands: int = BANDS,
+        letters: int = len(LETTERS),
+        channels: int = 32,
     ) -> None:
         super().__init__()
-        self.first = torch.nn.Conv2d(1, CHANNELS, (41, 11), stride=(2, 2), padding=(20, 5))
-        self.first_norm = torch.nn.BatchNorm2d(CHANNELS)
-        self.second = torch.nn.Conv2d(CHANNELS, CHANNELS, (21, 11), stride=(2, 1), padding=(10, 5))
-        self.second_norm = torch.nn.BatchNorm2d(CHANNELS)
+        self.first = torch.nn.Conv2d(1, channels, (41, 11), stride=(2, 2), padding=(20, 5))
+        self.first_norm = torch.nn.BatchNorm2d(channels)
+        self.second = torch.nn.Conv2d(channels, channels, (21, 11), stride=(2, 1), padding=(10, 5))
+        self.second_norm = torch.nn.BatchNorm2d(channels)
         quarter = (bands + 3) // 4
-        sizes = [CHANNELS * quarter, *[width] * layers]
+        sizes = [channels * quarter, *[width] * layers]
         self.lstms = torch.nn.ModuleList(torch.nn.LSTM(*pair) for pair in pairwise(sizes))
         # Between two layers; the first has been normalised by the convolutions.
         self.norms = torch.nn.ModuleList(torch.nn.BatchNorm1d(width) for _ in range(layers - 1))

@@ -34,8 +34,27 @@ class _Called(NamedTuple):
     state: Any = None
 
 
-class _Mark:
-    """Where the parts of a list, a tuple or a dictionary begin on the stack."""
+class _Stack:
+    """What was read and is not used up; marks: where parts of a list, tuple or dictionary begin."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.marks: list[int] = []
+
+    def take(self, count: int) -> tuple[Any, ...]:
+        """Take the last values off; raise ValueError where there are fewer."""
+        if len(self.values) < count:
+            raise ValueError(f"{count} values should be there, and {len(self.values)} are")
+        parts = tuple(self.values[-count:])
+        del self.values[-count:]
+        return parts
+
+    def take_marked(self) -> list[Any]:
+        """Take what lies above the last mark off, and the mark."""
+        place = self.marks.pop()
+        parts = self.values[place:]
+        del self.values[place:]
+        return parts
 
 
 def read_pickled_batch(
@@ -89,23 +108,24 @@ def _as_images(path: Path, data: Any, rows: int, row_bytes: int) -> np.ndarray:
 
 def _run(path: Path, content: bytes) -> Any:
     """Return what the pickle says, as plain values and `_Called`."""
-    program, stack = _Program(content), list[Any]()
-    memo: dict[int, Any] = {}
+    program, stack, memo = _Program(content), _Stack(), dict[int, Any]()
     try:
         if program.take(1) + program.take(1) != pickle.PROTO + b"\x02":
             raise ValueError("it does not begin as a pickle of protocol 2")
         while (step := program.take(1)) != pickle.STOP:
             if step in _PUT:
-                memo[program.number(_PUT[step])] = stack[-1]
+                memo[program.number(_PUT[step])] = stack.values[-1]
             elif step in _GET:
-                stack.append(memo[program.number(_GET[step])])
+                stack.values.append(memo[program.number(_GET[step])])
+            elif step == pickle.MARK:
+                stack.marks.append(len(stack.values))
             elif step in _PUSH:
-                stack.append(_PUSH[step](program))
+                stack.values.append(_PUSH[step](program))
             elif step in _COMBINE:
                 _COMBINE[step](stack)
             else:
                 raise ValueError(f"the step {step!r} is none that CIFAR-10's files take")
-        (result,) = stack
+        (result,) = stack.values
         if left := len(content) - program.place:
             raise ValueError(f"{left} bytes follow its end")
     except (ValueError, TypeError, AttributeError, LookupError) as error:
@@ -144,7 +164,6 @@ class _Program:
 _PUT: Final = {pickle.BINPUT: "<B", pickle.LONG_BINPUT: "<I"}
 _GET: Final = {pickle.BINGET: "<B", pickle.LONG_BINGET: "<I"}
 _PUSH: Final[dict[bytes, Callable[[_Program], Any]]] = {
-    pickle.MARK: lambda _: _Mark,
     pickle.EMPTY_DICT: lambda _: {},
     pickle.EMPTY_LIST: lambda _: [],
     pickle.NONE: lambda _: None,
@@ -158,44 +177,32 @@ _PUSH: Final[dict[bytes, Callable[[_Program], Any]]] = {
 }
 
 
-def _since_mark(stack: list[Any]) -> list[Any]:
-    """Take what lies above the last mark off the stack, and the mark."""
-    place = len(stack) - 1 - stack[::-1].index(_Mark)
-    parts = stack[place + 1 :]
-    del stack[place:]
-    return parts
+def _append_all(stack: _Stack) -> None:
+    parts = stack.take_marked()
+    stack.values[-1].extend(parts)
 
 
-def _take(stack: list[Any], count: int) -> tuple[Any, ...]:
-    if len(stack) < count:
-        raise ValueError(f"{count} values should be there, and {len(stack)} are")
-    parts = tuple(stack[-count:])
-    del stack[-count:]
-    return parts
+def _set_all(stack: _Stack) -> None:
+    parts = stack.take_marked()
+    keys = parts[::2]
+    # A tuple of tuples of tuples, each twice the same, would take for ever to be hashed.
+    if not all(isinstance(key, str) for key in keys):
+        raise ValueError("a key is no text")
+    stack.values[-1].update(zip(keys, parts[1::2], strict=True))
 
 
-def _append_all(stack: list[Any]) -> None:
-    parts = _since_mark(stack)
-    stack[-1].extend(parts)
+def _build(stack: _Stack) -> None:
+    called, state = stack.take(2)
+    stack.values.append(called._replace(state=state))
 
 
-def _set_all(stack: list[Any]) -> None:
-    parts = _since_mark(stack)
-    stack[-1].update(zip(parts[::2], parts[1::2], strict=True))
-
-
-def _build(stack: list[Any]) -> None:
-    called, state = _take(stack, 2)
-    stack.append(called._replace(state=state))
-
-
-_COMBINE: Final[dict[bytes, Callable[[list[Any]], None]]] = {
+_COMBINE: Final[dict[bytes, Callable[[_Stack], None]]] = {
     pickle.APPENDS: _append_all,
     pickle.SETITEMS: _set_all,
-    pickle.TUPLE: lambda stack: stack.append(tuple(_since_mark(stack))),
-    pickle.TUPLE1: lambda stack: stack.append(_take(stack, 1)),
-    pickle.TUPLE2: lambda stack: stack.append(_take(stack, 2)),
-    pickle.TUPLE3: lambda stack: stack.append(_take(stack, 3)),
-    pickle.REDUCE: lambda stack: stack.append(_Called(*_take(stack, 2))),
+    pickle.TUPLE: lambda stack: stack.values.append(tuple(stack.take_marked())),
+    pickle.TUPLE1: lambda stack: stack.values.append(stack.take(1)),
+    pickle.TUPLE2: lambda stack: stack.values.append(stack.take(2)),
+    pickle.TUPLE3: lambda stack: stack.values.append(stack.take(3)),
+    pickle.REDUCE: lambda stack: stack.values.append(_Called(*stack.take(2))),
     pickle.BUILD: _build,
 }

@@ -117,6 +117,9 @@ def test_a_pickle_is_read_and_never_run(tmp_path) -> None:
         b"\x80\x02h\x07.": "7",
         b"\x80\x02}}.": "too many values",
         b"\x80\x02K\x01(K\x01e.": "no attribute 'extend'",
+        # A key that takes for ever to be hashed, and more marks than can be looked for one by one.
+        b"\x80\x02}(K\x01" + 80 * b"q\x00h\x00\x86" + b"K\x01u.": "a key is no text",
+        b"\x80\x02" + 300_000 * b"(" + 300_000 * b"t": "should follow",
     }
     for changed, reason in cases.items():
         assert changed != content

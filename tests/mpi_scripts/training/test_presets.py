@@ -18,6 +18,7 @@ from gtopk import world
 from gtopk.plan.models import PARAMETERS
 from models.alexnet import alexnet
 from models.data import cifar10
+from models.data.synthetic_images import IMAGENET
 from models.gpt import Gpt
 from models.lstm_an4 import LstmAn4
 from models.lstm_ptb import LstmLanguageModel
@@ -33,7 +34,7 @@ NARROW: dict[str, Callable[..., torch.nn.Module]] = {
     "alexnet-imagenet": lambda sizes: alexnet(sizes.outputs, hidden=8),
     "resnet50-imagenet": lambda sizes: resnet50(sizes.outputs, width=4),
     "lstm-ptb": lambda sizes: LstmLanguageModel(sizes.outputs, width=8),
-    "lstm-an4": lambda sizes: LstmAn4(8, 2, sizes.inputs, sizes.outputs),
+    "lstm-an4": lambda sizes: LstmAn4(8, 2, sizes.inputs, sizes.outputs, channels=4),
     "gpt-docstrings": lambda sizes: Gpt(sizes.outputs, width=8, layers=1, heads=2),
 }
 REAL = {"digits", "cnn-digits", "gpt-docstrings"}
@@ -64,6 +65,7 @@ def test_every_preset_trains_on_two_ranks(name: str, monkeypatch, capsys) -> Non
     arguments = ["--preset", name, "--steps", "2", "--batch-size", "2"]
     if name not in REAL:
         arguments += ["--synthetic-samples", "1000" if name == "lstm-ptb" else "8"]
+    monkeypatch.setattr(classify, "IMAGENET", IMAGENET._replace(size=64))
     line = trained(monkeypatch, capsys, *arguments)
     measured = "  ".join(rf"test {each} ([\d.]+)" for each in MEASURES.get(name, ("accuracy",)))
     label = "" if name in REAL else r" \(synthetic, like [\w -]+\)"
