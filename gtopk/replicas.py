@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from collectives.transports import Transport
 from .agreement import name_ranks
 
 
-def checksums(parameters: Mapping[torch.nn.Parameter, str]) -> np.ndarray:
+def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
     """Return a checksum of each parameter's bits, uint32 [parameters]."""
     return np.array([zlib.crc32(_bits_of(parameter).data) for parameter in parameters], np.uint32)
 

@@ -12,6 +12,7 @@ BENCHMARKS: Final[dict[str, str]] = {
     "collectives": "every reduction beside the baselines and the model",
     "engine": "matching operations by name, and fusion, beside a bare allreduce",
     "optimizer": "what a distributed step costs, and what of it overlap hides",
+    "scaling": "training steps beside S-SGD, DDP with its hooks, the published table",
     "selection": "accumulate and select beside other selectors, on this machine",
     "wire": "bytes and time per entry of each format, and where it pays",
 }

@@ -167,6 +167,38 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
     assert bool(weights(model).isfinite().all())
 
 
+def test_without_a_scaler_a_hook_of_the_optimizer_passes_over_such_a_step() -> None:
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.register_step_pre_hook(state.drop_skipped)
+    before = []
+    for step in range(4):
+        before.append(weights(model))
+        optimizer.zero_grad()
+        factor = torch.nan if (RANK, step) == (SIZE - 1, 2) else 1.0
+        (factor * model(batch(step)).square().mean()).backward()
+        optimizer.step()
+    assert state.skipped_steps == 1
+    assert torch.equal(before[3], before[2])
+    assert not torch.equal(weights(model), before[3])
+    assert_alike(model)
+
+
+def test_the_first_rank_can_have_what_all_hold_back() -> None:
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    train(model, range(3))
+    gathered = state.gather_state(model)
+    assert list(gathered["held"]) == (list(range(SIZE)) if RANK == 0 else [RANK])
+    mine = state.state_dict(model)["held"][RANK]
+    for name, tensors in mine.items():
+        total = summed(tensors["residual"])
+        if RANK == 0:
+            parts = [held[name]["residual"] for held in gathered["held"].values()]
+            torch.testing.assert_close(sum(parts), total, rtol=1e-12, atol=1e-12)
+
+
 def test_what_is_held_back_is_saved_and_loaded() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)

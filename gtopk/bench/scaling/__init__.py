@@ -1,0 +1,1 @@
+"""`gtopk bench scaling`: steps of training beside S-SGD, DDP, and the published table."""

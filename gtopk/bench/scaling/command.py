@@ -1,0 +1,198 @@
+"""`gtopk bench scaling` as people call it: on every rank of a launcher, or alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch._C._distributed_c10d import TCPStore
+
+from collectives.planning.calibration import measure_network
+from collectives.transports import Transport
+
+from ... import world
+from ...heartbeat.address import own_address
+from ...launch import usable_cores
+from ...machine import load, this_machine
+from ..collectives.library import open_library
+from ..collectives.run import count_hosts
+from ..optimizer.networks import NETWORKS
+from . import record
+from .compute import emulated, real
+from .contenders import ALONE, CONTENDERS, Setting
+from .measure import Clock, measure, records
+from .published import PUBLISHED
+from .record import Results, read
+from .report import markdown, table
+
+_START = timedelta(seconds=120)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
+        prog="gtopk bench scaling",
+        description="Time training steps on all ranks by every way there is, beside one worker's: "
+        "start it on the ranks to measure (mpirun -n 4 gtopk bench scaling).",
+    )
+    add = described.add_argument
+    add(
+        "--model",
+        choices=[*PUBLISHED, *NETWORKS],
+        default="vgg16",
+        help="default: %(default)s. With --compute paper one of "
+        f"{', '.join(PUBLISHED)}; with --compute real one of {', '.join(NETWORKS)}",
+    )
+    add(
+        "--compute",
+        choices=["paper", "real"],
+        default="paper",
+        help="paper: a step's computing is emulated, at the speed of the published workers; "
+        "real: computed here; default: %(default)s",
+    )
+    add("--scale", type=float, default=1.0, help="make an emulated model as many times smaller")
+    add("--batch", type=int, default=32, help="of a rank, with --compute real")
+    add("--density", type=float, default=0.001, help="default: %(default)s")
+    others = [name for name in CONTENDERS if name != ALONE]
+    add("--contenders", nargs="+", choices=others, default=others, metavar="NAME")
+    add("--rounds", type=int, default=5, help="steps that are timed; default: %(default)s")
+    add("--budget-seconds", type=float, default=20.0, help="of a contender; default: %(default)s")
+    add("--bandwidth", type=float, help="bits per second that the link was set to, to be told")
+    add("--shared-cores", type=int, help="of all ranks together, where one machine emulates hosts")
+    add("--interface", help="network interface whose sent bytes to note, as eth0")
+    add("--json", type=Path, help="file to write")
+    add("--markdown", type=Path, nargs="+", help="measure nothing, print these JSON files' tables")
+    return described
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark on this rank and return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(given)
+    try:
+        if options.markdown:
+            print(markdown([run for path in options.markdown for run in read(path)]))
+            return 0
+        check(options)
+    except (OSError, ValueError) as error:
+        print(f"gtopk bench scaling: {error}", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    world.init()
+    results = run(options, shlex.join(["gtopk", "bench", "scaling", *given]))
+    if world.current().rank == 0:
+        print(table(results), flush=True)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    world.shutdown()
+    return 0
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ValueError for what cannot be measured."""
+    known = PUBLISHED if options.compute == "paper" else NETWORKS
+    if options.model not in known:
+        raise ValueError(
+            f"--compute {options.compute} knows {', '.join(known)}; got --model {options.model}"
+        )
+    for name, least in (("rounds", 1), ("batch", 1), ("scale", 1), ("shared_cores", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if not 0.0 < options.density <= 1.0:
+        raise ValueError(f"--density must lie in (0, 1], got {options.density}")
+
+
+def run(options: argparse.Namespace, command: str) -> Results:
+    """Return the results; all ranks call it, and all get them."""
+    here, machine = world.current(), this_machine()
+    facts = here.engine.submit("bench.network", [], _look_at_the_network).wait()
+    compute = (
+        emulated(options.model, options.scale, here.rank)
+        if options.compute == "paper"
+        else real(options.model, options.batch, here.rank)
+    )
+    library = open_library(here.transport, range(here.size))
+    group = _open_gloo(facts["master"])
+    setting = Setting(compute, options.density, here.size, library, group)
+    found = measure(
+        options.contenders,
+        setting,
+        Clock(here.engine, options.interface),
+        options.rounds,
+        options.budget_seconds,
+        _progress if here.rank == 0 else lambda name: None,
+    )
+    machine["load_after"] = load()
+    cores = options.shared_cores or here.size * usable_cores()
+    return Results(
+        schema=record.SCHEMA,
+        benchmark="scaling",
+        machine=machine,
+        command=command,
+        model=options.model,
+        emulated_compute=compute.emulated,
+        elements=sum(p.numel() for p in compute.make().parameters()),
+        scale=options.scale if compute.emulated else 1.0,
+        batch=compute.batch,
+        density=options.density,
+        ranks=here.size,
+        hosts=facts["hosts"],
+        transport=here.transport.name,
+        library=library.name,
+        torch=torch.__version__,
+        bits_per_second=facts["bits_per_second"],
+        latency_seconds=facts["latency_seconds"],
+        given_bits_per_second=options.bandwidth,
+        cores=options.shared_cores,
+        records=records(found, setting, cores, options.interface is not None),
+    )
+
+
+def _look_at_the_network(transport: Transport, votes: list[int]) -> dict[str, Any]:
+    """Return its link, as measured, and where gloo's ranks are to meet."""
+    network, _ = measure_network(transport)
+    link = network.link(1)
+    hosts = count_hosts(transport)
+    own = own_address(one_host=hosts == 1).encode()
+    master = transport.broadcast(np.frombuffer(own, np.uint8), root=0).tobytes().decode()
+    return {
+        "master": master,
+        "hosts": hosts,
+        "bits_per_second": 8.0 / link.seconds_per_byte if link.seconds_per_byte else 0.0,
+        "latency_seconds": link.latency_seconds,
+    }
+
+
+def _open_gloo(master: str) -> Any:
+    """Return gloo's group of all ranks, whatever launched them."""
+    here = world.current()
+    store = None
+    if here.rank == 0:
+        store = TCPStore(master, 0, here.size, True, _START, wait_for_workers=False)
+
+    def tell(transport: Transport, votes: list[int]) -> int:
+        return max(votes)
+
+    port = here.engine.submit(
+        "bench.port", [], tell, vote=store.port if store is not None else 0
+    ).wait()
+    if store is None:
+        store = TCPStore(master, port, here.size, False, _START)
+    torch.distributed.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
+    return torch.distributed.group.WORLD
+
+
+def _progress(name: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{name}", end="", file=sys.stderr, flush=True)

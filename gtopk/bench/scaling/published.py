@@ -1,0 +1,80 @@
+"""Published: what the paper's authors measured on 4 to 32 workers, and on one.
+
+Shi et al. 2019 (ICDCS, arXiv 1901.04359): 32 nodes with one Nvidia P102-100 each, 1 Gbit/s
+Ethernet, density 0.001. The figures are those of the authors' plotting script,
+scripts/icdcs2019/communication.py in their repository gtopkssgd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+WORKERS: Final = (4, 8, 16, 32)
+
+
+class Published(NamedTuple):
+    """One model. batch: samples of a worker and step; alone: samples a second of one worker.
+
+    by_method: samples a second of each worker, with as many as WORKERS says.
+    """
+
+    elements: int
+    batch: int
+    alone: float
+    by_method: Mapping[str, tuple[float, float, float, float]]
+
+    @property
+    def step_seconds(self) -> float:
+        """Return what a step of one worker took, all of it computing."""
+        return self.batch / self.alone
+
+    def efficiency(self, method: str, ranks: int) -> float | None:
+        """Return the share of the workers' speed that was left of it; None: not published."""
+        if method not in self.by_method or ranks not in WORKERS:
+            return None
+        return self.by_method[method][WORKERS.index(ranks)] / self.alone
+
+
+PUBLISHED: Final[Mapping[str, Published]] = {
+    "vgg16": Published(
+        14_728_266,
+        128,
+        1317.3,
+        {
+            "ssgd": (104.2, 92.6, 39.5, 12.6),
+            "topk-allgather": (110.6, 109.9, 97.9, 63.0),
+            "gtopk-tree": (131.1, 130.6, 126.4, 123.2),
+        },
+    ),
+    "resnet20": Published(
+        269_722,
+        128,  # the script says 32; its seconds a step are those of 128
+        920.6,
+        {
+            "ssgd": (821.7, 705.2, 520.4, 287.9),
+            "topk-allgather": (908.8, 753.0, 737.6, 696.0),
+            "gtopk-tree": (916.3, 868.7, 808.5, 789.3),
+        },
+    ),
+    "alexnet": Published(
+        61_100_840,
+        64,
+        173.5,
+        {
+            "ssgd": (14.0, 12.1, 4.94, 1.23),
+            "topk-allgather": (14.2, 13.9, 13.4, 9.24),
+            "gtopk-tree": (16.5, 16.4, 16.4, 15.8),
+        },
+    ),
+    "resnet50": Published(
+        25_557_032,
+        256,  # 16 times 16
+        52.9,
+        {
+            "ssgd": (39.0, 37.0, 23.2, 10.7),
+            "topk-allgather": (37.7, 35.7, 34.5, 30.6),
+            "gtopk-tree": (39.8, 39.7, 39.1, 39.1),
+        },
+    ),
+}

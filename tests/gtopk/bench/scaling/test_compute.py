@@ -1,0 +1,47 @@
+"""Emulated compute takes its time, and its gradients come piece by piece, the last one first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gtopk.bench.scaling import compute
+from gtopk.bench.scaling.compute import PIECES, emulated, real
+from gtopk.bench.scaling.published import PUBLISHED
+
+
+def test_a_step_sleeps_as_long_as_a_published_worker_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float | int] = []
+    monkeypatch.setattr(compute.time, "sleep", told.append)
+    setting = emulated("vgg16", 100.0, rank=0)
+    model = setting.make()
+    published = PUBLISHED["vgg16"]
+    assert sum(p.numel() for p in model.parameters()) == round(published.elements / 100)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda p, number=number: told.append(number))
+    setting.backward(model)
+    seconds = [each for each in told if isinstance(each, float)]
+    pieces = [each for each in told if isinstance(each, int)]
+    assert sum(seconds) == pytest.approx(published.step_seconds)
+    assert pieces == list(reversed(range(PIECES + 1)))
+    assert told[-2:] == [seconds[-1], 0]  # a piece's gradient is there when its share is over
+
+
+def test_gradients_are_the_same_in_every_step_and_another_ranks_are_others() -> None:
+    settings = [emulated("resnet20", 1000.0, rank) for rank in (0, 1)]
+    models = [setting.make() for setting in settings]
+    gradients = []
+    for setting, model in zip(settings, models, strict=True):
+        for _ in range(2):
+            model.zero_grad()
+            setting.backward(model)
+            gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+    assert torch.equal(gradients[0], gradients[1])
+    assert not torch.equal(gradients[0], gradients[2])
+
+
+def test_real_compute_computes() -> None:
+    setting = real("resnet20", 1, rank=0)
+    model = setting.make()
+    setting.backward(model)
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())

@@ -1,0 +1,25 @@
+"""gtopk.lightning: the callback with the real Lightning, where it is installed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="Lightning is not installed: make test-adapters")
+
+
+def test_a_trainer_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
+    job = torchrun(2, "lightning_fit.py", str(tmp_path))
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("Lightning goes by gTop-k") == 2
+
+
+def test_another_strategy_is_refused() -> None:
+    from gtopk.lightning import GTopK
+
+    unwrapped = SimpleNamespace(strategy=SimpleNamespace(model=torch.nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="use strategy='ddp', got SimpleNamespace"):
+        GTopK().on_fit_start(unwrapped, None)

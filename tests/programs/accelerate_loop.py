@@ -1,0 +1,86 @@
+"""Run under torchrun on 2 ranks, with a folder: an Accelerate loop whose DDP goes by gTop-k."""
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+import gtopk.torch as hvd
+from gtopk.accelerate import compress
+
+warnings.simplefilter("ignore")
+FOLDER = sys.argv[1]
+accelerator = Accelerator(cpu=True)
+
+
+def network() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def prepared() -> tuple[Any, Any, Any]:
+    model = network()
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x), 8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    return model, optimizer, loader
+
+
+def train(model: Any, optimizer: Any, loader: Any, bad: bool = False) -> None:
+    for (x,) in loader:
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * (float("nan") if bad and accelerator.process_index else 1)
+        accelerator.backward(loss)
+        optimizer.step()
+
+
+def residuals(state: Any, model: Any) -> torch.Tensor:
+    """Return the sum over the ranks of what is held back."""
+    (held,) = state.state_dict(model)["held"].values()
+    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
+    mine = torch.cat([held[name]["residual"].reshape(-1) for name in names])
+    return hvd.allreduce(mine, op=hvd.Sum)
+
+
+# All entries: what DDP does alone.
+dense, ours = prepared(), prepared()
+compress(accelerator, ours[0], ours[1], density=1.0)
+for each in (dense, ours):
+    train(*each)
+torch.testing.assert_close(weights(ours[0]), weights(dense[0]), rtol=1e-12, atol=1e-12)
+accelerator.free_memory()
+
+# Some entries, saved and gone on with.
+model, optimizer, loader = prepared()
+state = compress(accelerator, model, optimizer, density=0.1)
+train(model, optimizer, loader)
+mine = weights(model)
+assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+total = residuals(state, model)
+accelerator.save_state(FOLDER)
+train(model, optimizer, loader)
+accelerator.load_state(FOLDER)
+assert torch.equal(weights(model), mine)
+torch.testing.assert_close(residuals(state, model), total, rtol=1e-12, atol=1e-12)
+
+# A gradient that is not finite on one rank costs a step on all.
+train(model, optimizer, loader, bad=True)
+assert torch.equal(weights(model), mine)
+assert state.skipped_steps == len(loader)
+
+with pytest.raises(ValueError, match="needs a model that"):
+    compress(accelerator, network(), optimizer)
+print("Accelerate goes by gTop-k\n", end="", flush=True)
+torch.distributed.destroy_process_group()

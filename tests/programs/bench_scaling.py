@@ -1,0 +1,7 @@
+"""Run under mpirun: `gtopk bench scaling`, on ranks that are real."""
+
+import sys
+
+from gtopk.bench.scaling.command import main
+
+sys.exit(main())

@@ -1,0 +1,114 @@
+"""Run under torchrun on 2 ranks, with a folder: a Lightning Trainer whose DDP goes by gTop-k."""
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+import gtopk.torch as hvd
+from gtopk.lightning import GTopK
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.simplefilter("ignore")  # Lightning's advice about workers and loggers
+FOLDER = Path(sys.argv[1])
+
+
+class Net(LightningModule):
+    """A small network; `bad` is the step in which rank 1 has a gradient that is not finite."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        super().__init__()
+        self.bad = bad
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4)
+        ).double()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        self.seen: list[torch.Tensor] = []
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+        self.seen.append(weights(self))
+        loss = self.layers(batch[0]).square().mean()
+        is_bad = self.global_rank == 1 and self.global_step == self.bad
+        return loss * (float("nan") if is_bad else 1.0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def fit(callbacks: list[Any], epochs: int = 1, model: Net | None = None, path: Any = None) -> Net:
+    """Train on 4 batches an epoch and rank."""
+    model = model or Net()
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    trainer = Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=epochs,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(x), 8, shuffle=False), ckpt_path=path)
+    if path is None:
+        trainer.save_checkpoint(FOLDER / f"{len(callbacks)}-{epochs}.ckpt")
+    return model
+
+
+def residuals(callback: GTopK, model: Net) -> torch.Tensor:
+    """Return the sum over the ranks of what is held back."""
+    (held,) = callback.state.state_dict(model)["held"].values()
+    mine = torch.cat([held[name]["residual"].reshape(-1) for name, _ in model.named_parameters()])
+    return hvd.allreduce(mine, op=hvd.Sum)
+
+
+# All entries: what DDP does alone.
+dense, all_entries = fit([]), fit([GTopK(density=1.0)])
+torch.testing.assert_close(weights(all_entries), weights(dense), rtol=1e-12, atol=1e-12)
+
+# Some entries: replicas are one, and the loss falls.
+callback = GTopK(density=0.1)
+model = fit([callback], epochs=2)
+mine = weights(model)
+assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+assert not torch.equal(mine, weights(dense))
+total = residuals(callback, model)
+assert bool(total.any())
+
+# A checkpoint has what all ranks held back, and a run goes on with it.
+saved = torch.load(FOLDER / "1-2.ckpt", weights_only=False)
+assert sorted(saved["gtopk"]["held"]) == [0, 1]
+resumed = GTopK(density=0.1)
+seen: list[torch.Tensor] = []
+
+
+class Look(GTopK):
+    """Looks at what is held back when training begins."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        seen.append(residuals(self, pl_module))
+
+
+again = fit([Look(density=0.1)], epochs=3, path=FOLDER / "1-2.ckpt")
+torch.testing.assert_close(seen[0], total, rtol=1e-12, atol=1e-12)
+assert torch.equal(again.seen[0], mine)
+
+# A gradient that is not finite on one rank costs one step on all.
+callback = GTopK(density=0.1)
+model = fit([callback], model=Net(bad=2))
+assert callback.state.skipped_steps == 1
+assert torch.equal(model.seen[3], model.seen[2])
+assert bool(weights(model).isfinite().all())
+print("Lightning goes by gTop-k\n", end="", flush=True)

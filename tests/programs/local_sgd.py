@@ -1,0 +1,50 @@
+"""Run under mpirun on 2 ranks or more, with a folder: LocalSGD trains, is saved, and goes on."""
+
+import sys
+
+import light_torch  # noqa: F401
+import torch
+from checks import same_bits_everywhere
+
+import gtopk
+import gtopk.torch as hvd
+
+hvd.init()
+
+
+def begin() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = gtopk.LocalSGD(
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        inner_steps=4,
+        compression=hvd.Compression.gtopk(density=0.2),
+        named_parameters=model.named_parameters(),
+    )
+    return model, optimizer
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + hvd.rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+model, optimizer = begin()
+train(model, optimizer, range(10))
+assert not same_bits_everywhere(weights(model)), "replicas part in the middle of a round"
+gtopk.save_checkpoint(sys.argv[1], model, optimizer, step=10)
+train(model, optimizer, range(10, 16))
+assert same_bits_everywhere(weights(model))
+
+other, resumed = begin()
+assert gtopk.load_latest(sys.argv[1], other, resumed) is not None
+train(other, resumed, range(10, 16))
+assert torch.equal(weights(other), weights(model))
+print("local steps, one model\n", end="", flush=True)
