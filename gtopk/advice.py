@@ -87,7 +87,7 @@ def _what(comparison: Comparison) -> str:
 def _verdict(found: Prediction, comparison: Comparison, runs: Prediction | None) -> str:
     dense = comparison.dense
     fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
-    name = f"{LABELS[found.candidate.algorithm]} at density {found.candidate.density:g}"
+    name = f"{LABELS[found.candidate.algorithm]} (density {found.candidate.density:g})"
     said = (
         f"dense is expected to take {seconds_text(dense.seconds)} a step, and {name} "
         f"{seconds_text(found.seconds)}, with 1/{digits(fewer)} of the bytes "

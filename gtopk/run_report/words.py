@@ -80,9 +80,10 @@ def _step(run: Run) -> Tile:
 
 def _ranks(run: Run) -> Tile:
     started, ranks = len(run.ranks), int(run.first.begin["ranks"])
-    amiss = [rank for rank in run.ranks if how_it_left(rank) is not None]
+    amiss = [rank for rank in run.ranks if how_it_left(rank, run) is not None]
     steps = max((rank.steps[-1].report.step + 1 for rank in run.ranks if rank.steps), default=0)
-    detail = f"{count_text(steps)} steps in {seconds_text(run.seconds)}"
+    goes_on = " so far" if _goes_on(run) else ""
+    detail = f"{count_text(steps)} steps in {seconds_text(run.seconds)}{goes_on}"
     if started < ranks:
         detail += f"; {ranks - started} of them have no record here"
     if amiss:
@@ -90,20 +91,29 @@ def _ranks(run: Run) -> Tile:
     return Tile("Ranks", str(ranks), detail, loss=bool(amiss) or started < ranks)
 
 
-def how_it_left(rank: RankRecord) -> str | None:
+def _goes_on(run: Run) -> bool:
+    """Tell whether the run is not over, as far as its ranks say."""
+    return all(rank.end is None for rank in run.ranks)
+
+
+def how_it_left(rank: RankRecord, run: Run) -> str | None:
     """Return what is to be said of a rank that did not end in order; None of others."""
     step = rank.steps[-1].report.step if rank.steps else rank.begin["step"]
+    if rank.end is None and _goes_on(run):
+        return None
     if rank.end is None:
         return (
             f"has written nothing after step {step}, and not how it left: it goes on, or was killed"
         )
-    return f"{rank.end}" if "failed" in rank.end or "stopped" in rank.end else None
+    return rank.end if "failed" in rank.end or "stopped" in rank.end else None
 
 
 def happenings(run: Run) -> list[tuple[str, str]]:
     """Return what happened, as (when and where, what): ends out of order, then what was said."""
     found = [
-        (f"rank {rank.rank}", said) for rank in run.ranks if (said := how_it_left(rank)) is not None
+        (f"rank {rank.rank}", said)
+        for rank in run.ranks
+        if (said := how_it_left(rank, run)) is not None
     ]
     skipped = sorted({s.report.step for rank in run.ranks for s in rank.steps if s.report.skipped})
     if skipped:

@@ -77,6 +77,16 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert re.search(r"<h3>rank 1</h3><p>has written nothing after step \d+", html)
 
 
+def test_a_run_that_goes_on_is_nothing_amiss(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=30)
+    for path in tmp_path.iterdir():
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    html = html_of(tmp_path)
+    assert "did not end" not in html
+    assert "so far" in html
+    assert "has written nothing" not in html
+
+
 def test_many_ranks_and_one_step_make_a_page_too(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path / "many", ranks=20, steps=3))
     assert html.count(">rank 19</text>") == 2  # its step, its utilisation
