@@ -78,7 +78,10 @@ def _nothing() -> None:
 
 
 def local_world(
-    size: int, timeout_seconds: float = 60.0, node_size: int | None = None
+    size: int,
+    timeout_seconds: float = 60.0,
+    node_size: int | None = None,
+    kind: type[LocalTransport] = LocalTransport,
 ) -> list[LocalTransport]:
     """Return the transports of a world of `size` ranks in this process, one for each thread.
 
@@ -91,9 +94,7 @@ def local_world(
     mailboxes = [Mailbox(timeout_seconds) for _ in range(size)]
     left: dict[int, Farewell] = {}
     counts = Counts()
-    return [
-        LocalTransport(rank, mailboxes, left, counts, node_size or size) for rank in range(size)
-    ]
+    return [kind(rank, mailboxes, left, counts, node_size or size) for rank in range(size)]
 
 
 def run_ranks(

@@ -17,10 +17,12 @@ from collectives.planning.calibration import measure_rates
 from collectives.planning.formats import FORMATS
 
 from ..compression import check_density
+from ..replay.simulate import SimulationError
+from . import simulation
 from .comparison import Cluster, Comparison, compare
 from .models import PARAMETERS
 from .quantities import bandwidth, count, duration
-from .show import render, show
+from .show import LABELS, render, show
 
 T = TypeVar("T")
 MOST_RANKS = 65_536
@@ -83,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
         "--no-measure", action="store_true", help="take assumed rates, not this machine's"
     )
     described.add_argument("--json", metavar="FILE", help="write the figures; '-': print them only")
+    simulation.add_arguments(described, as_argument(bandwidth), as_argument(duration))
     return described
 
 
@@ -149,11 +152,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     length = options.elements or PARAMETERS[options.model]
     comparison = compare(Cluster(length, network, options.density, options.backward_ms), rates)
-    record = json.dumps(as_record(comparison, rates, origin), indent=1)
+    content, lines = as_record(comparison, rates, origin), render(comparison, origin)
+    if options.simulate:
+        try:
+            platform = simulation.platform_of(options, network)
+            found = simulation.simulated(comparison, platform)
+        except (SimulationError, ValueError) as error:
+            return _fail(str(error))
+        content["simulated"] = simulation.as_record(found, platform, options.backward_ms)
+        lines += simulation.render(found, platform, comparison, LABELS)
+    record = json.dumps(content, indent=1)
     if options.json == "-":
         print(record)
         return 0
-    show(render(comparison, origin))
+    show(lines)
     if options.json:
         try:
             Path(options.json).write_text(record + "\n", encoding="utf-8")

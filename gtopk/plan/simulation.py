@@ -1,0 +1,158 @@
+"""Simulation: what the methods of a comparison take where SimGrid shares the links among messages.
+
+The model takes each round of an algorithm for as long as its largest message. The simulation sends
+every message that the real code sends: it sees who waits for whom, and who shares a link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from collectives.cost import Link
+from collectives.planning import Network, Prediction
+
+from ..charts.units import bandwidth_text, digits, seconds_text
+from ..replay.platform import NODES_PER_SWITCH, Platform
+from ..replay.simulate import find_python, simulate
+from ..replay.traces import Reduction, trace_of
+from .comparison import Comparison, exposed_seconds
+
+MOST_RANKS: Final = 4096
+
+
+class Simulated(NamedTuple):
+    """A method's wire time, simulated; None, and why, where its messages are too many."""
+
+    prediction: Prediction
+    wire_seconds: float | None
+    problem: str = ""
+
+    def step_seconds(self, backward_seconds: float) -> float | None:
+        """Return by how much it lengthens a step: with the modelled selecting and merging."""
+        if self.wire_seconds is None:
+            return None
+        modelled, wire = self.prediction, self.prediction.communicate_seconds
+        exposed = exposed_seconds(modelled, 0.0) - wire + self.wire_seconds
+        return max(0.0, exposed - backward_seconds) if is_dense(modelled) else exposed
+
+
+def is_dense(prediction: Prediction) -> bool:
+    """Tell whether it is of dense, which hides behind backward."""
+    return prediction.candidate.algorithm == "dense"
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    bandwidth: Callable[[str], float],
+    duration: Callable[[str], float],
+) -> None:
+    """Add --simulate, and what the tree of the simulated network is like."""
+    add = parser.add_argument_group(
+        "simulation", "every message of the real code, on links that SimGrid shares among them"
+    ).add_argument
+    add("--simulate", action="store_true", help=f"up to {MOST_RANKS:,} ranks; takes minutes then")
+    add("--nodes-per-switch", type=int, default=NODES_PER_SWITCH, help="default: %(default)s")
+    add(
+        "--oversubscription",
+        type=float,
+        default=1.0,
+        help="of a switch's uplink: its nodes' links over it; default: %(default)s",
+    )
+    add("--sites", type=int, default=1, help="the switches are dealt to; default: %(default)s")
+    add("--site-bandwidth", type=bandwidth, help="of a site's link to the others")
+    add("--site-latency", type=duration, default=0.01, help="between sites; default: 10ms")
+
+
+def platform_of(options: argparse.Namespace, network: Network) -> Platform:
+    """Return the tree that was asked for; raise ValueError where there is none."""
+    if network.ranks > MOST_RANKS:
+        raise ValueError(f"--simulate takes at most {MOST_RANKS:,} ranks, got {network.ranks:,}")
+    far = options.site_bandwidth and Link.of(options.site_bandwidth, options.site_latency)
+    platform = Platform(
+        network, options.nodes_per_switch, options.oversubscription, options.sites, far
+    )
+    platform.check()
+    return platform
+
+
+def simulated(comparison: Comparison, platform: Platform) -> list[Simulated]:
+    """Return every method of a comparison, simulated.
+
+    Raises SimulationError where SimGrid is not here.
+    """
+    python = find_python()
+    found = []
+    for prediction in (comparison.dense, *comparison.sparse):
+        if sys.stderr.isatty():
+            name = prediction.candidate.algorithm
+            print(f"\r\x1b[Ksimulating {name}", end="\r", file=sys.stderr, flush=True)
+        try:
+            trace = trace_of(_reduction(prediction, comparison))
+        except ValueError as error:
+            found.append(Simulated(prediction, None, str(error)))
+            continue
+        found.append(Simulated(prediction, simulate(trace, platform, python)))
+    return found
+
+
+def _reduction(prediction: Prediction, comparison: Comparison) -> Reduction:
+    cluster, candidate = comparison.cluster, prediction.candidate
+    return Reduction(
+        candidate.algorithm,
+        cluster.network.ranks,
+        cluster.length,
+        cluster.length if is_dense(prediction) else candidate.selected(cluster.length),
+        cluster.network.ranks_per_node,
+        candidate.format,
+    )
+
+
+def render(
+    found: Sequence[Simulated], platform: Platform, comparison: Comparison, labels: dict[str, str]
+) -> list[str]:
+    """Return the lines of a table of 80 columns."""
+    backward = comparison.cluster.backward_seconds
+    lines = ["", "Simulated by SimGrid: every message of the real code, links shared among them."]
+    tree = f"{platform.nodes_per_switch} nodes a switch"
+    if platform.oversubscription > 1.0:
+        tree += f", uplinks {digits(platform.oversubscription)} times oversubscribed"
+    if platform.sites > 1 and platform.far is not None:
+        tree += f", {platform.sites} sites with {bandwidth_text(platform.far.bits_per_second)}"
+        tree += f" and {seconds_text(platform.far.latency_seconds)} between them"
+    lines += [f"{tree}.", f"  {'method':18} {'wire':>10} {'modelled':>10} {'step':>10}"]
+    for each in found:
+        label = labels[each.prediction.candidate.algorithm]
+        step = each.step_seconds(backward)
+        if each.wire_seconds is None or step is None:
+            lines.append(f"  {label:18} not simulated: {each.problem}")
+            continue
+        wire, modelled = each.wire_seconds, each.prediction.communicate_seconds
+        lines.append(
+            f"  {label:18} {seconds_text(wire):>10} {seconds_text(modelled):>10} "
+            f"{seconds_text(step):>10}"
+        )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def as_record(found: Sequence[Simulated], platform: Platform, backward: float) -> dict[str, Any]:
+    """Return the simulation in the types of JSON."""
+    return {
+        "simulator": "SimGrid",
+        "nodes_per_switch": platform.nodes_per_switch,
+        "oversubscription": platform.oversubscription,
+        "sites": platform.sites,
+        "far": platform.far and platform.far._asdict(),
+        "methods": [
+            {
+                "algorithm": each.prediction.candidate.algorithm,
+                "wire_seconds": each.wire_seconds,
+                "modelled_wire_seconds": each.prediction.communicate_seconds,
+                "step_seconds": each.step_seconds(backward),
+                "problem": each.problem,
+            }
+            for each in found
+        ],
+    }

@@ -1,0 +1,93 @@
+"""Replays a trace on a platform, both JSON on stdin: run by the Python that has SimGrid.
+
+Every rank is an actor that does what the trace says: a message is on its way once it is sent, a
+receive waits for it. Links are shared fairly among the flows on them, in each direction by itself.
+Prints the simulated seconds until the last rank is done. It needs nothing of gtopk, whose Python
+may be another.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from simgrid import Actor, Engine, LinkInRoute, Mailbox, NetZone
+
+# Plain max-min sharing: what latency and bandwidth say, without the factors of a TCP.
+SETTINGS = (
+    "network/model:CM02",
+    "network/TCP-gamma:0",
+    "network/crosstraffic:0",
+    "contexts/stack-size:64",
+)
+_QUIET = "--log=root.thresh:error"
+
+
+def connect(parent: Any, child: Any, gateway: Any, hop: list[float], name: str) -> None:
+    """Join a host, or a zone by its gateway, to the switch that its parent zone is."""
+    bandwidth, latency = hop
+    link = parent.create_split_duplex_link(name, bandwidth).set_latency(latency).seal()
+    route = [LinkInRoute(link, LinkInRoute.UP)]
+    parent.add_route(child, None, gateway, None, route, True)
+
+
+def build(platform: dict[str, Any]) -> dict[int, Any]:
+    """Make the zones, and return the host of every rank."""
+    hosts: dict[int, Any] = {}
+    root = NetZone.create_star_zone("root")
+    for s, switches in enumerate(platform["sites"]):
+        site = NetZone.create_star_zone(f"site{s}").set_parent(root)
+        for w, nodes in enumerate(switches):
+            switch = NetZone.create_star_zone(f"switch{s}.{w}").set_parent(site)
+            for n, ranks in enumerate(nodes):
+                name = f"node{s}.{w}.{n}"
+                if len(ranks) == 1:
+                    hosts[ranks[0]] = host = switch.create_host(name, "1Gf").seal()
+                    connect(switch, host.netpoint, None, platform["link"], f"link-{name}")
+                    continue
+                node = NetZone.create_star_zone(name).set_parent(switch)
+                for rank in ranks:
+                    hosts[rank] = host = node.create_host(f"rank{rank}", "1Gf").seal()
+                    connect(node, host.netpoint, None, platform["inside"], f"inside-{rank}")
+                gateway = node.create_router(f"gateway-{name}")
+                node.seal()
+                connect(switch, node.netpoint, gateway, platform["link"], f"link-{name}")
+            gateway = switch.create_router(f"gateway{s}.{w}")
+            switch.seal()
+            connect(site, switch.netpoint, gateway, platform["uplink"], f"uplink{s}.{w}")
+        gateway = site.create_router(f"gateway{s}")
+        site.seal()
+        far = platform["far"] or [1e15, 0.0]
+        connect(root, site.netpoint, gateway, far, f"far{s}")
+    root.seal()
+    return hosts
+
+
+def replay(rank: int, events: list[list[int]]) -> None:
+    """Do what one rank did."""
+    on_their_way = []
+    for peer, size in events:
+        if size < 0:
+            Mailbox.by_name(f"{peer}>{rank}").get()
+        else:
+            on_their_way.append(Mailbox.by_name(f"{rank}>{peer}").put_async(size, size))
+    for message in on_their_way:
+        message.wait()
+
+
+def main() -> None:
+    """Read, replay, and print the seconds."""
+    order = json.load(sys.stdin)
+    engine = Engine(["replay", _QUIET, *(f"--cfg={setting}" for setting in SETTINGS)])
+    hosts = build(order["platform"])
+    for rank, events in enumerate(order["trace"]):
+        actor = Actor.create(f"rank{rank}", hosts[rank], replay, rank, events)
+        for peer in {peer for peer, size in events if size < 0}:
+            Mailbox.by_name(f"{peer}>{rank}").set_receiver(actor)  # sent before it is asked for
+    engine.run()
+    print(json.dumps({"seconds": Engine.clock}))
+
+
+if __name__ == "__main__":
+    main()

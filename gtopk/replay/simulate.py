@@ -1,0 +1,52 @@
+"""Simulate: a reduction's trace on a platform, by the Python on this machine that has SimGrid."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from .platform import Platform
+from .traces import Trace
+
+_PROGRAM: Final = Path(__file__).with_name("on_simgrid.py")
+_VARIABLE: Final = "GTOPK_SIMGRID_PYTHON"
+
+
+class SimulationError(RuntimeError):
+    """SimGrid is not here, or a replay has failed."""
+
+
+def find_python(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the Python that has SimGrid: GTOPK_SIMGRID_PYTHON's, this one, or the system's.
+
+    Raises SimulationError where none has.
+    """
+    asked = environ.get(_VARIABLE)
+    tried = [asked] if asked else [sys.executable, "/usr/bin/python3", shutil.which("python3")]
+    for python in filter(None, tried):
+        found = subprocess.run([python, "-c", "import simgrid"], capture_output=True, check=False)
+        if found.returncode == 0:
+            return python
+    raise SimulationError(
+        f"simulating needs SimGrid's Python module, which {', '.join(filter(None, tried))} does "
+        f"not have: apt-get install python3-simgrid (Debian), or name a Python that has it in "
+        f"{_VARIABLE}"
+    )
+
+
+def simulate(trace: Trace, platform: Platform, python: str) -> float:
+    """Return the simulated seconds until the last rank is done with its messages."""
+    platform.check()
+    order = json.dumps({"platform": platform.record(), "trace": trace})
+    done = subprocess.run(
+        [python, str(_PROGRAM)], input=order, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SimulationError(f"SimGrid has failed: {done.stderr.strip()[-500:]}")
+    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])

@@ -1,0 +1,138 @@
+"""Traces: what every rank of a reduction sends and receives, in order, recorded from its real code.
+
+    rank 0    to 1: 820 bytes | from 1 | to 2: 820 bytes | from 2
+    rank 1    to 0: 820 bytes | from 0 | to 3: 820 bytes | from 3
+
+The ranks are threads. Where their vectors together would not fit, two smaller reductions of the
+same density are recorded: their messages are the same ones, and a message's bytes are a + b k.
+Picks are synthetic: uniform positions, each rank's own, that hardly overlap.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from collectives import run_ranks
+from collectives.algorithms import ALGORITHMS
+from collectives.planning.schedules import SCHEDULES, Order
+from collectives.transports import LocalTransport, local_world
+from collectives.transports.recorder import RECEIVED, Event, Recorder
+from collectives.wire import EXACT, Format
+
+from ..invented_picks import picks
+
+# A rank's peer in a message, and the bytes it sent; RECEIVED where it got one.
+Trace = list[list[Event]]
+
+MOST_MESSAGES: Final = 1 << 19
+_MOST_ENTRIES: Final = 1 << 25  # that all ranks hold together, of what they gather at the most
+_TIMEOUT_SECONDS: Final = 600.0
+_STACK_BYTES: Final = 1 << 18  # of a rank: thousands of the usual 8 MB are more than there is
+
+
+class Reduction(NamedTuple):
+    """What is recorded: `selected` of `length` values on each rank; dense: all of them."""
+
+    algorithm: str
+    ranks: int
+    length: int
+    selected: int
+    ranks_per_node: int = 1
+    format: Format = EXACT
+
+    @property
+    def messages(self) -> int:
+        """Return about how many there are."""
+        order = Order(self.length, self.selected, self.ranks, self.ranks_per_node)
+        return sum(each.senders * each.times for each in SCHEDULES[self.algorithm](order))
+
+    @property
+    def entries(self) -> int:
+        """Return how many all ranks hold together at the end."""
+        if self.algorithm == "dense":
+            return self.ranks * self.length
+        gathered = self.ranks if self.algorithm == "topk-allgather" else 1
+        return self.ranks * gathered * self.selected
+
+    def smaller(self, times: int) -> Reduction:
+        """Return one of as many times fewer entries, at the same density."""
+        return self._replace(length=self.length // times, selected=self.selected // times)
+
+
+def trace_of(reduction: Reduction) -> Trace:
+    """Return the trace of a reduction.
+
+    Raises ValueError for one that has too many messages, or too few entries on too many ranks.
+    """
+    if reduction.messages > MOST_MESSAGES:
+        raise ValueError(
+            f"{reduction.algorithm} on {reduction.ranks:,} ranks has about "
+            f"{reduction.messages:,} messages, and {MOST_MESSAGES:,} can be replayed"
+        )
+    if reduction.entries <= _MOST_ENTRIES:
+        return _record(reduction)
+    times = -(-reduction.entries // _MOST_ENTRIES)
+    large, small = reduction.smaller(times), reduction.smaller(2 * times)
+    if small.selected < 1:
+        raise ValueError(
+            f"{reduction.algorithm} on {reduction.ranks:,} ranks gathers {reduction.entries:,} "
+            "entries, which have no smaller picture: ask for fewer ranks"
+        )
+    return _extrapolated(_record(small), _record(large), small, large, reduction)
+
+
+def _record(reduction: Reduction) -> Trace:
+    """Run a reduction on threads, and return what they sent."""
+    ranks = range(reduction.ranks)
+    options: dict[str, Any] = {}
+    if reduction.algorithm == "hierarchical":
+        step = reduction.ranks_per_node
+        options = {"nodes": [list(ranks[first : first + step]) for first in ranks[::step]]}
+
+    def program(transport: LocalTransport) -> list[Event]:
+        assert isinstance(transport, Recorder)
+        if reduction.algorithm == "dense":
+            transport.allreduce(np.zeros(reduction.length, np.float32))
+            return transport.events
+        reduce: Any = partial(ALGORITHMS[reduction.algorithm], **options)
+        mine = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
+        reduce(mine, reduction.selected, transport, format=reduction.format)
+        return transport.events
+
+    usual = threading.stack_size(_STACK_BYTES)
+    try:
+        return run_ranks(local_world(reduction.ranks, _TIMEOUT_SECONDS, kind=Recorder), program)
+    finally:
+        threading.stack_size(usual)
+
+
+def _extrapolated(
+    first: Trace, second: Trace, small: Reduction, large: Reduction, wanted: Reduction
+) -> Trace:
+    """Return the trace of the wanted reduction, of those of two smaller ones."""
+    if [_pattern(events) for events in first] != [_pattern(events) for events in second]:
+        raise ValueError(
+            f"the messages of {wanted.algorithm} on {wanted.ranks:,} ranks hang on the size of the "
+            "vector: ask for fewer ranks"
+        )
+    share = (wanted.selected - large.selected) / (large.selected - small.selected)
+
+    def extrapolate(one: Event, two: Event) -> Event:
+        (peer, little), (_, much) = one, two
+        if little == RECEIVED:
+            return one
+        return peer, max(0, round(much + share * (much - little)))
+
+    return [
+        [extrapolate(one, two) for one, two in zip(*rank, strict=True)]
+        for rank in zip(first, second, strict=True)
+    ]
+
+
+def _pattern(events: Sequence[Event]) -> list[tuple[int, bool]]:
+    return [(peer, size == RECEIVED) for peer, size in events]

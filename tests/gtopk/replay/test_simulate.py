@@ -1,0 +1,80 @@
+"""SimGrid takes for a schedule what the model takes for it, and sees the sharing that it cannot."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from gtopk.cli import main
+from gtopk.replay.platform import Platform
+from gtopk.replay.simulate import SimulationError, find_python, simulate
+from gtopk.replay.traces import Reduction, trace_of
+
+LENGTH, SELECTED = 1_000_000, 1000
+LINK = Link.of(1e8, 1e-4)
+REDUCTIONS = {"dense": LENGTH, "topk-allgather": SELECTED, "gtopk": SELECTED}
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    try:
+        return find_python()
+    except SimulationError as error:
+        pytest.skip(str(error))
+
+
+def test_rounds_in_which_nobody_shares_a_link_take_what_the_model_says(python: str) -> None:
+    network = Network(8, LINK)
+    for algorithm, selected in REDUCTIONS.items():
+        trace = trace_of(Reduction(algorithm, 8, LENGTH, selected))
+        modelled = predict(Candidate(algorithm, selected / LENGTH), LENGTH, network, DEFAULT_RATES)
+        found = simulate(trace, Platform(network), python)
+        assert found == pytest.approx(modelled.communicate_seconds, rel=0.01)
+
+
+def test_who_sends_to_several_at_once_shares_its_link(python: str) -> None:
+    """The root of a tree of 8 has three children, whose lists leave together."""
+    network = Network(8, LINK)
+    found = simulate(
+        trace_of(Reduction("gtopk-tree", 8, LENGTH, SELECTED)), Platform(network), python
+    )
+    candidate = Candidate("gtopk-tree", SELECTED / LENGTH)
+    modelled = predict(candidate, LENGTH, network, DEFAULT_RATES).communicate_seconds
+    assert 1.2 * modelled < found < 2.0 * modelled
+
+
+def test_a_narrow_uplink_and_a_far_site_cost_what_they_let_through(python: str) -> None:
+    trace = [[(1, 100_000)], [(0, -1)]]
+    seconds = {
+        what: simulate(trace, platform, python)
+        for what, platform in {
+            "near": Platform(Network(2, LINK)),
+            "narrow": Platform(Network(2, LINK), nodes_per_switch=1, oversubscription=4.0),
+            "far": Platform(Network(2, LINK), 1, sites=2, far=Link.of(1e7, 0.01)),
+        }.items()
+    }
+    wire = 100_000 * LINK.seconds_per_byte
+    assert seconds["near"] == pytest.approx(wire + 1e-4, rel=0.01)
+    assert seconds["narrow"] == pytest.approx(4 * wire + 1e-4, rel=0.01)
+    assert seconds["far"] == pytest.approx(10 * wire + 1e-4 + 0.01, rel=0.01)
+
+
+def test_plan_simulates(python: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--no-measure"]
+    assert main([*words, "--simulate", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)["simulated"]
+    assert [each["algorithm"] for each in told["methods"]][:2] == ["dense", "gtopk-tree"]
+    assert all(each["wire_seconds"] > 0 for each in told["methods"])
+    assert main([*words, "--simulate", "--sites", "2"]) == 2
+    assert "--nodes-per-switch" in capsys.readouterr().err
+
+
+def test_without_simgrid_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GTOPK_SIMGRID_PYTHON", sys.executable)
+    monkeypatch.setattr("subprocess.run", lambda *a, **o: type("Done", (), {"returncode": 1})())
+    with pytest.raises(SimulationError, match="apt-get install python3-simgrid"):
+        find_python()

@@ -1,0 +1,56 @@
+"""A trace is what the real code sends: every message, once, and as many bytes as were counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from collectives.transports.recorder import RECEIVED
+from gtopk.replay import traces
+from gtopk.replay.traces import Reduction, trace_of
+
+ALGORITHMS = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")
+
+
+def reduction(algorithm: str, ranks: int, length: int = 40_000, selected: int = 400) -> Reduction:
+    whole = length if algorithm == "dense" else selected
+    return Reduction(algorithm, ranks, length, whole, 2 if algorithm == "hierarchical" else 1)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_message_that_is_sent_is_received(algorithm: str) -> None:
+    for ranks in (1, 2, 3, 5, 8):
+        trace = trace_of(reduction(algorithm, ranks))
+        assert len(trace) == ranks
+        sent = Counter((r, peer) for r, rank in enumerate(trace) for peer, n in rank if n >= 0)
+        heard = Counter((peer, r) for r, rank in enumerate(trace) for peer, n in rank if n < 0)
+        assert sent == heard
+        if algorithm not in ("oktopk", "hierarchical"):  # which may balance what is uneven
+            assert sum(sent.values()) == reduction(algorithm, ranks).messages
+
+
+def test_recursive_doubling_swaps_with_every_distance_in_turn() -> None:
+    for rank, events in enumerate(trace_of(reduction("gtopk", 8))):
+        assert [peer for peer, _ in events] == [rank ^ d for d in (1, 1, 2, 2, 4, 4)]
+        assert [size == RECEIVED for _, size in events] == [False, True] * 3
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "topk-allgather", "gtopk"])
+def test_a_large_reduction_is_told_from_two_smaller_ones(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = reduction(algorithm, 4, 64_000, 640)
+    recorded = trace_of(wanted)
+    monkeypatch.setattr(traces, "_MOST_ENTRIES", wanted.entries // 4)
+    told = trace_of(wanted)
+    for one, other in zip(recorded, told, strict=True):
+        assert [peer for peer, _ in one] == [peer for peer, _ in other]
+        assert [size for _, size in one] == pytest.approx([size for _, size in other], rel=0.01)
+
+
+def test_what_has_too_many_messages_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"oktopk on 4,096 ranks has about 1[67],"):
+        trace_of(Reduction("oktopk", 4096, 1000, 10))
+    with pytest.raises(ValueError, match="ask for fewer ranks"):
+        trace_of(Reduction("topk-allgather", 4096, 1000, 3))
