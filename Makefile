@@ -57,7 +57,7 @@ check: $(VENV)/.dev docs
 
 # Strictly: a link that leads nowhere, within a page or to another, is an error.
 docs: $(VENV)/.dev
-	$(VENV)/bin/python -m sphinx -b html -W --keep-going --quiet docs build/docs
+	$(VENV)/bin/python -m sphinx -b html -W --keep-going --fresh-env --write-all --quiet docs build/docs
 
 test-docs: $(VENV)/.notebook
 	$(VENV)/bin/python -m pytest -m docs --capture=no tests/docs $(ARGS)
