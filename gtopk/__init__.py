@@ -13,6 +13,11 @@ starts ranks itself and calls a function on them, as horovod.run does.
 
 keep a training run on all ranks: see `torch.checkpoint`.
 
+    gtopk.record(folder)
+    gtopk.log(loss=..., accuracy=...)
+
+write down what a run does, for `gtopk report` and `gtopk top`; GTOPK_RUN=FOLDER does the former.
+
     gtopk.LocalSGD(optimizer, inner_steps=32, compression=...)
 
 lets ranks step by themselves and exchange every 32 steps: see `local_sgd`.
@@ -27,9 +32,19 @@ from .runner import RankError, run
 
 if TYPE_CHECKING:
     from .local_sgd import LocalSGD
+    from .run_record import log, record
     from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
 
-__all__ = ["CheckpointError", "LocalSGD", "RankError", "load_latest", "run", "save_checkpoint"]
+__all__ = [
+    "CheckpointError",
+    "LocalSGD",
+    "RankError",
+    "load_latest",
+    "log",
+    "record",
+    "run",
+    "save_checkpoint",
+]
 
 __version__ = "0.1.0"
 
@@ -49,6 +64,8 @@ _HOMES = {
     "CheckpointError": ".torch.checkpoint",
     "LocalSGD": ".local_sgd",
     "load_latest": ".torch.checkpoint",
+    "log": ".run_record",
+    "record": ".run_record",
     "save_checkpoint": ".torch.checkpoint",
 }
 

@@ -193,9 +193,13 @@ class _AdasumOptimizer(Wrapping):
             step=self._world.step,
             algorithm="adasum",
             compute_seconds=now - self._begun - exchange_seconds,
+            synchronize_seconds=exchange_seconds,
             select_seconds=self._select_seconds,
+            apply_seconds=0.0,
             communicate_seconds=self._communicate_seconds,
+            agree_seconds=0.0,
             merge_seconds=0.0,
+            code_seconds=0.0,
             hidden_seconds=0.0,
             working_seconds=self._communicate_seconds,
             buckets=1,
@@ -204,10 +208,16 @@ class _AdasumOptimizer(Wrapping):
             sent_bytes=traffic.sent_bytes,
             sent_messages=traffic.sent_messages,
             bytes_counted=True,
+            coded_entries=0,
+            coded_bytes=0,
+            elements=entries,
+            samples=None,
             selected=0 if skipped else entries,
             updated=0 if skipped else entries,
             skipped=skipped,
         )
+        if self._world.recorder is not None:
+            self._world.recorder.note_step(self.last_step)
         self._begun = now
         self._select_seconds = self._communicate_seconds = 0.0
 

@@ -86,6 +86,10 @@ class AutomaticExchange:
         if self._exchanged is not None:
             self._see(self._exchanged, time.perf_counter() - begun)
 
+    def sent_mass(self) -> float:
+        """Return it of what runs."""
+        return self._exchange.sent_mass()
+
     def _begin(self, bucket: Bucket, transport: Transport) -> Judge:
         alone = transport.size == 1  # nothing is sent, whatever it would take
         calibration = assumed(1) if alone else calibration_of(transport)

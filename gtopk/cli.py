@@ -2,63 +2,54 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from . import __version__
 
-
-def _bench(arguments: Sequence[str]) -> int:
-    from .bench import main
-
-    return main(arguments)
-
-
-def _demo(arguments: Sequence[str]) -> int:
-    from .demo.command import main
-
-    return main(arguments)
-
-
-def _doctor(arguments: Sequence[str]) -> int:
-    from .doctor import main
-
-    return main(arguments)
-
-
-def _plan(arguments: Sequence[str]) -> int:
-    from .plan.command import main
-
-    return main(arguments)
-
-
-def _simulate(arguments: Sequence[str]) -> int:
-    from .simulate.command import main
-
-    return main(arguments)
-
-
-# Each imports what it needs only when it is called: `gtopk doctor` works where torch is broken.
-_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "bench": (_bench, "measure this machine and its network: selection, collectives"),
-    "demo": (_demo, "train on local ranks with dense, top-k and gTop-k, and compare them"),
-    "doctor": (_doctor, "what is installed and works here, with advice for what is missing"),
-    "plan": (_plan, "what a step would take on a cluster, and whether compression would pay"),
-    "simulate": (_simulate, "train on a modelled cluster of unlike ranks: which batches pay"),
+# The module of each, with `main(arguments) -> exit code` and `parser()`. It is imported when it is
+# called: `gtopk doctor` works where torch is broken.
+_COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "doctor": (".doctor", "what is installed and works here, with advice for what is missing"),
+    "demo": (
+        ".demo.command",
+        "train on local ranks with dense, top-k and gTop-k, and compare them",
+    ),
+    "plan": (".plan.command", "what a step would take on a cluster, and whether it would pay"),
+    "simulate": (".simulate.command", "train on a modelled cluster of unlike ranks: what pays"),
+    "bench": (".bench", "measure this machine and its network: selection, collectives"),
+    "run": (".runner.command", "start a script on ranks, here or on other hosts"),
+    "report": (".run_report.command", "draw a run that was recorded, as one page"),
+    "top": (".top.command", "what each rank of a run does now"),
+    "timeline": (".timeline_command", "put the traces of all ranks together"),
 }
+_COMPLETION: Final = "completion"
 
 
 def usage() -> str:
     """Return the help text."""
-    listed = "\n".join(f"  {name:8} {what}" for name, (_, what) in _COMMANDS.items())
-    return f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n\n`gtopk COMMAND --help` tells more."
+    listed = "\n".join(f"  {name:10} {what}" for name, (_, what) in _COMMANDS.items())
+    return (
+        f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n"
+        f"  {_COMPLETION:10} what lets bash, zsh or fish complete these words\n\n"
+        "`gtopk COMMAND --help` tells more, with an example. `gtopk --version` tells the version.\n"
+        "Exit codes: 0 all is well, 1 it could not be done, 2 it was called the wrong way."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _COMMANDS:
-        return _COMMANDS[words[0]][0](words[1:])
+        command: Callable[[Sequence[str]], int] = _module(_COMMANDS[words[0]][0]).main
+        return command(words[1:])
+    if words and words[0] == _COMPLETION:
+        from . import completion
+
+        return completion.main(completable(), words[1:])
     if words and words[0] == "--version":
         print(f"gtopk {__version__}")
         return 0
@@ -68,6 +59,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = f"gtopk: no command {words[0]!r}\n\n" if words else ""
     print(wrong + usage(), file=sys.stderr)
     return 2
+
+
+def completable() -> dict[str, list[str]]:
+    """Return what may follow each command, as far as it can be imported here."""
+    from .completion import SHELLS, options_of
+
+    found = {"": [*_COMMANDS, _COMPLETION, "--help", "--version"], _COMPLETION: [*SHELLS]}
+    for name, (place, _) in _COMMANDS.items():
+        for words, grammar in _grammars(name, place).items():
+            found[words] = options_of(grammar) if grammar is not None else []
+    from .bench import BENCHMARKS
+
+    found["bench"] = [*BENCHMARKS, "--help"]
+    return found
+
+
+def _grammars(name: str, place: str) -> dict[str, argparse.ArgumentParser | None]:
+    if name != "bench":
+        return {name: _grammar(place)}
+    from .bench import BENCHMARKS
+
+    return {f"bench {what}": _grammar(f".bench.{what}.command") for what in BENCHMARKS}
+
+
+def _grammar(place: str) -> argparse.ArgumentParser | None:
+    try:
+        described: argparse.ArgumentParser = _module(place).parser()
+    except ImportError:
+        return None
+    return described
+
+
+def _module(place: str) -> Any:
+    return importlib.import_module(place, __package__)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from collectives.planning import Candidate, predict
 from collectives.transports import Transport
 from collectives.transports.gpu import is_on_device
 from collectives.vector import SparseVector
-from collectives.wire import Format
+from collectives.wire import NOTHING_CODED, Coded, Format, coded
 
 from .arrays import from_array, to_array
 from .buckets import Bucket
@@ -59,6 +59,7 @@ class Exchanged:
     select_seconds: accumulate and select; communicate_seconds: encode to decode.
     finite: whether the update is; the same on every rank, as the update is. A sum can overflow
             where no gradient did.
+    coded: what this rank's messages took to write and read, and how long they were.
     predicted_seconds: what selecting and communicating was expected to take, where it was.
     """
 
@@ -70,6 +71,7 @@ class Exchanged:
     merge_seconds: float
     finite: bool
     bytes_counted: bool
+    coded: Coded = NOTHING_CODED
     predicted_seconds: float | None = None
 
     @property
@@ -95,6 +97,9 @@ class Exchange(Protocol):
     def apply(self, bucket: Bucket) -> None:
         """Replace the gradients by the sum that was kept, which was finite."""
 
+    def sent_mass(self) -> float:
+        """Return the sum of the absolute values that the last step took out of the residual."""
+
 
 class SparseExchange:
     """Top-k with error feedback: what is not sent stays in the residual.
@@ -115,6 +120,7 @@ class SparseExchange:
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
         self._outcome: tuple[SparseVector, SparseVector, SparseVector] | None = None
+        self._moved: tuple[SparseVector, SparseVector] | None = None  # picked, and returned
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
@@ -149,6 +155,7 @@ class SparseExchange:
         begun = time.perf_counter()
         picked = self._pick(bucket, transport)
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
+        coded_before = coded()
         self._outcome = None
         with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
             self._outcome = picked, *self._reduce(picked, transport, self.format)
@@ -162,15 +169,23 @@ class SparseExchange:
             communicate_seconds - (transport.traffic.wait_seconds - waited),
             finite=self._outcome is not None,
             bytes_counted=True,
+            coded=coded().since(coded_before),
         )
 
     def apply(self, bucket: Bucket) -> None:
         """Take out of the residual what was sent and did not return; put the update in place."""
         assert self._outcome is not None
         picked, update, returned = self._outcome
-        self._outcome = None
+        self._outcome, self._moved = None, (picked, returned)
         self.residual.settle(picked, returned)
         bucket.put(update)
+
+    def sent_mass(self) -> float:
+        """Return the sum of what was picked in the last step, less what returned."""
+        if self._moved is None:
+            return 0.0
+        picked, returned = (float(abs(vector.values).sum()) for vector in self._moved)
+        return max(0.0, picked - returned)
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
         """Accumulate and select."""
@@ -235,6 +250,10 @@ class DenseExchange:
             self.residual.clear()
         bucket.scatter()
 
+    def sent_mass(self) -> float:
+        """Return 0: nothing is held back that would be."""
+        return 0.0
+
 
 class CompressorExchange:
     """Every entry, in the form that a Horovod Compressor gives it, fused by dtype."""
@@ -269,6 +288,10 @@ class CompressorExchange:
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place."""
         bucket.scatter()
+
+    def sent_mass(self) -> float:
+        """Return 0: there is no residual."""
+        return 0.0
 
 
 def _dense(

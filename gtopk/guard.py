@@ -42,6 +42,8 @@ class Member(Protocol):
     step: int
     advice: str
 
+    def note_end(self, how: str) -> None: ...
+
 
 class Guard:
     """Watches how this process ends; only a world of several processes needs it."""
@@ -144,6 +146,7 @@ class Guard:
 
     def _fail(self, error: BaseException) -> None:
         self.tell(error)
+        self.member.note_end(f"failed at step {self.member.step}: {describe(error)}")
         if self.member.engine.ranks_may_leave:
             self._end_alone(error)
         how = f"failed at step {self.member.step} ({self.place}): {describe(error)}"
@@ -165,6 +168,7 @@ class Guard:
             stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
             self._heartbeat.explain(stopped)
         self._say(f"{stopped}{advice}")
+        self.member.note_end(stopped)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -189,6 +193,7 @@ class Guard:
                     f"({lost.why})"
                 )
                 self._say(f"ends the job {why}")
+                self.member.note_end(f"ended the job {why}")
                 self.member.transport.abort(1, f"was {why}")
 
     def _doing(self) -> str:

@@ -12,6 +12,7 @@ from collectives.transports import Transport
 from .buckets import Bucket
 from .exchange import Exchange, Exchanged, Progress, SparseExchange
 from .exchanges import open_exchange
+from .residual import Withheld
 
 
 class Lane:
@@ -35,6 +36,11 @@ class Lane:
         self.exchange = exchange
         self._taken: list[tuple[torch.Tensor | None, int]] = []
         self._sample: torch.Tensor | None = None
+
+    @property
+    def elements(self) -> int:
+        """Return how many values its gradients have."""
+        return self.bucket.length
 
     @property
     def facts(self) -> str:
@@ -136,6 +142,11 @@ class Lane:
             self.exchange.apply(self.bucket)
         self.bucket.keep([name in missing_everywhere for name in self.names])
         self._done()
+
+    def withheld(self) -> Withheld | None:
+        """Return how much is held back after the last step; reads all of it."""
+        residual = self.exchange.residual
+        return None if residual is None else residual.withheld(self.exchange.sent_mass())
 
     def apply_to_nothing(self) -> None:
         """Hold back what was not sent; the parameters stay without an update."""

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from collectives.transports import Transport
+from collectives.wire import NOTHING_CODED
 
 from . import optimizer_checkpoint, world
 from .agreement import gather_words, name_ranks
@@ -292,14 +293,19 @@ class _LocalSGD(Wrapping):
     def _report(self, operation: Operation, outcome: _Outcome, begun: float, moved: bool) -> None:
         """Fill in `last_step`: compute_seconds are those of all steps of the round."""
         done, began, self._ended = outcome.exchanged, self._ended, time.perf_counter()
+        coded = done.coded if done else NOTHING_CODED
         self.last_step = StepReport(
             step=self._world.step,
             algorithm=done.algorithm if done else "",
             compute_seconds=begun - began,
+            synchronize_seconds=self._ended - begun,
             select_seconds=done.select_seconds if done else 0.0,
+            apply_seconds=0.0,
+            agree_seconds=operation.agree_seconds,
             communicate_seconds=operation.agree_seconds
             + (done.communicate_seconds if done else 0.0),
             merge_seconds=done.merge_seconds if done else 0.0,
+            code_seconds=coded.seconds,
             hidden_seconds=0.0,
             working_seconds=done.seconds if done else 0.0,
             buckets=1,
@@ -308,10 +314,16 @@ class _LocalSGD(Wrapping):
             sent_bytes=operation.traffic.sent_bytes,
             sent_messages=operation.traffic.sent_messages,
             bytes_counted=done.bytes_counted if done else True,
+            coded_entries=coded.entries,
+            coded_bytes=coded.bytes,
+            elements=sum(p.numel() for group in self.param_groups for p in group["params"]),
+            samples=None,
             selected=done.selected if done else 0,
             updated=done.updated if done else 0,
             skipped=not moved,
         )
+        if self._world.recorder is not None:
+            self._world.recorder.note_step(self.last_step)
 
     # ---- checkpoints
 

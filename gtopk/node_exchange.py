@@ -86,7 +86,7 @@ class NodeExchange(SparseExchange):
         assert self._outcome is not None
         assert self._own is not None
         picked, update, returned = self._outcome
-        self._outcome = None
+        self._outcome, self._moved = None, (picked, returned)
         if picked.length:
             self._own.settle(picked, returned)
         bucket.put(update)

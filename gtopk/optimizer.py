@@ -17,6 +17,7 @@ from .compression import Compression, ErrorFeedback
 from .optimizer_options import Groups, Options, warn_of_few_entries
 from .parameters import name_parameters
 from .process_sets import ProcessSet, global_process_set
+from .recording import looks
 from .reducer import Reducer
 from .reductions import Adasum, Average
 from .replicas import checksums, compare
@@ -169,9 +170,15 @@ class _DistributedOptimizer(Wrapping):
             step=self._world.step,
             compute_seconds=compute_seconds,
             synchronize_began=begun,
+            synchronize_seconds=self._exchange_ended - begun,
             apply_seconds=self._exchange_ended - reduced,
+            predicted_seconds=self._reducer.predicted_seconds,
             skipped=self._skip,
         )
+        if (recorder := self._world.recorder) is not None:
+            recorder.note_step(self.last_step)
+            if not self._skip and looks.is_due(self._reducer.progress.steps):
+                looks.look(recorder, self._reducer.lanes)
         if self._world.timeline is not None:
             self._world.timeline.note_step(
                 Step(

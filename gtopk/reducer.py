@@ -18,14 +18,17 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
+from collectives.planning import Calibration
 from collectives.transports import Transport
 
-from . import world
+from . import advice, world
+from .calibration import calibration_of
 from .engine import Engine, Work
-from .exchange import Progress
+from .exchange import DenseExchange, Progress, SparseExchange
 from .hooks import BackwardHooks
 from .lane_plan import Plan
 from .lanes import Lane
+from .node_exchange import NodeExchange
 from .optimizer_options import Options
 from .reductions import Average
 from .residual_state import Held, put_in, take_out
@@ -77,6 +80,7 @@ class Reducer:
         self.lanes: list[AnyLane] = []
         self.scaler = scaler
         self.samples = Samples()
+        self._predicted_seconds: float | None = None
         self.overlaps = options.overlap and options.local_clip_norm is None
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
@@ -313,6 +317,54 @@ class Reducer:
         self._facts = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
         if self._size > 1:
             self.hooks.watch(trained)
+        self._advise()
+
+    def _advise(self) -> None:
+        """Expect what the exchange will take; rank 0 says, once in a world, what compressing saves.
+
+        Where all ranks want it; ranks that are threads of one process have no links to speak of.
+        """
+        everyone = self._size == self._world.size > 1
+        if not everyone or self._world.transport.name == "local":
+            return
+
+        def calibrate(transport: Transport, votes: list[int]) -> Calibration | None:
+            return calibration_of(transport) if all(votes) else None
+
+        name, wanted = f"{self.name}.advice", advice.wanted()
+        calibration = self._engine.submit(name, [], calibrate, vote=wanted).wait()
+        if calibration is None:
+            return
+        self._predicted_seconds = self._expect(calibration)
+        if self.rank == 0 and not self._world.advised:
+            self._world.advised = True
+            elements = sum(lane.elements for lane in self.lanes)
+            _log.info("%s", advice.advice(self.options.compression, elements, calibration))
+
+    def _expect(self, calibration: Calibration) -> float | None:
+        """Return what all lanes are expected to take; None where one is beyond the model."""
+        seconds = 0.0
+        for lane in self.lanes:
+            exchange = lane.exchange if isinstance(lane, Lane) else None
+            plain = isinstance(exchange, DenseExchange | SparseExchange)
+            if not isinstance(lane, Lane) or not plain or isinstance(exchange, NodeExchange):
+                return None
+            compression = getattr(exchange, "compression", None)
+            value_bytes = lane.bucket.dtype.itemsize
+            found = advice.expected(compression, lane.elements, calibration, value_bytes)
+            if found is None:
+                return None
+            seconds += found.seconds
+        return seconds
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """Return what a step's exchange is expected to take, where that is known.
+
+        While the density is on its way to what was asked for, it is not.
+        """
+        warming = getattr(self.options.compression, "warmup_steps", 0) > self.progress.steps
+        return None if warming else self._predicted_seconds
 
     def _sparse(self) -> set[torch.nn.Parameter]:
         """Return the parameters whose gradients were sparse on some rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,19 @@ from collectives.vector import SparseVector
 from .arrays import view_array, zeros
 
 _HOST: Final = torch.device("cpu")
+_PIECE: Final = 1 << 16
+
+
+class Withheld(NamedTuple):
+    """How much this rank holds back.
+
+    square: the sum of the values' squares; mass: of their absolute values.
+    sent_mass: of the absolute values that the last step took out.
+    """
+
+    square: float = 0.0
+    mass: float = 0.0
+    sent_mass: float = 0.0
 
 
 class Residual:
@@ -76,6 +89,17 @@ class Residual:
         if self.velocity is not None:
             applied = abs(self.values[picked.indices]) < abs(picked.values) / 2
             clear_at(self.velocity, picked.indices[applied])
+
+    def withheld(self, sent_mass: float) -> Withheld:
+        """Return how much is here; reads all of it."""
+        if self.holds_nothing:
+            return Withheld(sent_mass=sent_mass)
+        # In pieces that fit a cache, and whose float32 sums lose little.
+        square = mass = 0.0
+        for part in self._tensors[0].split(_PIECE):
+            square += float(part.dot(part))
+            mass += float(part.abs().sum())
+        return Withheld(square, mass, sent_mass)
 
     def remember(self) -> None:
         """Keep a copy of what is here now, for `restore`; the first call makes room for it."""

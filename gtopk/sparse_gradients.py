@@ -17,6 +17,7 @@ import torch
 from collectives.transports import Transport
 
 from .exchange import Exchanged
+from .residual import Withheld
 
 
 class SparseGradientLane:
@@ -32,6 +33,7 @@ class SparseGradientLane:
         self.name = name
         self.parameters = [parameter]
         self.names = [parameter_name]
+        self.elements = parameter.numel()
         self._taken: tuple[torch.Tensor | None, int] = None, -1
         self._indices, self._values = _entries(parameter, None)
         self._weight = self._scale = 1.0
@@ -125,6 +127,10 @@ class SparseGradientLane:
         if self.names[0] not in missing_everywhere:
             self._parameter.grad = self._sum
         self.let_go()
+
+    def withheld(self) -> Withheld | None:
+        """Return None: all is sent."""
+        return None
 
     def apply_to_nothing(self) -> None:
         """Let the sum be."""

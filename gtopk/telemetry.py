@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from .rounds import Round
@@ -15,10 +15,14 @@ class StepReport:
 
     algorithm:           what reduced the gradients; "" where nothing did.
     compute_seconds:     since the last exchange ended: forward, backward, the optimizer's own step.
+    synchronize_seconds: all that the program waited for the update; with compute, the whole step.
     select_seconds:      gradients in and out of the bucket, accumulate, select, apply.
+    apply_seconds:       of select_seconds: the update put in place, when all else is over.
     communicate_seconds: agree, encode, exchange, merge and decode; waiting for others included.
+    agree_seconds:       of communicate_seconds: until all ranks were known to be ready.
     merge_seconds:       of communicate_seconds: encode, merge and decode here; neither waiting nor
                          the wire. 0 for dense, whose adding is inside its allreduce.
+    code_seconds:        of merge_seconds: encode and decode.
     hidden_seconds:      of what the engine's thread did for the step: accumulate, select and
                          communicate while backward was still at work, or the program elsewhere.
     working_seconds:     all that the engine's thread did for it; 1 - hidden/working was waited for.
@@ -28,6 +32,9 @@ class StepReport:
     sent_bytes:          by this rank, with headers.
     sent_messages:       by this rank.
     bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
+    coded_entries, coded_bytes: of the sparse messages that this rank wrote, headers included.
+    elements:            values of all gradients.
+    samples:             that this rank's gradients come from; None where nobody said.
     selected:            entries this rank picked (dense: all).
     updated:             coordinates that the agreed update holds.
     skipped:             a rank's gradient was not finite: nothing was applied anywhere.
@@ -36,9 +43,13 @@ class StepReport:
     step: int
     algorithm: str
     compute_seconds: float
+    synchronize_seconds: float
     select_seconds: float
+    apply_seconds: float
     communicate_seconds: float
+    agree_seconds: float
     merge_seconds: float
+    code_seconds: float
     hidden_seconds: float
     working_seconds: float
     buckets: int
@@ -47,9 +58,40 @@ class StepReport:
     sent_bytes: int
     sent_messages: int
     bytes_counted: bool
+    coded_entries: int
+    coded_bytes: int
+    elements: int
+    samples: int | None
     selected: int
     updated: int
     skipped: bool
+
+
+PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")
+
+
+def parts(step: StepReport) -> dict[str, float]:
+    """Return where the wall clock of a step went, in seconds: PARTS, which add up to all of it.
+
+    Of what the engine's thread did, that which backward did not hide. What of the waiting for the
+    update is none of that is "wait": for other ranks to be ready, and for the engine's turn.
+    """
+    hidden = step.hidden_seconds / step.working_seconds if step.working_seconds else 0.0
+    shown = max(0.0, 1.0 - hidden)
+    busy = {
+        "select": step.select_seconds - step.apply_seconds,
+        "pack": step.code_seconds,
+        "exchange": step.communicate_seconds - step.agree_seconds - step.merge_seconds,
+        "merge": step.merge_seconds - step.code_seconds,
+    }
+    room = max(0.0, step.synchronize_seconds - step.apply_seconds)
+    seconds = {part: max(0.0, shown * each) for part, each in busy.items()}
+    total = sum(seconds.values())
+    fits = min(1.0, room / total) if total else 1.0
+    seconds = {part: fits * each for part, each in seconds.items()}
+    wait = room - sum(seconds.values())
+    seconds["select"] += min(step.apply_seconds, step.synchronize_seconds)
+    return {"compute": step.compute_seconds, "wait": max(0.0, wait), **seconds}
 
 
 def report(
@@ -58,34 +100,47 @@ def report(
     step: int,
     compute_seconds: float,
     synchronize_began: float,
+    synchronize_seconds: float,
     apply_seconds: float,
+    predicted_seconds: float | None,
     skipped: bool,
 ) -> StepReport:
-    """Return what a round, which is over, was for its step."""
+    """Return what a round, which is over, was for its step.
+
+    predicted_seconds: of the step, where the exchanges themselves predict nothing.
+    """
     operations, exchanged = round.operations.values(), list(round.exchanged.values())
     select_seconds = sum(each.select_seconds for each in exchanged)
     exchange_seconds = sum(each.seconds for each in exchanged) + apply_seconds
+    agree_seconds = sum(operation.agree_seconds for operation in operations)
     predictions = [each.predicted_seconds for each in exchanged]
+    if predictions and None not in predictions:
+        predicted_seconds = sum(filter(None, predictions))
     return StepReport(
         step=step,
         algorithm="+".join(sorted({each.algorithm for each in exchanged})),
         compute_seconds=compute_seconds,
+        synchronize_seconds=synchronize_seconds,
         select_seconds=select_seconds + apply_seconds,
-        communicate_seconds=sum(each.communicate_seconds for each in exchanged)
-        + sum(operation.agree_seconds for operation in operations),
+        apply_seconds=apply_seconds,
+        communicate_seconds=sum(each.communicate_seconds for each in exchanged) + agree_seconds,
+        agree_seconds=agree_seconds,
         merge_seconds=sum(each.merge_seconds for each in exchanged),
+        code_seconds=sum(each.coded.seconds for each in exchanged),
         hidden_seconds=sum(
             max(0.0, min(ended, synchronize_began) - begun) for begun, ended in round.spans
         ),
         working_seconds=sum(ended - begun for begun, ended in round.spans),
         buckets=len(round.lanes),
         exchange_seconds=exchange_seconds if exchanged else 0.0,
-        predicted_seconds=None
-        if not predictions or None in predictions
-        else sum(filter(None, predictions)),
+        predicted_seconds=predicted_seconds if exchanged else None,
         sent_bytes=sum(operation.traffic.sent_bytes for operation in operations),
         sent_messages=sum(operation.traffic.sent_messages for operation in operations),
         bytes_counted=all(each.bytes_counted for each in exchanged),
+        coded_entries=sum(each.coded.entries for each in exchanged),
+        coded_bytes=sum(each.coded.bytes for each in exchanged),
+        elements=sum(lane.elements for lane in round.lanes),
+        samples=round.samples.count,
         selected=sum(each.selected for each in exchanged),
         updated=sum(each.updated for each in exchanged),
         skipped=skipped,

@@ -1,8 +1,10 @@
-"""The timeline: what rank 0's engine does, as a trace that Chrome and Perfetto show.
+"""The timeline: what a rank's engine does, as a trace that Chrome and Perfetto show.
 
-    HOROVOD_TIMELINE=FILE       from init on; DYNAMIC: when the program says so
+    HOROVOD_TIMELINE=FILE       of rank 0, from init on; DYNAMIC: when the program says so
     HOROVOD_TIMELINE_MARK_CYCLES=1
     hvd.start_timeline(FILE), hvd.stop_timeline()
+    GTOPK_TIMELINE=DIR          of every rank, DIR/timeline-00000.json; `gtopk timeline DIR` puts
+                                them together on rank 0's clock
 
 A row for each operation:
 
@@ -24,21 +26,26 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from collectives.transports import Transport
 
+from .clocks import Offset
 from .engine import Engine, Event, Observer
 from .members import Members
 
 _LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
 _END: Final = b"\n]\n"
+_FOLDER: Final = "GTOPK_TIMELINE"
+RANK: Final = "gtopk_rank"  # the record that tells whose trace it is
 
 
 class Step(NamedTuple):
@@ -61,7 +68,15 @@ class Step(NamedTuple):
 class Timeline:
     """Writes what engines tell; a thread of its own does the writing."""
 
-    def __init__(self, path: str, transport: str, mark_cycles: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        transport: str,
+        mark_cycles: bool,
+        rank: int | None = None,
+        clock: Offset | None = None,
+    ) -> None:
+        """rank, clock: of a trace that is to be put together with those of other ranks."""
         self._library = _LIBRARY.get(transport, transport.upper())
         self._mark_cycles = mark_cycles
         self._begun = time.perf_counter()
@@ -69,6 +84,14 @@ class Timeline:
         self._open: Counter[int] = Counter()  # by row: what has begun, and not ended
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
+        if rank is not None and clock is not None:
+            whose = {
+                "rank": rank,
+                "host": socket.gethostname(),
+                "began_seconds": self._begun - clock.ahead_seconds,  # on rank 0's clock
+                "uncertain_seconds": clock.uncertain_seconds,
+            }
+            self._append([{"ph": "M", "name": RANK, "pid": 0, "tid": 0, "args": whose}])
         self._watched: list[tuple[Engine, Observer]] = []
         self._heard: queue.SimpleQueue[tuple[str, Event] | Step | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="gtopk-timeline", daemon=True)
@@ -182,6 +205,7 @@ class Recorded(Protocol):
     """A world, as far as its recording goes."""
 
     timeline: Timeline | None
+    clock: Offset
 
     @property
     def rank(self) -> int: ...
@@ -193,10 +217,13 @@ class Recorded(Protocol):
 
 def start(world: Recorded, path: str, mark_cycles: bool = False) -> None:
     """Record what happens from now on into a file, on rank 0; one that is being written ends."""
-    if world.rank != 0:
-        return
+    if world.rank == 0:
+        _start(world, Timeline(path, world.transport.name, mark_cycles))
+
+
+def _start(world: Recorded, timeline: Timeline) -> None:
     stop(world)
-    world.timeline = Timeline(path, world.transport.name, mark_cycles)
+    world.timeline = timeline
     for number in world.sets:
         watch(world, number)
 
@@ -216,12 +243,30 @@ def stop(world: Recorded) -> None:
 
 
 def start_if_asked(world: Recorded) -> None:
-    """Record into the file that HOROVOD_TIMELINE names, if it names one."""
+    """Record into what GTOPK_TIMELINE or HOROVOD_TIMELINE names, if one does."""
     path = os.environ.get("HOROVOD_TIMELINE", "")
-    if path in ("", "DYNAMIC"):
-        return
-    cycles = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0").lower()
-    try:
-        start(world, path, cycles not in ("", "0", "false"))
-    except OSError as error:
-        warnings.warn(f"HOROVOD_TIMELINE must name a file to write, got {error}", stacklevel=2)
+    mark_cycles = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0").lower()
+    cycles = mark_cycles not in ("", "0", "false")
+    if is_of_every_rank():
+        folder, name = Path(os.environ[_FOLDER]), world.transport.name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = str(path_of(folder, world.rank))
+            _start(world, Timeline(path, name, cycles, world.rank, world.clock))
+        except OSError as error:
+            warnings.warn(f"{_FOLDER} must name a folder to write to, got {error}", stacklevel=2)
+    elif path not in ("", "DYNAMIC"):
+        try:
+            start(world, path, cycles)
+        except OSError as error:
+            warnings.warn(f"HOROVOD_TIMELINE must name a file to write, got {error}", stacklevel=2)
+
+
+def is_of_every_rank() -> bool:
+    """Tell whether the environment asks for a trace of every rank."""
+    return os.environ.get(_FOLDER, "") != ""
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """Return where a rank's trace is in the folder of all."""
+    return folder / f"timeline-{rank:05d}.json"

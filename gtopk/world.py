@@ -17,14 +17,18 @@ from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
 from collectives.transports.transport import CHANNELS
 
-from . import __version__, timeline
+from . import __version__, logs, timeline
 from .agreement import name_ranks
+from .clocks import Offset, clock_offset
 from .engine import Engine
 from .exceptions import HorovodInternalError, InvalidCallError
 from .guard import Guard, describe
 from .heartbeat.heartbeat import timeout_from
 from .joining import join
 from .members import Members
+from .recording import start as recording
+from .recording.recorder import Recorder
+from .recording.settings import settings_from
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,8 +41,11 @@ class World:
     """A rank's view of all ranks.
 
     step:       how many optimizer steps this rank has finished; errors name it.
-    timeline:   what records it, on rank 0, while something does.
+    timeline:   what records its operations, while something does.
+    recorder:   what records its steps, while something does.
+    clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
     advice:     how the job can go on when it ends before its time; errors end with it.
+    advised:    whether it was said what compression saves.
     optimizers: how many distributed optimizers it has made, by the name of a parameter.
     sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
                 their operations without a name, anew: where ranks left the last one at different
@@ -52,7 +59,10 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.step = 0
         self.timeline: timeline.Timeline | None = None
+        self.recorder: Recorder | None = None
+        self.recordings = settings_from()
         self.advice = ""
+        self.advised = False
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
@@ -68,7 +78,13 @@ class World:
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
         # Ranks of different versions may differ in anything: refuse them before they do.
-        self.engine.submit("init", [f"gtopk {__version__}"], lambda transport, votes: None).wait()
+        recorded = self.recordings.asked or timeline.is_of_every_rank()
+        self.clock: Offset = self.engine.submit(
+            "init",
+            [f"gtopk {__version__}"],
+            lambda transport, votes: clock_offset(transport) if any(votes) else Offset(),
+            vote=recorded,
+        ).wait()
 
     def name_optimizer(self, names: Iterable[str]) -> str:
         """Return a name for an optimizer of parameters with these names.
@@ -107,7 +123,13 @@ class World:
                 self.close_set(number, reason)
         staying = self.engine.close(reason, failed, patience_seconds)
         timeline.stop(self)
+        recording.stop(self, reason)
         return staying
+
+    def note_end(self, how: str) -> None:
+        """Have the record say how this rank ends, before it does."""
+        if self.recorder is not None:
+            self.recorder.end(how)
 
 
 _process: World | None = None
@@ -136,10 +158,12 @@ def init_on(transport: Transport) -> None:
     """Make a transport the world of this process, until `shutdown`."""
     global _process, _guard
     heartbeat_seconds = timeout_from()
+    logs.speak(transport.rank)
     _process = World(transport)
     _guard = Guard(_process, heartbeat_seconds)
     _guard.install()
     timeline.start_if_asked(_process)
+    recording.start_if_asked(_process, _process.recordings)
     atexit.register(_at_exit)
 
 
@@ -159,6 +183,7 @@ def shutdown() -> None:
         _guard.tell(error)
         _process.close(_guard.farewell(f"raised {describe(error)}"), failed=True)
     _guard.remove()
+    logs.fall_silent()
     _process = _guard = None
     atexit.unregister(_at_exit)
 

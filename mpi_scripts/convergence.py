@@ -1,4 +1,4 @@
-"""Train the digits by many recipes on ranks that are threads, and compare what comes of it.
+"""Train small models by many recipes on ranks that are threads, and compare what comes of it.
 
 python mpi_scripts/convergence.py --ranks 4 16 --densities 0.005 0.01 0.05 --seeds 5
 
@@ -10,16 +10,19 @@ seed: what stands beside each is its mean difference to dense, and the standard 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 # By path, Python would find neither `models` nor a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,141 +30,78 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collectives import run_ranks
 from collectives.transports import Transport, local_world
 from gtopk import world
-from gtopk.compression import Compression
-from gtopk.demo.plan import equal_bytes_density
 from gtopk.optimizer import DistributedOptimizer
-from models.data.classification import Classification, load
-from models.mlp import mlp
-
-MOMENTUM: Final = 0.9
-ADAM_RATE: Final = 1e-3
-
-
-class Setting(NamedTuple):
-    """What a recipe may go by; steps: of the whole training."""
-
-    ranks: int
-    density: float
-    steps: int
-
-
-class Recipe(NamedTuple):
-    """momentum: of the wrapped SGD; None: Adam."""
-
-    compression: Any
-    momentum: float | None = MOMENTUM
-
-
-def corrected(kind: Callable[..., Any], density: float, **options: Any) -> Recipe:
-    """Return a recipe that takes the momentum before it selects."""
-    return Recipe(kind(density, momentum_correction=MOMENTUM, **options), momentum=0.0)
-
-
-# Each of these leaves a choice open or makes it: momentum before or after the selection, a
-# warm-up, who keeps what is dropped, how wide updates are, how values are rounded.
-RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
-    "dense": lambda s: Recipe(Compression.none),
-    "fp16": lambda s: Recipe(Compression.fp16),
-    "topk, momentum after": lambda s: Recipe(Compression.topk(s.density)),
-    "topk": lambda s: corrected(Compression.topk, s.density),
-    "gtopk, momentum after": lambda s: Recipe(Compression.gtopk(s.density)),
-    "gtopk": lambda s: corrected(Compression.gtopk, s.density),
-    "gtopk, warm-up": lambda s: corrected(
-        Compression.gtopk, s.density, warmup_steps=max(1, s.steps // 10)
-    ),
-    "gtopk, vectors dense": lambda s: corrected(Compression.gtopk, s.density, dense_vectors=True),
-    "gtopk, spread": lambda s: corrected(Compression.gtopk, s.density, put_back="spread"),
-    "gtopk, growth 4": lambda s: corrected(Compression.gtopk, s.density, growth=4.0),
-    "gtopk, int8": lambda s: corrected(Compression.gtopk, s.density, wire="packed", values="int8"),
-    "gtopk, bytes of topk": lambda s: corrected(
-        Compression.gtopk, equal_bytes_density(s.density, s.ranks)
-    ),
-    "oktopk": lambda s: corrected(Compression.oktopk, s.density),
-    "oktopk, k_out 4": lambda s: corrected(Compression.oktopk, s.density, k_out=4.0),
-    "Adam": lambda s: Recipe(Compression.none, momentum=None),
-    "Adam, gtopk": lambda s: Recipe(Compression.gtopk(s.density), momentum=None),
-    "Adam, gtopk, warm-up": lambda s: Recipe(
-        Compression.gtopk(s.density, warmup_steps=max(1, s.steps // 10)), momentum=None
-    ),
-}
+from mpi_scripts.low_rank import LowRank
+from mpi_scripts.recipes import RECIPES, Recipe, Setting
+from mpi_scripts.tasks import TASKS, Task
 
 
 class Run(NamedTuple):
-    """selected: entries a rank sends a step; sent_bytes: by a rank, mean over steps and ranks."""
+    """What came of a training.
+
+    accuracy:   of rank 0's model; with batch norm others have seen other samples.
+    digest:     of the parameters, which are the same on all ranks.
+    selected:   entries a rank sends a step, on average; updated: coordinates all step by.
+    sent_bytes: by a rank in a step, mean over steps and ranks.
+    """
 
     accuracy: float
+    digest: str
     selected: float
     updated: float
     sent_bytes: float
 
 
-class Training(NamedTuple):
-    """What is the same for every recipe of a seed."""
-
-    data: Classification
-    weights: Mapping[str, torch.Tensor]
-    batches: Sequence[torch.Tensor]  # of all ranks together
-    rate: float
-
-    def model(self) -> torch.nn.Module:
-        """Return the model as it begins."""
-        model = mlp(self.data.features, classes=self.data.classes)
-        model.load_state_dict(self.weights)
-        return model
-
-
-def open_training(options: argparse.Namespace, seed: int) -> Training:
-    """Return the data, weights and batches of a seed."""
-    data = load("digits", seed)
-    torch.manual_seed(seed)
-    weights = mlp(data.features, classes=data.classes).state_dict()
-    order = torch.Generator().manual_seed(seed)
-    batches = [
-        batch
-        for _ in range(options.epochs)
-        for batch in torch.randperm(len(data.train), generator=order).split(options.batch)
-        if len(batch) == options.batch
-    ]
-    return Training(data, weights, batches, options.lr)
-
-
-def train(training: Training, recipe: Recipe, ranks: int) -> Run:
-    """Train once."""
-    x, y = training.data.train.tensors
+def train(task: Task, recipe: Recipe, ranks: int) -> Run:
+    """Train once; raise AssertionError where the ranks' models are not the same in the end."""
 
     def rank(transport: Transport) -> Run:
-        model = training.model()
+        model = task.model()
         inner: torch.optim.Optimizer
-        if recipe.momentum is None:
-            inner = torch.optim.Adam(model.parameters(), lr=ADAM_RATE)
+        if recipe.adam:
+            inner = torch.optim.AdamW(model.parameters(), lr=task.adam_rate)
         else:
-            inner = torch.optim.SGD(model.parameters(), training.rate, momentum=recipe.momentum)
-        with world.entered(transport):
-            optimizer = DistributedOptimizer(inner, model.named_parameters(), recipe.compression)
+            inner = torch.optim.SGD(model.parameters(), task.rate(0.0), momentum=recipe.momentum)
+        optimizer: Any
+        with contextlib.ExitStack() as stack:
+            if recipe.low_rank:
+                named = model.named_parameters()
+                optimizer = LowRank(inner, named, recipe.low_rank, transport)
+            else:
+                stack.enter_context(world.entered(transport))
+                optimizer = DistributedOptimizer(
+                    inner, model.named_parameters(), recipe.compression, **recipe.options
+                )
             steps = []
-            for batch in training.batches:
-                mine = batch.tensor_split(ranks)[transport.rank]
+            for number, batch in enumerate(task.batches()):
+                if not recipe.adam:
+                    inner.param_groups[0]["lr"] = task.rate(number / task.steps)
                 optimizer.zero_grad()
-                F.cross_entropy(model(x[mine]), y[mine]).backward()
+                task.loss(model, batch.tensor_split(ranks)[transport.rank]).backward()
                 optimizer.step()
                 steps.append(optimizer.last_step)
+        parameters = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
         return Run(
-            accuracy(model, training.data),
+            task.accuracy(model) if transport.rank == 0 else 0.0,
+            hashlib.blake2b(parameters, digest_size=8).hexdigest(),
             statistics.fmean(step.selected for step in steps),
             statistics.fmean(step.updated for step in steps),
             statistics.fmean(step.sent_bytes for step in steps),
         )
 
-    runs = run_ranks(local_world(ranks), rank)
-    assert len({run.accuracy for run in runs}) == 1, "replicas are alike"
+    runs = run_ranks(local_world(ranks, 600.0, recipe.node_size or None), rank)
+    assert len({run.digest for run in runs}) == 1, "replicas are alike"
     return runs[0]._replace(sent_bytes=statistics.fmean(run.sent_bytes for run in runs))
 
 
-@torch.no_grad()
-def accuracy(model: torch.nn.Module, data: Classification) -> float:
-    """Return the share of the test samples that the model names right."""
-    x, y = data.test.tensors
-    return float((model(x).argmax(1) == y).float().mean())
+def run_seed(
+    name: str, recipe: str, density: float, ranks: int, seed: int, epochs: int | None
+) -> Run:
+    """Train a task of a seed by a recipe of this name; epochs: None for the task's own."""
+    torch.set_num_threads(1)
+    task = TASKS[name](seed) if epochs is None else TASKS[name](seed, epochs)
+    length = sum(weight.numel() for weight in task.weights.values())
+    return train(task, RECIPES[recipe](Setting(ranks, density, length, task.steps)), ranks)
 
 
 class Result(NamedTuple):
@@ -175,25 +115,31 @@ class Result(NamedTuple):
 
 def results(options: argparse.Namespace) -> Iterator[Result]:
     """Train everything; those that do not depend on the density once."""
-    trainings = [open_training(options, seed) for seed in range(options.seeds)]
-    steps = len(trainings[0].batches)
-    for ranks in options.ranks:
-        for density in options.densities:
-            for name in options.recipes:
-                recipe = RECIPES[name](Setting(ranks, density, steps))
-                if density != options.densities[0] and recipe in of_any_density():
-                    continue
-                runs = [train(training, recipe, ranks) for training in trainings]
-                yield Result(ranks, density, name, runs)
+    # Processes of their own: threads of one would share a core, and Python's lock.
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        waiting = [
+            (
+                ranks,
+                density,
+                name,
+                [
+                    pool.submit(run_seed, options.task, name, density, ranks, seed, options.epochs)
+                    for seed in range(options.seeds)
+                ],
+            )
+            for ranks in options.ranks
+            for density in options.densities
+            for name in options.recipes
+            if density == options.densities[0] or goes_by_density(name)
+        ]
+        for ranks, density, name, seeds in waiting:
+            yield Result(ranks, density, name, [seed.result() for seed in seeds])
 
 
-def of_any_density() -> list[Recipe]:
-    """Return the recipes that are the same at every density."""
-    return [
-        Recipe(Compression.none),
-        Recipe(Compression.fp16),
-        Recipe(Compression.none, momentum=None),
-    ]
+def goes_by_density(name: str) -> bool:
+    """Tell whether a recipe is another one at another density."""
+    one, other = (RECIPES[name](Setting(4, density, 10**6, 100)) for density in (0.1, 0.2))
+    return one != other
 
 
 def line(result: Result, dense: Result | None) -> str:
@@ -205,13 +151,13 @@ def line(result: Result, dense: Result | None) -> str:
             a.accuracy - b.accuracy for a, b in zip(result.runs, dense.runs, strict=True)
         ]
         error = statistics.stdev(differences) / math.sqrt(len(differences))
-        beside = f"{100 * statistics.fmean(differences):+.2f} ± {100 * error:.2f}"
+        beside = f"{statistics.fmean(differences):+.2f} ± {error:.2f}"
     return (
         f"| {result.ranks} | {result.recipe} | {result.density:g} "
         f"| {statistics.fmean(run.selected for run in result.runs):,.0f} "
         f"| {statistics.fmean(run.updated for run in result.runs):,.0f} "
         f"| {statistics.fmean(run.sent_bytes for run in result.runs) / 1e3:.1f} kB "
-        f"| {100 * statistics.fmean(accuracies):.2f} ± {100 * statistics.stdev(accuracies):.2f} "
+        f"| {statistics.fmean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f} "
         f"| {beside} |"
     )
 
@@ -219,26 +165,23 @@ def line(result: Result, dense: Result | None) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
+    add("--task", choices=TASKS, default="digits")
     add("--ranks", type=int, nargs="+", default=[4])
     add("--densities", type=float, nargs="+", default=[0.01])
     add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
     add("--seeds", type=int, default=5, help="at least 2")
-    add("--epochs", type=int, default=30)
-    add("--batch", type=int, default=128, help="of all ranks; default: %(default)s")
-    add("--lr", type=float, default=0.05, help="of SGD; Adam takes 0.001")
+    add("--epochs", type=int, help="default: the task's")
+    add("--jobs", type=int, default=1, help="seeds trained at a time, each on a core")
     add("--json", type=Path, help="file to write the runs to")
     options = parser.parse_args(arguments)
     if options.seeds < 2:
         parser.error("--seeds must be at least 2: one alone says nothing of the spread")
-    if options.batch < max(options.ranks):
-        parser.error("--batch must have a sample for every rank")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, row by row, and return the exit code."""
     options = parse(arguments)
-    torch.set_num_threads(1)
     print("| ranks | recipe | density | selected | updated | sent a step | accuracy % | to dense |")
     print("|---|---|---|---|---|---|---|---|")
     done: list[Result] = []

@@ -15,10 +15,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 # By path, Python would find neither `models` nor a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,9 +28,8 @@ from gtopk import world
 from gtopk.compression import Compression
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
 from gtopk.optimizer import DistributedOptimizer
-from mpi_scripts.convergence import Training, accuracy, open_training
+from mpi_scripts.tasks import TASKS, Task
 
-ADAM_RATE: Final = 1e-3
 plain = partial(torch.optim.SGD, lr=0.7)
 
 # From the plain optimizer to what steps.
@@ -70,20 +68,18 @@ def recipes(inner_steps: Sequence[int], densities: Sequence[float]) -> Iterator[
             )
 
 
-def train(training: Training, wrap: Wrap, ranks: int) -> Run:
+def train(task: Task, wrap: Wrap, ranks: int) -> Run:
     """Train once: AdamW inside, its state each rank's own."""
-    x, y = training.data.train.tensors
 
     def rank(transport: Transport) -> Run:
-        model = training.model()
+        model = task.model()
         exchanges, sent = 0, 0
         with world.entered(transport):
-            optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=ADAM_RATE))
+            optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=task.adam_rate))
             seen = None
-            for batch in training.batches:
-                mine = batch.tensor_split(ranks)[transport.rank]
+            for batch in task.batches():
                 optimizer.zero_grad()
-                F.cross_entropy(model(x[mine]), y[mine]).backward()
+                task.loss(model, batch.tensor_split(ranks)[transport.rank]).backward()
                 optimizer.step()
                 if optimizer.last_step is not seen:
                     seen = optimizer.last_step
@@ -91,7 +87,7 @@ def train(training: Training, wrap: Wrap, ranks: int) -> Run:
             if getattr(optimizer, "steps_made", 0):  # of a round that is not over
                 optimizer.outer_step()
                 exchanges, sent = exchanges + 1, sent + optimizer.last_step.sent_bytes
-        return Run(accuracy(model, training.data), exchanges, sent)
+        return Run(task.accuracy(model), exchanges, sent)
 
     runs = run_ranks(local_world(ranks), rank)
     assert len({run.accuracy for run in runs}) == 1, "replicas are alike"
@@ -106,12 +102,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--densities", type=float, nargs="+", default=[0.25, 0.05])
     add("--seeds", type=int, default=5, help="at least 2")
     add("--epochs", type=int, default=60)
-    add("--batch", type=int, default=128, help="of all ranks; default: %(default)s")
     add("--json", type=Path, help="file to write the runs to")
     options = parser.parse_args(arguments)
     if options.seeds < 2:
         parser.error("--seeds must be at least 2: one alone says nothing of the spread")
-    options.lr = ADAM_RATE
     return options
 
 
@@ -119,13 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, row by row, and return the exit code."""
     options = parse(arguments)
     torch.set_num_threads(1)
-    trainings = [open_training(options, seed) for seed in range(options.seeds)]
+    tasks = [TASKS["digits"](seed, options.epochs) for seed in range(options.seeds)]
     print("| recipe | exchanges | sent by a rank | accuracy % |")
     print("|---|---|---|---|")
     done = []
     for name, wrap in recipes(options.inner_steps, options.densities):
-        runs = [train(training, wrap, options.ranks) for training in trainings]
-        accuracies = [100 * run.accuracy for run in runs]
+        runs = [train(task, wrap, options.ranks) for task in tasks]
+        accuracies = [run.accuracy for run in runs]
         print(
             f"| {name} | {runs[0].exchanges} "
             f"| {statistics.fmean(run.sent_bytes for run in runs) / 1e6:.2f} MB "

@@ -1,155 +1,185 @@
-"""Train a small network on all ranks: a Horovod script with one import changed.
+"""Train a reference model on all ranks: a Horovod script with one import changed.
 
-mpirun -n 4 python mpi_scripts/train.py --compression gtopk --density 0.01
+mpirun -n 4 python mpi_scripts/train.py --compression gtopk --density 0.01        # real digits
+mpirun -n 32 python mpi_scripts/train.py --preset resnet20-cifar10 --data DIR --density 0.001
 python mpi_scripts/train.py                  # one rank
+
+A preset is a model, its data and hyper-parameters; without --data those of published sets are
+synthetic, and every line that reports a measure says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 # By path, `python mpi_scripts/train.py` would find neither `models` nor a gtopk not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd  # was: import horovod.torch as hvd
-from models.data import Classification, load
-from models.mlp import mlp
+from mpi_scripts.arguments import Parser, at_least, on_every_rank
+from mpi_scripts.device import own_device
+from mpi_scripts.training.loop import AMP_DTYPES, Training, train
+from mpi_scripts.training.presets import PRESETS, Preset
+from mpi_scripts.training.task import Feed, Source
 
-T = TypeVar("T")
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would end the process, each rank for itself."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
-        return value
-
-    return integer
+DENSE: Final = ("none", "fp16")
+SPARSE: Final = ("topk", "gtopk", "oktopk", "hierarchical")
 
 
 def parse() -> argparse.Namespace:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dataset", default="digits", help="'digits', or the path of an .npz file")
-    parser.add_argument("--epochs", type=at_least(1), default=30)
-    parser.add_argument("--batch-size", type=at_least(1), default=32, help="per rank and step")
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--compression", choices=["none", "fp16", "topk", "gtopk"], default="gtopk")
-    parser.add_argument("--density", type=float, default=0.01, help="share of the entries sent")
-    parser.add_argument("--seed", type=at_least(0), default=0)
-    return parser.parse_args()
-
-
-class Training(NamedTuple):
-    """What is ready on a rank before the ranks do anything together."""
-
-    epochs: int
-    data: Classification
-    sampler: DistributedSampler[tuple[torch.Tensor, ...]]
-    loader: DataLoader[tuple[torch.Tensor, ...]]
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    compression: Any
-
-
-def prepare() -> Training:
-    """Raise ValueError, OSError or ImportError for what the user must change."""
-    arguments = parse()
-    torch.manual_seed(arguments.seed)
-    data = load(arguments.dataset, arguments.seed)
-    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(
-        data.train, num_replicas=hvd.size(), rank=hvd.rank(), seed=arguments.seed
+    parser.add_argument("--preset", choices=PRESETS, default="digits")
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", type=Path, help="the folder of the preset's published files")
+    data.add_argument("--dataset", help="of the preset digits: 'digits', or an .npz file")
+    data.add_argument("--synthetic-samples", type=at_least(1), help="of the stand-in, to train on")
+    data.add_argument("--workers", type=at_least(0), default=0, help="processes that load batches")
+    data.add_argument("--seed", type=at_least(0), default=0)
+    recipe = parser.add_argument_group("recipe", "default: as the preset says")
+    recipe.add_argument("--epochs", type=at_least(1))
+    recipe.add_argument("--steps", type=at_least(1), help="after which it ends, if before epochs")
+    recipe.add_argument("--batch-size", type=at_least(1), help="per rank and backward pass")
+    recipe.add_argument("--passes", type=at_least(1), default=1, help="backward passes of a step")
+    recipe.add_argument("--lr", type=float)
+    recipe.add_argument("--momentum", type=float)
+    recipe.add_argument("--weight-decay", type=float)
+    recipe.add_argument("--amp", choices=AMP_DTYPES, help="compute in half precision")
+    sending = parser.add_argument_group("what is sent")
+    sending.add_argument("--compression", choices=[*DENSE, *SPARSE, "auto"], default="gtopk")
+    sending.add_argument("--density", type=float, help="share of the entries sent")
+    sending.add_argument(
+        "--density-warmup-epochs",
+        type=float,
+        default=0.0,
+        help="in which the density falls from 0.25 to its own",
     )
-    loader = DataLoader(data.train, arguments.batch_size, sampler=sampler, drop_last=True)
-    if not len(loader):
-        raise ValueError(
-            f"--batch-size {arguments.batch_size} must not exceed the {len(sampler)} of "
-            f"{len(data.train)} training samples that each of {hvd.size()} ranks gets"
-        )
-    model = mlp(data.features, classes=data.classes)
-    # With top-k, momentum is taken before the selection, not after it.
-    sparse = arguments.compression in ("topk", "gtopk")
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=arguments.lr, momentum=0.0 if sparse else arguments.momentum
+    sending.add_argument(
+        "--momentum-correction",
+        action=argparse.BooleanOptionalAction,
+        help="momentum before the selection, not after the reduction",
     )
-    compression = getattr(hvd.Compression, arguments.compression)
-    if sparse:
-        compression = compression(arguments.density, momentum_correction=arguments.momentum)
-    return Training(arguments.epochs, data, sampler, loader, model, optimizer, compression)
+    run = parser.add_argument_group("run")
+    run.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    run.add_argument("--checkpoint", type=Path, help="folder to save in, and to go on from")
+    run.add_argument("--checkpoint-every", type=at_least(0), default=0, help="steps; 0: epochs")
+    run.add_argument("--log", type=Path, help="file for a line of JSON an epoch")
+    arguments = parser.parse_args()
+    _require_one_source(arguments)
+    return arguments
 
 
-def on_every_rank(prepare: Callable[[], T]) -> T:
-    """Return what `prepare` returns; where it fails, say so once and end every rank."""
-    problem = None
-    try:
-        prepared = prepare()
-    except (ImportError, OSError, ValueError) as error:
-        problem = str(error)
-    problems = hvd.allgather_object(problem)
-    if not any(problems):
-        return prepared
-    if hvd.rank() == 0:
-        for text in dict.fromkeys(text for text in problems if text):
-            ranks = ", ".join(str(rank) for rank, other in enumerate(problems) if other == text)
-            print(
-                f"{Path(sys.argv[0]).name}: error: {text} [rank {ranks}]",
-                file=sys.stderr,
-                flush=True,
+def _require_one_source(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that would go unheard."""
+    if arguments.preset == "digits":
+        if arguments.data or arguments.synthetic_samples:
+            raise ValueError(
+                "--preset digits takes --dataset NAME or an .npz file, not --data or "
+                "--synthetic-samples"
             )
-    hvd.shutdown()  # returns on all ranks at once: none is ended before the error is out
-    sys.exit(2)
+    elif arguments.dataset:
+        raise ValueError(f"--dataset is for --preset digits: give {arguments.preset} --data FOLDER")
+    if arguments.data and arguments.synthetic_samples:
+        raise ValueError("give --data FOLDER or --synthetic-samples N, not both")
+
+
+def prepare(arguments: argparse.Namespace) -> Training:
+    """Raise ValueError, OSError or ImportError for what the user must change."""
+    preset = PRESETS[arguments.preset]
+    device = own_device(arguments.device)
+    torch.manual_seed(arguments.seed)
+    batch_size = _given(arguments.batch_size, preset.batch_size)
+    task = preset.open(
+        Source(
+            arguments.dataset or "digits",
+            arguments.data,
+            arguments.synthetic_samples,
+            arguments.seed,
+        ),
+        Feed(hvd.rank(), hvd.size(), batch_size, arguments.seed, arguments.workers),
+    )
+    steps_per_epoch = task.batches_per_epoch // arguments.passes
+    if not steps_per_epoch:
+        raise ValueError(
+            f"--passes {arguments.passes} must not exceed the {task.batches_per_epoch} batches "
+            "that each rank has in an epoch"
+        )
+    model = preset.model(task.sizes).to(device)
+    facts = {
+        "preset": arguments.preset,
+        "ranks": hvd.size(),
+        "batch_size": batch_size,
+        "passes": arguments.passes,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "compression": arguments.compression,
+        "density": _given(arguments.density, preset.density),
+        "seed": arguments.seed,
+        "device": device.type,
+    }
+    return Training(
+        task=task,
+        model=model,
+        optimizer=_optimizer(arguments, preset, model),
+        compression=_compression(arguments, preset, steps_per_epoch),
+        schedule=preset.schedule,
+        device=device,
+        epochs=_given(arguments.epochs, preset.epochs),
+        passes=arguments.passes,
+        steps=arguments.steps,
+        clip_norm=preset.clip_norm,
+        amp=arguments.amp,
+        checkpoint=arguments.checkpoint,
+        checkpoint_every=arguments.checkpoint_every,
+        log=arguments.log,
+        facts=facts,
+    )
+
+
+def _given(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _correction(arguments: argparse.Namespace, preset: Preset) -> float:
+    """Return the momentum to take before the selection; 0: none."""
+    if arguments.compression in DENSE:
+        return 0.0
+    if not _given(arguments.momentum_correction, preset.momentum_correction):
+        return 0.0
+    if preset.is_adam:
+        raise ValueError(f"--momentum-correction is for SGD; {arguments.preset} trains with AdamW")
+    return float(_given(arguments.momentum, preset.momentum))
+
+
+def _optimizer(
+    arguments: argparse.Namespace, preset: Preset, model: torch.nn.Module
+) -> torch.optim.Optimizer:
+    lr = _given(arguments.lr, preset.lr)
+    weight_decay = _given(arguments.weight_decay, preset.weight_decay)
+    if preset.is_adam:
+        return torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
+    corrected = _correction(arguments, preset)
+    momentum = 0.0 if corrected else _given(arguments.momentum, preset.momentum)
+    return torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=weight_decay)
+
+
+def _compression(arguments: argparse.Namespace, preset: Preset, steps_per_epoch: int) -> Any:
+    kind = getattr(hvd.Compression, arguments.compression)
+    if arguments.compression in DENSE:
+        return kind
+    options: dict[str, Any] = {"momentum_correction": _correction(arguments, preset)}
+    if arguments.compression in SPARSE:
+        options["warmup_steps"] = round(arguments.density_warmup_epochs * steps_per_epoch)
+    return kind(density=_given(arguments.density, preset.density), **options)
 
 
 def main() -> None:
     hvd.init()
-    epochs, data, sampler, loader, model, optimizer, compression = on_every_rank(prepare)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-
-    sent_bytes, counted = 0, True
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            sent_bytes += optimizer.last_step.sent_bytes
-            counted &= optimizer.last_step.bytes_counted  # MPI's own allreduce tells no one
-        loss = hvd.allreduce(loss.detach(), name="loss")
-        if hvd.rank() == 0:
-            accuracy = test(model, data.test)
-            print(
-                f"epoch {epoch + 1:3d}  loss {loss:.4f}  test accuracy {accuracy:.4f}  "
-                f"sent per rank{'' if counted else ', reckoned,'} {sent_bytes / 1e6:.2f} MB",
-                flush=True,
-            )
-
-
-@torch.no_grad()
-def test(model: torch.nn.Module, data: torch.utils.data.TensorDataset) -> float:
-    x, y = data.tensors
-    return float((model(x).argmax(1) == y).float().mean())
+    arguments = on_every_rank(parse)
+    train(on_every_rank(lambda: prepare(arguments)))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from models.data.rows import LabelledRows
 from models.data.synthetic_xml import resized, synthesise
 from models.data.xml import read_xml
 from models.xml_mlp import XmlMlp, precisions
-from mpi_scripts.train import Parser, at_least, on_every_rank
+from mpi_scripts.arguments import Parser, at_least, on_every_rank
+from mpi_scripts.device import own_device
 from mpi_scripts.xml_page import AT, Curve, Point, page
 
 EVALUATED_AT_ONCE: Final = 256  # rows: their logits over all labels are in memory together
@@ -248,13 +249,6 @@ def run(method: Method, training: Training, said: Callable[[str], None]) -> Curv
         reached = "  ".join(f"P@{k} {points[-1].precisions[k]:.4f}" for k in AT)
         said(f"{method.label}: {counted} samples, {seconds:.1f} s  {reached}")
     return Curve(method.label, points)
-
-
-def own_device() -> torch.device:
-    """Return this rank's GPU where there are any."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
-    return torch.device("cpu")
 
 
 def evaluate(model: XmlMlp, training: Training) -> dict[int, float]:

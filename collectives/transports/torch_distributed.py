@@ -42,6 +42,7 @@ from ..vector import Array
 from .carrier import Carrier
 from .farewell import Farewell
 from .mailbox import Mailbox
+from .roll_call import call_roll, not_all_here
 from .transport import Transport, say
 
 if TYPE_CHECKING:
@@ -359,9 +360,8 @@ def open_torch_distributed(
             start_timeout_seconds,
             hosted=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        # Torchrun's store outlives its ranks: when it restarts them, they begin afresh.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = distributed.PrefixStore(f"attempt-{attempt}", store)
+        word = call_roll(store, rank, size, start_timeout_seconds)
+        store = distributed.PrefixStore(word, store)
     return join_at(store, rank, size, timeout_seconds, start_timeout_seconds, ranks)
 
 
@@ -449,21 +449,9 @@ def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> l
         remaining = max(0.001, begun + start_timeout_seconds - time.monotonic())
         try:
             store.wait([key], timedelta(seconds=remaining))
-        except RuntimeError as error:
-            waited = time.monotonic() - begun
-            raise PeerTimeoutError(
-                f"rank {rank} of {size} has waited {waited:.3g} s at the start for "
-                f"{_absent(store, keys)}: {str(error).splitlines()[0]}"
-            ) from None
+        except RuntimeError:
+            raise not_all_here(store, rank, begun, keys) from None
     return [store.get(key).decode() for key in keys]
-
-
-def _absent(store: Store, keys: list[str]) -> str:
-    try:
-        absent = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError:
-        return "the others, and where the ranks meet nobody answers any more"
-    return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
 
 
 def _see_off(works: list[Work]) -> None:

@@ -15,6 +15,7 @@ from .format import check as check_format
 from .header import HEADER_BYTES
 from .indices import INDEX_CODES
 from .message import NOBODY, Decoded, Encoded, decode, encode
+from .meter import NOTHING_CODED, Coded, coded
 from .values import VALUE_CODES
 
 __all__ = [
@@ -22,11 +23,14 @@ __all__ = [
     "HEADER_BYTES",
     "INDEX_CODES",
     "NOBODY",
+    "NOTHING_CODED",
     "VALUE_CODES",
+    "Coded",
     "Decoded",
     "Encoded",
     "Format",
     "check_format",
+    "coded",
     "decode",
     "encode",
 ]

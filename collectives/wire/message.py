@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from ..errors import MessageError
 from ..vector import Array, SparseVector, module_of
 from . import header as headers
+from . import meter
 from .format import EXACT, Format, numbered, numbers
 from .header import HEADER_BYTES, Header
 from .indices import INDEX_CODES
@@ -51,6 +53,7 @@ def encode(
 
     vector.values - encoded.vector.values, the rounding error, is exact in the values' dtype.
     """
+    begun = time.perf_counter()
     extra = _NOTHING if extra is None else extra
     index_code, value_code = INDEX_CODES[format.indices], VALUE_CODES[format.values]
     count, float_bytes = vector.entries, vector.values.itemsize
@@ -83,10 +86,11 @@ def encode(
         ),
         message,
     )
-    if format.values == "exact":
-        return Encoded(message, vector)
-    rounded = value_code.unpack(packed, count, exponent, vector.values.dtype)
-    return Encoded(message, SparseVector(vector.indices, rounded, vector.length))
+    if format.values != "exact":
+        rounded = value_code.unpack(packed, count, exponent, vector.values.dtype)
+        vector = SparseVector(vector.indices, rounded, vector.length)
+    meter.count(time.perf_counter() - begun, count, message.size)
+    return Encoded(message, vector)
 
 
 def decode(
@@ -105,10 +109,13 @@ def decode(
     A GPU's message gives a vector there; the host sees its header alone. Raises MessageError when
     the message is anything but such a vector.
     """
+    begun = time.perf_counter()
     try:
-        return _decode(message, like, k, format, extra_bytes)
+        decoded = _decode(message, like, k, format, extra_bytes)
     except ValueError as error:
         raise MessageError(f"the message from rank {sender} is malformed: {error}") from error
+    meter.count(time.perf_counter() - begun)
+    return decoded
 
 
 def _decode(

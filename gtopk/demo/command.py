@@ -25,28 +25,34 @@ if TYPE_CHECKING:
 NEEDED = {"mpi4py": "mpi4py", "sklearn": "scikit-learn", "rich": "rich"}
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
         prog="gtopk demo",
         description="Train one network on real handwritten digits with dense allreduce, top-k "
         "allgather and gTop-k, on MPI ranks of this machine, and compare them.",
+        epilog="example:\n  gtopk demo --ranks 4 --seeds 3 --out report",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan = Plan()
-    parser.add_argument("--ranks", type=int, default=plan.ranks, help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=plan.seeds, help="default: %(default)s")
-    parser.add_argument("--epochs", type=int, default=plan.epochs, help="default: %(default)s")
-    parser.add_argument(
+    described.add_argument("--ranks", type=int, default=plan.ranks, help="default: %(default)s")
+    described.add_argument("--seeds", type=int, default=plan.seeds, help="default: %(default)s")
+    described.add_argument("--epochs", type=int, default=plan.epochs, help="default: %(default)s")
+    described.add_argument(
         "--density", type=float, default=plan.density, help="share sent; default: %(default)s"
     )
-    parser.add_argument(
+    described.add_argument(
         "--out", type=Path, default=Path("report"), help="folder to write; default: %(default)s"
     )
-    return parser.parse_args(arguments)
+    described.add_argument(
+        "--json", action="store_true", help="print the records as JSON, and nothing else"
+    )
+    return described
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit code."""
-    options = parse(arguments)
+    options = parser().parse_args(arguments)
     lacking = [name for module, name in NEEDED.items() if not importlib.util.find_spec(module)]
     if lacking:
         return fail(f"the demo needs {', '.join(lacking)}: pip install 'gtopk[demo]'")
@@ -79,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rich.console import Console
 
     # Without a terminal there is no width to ask for; the table fits this one.
-    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    width = None if sys.stdout.isatty() else 80
+    console = Console(width=width, highlight=False, quiet=options.json)
     announce(console, plan)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -95,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records: list[Record] = json.loads(results.read_text(encoding="utf-8"))
     show(console, records)
     write_report(records, options.out)
+    if options.json:
+        print(json.dumps(records, indent=1))
     console.print(
         f"\n{time.monotonic() - begun:.0f} s in all. Report: {options.out / 'index.html'}  "
         f"Figures: {options.out / 'results.json'}",

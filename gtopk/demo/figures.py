@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
+from ..charts.markup import prose
+from ..charts.page import legend
 from ..charts.units import seconds_text
 from .marks import key
-from .markup import prose
 from .model import LATENCY_SECONDS
 from .plots import (
     accuracy_floor,
@@ -114,9 +115,3 @@ def figure(title: str, drawing: str, reading: str, limits: str) -> str:
         f"<p><b>How to read it.</b> {prose(reading)}</p>"
         f"<p><b>What it is not.</b> {prose(limits)}</p></figcaption></figure>"
     )
-
-
-def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return what each drawn key stands for."""
-    items = "".join(f"<li>{drawn}{escape(words)}</li>" for drawn, words in entries)
-    return f'<ul class="legend">{items}</ul>'

@@ -8,9 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..charts.markup import prose
+from ..charts.page import facts as list_of_facts
+from ..charts.page import page as shared_page
 from ..charts.units import bytes_text, count_text, digits, points_text, seconds_text
 from .figures import figures
-from .markup import prose
 from .record import Record, checked
 from .verdicts import (
     accuracy_verdict,
@@ -24,7 +26,6 @@ from .verdicts import (
 
 TITLE = "gTop-k beside dense: what the demo measured"
 DATASETS = {"digits": "scikit-learn's 8x8 handwritten digits"}
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # load nothing, run nothing
 
 
 def write_page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -35,21 +36,10 @@ def write_page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 def page(records: Sequence[Record]) -> str:
     """Return the whole page."""
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{TITLE}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<h1>{TITLE}</h1>
+    return shared_page(
+        TITLE,
+        style,
+        f"""<h1>{TITLE}</h1>
 <p class="lead">{escape(what_was_run(records[0]))}</p>
 <h2>{prose(f"{records[2]['label']}, beside {records[0]['label']}")}</h2>
 <dl class="tiles">{tiles(records)}</dl>
@@ -63,11 +53,8 @@ def page(records: Sequence[Record]) -> str:
 {figures(records)}
 </div>
 <h2>What was run</h2>
-<dl class="facts">{facts(records)}</dl>
-</main>
-</body>
-</html>
-"""
+<dl class="facts">{facts(records)}</dl>""",
+    )
 
 
 def what_was_run(dense: Record) -> str:
@@ -222,6 +209,4 @@ def facts(records: Sequence[Record]) -> str:
         "Python": machine["python"],
         "Started": machine["started"],
     }
-    return "".join(
-        f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in entries.items()
-    )
+    return list_of_facts(entries)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 import platform
 import statistics
 import sys
@@ -187,6 +188,7 @@ def this_machine() -> Machine:
 def main(plan_json: str, results: str) -> None:
     """Run the whole plan on this rank."""
     plan = Plan.from_json(plan_json)
+    os.environ.setdefault("GTOPK_ADVICE", "off")  # of links inside one machine
     hvd.init()
     machine = this_machine()
     methods = plan.methods()

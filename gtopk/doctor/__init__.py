@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ..charts.terminal import wants_colour
 from ..launch import Launched, by_reason, find_mpirun, launched_by, rank_environment
 from . import ranks
 from .finding import Finding, State
@@ -35,28 +36,36 @@ _COLOURS: Final = {
 _PLAIN: Final = "\033[0m"
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
+        prog="gtopk doctor",
+        description="Say what is installed and works here, and what to run for what does not.",
+        epilog="example:\n  gtopk doctor\n  mpirun -n 4 gtopk doctor --ranks\n\n"
+        "Under mpirun it looks at the running job. Exit code 0: one can train here.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    described.add_argument("--json", action="store_true", help="print the findings as JSON")
+    described.add_argument("--no-run", action="store_true", help="start no ranks to try MPI")
+    described.add_argument(
+        "--ranks",
+        action="store_true",
+        help="look at the running job only: try the link of each pair of its ranks",
+    )
+    return described
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; return 0 when one can train here, else 1.
 
     Under a launcher rank 0 prints it, and the job's own ranks have to work together.
     """
-    parser = argparse.ArgumentParser(
-        prog="gtopk doctor",
-        description="Say what is installed and works here, and what to run for what does not.",
-        epilog="Under mpirun it looks at the running job. Exit code 0: one can train here.",
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--no-run", action="store_true", help="start no ranks to try MPI")
-    parser.add_argument(
-        "--ranks",
-        action="store_true",
-        help="look at the running job only: try the link of each pair of its ranks",
-    )
-    options = parser.parse_args(arguments)
+    described = parser()
+    options = described.parse_args(arguments)
 
     job = launched_by()
     if options.ranks and job is None:
-        parser.error("--ranks needs a running job: mpirun -n 4 gtopk doctor --ranks")
+        described.error("--ranks needs a running job: mpirun -n 4 gtopk doctor --ranks")
     if job is not None and job.rank != 0:
         _look_at_job(job, options.ranks)
         return 0
@@ -70,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if ready else 1
     # Ranks see a terminal even when mpirun's output goes to a file.
     terminal = sys.stdout.isatty() and job is None
-    colour = terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    colour = job is None and wants_colour(sys.stdout)
     width = shutil.get_terminal_size().columns if terminal else None
     for finding in examined:
         _say(_render(finding, colour, width))

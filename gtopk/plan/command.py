@@ -29,60 +29,64 @@ MOST_RANKS = 65_536
 EXACT_FORMATS = [format for format in FORMATS if format.values == "exact"]  # nothing is rounded
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
         prog="gtopk plan",
         description="Tell what a step's gradient exchange would take on a cluster, by a model of "
         "its links, and whether compression would pay there.",
-        epilog="Models: " + ", ".join(f"{name} {n:,}" for name, n in PARAMETERS.items()),
+        epilog="example:\n"
+        "  gtopk plan --model resnet50 --ranks 32 --bandwidth 1gbit --latency 0.4ms\n\n"
+        + "\n".join(["models:", *(f"  {name:18} {n:13,}" for name, n in PARAMETERS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    size = parser.add_mutually_exclusive_group(required=True)
+    size = described.add_mutually_exclusive_group(required=True)
     size.add_argument("--elements", type=as_argument(count), help="parameters of the model")
     size.add_argument("--model", choices=PARAMETERS, metavar="NAME", help="or its name, see below")
-    parser.add_argument("--ranks", type=as_argument(count), required=True)
-    parser.add_argument(
+    described.add_argument("--ranks", type=as_argument(count), required=True)
+    described.add_argument(
         "--bandwidth", type=as_argument(bandwidth), required=True, help="between nodes: 1gbit"
     )
-    parser.add_argument(
+    described.add_argument(
         "--latency",
         type=as_argument(duration),
         default=50e-6,
         help="of a message between nodes; default: 50us",
     )
-    parser.add_argument(
+    described.add_argument(
         "--ranks-per-node",
         type=as_argument(count),
         default=1,
         help="which share their node's link; default: %(default)s",
     )
-    parser.add_argument(
+    described.add_argument(
         "--node-bandwidth",
         type=as_argument(bandwidth),
         default=1e11,
         help="inside a node; default: 100gbit",
     )
-    parser.add_argument(
+    described.add_argument(
         "--node-latency",
         type=as_argument(duration),
         default=5e-6,
         help="inside a node; default: 5us",
     )
-    parser.add_argument(
+    described.add_argument(
         "--density", type=as_argument(density), default=0.001, help="default: %(default)s"
     )
-    parser.add_argument(
+    described.add_argument(
         "--backward-ms",
         type=as_argument(milliseconds),
         default=0.0,
         metavar="MS",
         help="what dense can hide behind, bucket by bucket; default: nothing",
     )
-    parser.add_argument(
+    described.add_argument(
         "--no-measure", action="store_true", help="take assumed rates, not this machine's"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures; '-': print them only")
-    simulation.add_arguments(parser, as_argument(bandwidth), as_argument(duration))
-    return parser.parse_args(arguments)
+    described.add_argument("--json", metavar="FILE", help="write the figures; '-': print them only")
+    simulation.add_arguments(described, as_argument(bandwidth), as_argument(duration))
+    return described
 
 
 def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
@@ -120,7 +124,7 @@ def milliseconds(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison and return the exit code."""
-    options = parse(arguments)
+    options = parser().parse_args(arguments)
     if options.ranks > MOST_RANKS:
         return _fail(f"--ranks must be at most {MOST_RANKS:,}, got {options.ranks:,}")
     if options.ranks_per_node > options.ranks:

@@ -35,10 +35,22 @@ class Cluster:
     backward_seconds: float = 0.0
 
     def on(self, link: Link) -> Cluster:
-        """Return the cluster with another link between its nodes."""
-        return Cluster(
-            self.length, self.network._replace(between=link), self.density, self.backward_seconds
-        )
+        """Return the cluster with another link between its nodes.
+
+        The library's own allreduce, where it was measured, is as much off the link as it was.
+        """
+        here, allreduce = self.network.between, self.network.allreduce
+        if allreduce is not None:
+            allreduce = Link(
+                allreduce.latency_seconds * _over(link.latency_seconds, here.latency_seconds),
+                allreduce.seconds_per_byte * _over(link.seconds_per_byte, here.seconds_per_byte),
+            )
+        network = self.network._replace(between=link, allreduce=allreduce)
+        return Cluster(self.length, network, self.density, self.backward_seconds)
+
+
+def _over(new: float, old: float) -> float:
+    return new / old if old else 1.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,12 @@ class Comparison:
         backward = self.cluster.backward_seconds
         mine = backward + self.exposed_seconds(found)
         return (backward + self.exposed_seconds(self.dense)) / mine if mine else 1.0
+
+    @property
+    def cheapest_sparse(self) -> Prediction:
+        """Return the quickest of the sparse methods that are offered."""
+        offered = (each for each in self.sparse if each.candidate.algorithm in SPARSE)
+        return min(offered, key=self.exposed_seconds)
 
     @property
     def pays(self) -> bool:

@@ -10,6 +10,7 @@ PARAMETERS: Final = {
     "resnet18": 11_689_512,
     "vgg16-cifar": 14_728_266,
     "resnet50": 25_557_032,
+    "lstm-an4": 27_569_568,  # five layers of 800 after two convolutions, Shi et al. 2019
     "resnet101": 44_549_160,
     "alexnet": 61_100_840,
     "lstm-ptb": 66_034_000,  # two layers of 1500, Zaremba et al. 2014

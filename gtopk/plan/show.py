@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from collectives.planning import Prediction
 
+from ..charts.terminal import wants_colour
 from ..charts.units import (
     about_bandwidth_text,
     bandwidth_text,
@@ -139,7 +140,7 @@ def verdict(comparison: Comparison) -> str:
 
 def show(lines: Sequence[str]) -> None:
     """Print the lines, the cheapest method's in bold on a terminal."""
-    if not (sys.stdout.isatty() and importlib.util.find_spec("rich")):
+    if not (wants_colour(sys.stdout) and importlib.util.find_spec("rich")):
         print("\n".join(lines))
         return
     from rich.console import Console

@@ -1,15 +1,16 @@
-"""How the ranks of a call are started: mpirun here or on other hosts, or torchrun here."""
+"""How ranks are started: mpirun here or on other hosts, srun in its allocation, torchrun here."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..launch import LaunchError, find_mpirun, identify, mpirun_command, rank_environment
 from ..launch.hosts import Host, refuse_too_few_slots
@@ -23,6 +24,8 @@ from ..launch.remote import (
 from ..launch.torchrun import torchrun_command
 from .worker import BEGIN, OUTPUT
 
+LAUNCHERS: Final = ("mpirun", "torchrun", "srun")
+
 
 @dataclass(frozen=True)
 class Places:
@@ -30,7 +33,7 @@ class Places:
 
     ranks: int
     hosts: Sequence[Host] = ()
-    launcher: str | None = None  # "mpirun" or "torchrun"
+    launcher: str | None = None  # one of LAUNCHERS
     mpi_args: str | None = None
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
@@ -52,11 +55,17 @@ class Start(NamedTuple):
 
 
 def start_of(places: Places, needed: Mapping[str, str]) -> Start:
-    """Return how to start the ranks, with these variables in their environment.
+    """Return how to start the ranks of a call, with these variables in their environment.
 
     Raises LaunchError where there is nothing to start them with, ValueError where the hosts have
     too few slots.
     """
+    root = Path(__file__).parents[2]
+    return start_program(places, [places.python, "-c", BEGIN, str(root)], needed)
+
+
+def start_program(places: Places, program: list[str], needed: Mapping[str, str]) -> Start:
+    """Return how to start ranks of a program, its executable first; see `start_of`."""
     variables = {**needed}
     if places.output_folder is not None:
         variables[OUTPUT] = os.path.abspath(places.output_folder)
@@ -64,17 +73,29 @@ def start_of(places: Places, needed: Mapping[str, str]) -> Start:
         variables |= interface_environment(places.interfaces)
     if places.hosts:
         refuse_too_few_slots(places.hosts, places.ranks)
-    root = Path(__file__).parents[2]
-    program = [places.python, "-c", BEGIN, str(root)]
-    if (places.launcher or _at_hand(places)) == "torchrun":
+    launcher = places.launcher or launcher_at_hand(places)
+    if launcher == "srun":
+        return _by_srun(places, program, variables)
+    if launcher == "torchrun":
         return _by_torchrun(places, program, variables)
     return _by_mpirun(places, program, variables)
 
 
-def _at_hand(places: Places) -> str:
+def launcher_at_hand(places: Places) -> str:
     """Return the launcher that works here: mpirun, or torchrun where MPI is not complete."""
     complete = find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
     return "mpirun" if complete or places.elsewhere else "torchrun"
+
+
+def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
+    if shutil.which("srun") is None:
+        raise LaunchError(
+            "srun is not on PATH: start the ranks inside a Slurm allocation, or use "
+            "mpirun or torchrun"
+        )
+    if places.hosts or places.mpi_args is not None:
+        raise ValueError("srun starts ranks where the allocation is: give it no hosts and mpi_args")
+    return Start(["srun", f"--ntasks={places.ranks}", *program], variables)
 
 
 def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) -> Start:

@@ -90,14 +90,17 @@ def modes(text: str) -> list[str]:
     return names
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
         prog="gtopk simulate",
         description="Train on a cluster of unlike ranks that is modelled: real model, gradients, "
         "residuals and collectives in this process, simulated seconds. Tells which mode of "
         "adaptive batches pays there.",
+        epilog="example:\n  gtopk simulate --speeds 400:200:100:100 --html adaptive.html",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = described.add_argument
     add(
         "--speeds",
         type=as_argument(speeds),
@@ -161,14 +164,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=list(DEFAULT),
         help=f"of {','.join(SIMULATED)}; default: {','.join(DEFAULT)}",
     )
-    add("--json", metavar="FILE", help="write the records")
+    add("--json", metavar="FILE", help="write the records; '-': print them only")
     add("--html", metavar="FILE", help="write a page with plots")
-    return parser.parse_args(arguments)
+    return described
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison and return the exit code."""
-    options = parse(arguments)
+    options = parser().parse_args(arguments)
     cluster = Cluster(
         options.speeds,
         options.overhead,
@@ -194,8 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mode in options.modes:
             print(f"simulating {mode}, seed {seed}", file=sys.stderr)
             records.append(SIMULATED[mode](setting))
-    for line in render(records, setting, options.target):
-        print(line)
+    if options.json != "-":
+        for line in render(records, setting, options.target):
+            print(line)
     try:
         _write(options, records, setting)
     except OSError as error:
@@ -237,7 +241,11 @@ def _write(options: argparse.Namespace, records: Sequence[Record], setting: Sett
             "reduce_seconds": setting.reduce_seconds,
             "records": [dataclasses.asdict(record) for record in records],
         }
-        Path(options.json).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(said, indent=1)
+        if options.json == "-":
+            print(text)
+        else:
+            Path(options.json).write_text(text + "\n", encoding="utf-8")
     if options.html:
         lines = render(records, setting, options.target)
         Path(options.html).write_text(page(records, lines), encoding="utf-8")

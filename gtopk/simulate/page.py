@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
+from ..charts.page import page as shared_page
 from ..charts.svg import Axis, drawing, frame, horizontal, line, text, vertical
 from ..charts.units import digits
 from .record import Record
@@ -18,34 +19,23 @@ def page(records: Sequence[Record], lines: Sequence[str]) -> str:
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")
     first = [record for record in records if record.seed == records[0].seed]
     sizes = "".join(
-        f"<h2>Samples of each rank and step: {escape(record.mode)}</h2>{sizes_over_time(record)}"
+        f"<figure><h3>Samples of each rank and step: {escape(record.mode)}</h3>"
+        f"{sizes_over_time(record)}</figure>"
         for record in first
         if record.mode in ("balanced", "abs", "adaptive-sgd")
     )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{TITLE}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<h1>{TITLE}</h1>
-<pre>{escape(chr(10).join(lines))}</pre>
-<h2>Test accuracy over simulated seconds</h2>
-{accuracy_over_time(first)}
-<h2>Share of the simulated time that ranks compute</h2>
-{utilisation(first)}
+    return shared_page(
+        TITLE,
+        style,
+        f"""<h1>{TITLE}</h1>
+<figure><pre>{escape(chr(10).join(lines))}</pre></figure>
+<h2>Plots</h2>
+<div class="plots">
+<figure><h3>Test accuracy over simulated seconds</h3>{accuracy_over_time(first)}</figure>
+<figure><h3>Share of the simulated time that ranks compute</h3>{utilisation(first)}</figure>
 {sizes}
-</main>
-</body>
-</html>
-"""
+</div>""",
+    )
 
 
 def accuracy_over_time(records: Sequence[Record]) -> str:
@@ -88,7 +78,7 @@ def utilisation(records: Sequence[Record]) -> str:
             width = 400 * busy / record.seconds
             below = top + 22 + 14 * rank
             rows.append(
-                f'<rect class="series-{rank % 6}" x="0" y="{below}" width="{width:.1f}" '
+                f'<rect class="bar series-{rank % 6}" x="0" y="{below}" width="{width:.1f}" '
                 'height="11"/>'
             )
             share = f"rank {rank}: {100 * busy / record.seconds:.0f} %"

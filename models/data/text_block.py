@@ -7,9 +7,10 @@ known from these two alone:
     parted  |    |     |   |   |     |   |   |
     role      L    L     I   W   F     I   W        Label, Index, Whole part, Fraction
 
-Digits are then turned into numbers eight at a time, in the bytes of one 64-bit word. What is not
-digits alone (1e-5, 19 digits) goes through Python's float, and a line in which anything is wrong to
-`parse_line`, for the reason. Values are those of Python's float, rounded to float32, to the bit.
+Digits are then turned into numbers eight at a time, in the bytes of one 64-bit word. What that does
+not give exactly (1e-30, 19 digits) goes through Python's float, and a line in which anything is
+wrong to `parse_line`, for the reason. Values are those of Python's float, rounded to float32, to
+the bit.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _MOST_LETTERS: Final = 64
 _MOST_IN_A_WORD: Final = 19  # digits, whatever they are
 _POWERS: Final = 10 ** np.arange(_MOST_IN_A_WORD + 1, dtype=np.uint64)
 _EXACT_POWERS: Final = 10.0 ** np.arange(23)
+_FAR: Final = np.uint64(1000)  # a power of ten beyond all that numbers here have
+_FINITE: Final = 1e38  # and below it, in float32, too
 _WORD: Final = 8  # digits
 _LEAD: Final = MOST_DIGITS  # bytes before the block: words end where a number ends
 
@@ -142,6 +145,7 @@ class _Numbers:
         self._text = text
         # One word for each place, with the bytes from there on: they overlap.
         self._words = np.ndarray((len(text) - _WORD + 1,), "<u8", text, strides=(1,))
+        self._powers_at = np.flatnonzero((text == ord("e")) | (text == ord("E")))
 
     def numbered(
         self, starts: np.ndarray, ends: np.ndarray, numbering: Numbering
@@ -161,27 +165,60 @@ class _Numbers:
         first = self._text[starts]
         negative = first == ord("-")
         unsigned = starts + (negative | (first == ord("+")))
+        powers, sure_powers, stops = self._powers(starts, ends)
+        points = np.minimum(points, stops)
         whole, sure = self._whole(unsigned, points)
+        sure &= sure_powers
         digits, places = points - unsigned, np.zeros(len(starts), np.int64)
-        dotted = np.flatnonzero(points < ends)
+        dotted = np.flatnonzero(points < stops)
         if dotted.size:
             begins = points[dotted] + 1
-            places[dotted] = ends[dotted] - begins
-            fractions, sure_fractions = self._whole(begins, ends[dotted])
-            powers = _POWERS[np.minimum(places[dotted], _MOST_IN_A_WORD)]
+            places[dotted] = stops[dotted] - begins
+            fractions, sure_fractions = self._whole(begins, stops[dotted])
+            shifts = _POWERS[np.minimum(places[dotted], _MOST_IN_A_WORD)]
             fits = (whole[dotted] == 0) | (digits[dotted] + places[dotted] <= _MOST_IN_A_WORD)
-            whole[dotted] = whole[dotted] * powers + fractions
+            whole[dotted] = whole[dotted] * shifts + fractions
             sure[dotted] &= sure_fractions & fits
-        sure &= (digits + places > 0) & (places < len(_EXACT_POWERS))
-        # Both are exact up to 2**53: their quotient is rounded once.
-        values = whole / _EXACT_POWERS[np.minimum(places, len(_EXACT_POWERS) - 1)]
+        powers -= places
+        sure &= (digits + places > 0) & (np.abs(powers) < len(_EXACT_POWERS))
+        # Both are exact up to 2**53: their quotient, or product, is rounded once.
+        exact_powers = _EXACT_POWERS[np.minimum(np.abs(powers), len(_EXACT_POWERS) - 1)]
+        values = whole / exact_powers
+        up = np.flatnonzero(powers > 0)
+        values[up] = whole[up] * exact_powers[up]
         sure[_may_round_twice(whole, values)] = False
+        sure &= values < _FINITE
         np.negative(values, out=values, where=negative)
         finite = np.ones(len(starts), bool)
         rest = np.flatnonzero(~sure)
         if rest.size:
             values[rest], finite[rest] = self._any_form(starts[rest], ends[rest])
         return values, finite
+
+    def _powers(
+        self, starts: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the powers of ten in numbers, which are sure, and where what is before ends.
+
+        - 1 . 2 5 e - 0 7         power -7
+                  ^ here
+        """
+        powers, sure, stops = np.zeros(len(starts), np.int64), np.ones(len(starts), bool), ends
+        marks = self._powers_at
+        if not marks.size:
+            return powers, sure, stops
+        nearest = marks[np.minimum(np.searchsorted(marks, starts), marks.size - 1)]
+        named = np.flatnonzero((nearest >= starts) & (nearest < ends))
+        begins = nearest[named] + 1
+        stops = ends.copy()
+        stops[named] = nearest[named]
+        sign = self._text[begins]
+        negative = sign == ord("-")
+        begins += negative | (sign == ord("+"))
+        numbers, digits = self._whole(begins, ends[named])
+        sure[named] = digits & (begins < ends[named]) & (numbers < _FAR)
+        powers[named] = np.where(negative, -1, 1) * np.minimum(numbers, _FAR).astype(np.int64)
+        return powers, sure, stops
 
     def _any_form(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return as `real` what Python's float says of each."""

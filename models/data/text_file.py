@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+from .malformed import MalformedFile
 from .rows import LabelledRows, concatenated
 from .text_block import BadLine, parse_block
 from .text_line import Layout
@@ -19,18 +20,6 @@ _OPENERS: Final[Mapping[bytes, tuple[Any, str]]] = {
     b"\x1f\x8b": (gzip.GzipFile, "gzip"),
     b"BZ": (bz2.BZ2File, "bzip2"),
 }
-
-
-class MalformedFile(ValueError):
-    """A file that is not what it must be.
-
-    line: counted from 1; None where the file as a whole is wrong.
-    """
-
-    def __init__(self, path: Path, line: int | None, reason: str) -> None:
-        where = str(path) if line is None else f"{path}, line {line}"
-        super().__init__(f"{where}: {reason}")
-        self.path, self.line, self.reason = path, line, reason
 
 
 class TextFile:

@@ -24,9 +24,10 @@ from typing import Final
 
 import numpy as np
 
+from .malformed import MalformedFile
 from .row_cache import cached
 from .rows import LabelledRows, LabelLists, SparseRows
-from .text_file import MalformedFile, TextFile
+from .text_file import TextFile
 from .text_line import Layout, Numbering
 
 MOST_COLUMNS: Final = 2**31 - 1

@@ -217,6 +217,14 @@ def test_a_world_of_no_ranks_is_refused(size: int) -> None:
         local_world(size)
 
 
+def test_threads_are_neighbours_by_nodes_of_a_size() -> None:
+    world = local_world(5, node_size=2)
+    assert [rank.neighbours() for rank in world] == [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
+    assert local_world(3)[2].neighbours() == [0, 1, 2]
+    with pytest.raises(ValueError, match="at least one rank, got node_size 0"):
+        local_world(5, node_size=0)
+
+
 # ---- who leaves, and who is silent
 
 

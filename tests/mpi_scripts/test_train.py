@@ -78,12 +78,16 @@ def write_data(path: Path) -> Path:
 @pytest.mark.parametrize("ranks", some_of([1, 3], 3))
 def test_every_compression_trains_and_one_rank_tells(train, digits, ranks: int) -> None:
     options = ["--dataset", digits, "--epochs", "2", "--batch-size", "16", "--lr", "0.1"]
-    *runs, again, other_seed = train(
+    stand_in = ["--preset", "resnet20-cifar10", "--synthetic-samples", "24", "--batch-size", "4"]
+    *runs, again, other_seed, resnet = train(
         ranks,
         *[[*options, "--compression", compression] for compression in COMPRESSIONS],
         [*options, "--compression", COMPRESSIONS[-1]],
         [*options, "--compression", COMPRESSIONS[-1], "--seed", "1"],
+        [*stand_in, "--steps", "2", "--density", "0.01"],
     )
+    assert [run.code for run in resnet] == [0] * ranks
+    assert "(synthetic, like CIFAR-10)  sent per rank" in resnet[0].out
     assert again == runs[-1], "the same seed gives the same run"
     sent = {}
     for compression, once in zip(COMPRESSIONS, runs, strict=True):

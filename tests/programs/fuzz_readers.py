@@ -43,8 +43,17 @@ from gtopk.torch.checkpoint.errors import DamagedError
 from gtopk.torch.checkpoint.files import read_tensors, seal, unseal
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 from models.data import classification
+from models.data.an4 import read_transcript
+from models.data.cifar10 import IMAGE_BYTES, read_binary_batch
+from models.data.cifar10_pickle import read_pickled_batch
+from models.data.idx import read_idx
+from models.data.image_folder import decoded, middle
 from models.data.libsvm import read_classes, read_multilabel
+from models.data.ptb import read_ptb
+from models.data.speech import RATE
+from models.data.wav import read_wav
 from models.data.xml import read_split, read_xml
+from tests import published_files
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 MOST_SECONDS = 10
@@ -257,6 +266,42 @@ def read_cache(content: bytes, file: Path) -> Any:
     return rows
 
 
+def some_batch(dice: random.Random) -> tuple[np.ndarray, np.ndarray]:
+    """Return two images of CIFAR-10's shape and their labels."""
+    pixels = np.frombuffer(dice.randbytes(2 * IMAGE_BYTES), np.uint8)
+    return pixels, np.array([dice.randrange(10), dice.randrange(10)])
+
+
+def some_idx(dice: random.Random) -> bytes:
+    rows = dice.randrange(1, 5)
+    array = np.frombuffer(dice.randbytes(rows * 6), np.uint8).reshape(rows, 2, 3)
+    return dice.choice([bytes, gzip.compress])(published_files.idx(array))
+
+
+def some_sentences(dice: random.Random) -> bytes:
+    words = [["the", "<unk>", "N", "cat", "n't"][dice.randrange(5)] for _ in range(12)]
+    return " {} {} {} \n {} {} \n{} {} {} {} {}\n {} {}\n".format(*words).encode()
+
+
+def read_sentences(content: bytes, file: Path) -> Any:
+    """Read a text for training and its first line for testing."""
+    folder = file.parent
+    (folder / "ptb.train.txt").write_bytes(content)
+    (folder / "ptb.valid.txt").write_bytes(content[: content.find(b"\n") + 1])
+    text = read_ptb(folder)
+    assert int(text.test.max()) < text.vocabulary
+    return text
+
+
+def some_wav(dice: random.Random) -> bytes:
+    return published_files.wav(np.frombuffer(dice.randbytes(2 * dice.randrange(1, 40)), np.int16))
+
+
+def some_image(dice: random.Random) -> bytes:
+    pixels = np.frombuffer(dice.randbytes(9 * 8 * 3), np.uint8).reshape(9, 8, 3)
+    return published_files.image(pixels, dice.choice(["PNG", "JPEG"]))
+
+
 TARGETS = {
     "objects": Target(
         lambda dice: encode(some_object(dice)),
@@ -274,6 +319,25 @@ TARGETS = {
         lambda dice: some_rows(dice).partition(b"\n")[2], as_file(read_listed), (ValueError,)
     ),
     "row_cache": Target(some_cache, read_cache, ()),
+    "idx": Target(some_idx, as_file(lambda file: read_idx(file, 3)), (ValueError,), repacked),
+    "cifar10_binary": Target(
+        lambda dice: published_files.binary_batch(*some_batch(dice)),
+        as_file(lambda file: read_binary_batch(file, 2)),
+        (ValueError,),
+    ),
+    "cifar10_pickle": Target(
+        lambda dice: published_files.pickled_batch(*some_batch(dice)),
+        as_file(lambda file: read_pickled_batch(file, 2, IMAGE_BYTES, 10)),
+        (ValueError,),
+    ),
+    "ptb": Target(some_sentences, read_sentences, (ValueError,)),
+    "an4_transcript": Target(
+        lambda dice: dice.choice([b"YES\n", b"IT'S A RUBOUT\r\n", b"GO"]),
+        as_file(read_transcript),
+        (ValueError,),
+    ),
+    "wav": Target(some_wav, as_file(lambda file: read_wav(file, RATE)), (ValueError,)),
+    "image": Target(some_image, as_file(lambda file: decoded(file, 4, middle)), (ValueError,)),
 }
 
 

@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
         prog="gtopk bench collectives",
         description="Time every reduction beside the baselines and the model: start it on the "
         "ranks to measure (mpirun -n 4 gtopk bench collectives), or without a launcher on threads.",
+        epilog="example:\n  mpirun -n 4 gtopk bench collectives --json collectives.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = described.add_argument
     add("--transport", choices=TRANSPORTS, help="default: the launcher's; without one, local")

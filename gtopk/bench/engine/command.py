@@ -22,28 +22,31 @@ _GRADIENTS = {"resnet50": resnet50, "small": small}
 _TIMEOUT_SECONDS = 3600.0
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
         prog="gtopk bench engine",
         description="Time negotiation by name, and steps through the engine, beside a bare "
         "allreduce of the same size: start it on the ranks to measure "
         "(mpirun -n 2 gtopk bench engine), or without a launcher on threads.",
+        epilog="example:\n  mpirun -n 4 gtopk bench engine --json engine.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=21, help="default: %(default)s")
-    parser.add_argument(
+    described.add_argument("--rounds", type=int, default=21, help="default: %(default)s")
+    described.add_argument(
         "--gradients",
         nargs="*",
         default=list(_GRADIENTS),
         choices=list(_GRADIENTS),
         help="default: all",
     )
-    parser.add_argument("--json", type=Path, help="file to write")
-    return parser.parse_args(arguments)
+    described.add_argument("--json", type=Path, help="file to write")
+    return described
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on this rank and return the exit code."""
-    options = parse(arguments)
+    options = parser().parse_args(arguments)
     if options.rounds < 2:
         message = f"--rounds must be at least 2, got {options.rounds}"
         print(f"gtopk bench engine: {message}", file=sys.stderr)

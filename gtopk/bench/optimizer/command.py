@@ -17,24 +17,27 @@ from .measure import Record, measure, ways
 from .networks import NETWORKS
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
         prog="gtopk bench optimizer",
         description="Time training steps of a plain optimizer and of distributed ones, in turn in "
         "one run. Alone, it shows what DistributedOptimizer costs; started on several ranks "
         "(mpirun -n 4 gtopk bench optimizer), how much of the exchange backward hides.",
+        epilog="example:\n  mpirun -n 4 gtopk bench optimizer --json optimizer.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", choices=NETWORKS, default="resnet20")
-    parser.add_argument("--batch", type=int, default=32, help="default: %(default)s")
-    parser.add_argument("--density", type=float, default=0.001, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=20, help="timed; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="file to write the records to")
-    return parser.parse_args(arguments)
+    described.add_argument("--model", choices=NETWORKS, default="resnet20")
+    described.add_argument("--batch", type=int, default=32, help="default: %(default)s")
+    described.add_argument("--density", type=float, default=0.001, help="default: %(default)s")
+    described.add_argument("--rounds", type=int, default=20, help="timed; default: %(default)s")
+    described.add_argument("--json", type=Path, help="file to write the records to")
+    return described
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
-    options = parse(arguments)
+    options = parser().parse_args(arguments)
     for name in ("batch", "rounds"):
         if getattr(options, name) < 1:
             return _refuse(f"--{name} must be at least 1, got {getattr(options, name)}")

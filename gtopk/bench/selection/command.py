@@ -26,28 +26,33 @@ from .methods import FLOOR, all_methods
 DATA = ("training", "gaussian", "laplace")
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
         prog="gtopk bench selection",
         description="Time a step of error feedback (accumulate, select, clear) by our kernels and "
         "by others, in turn in one run, and check what each of them selects.",
+        epilog="example:\n  gtopk bench selection --json selection.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--elements", type=int, nargs="+", default=[25_600_000], metavar="N")
-    parser.add_argument("--density", type=float, default=0.001, help="default: %(default)s")
-    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all")
-    parser.add_argument("--rounds", type=int, default=7, help="timed; default: %(default)s")
-    parser.add_argument("--warm-up", type=int, default=20, help="not timed; default: %(default)s")
-    parser.add_argument(
+    described.add_argument("--elements", type=int, nargs="+", default=[25_600_000], metavar="N")
+    described.add_argument("--density", type=float, default=0.001, help="default: %(default)s")
+    described.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
+    described.add_argument("--methods", nargs="+", metavar="NAME", help="default: all")
+    described.add_argument("--rounds", type=int, default=7, help="timed; default: %(default)s")
+    described.add_argument(
+        "--warm-up", type=int, default=20, help="not timed; default: %(default)s"
+    )
+    described.add_argument(
         "--threads", type=int, default=usable_cores(), help="of the threaded one; default: cores"
     )
-    parser.add_argument("--json", type=Path, help="file to write the records to")
-    return parser.parse_args(arguments)
+    described.add_argument("--json", type=Path, help="file to write the records to")
+    return described
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
-    options = parse(arguments)
+    options = parser().parse_args(arguments)
     for name in ("rounds", "threads", "warm_up"):
         if getattr(options, name) < 1:
             option = name.replace("_", "-")

@@ -14,34 +14,37 @@ from .lists import Entries, from_file, trained, uniform
 from .measure import Record, measure, table
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
         prog="gtopk bench wire",
         description="Encode and decode the same entries in every format: bytes and processor time "
         "per entry, and below which bandwidth a format pays for its work.",
+        epilog="example:\n  gtopk bench wire --densities 0.001 0.01 --json wire.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--entries", type=int, default=25_600, help="default: %(default)s")
-    parser.add_argument(
+    described.add_argument("--entries", type=int, default=25_600, help="default: %(default)s")
+    described.add_argument(
         "--densities", type=float, nargs="+", default=[1e-4, 1e-3, 1e-2, 1e-1], metavar="D"
     )
-    parser.add_argument(
+    described.add_argument(
         "--elements",
         type=int,
         default=6_400_000,
         help="of the network in training, whose picks are encoded too; 0: none; "
         "default: %(default)s",
     )
-    parser.add_argument(
+    described.add_argument(
         "--files", type=Path, nargs="+", default=[], help=".npz: indices, values, length"
     )
-    parser.add_argument("--rounds", type=int, default=21, help="timed; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="file to write the records to")
-    return parser.parse_args(arguments)
+    described.add_argument("--rounds", type=int, default=21, help="timed; default: %(default)s")
+    described.add_argument("--json", type=Path, help="file to write the records to")
+    return described
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
-    options = parse(arguments)
+    options = parser().parse_args(arguments)
     if min(options.entries, options.rounds) < 1 or options.elements < 0:
         return _refuse("--entries and --rounds must be at least 1, --elements at least 0")
     if not all(0.0 < density <= 1.0 for density in options.densities):

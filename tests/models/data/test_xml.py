@@ -13,9 +13,9 @@ import pytest
 from models.data import text_file
 from models.data.catalogue import SHAPES, read_libsvm
 from models.data.libsvm import read_classes, read_multilabel
+from models.data.malformed import MalformedFile
 from models.data.rows import LabelledRows
 from models.data.synthetic_xml import resized, synthesise, write_xml
-from models.data.text_file import MalformedFile
 from models.data.xml import read_split, read_xml, read_xml_pair
 
 SMALL = resized(SHAPES["amazon-670k"], features=500, labels=300)

@@ -1,0 +1,69 @@
+"""Clocks: how far a rank's clock is ahead of rank 0's, so that what ranks note can be put together.
+
+rank r   |--asks---------------------->  hears |        the shortest of several round trips: rank 0
+rank 0                | says its time |                 spoke in its middle, give or take half of it
+                                                        (Cristian 1989)
+
+Ranks on rank 0's host read the same clock: time.perf_counter counts from the host's start.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from collectives.transports import Transport
+
+_ROUND_TRIPS: Final = 8
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Offset(NamedTuple):
+    """This rank's time.perf_counter less rank 0's, at the same moment; seconds, give or take."""
+
+    ahead_seconds: float = 0.0
+    uncertain_seconds: float = 0.0
+
+
+def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
+    """Return this rank's offset; every rank must call it, and none goes on before the last.
+
+    boot: what ranks that read the same clock have in common; default: their kernel's start.
+    """
+    mine = np.frombuffer((boot or _this_boot()).encode(), np.uint8)
+    boots = [message.tobytes() for message in transport.allgather(mine)]
+    others = [rank for rank, each in enumerate(boots) if each != boots[0]]
+    found = Offset()
+    for rank in others:
+        if transport.rank == 0:
+            for _ in range(_ROUND_TRIPS):
+                transport.receive(rank)
+                transport.send(_now(), rank)()
+        elif transport.rank == rank:
+            found = min((_ask(transport) for _ in range(_ROUND_TRIPS)), key=lambda o: o[1])
+    return found
+
+
+def _ask(transport: Transport) -> Offset:
+    began = time.perf_counter()
+    sent = transport.send(np.zeros(1, np.uint8), 0)
+    theirs = float(transport.receive(0).view(np.float64)[0])
+    sent()
+    ended = time.perf_counter()
+    return Offset((began + ended) / 2 - theirs, (ended - began) / 2)
+
+
+def _now() -> np.ndarray:
+    return np.array([time.perf_counter()]).view(np.uint8)
+
+
+def _this_boot() -> str:
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        import socket
+
+        return socket.gethostname()

@@ -1,0 +1,10 @@
+"""A run, written down while it goes on: what `gtopk report` draws and `gtopk top` shows.
+
+    GTOPK_RUN=DIR            a file for each rank, DIR/rank-00000.jsonl, one JSON object a line
+    GTOPK_RUN_EVERY=N        only every Nth step; what is counted is counted all the same
+    GTOPK_TENSORBOARD=DIR    scalars of rank 0, where tensorboard is installed
+    GTOPK_PROMETHEUS=PORT    an endpoint of each rank, at 127.0.0.1:PORT + local rank; or HOST:PORT
+
+`gtopk.record(...)` does the same from a script, `gtopk.log(loss=..., accuracy=...)` adds values to
+it. A step costs its program some microseconds: a thread of its own writes, five times a second.
+"""

@@ -1,0 +1,163 @@
+"""The Prometheus endpoint of a rank: its last step, as text that a Prometheus server collects.
+
+Off unless asked for; on this host alone unless another address is given: it has no password.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final, NamedTuple
+
+from ..telemetry import PARTS, parts
+from .lines import Line, report_of
+
+_LOOPBACK: Final = "127.0.0.1"
+_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Address(NamedTuple):
+    """Where to listen."""
+
+    host: str
+    port: int
+
+
+def parse_address(text: str) -> Address:
+    """Return the address of "9400" (this host alone), or of "HOST:9400"; raise ValueError."""
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or not 0 <= int(port) < 65536:
+        raise ValueError(f"GTOPK_PROMETHEUS must be PORT or HOST:PORT, as 9400, got {text!r}")
+    return Address(host.strip("[]") or _LOOPBACK, int(port))
+
+
+class Endpoint:
+    """Answers GET /metrics with what the lines it took say.
+
+    address: where it listens; of port 0, the port that was free.
+    Raises OSError where it cannot listen.
+    """
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self._metrics = Metrics(rank)
+        metrics = self._metrics
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                known = self.path in ("/", "/metrics")
+                content = metrics.text().encode() if known else b"GET /metrics\n"
+                self.send_response(200 if known else 404)
+                self.send_header("Content-Type", _TYPE)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                """Say nothing: a visit every few seconds is no news."""
+
+        try:
+            self._server = ThreadingHTTPServer(address, Handler)
+        except OSError as error:
+            raise OSError(
+                f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
+            ) from error
+        self._server.daemon_threads = True
+        self.address = Address(address.host, self._server.server_port)
+        threading.Thread(
+            target=self._server.serve_forever, name="gtopk-prometheus", daemon=True
+        ).start()
+
+    def take(self, lines: Sequence[Line]) -> None:
+        """Take in what happened."""
+        self._metrics.take(lines)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+_HELP: Final[Mapping[str, tuple[str, str]]] = {
+    "gtopk_steps_total": ("counter", "Optimizer steps of this rank."),
+    "gtopk_skipped_steps_total": ("counter", "Steps that no rank applied: a NaN somewhere."),
+    "gtopk_sent_bytes_total": ("counter", "Bytes this rank has sent for its steps."),
+    "gtopk_step_seconds": ("gauge", "Wall clock of the last step, by part."),
+    "gtopk_hidden_seconds": ("gauge", "What of the last step's exchange backward has hidden."),
+    "gtopk_density": ("gauge", "Share of the values that this rank has sent in the last step."),
+    "gtopk_predicted_seconds": ("gauge", "What the last step's exchange was expected to take."),
+    "gtopk_exchange_seconds": ("gauge", "What it took."),
+    "gtopk_batch_samples": ("gauge", "Samples of this rank in the last step."),
+    "gtopk_residual_norm": ("gauge", "Norm of what this rank holds back."),
+    "gtopk_residual_age_steps": ("gauge", "How many steps that is worth."),
+    "gtopk_value": ("gauge", "What the script has logged."),
+}
+
+
+class Metrics:
+    """What is known of a rank, by metric and label; threads may use it at once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._steps = self._skipped = 0
+        self._values: dict[tuple[str, str], float] = {}
+
+    def take(self, lines: Sequence[Line]) -> None:
+        """Take in what happened."""
+        with self._lock:
+            for line in lines:
+                self._values |= _metrics_of(line)
+                if line["what"] == "step":
+                    self._steps = line["step"] + 1
+                    self._skipped += line["skipped"]
+            self._values["gtopk_steps_total", ""] = self._steps
+            self._values["gtopk_skipped_steps_total", ""] = self._skipped
+
+    def text(self) -> str:
+        """Return all of it in Prometheus's text format."""
+        with self._lock:
+            values = dict(self._values)
+        said = []
+        for name, (kind, about) in _HELP.items():
+            found = {label: value for (metric, label), value in values.items() if metric == name}
+            if not found:
+                continue
+            said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+            for label, value in found.items():
+                more = f",{label}" if label else ""
+                number = f"{value:.9g}".replace("nan", "NaN").replace("inf", "Inf")
+                said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
+        return "\n".join(said) + "\n"
+
+
+def _metrics_of(line: Line) -> dict[tuple[str, str], float]:
+    """Return what a line says, by metric and label."""
+    if line["what"] == "values":
+        return {("gtopk_value", f'name="{_quoted(k)}"'): v for k, v in line["values"].items()}
+    found: dict[str, float | None] = {}
+    if line["what"] == "withheld":
+        found = {
+            "gtopk_residual_norm": line["norm"],
+            "gtopk_residual_age_steps": line["age_steps"],
+        }
+    if line["what"] != "step":
+        return {(name, ""): value for name, value in found.items() if value is not None}
+    step = report_of(line)
+    seconds = parts(step)
+    found = {
+        "gtopk_sent_bytes_total": line["bytes_so_far"],
+        "gtopk_hidden_seconds": step.hidden_seconds,
+        "gtopk_density": step.selected / step.elements if step.elements else None,
+        "gtopk_predicted_seconds": step.predicted_seconds,
+        "gtopk_exchange_seconds": step.exchange_seconds,
+        "gtopk_batch_samples": step.samples,
+    }
+    return {
+        **{("gtopk_step_seconds", f'part="{part}"'): seconds[part] for part in PARTS},
+        **{(name, ""): value for name, value in found.items() if value is not None},
+    }
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

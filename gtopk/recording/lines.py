@@ -1,0 +1,61 @@
+"""Lines: what a run's record is made of, each a JSON object with "what" it is.
+
+    begin     who this rank is, where and when: the first line, and again where ranks meet anew
+    step      a StepReport
+    withheld  norm of the residual, and how many steps it is worth, now and then
+    values    what the script has logged
+    message   what the library has said
+    end       how this rank left
+
+Each but "begin" has "step", as the library counts them, and "seconds" since its "begin", on rank
+0's clock. A file whose writer was killed may end in the middle of a line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, Final
+
+from ..telemetry import StepReport
+
+FORMAT: Final = 1
+_DIGITS: Final = 7  # a tenth of a microsecond
+
+Line = dict[str, Any]
+
+_FIELDS: Final = tuple(field.name for field in dataclasses.fields(StepReport))
+
+
+def path_of(folder: str | Path, rank: int) -> Path:
+    """Return a rank's file in a run's folder."""
+    return Path(folder, f"rank-{rank:05d}.jsonl")
+
+
+def step_line(report: StepReport, seconds: float, bytes_so_far: int) -> Line:
+    """Return a step as a line; bytes_so_far: that this rank has sent in all steps."""
+    fields = {name: getattr(report, name) for name in _FIELDS}
+    return {"what": "step", "seconds": seconds, "bytes_so_far": bytes_so_far, **fields}
+
+
+def report_of(line: Line) -> StepReport:
+    """Return the step of a line; raise KeyError where it lacks something."""
+    return StepReport(**{name: line[name] for name in _FIELDS})
+
+
+def as_text(line: Line) -> str:
+    """Return a line as it stands in a file."""
+    return json.dumps({name: _short(value) for name, value in line.items()}) + "\n"
+
+
+def _short(value: Any) -> Any:
+    """Return a value without digits that say nothing, and without what JSON cannot say."""
+    if isinstance(value, dict):
+        return {name: _short(each) for name, each in value.items()}
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return round(value, _DIGITS) if abs(value) >= 1 else float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,36 @@
+"""Looks: how much is held back, now and then; to look reads all of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from ..residual import Withheld
+from .recorder import Recorder
+
+_EVERY: Final = 50  # steps: a look takes about twice what a step's selection does
+
+
+class Lane(Protocol):
+    """What holds something back."""
+
+    def withheld(self) -> Withheld | None: ...
+
+
+def is_due(steps: int) -> bool:
+    """Tell whether to look after so many steps: after 1, 2, 4, ... 32, and then every 50."""
+    return steps % _EVERY == 0 or (steps < _EVERY and steps & (steps - 1) == 0)
+
+
+def look(recorder: Recorder, lanes: Sequence[Lane]) -> None:
+    """Note the norm of all that this rank holds back, and its age.
+
+    The age is how many steps like the last would send as much: sum |held back| / sum |sent|. By
+    Little's law that is how long what is sent has waited, on average, where nothing cancels out.
+    """
+    found = [each for lane in lanes if (each := lane.withheld()) is not None]
+    if not found:
+        return
+    square, mass, sent = map(sum, zip(*found, strict=True))
+    recorder.note_withheld(math.sqrt(square), mass / sent if sent else None)

@@ -1,0 +1,175 @@
+"""Reading a run's record: what each rank wrote, as far as it came."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ..telemetry import StepReport
+from .lines import FORMAT, Line, report_of
+
+_PATTERN: Final = "rank-*.jsonl"
+
+
+class Step(NamedTuple):
+    """A step of a rank.
+
+    seconds: since the run began, on rank 0's clock.
+    bytes_so_far: that the rank has sent since then.
+    """
+
+    seconds: float
+    bytes_so_far: int
+    report: StepReport
+
+
+class Note(NamedTuple):
+    """Something else that a rank wrote."""
+
+    seconds: float
+    step: int
+    content: dict[str, Any]
+
+
+@dataclass
+class RankRecord:
+    """What one rank wrote.
+
+    begin: who it is; of the last time that ranks met.
+    end:   how it left; None: it goes on, or was killed.
+    """
+
+    begin: Line
+    steps: list[Step] = field(default_factory=list)
+    withheld: list[Note] = field(default_factory=list)
+    values: list[Note] = field(default_factory=list)
+    messages: list[Note] = field(default_factory=list)
+    end: str | None = None
+    last_seconds: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """Return which rank it is."""
+        return int(self.begin["rank"])
+
+
+@dataclass
+class Run:
+    """A run, as its record has it.
+
+    ranks: those that wrote something, in order.
+    began_unix_seconds: when it did.
+    """
+
+    ranks: list[RankRecord]
+    began_unix_seconds: float
+
+    @property
+    def first(self) -> RankRecord:
+        """Return rank 0's record, or that of the lowest rank there is."""
+        return self.ranks[0]
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it has gone on."""
+        return max(each.last_seconds for each in self.ranks)
+
+
+def read_run(folder: Path, tail_bytes: int | None = None) -> Run:
+    """Return a run's record; raise ValueError where there is none, or one of another version.
+
+    tail_bytes: of each file read as many, of its end, and its first line.
+    A folder may hold several runs, one after the other: it is the last one, with what it went on
+    from. A line that is not whole, as a killed rank leaves one, is passed over.
+    """
+    paths = sorted(folder.glob(_PATTERN))
+    read = {path: _attempts(_lines(path, tail_bytes)) for path in paths}
+    found = [attempts for attempts in read.values() if attempts]
+    if not found:
+        raise ValueError(
+            f"'{folder}' must hold a run's record, files named {_PATTERN}, and has none: record a "
+            "run with GTOPK_RUN=FOLDER in its environment"
+        )
+    most = max(attempts[-1][0]["unix_seconds"] for attempts in found)
+    current = [each for each in found if _is_of(each[-1][0], most, found)]
+    began = min(attempts[0][0]["unix_seconds"] for attempts in current)
+    lead = min(current, key=lambda attempts: attempts[-1][0]["rank"])
+    ranks = [_record(attempts, lead, began) for attempts in current]
+    return Run(sorted(ranks, key=lambda each: each.rank), began)
+
+
+def _is_of(begin: Line, most: float, found: Sequence[Sequence[Sequence[Line]]]) -> bool:
+    """Tell whether a rank is of the last run: of more ranks, those beyond are of an earlier one."""
+    last = next(a[-1][0] for a in found if a[-1][0]["unix_seconds"] == most)
+    return int(begin["rank"]) < int(last["ranks"])
+
+
+def _lines(path: Path, tail_bytes: int | None) -> list[Line]:
+    with path.open("rb") as file:
+        first = file.readline()
+        size = os.fstat(file.fileno()).st_size
+        if tail_bytes is not None and size - tail_bytes > len(first):
+            file.seek(size - tail_bytes)
+            file.readline()  # the end of a line
+        return [line for text in (first, *file) if (line := _parsed(text)) is not None]
+
+
+def _parsed(text: bytes) -> Line | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and "what" in line else None
+
+
+def _attempts(lines: Iterable[Line]) -> list[list[Line]]:
+    """Return the lines from each "begin" on: of the last run, and of what it went on from."""
+    attempts: list[list[Line]] = []
+    for line in lines:
+        if line["what"] == "begin":
+            if line["format"] != FORMAT:
+                raise ValueError(
+                    f"the record is of format {line['format']}, written by gtopk {line['gtopk']}; "
+                    f"this version reads format {FORMAT}"
+                )
+            if line["step"] == 0:
+                attempts.clear()
+            attempts.append([line])
+        elif attempts:
+            attempts[-1].append(line)
+    return attempts
+
+
+def _record(attempts: list[list[Line]], lead: list[list[Line]], began: float) -> RankRecord:
+    record = RankRecord(attempts[-1][0])
+    bytes_before = 0
+    for place in range(-len(attempts), 0):
+        begin, *lines = attempts[place]
+        reference = lead[place][0] if -place <= len(lead) else begin
+        # On rank 0's clock, and from there by its calendar: attempts share no other clock.
+        start = reference["unix_seconds"] + begin["seconds"] - reference["seconds"] - began
+        for line in lines:
+            _add(record, line, start + line["seconds"], bytes_before)
+        bytes_before = record.steps[-1].bytes_so_far if record.steps else 0
+    return record
+
+
+def _add(record: RankRecord, line: Line, seconds: float, bytes_before: int) -> None:
+    record.last_seconds = max(record.last_seconds, seconds)
+    what = line["what"]
+    if what == "step":
+        step = Step(seconds, bytes_before + line["bytes_so_far"], report_of(line))
+        record.steps.append(step)
+        record.end = None
+    elif what == "withheld":
+        record.withheld.append(Note(seconds, line["step"], line))
+    elif what == "values":
+        record.values.append(Note(seconds, line["step"], line["values"]))
+    elif what == "message":
+        record.messages.append(Note(seconds, line["step"], line))
+    elif what == "end":
+        record.end = line["how"]

@@ -1,0 +1,129 @@
+"""Recorder: takes note of what a rank does, and has a thread of its own write it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from ..telemetry import StepReport
+from .lines import Line, step_line
+
+_log = logging.getLogger("gtopk")
+_PAUSE_SECONDS: Final = 0.2  # between two writes; what a killed rank may take along
+
+
+class Sink(Protocol):
+    """Something that lines go to."""
+
+    def take(self, lines: Sequence[Line]) -> None:
+        """Take lines, in the order of time."""
+
+    def close(self) -> None:
+        """Expect no more."""
+
+
+class Recorder:
+    """Notes come from the program's threads; the sinks are the recorder's own thread's.
+
+    began: by time.perf_counter; what is noted is in seconds since then.
+    every: of so many steps one is written.
+    step:  tells how many steps this rank has finished.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink], begin: Line, began: float, every: int, step: Callable[[], int]
+    ) -> None:
+        self._sinks = list(sinks)
+        self._began, self._every, self._step = began, every, step
+        self._noted: deque[Line | tuple[StepReport, float, int]] = deque([begin])
+        self._bytes = self._steps = 0
+        self._writing = threading.RLock()
+        self._closing = threading.Event()
+        self._ended = False
+        self._handler = _MessageHandler(self)
+        _log.addHandler(self._handler)
+        self._thread = threading.Thread(target=self._run, name="gtopk-recorder", daemon=True)
+        self._thread.start()
+
+    def note_step(self, report: StepReport) -> None:
+        """Take note of a step."""
+        self._bytes += report.sent_bytes
+        self._steps += 1
+        if self._steps % self._every == 0 or report.skipped or self._steps == 1:
+            self._noted.append((report, self._now(), self._bytes))
+
+    def note_values(self, values: Mapping[str, float]) -> None:
+        """Take note of what the script says."""
+        self._note("values", values=dict(values))
+
+    def note_withheld(self, norm: float, age_steps: float | None) -> None:
+        """Take note of what is held back: its norm, and how many steps it is worth."""
+        self._note("withheld", norm=norm, age_steps=age_steps)
+
+    def note_message(self, level: str, text: str) -> None:
+        """Take note of what the library says."""
+        self._note("message", level=level, text=text)
+
+    def end(self, how: str) -> None:
+        """Write what was noted, and how this rank leaves, now; only the first reason counts."""
+        if not self._ended:
+            self._ended = True
+            self._note("end", how=how)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what was noted, now."""
+        with self._writing:
+            lines: list[Line] = []
+            while self._noted:
+                note = self._noted.popleft()
+                lines.append(note if isinstance(note, dict) else step_line(*note))
+            if lines:
+                self._hand_out(lines)
+
+    def close(self) -> None:
+        """Write what was noted, and nothing more."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        _log.removeHandler(self._handler)
+        self._thread.join()
+        self.flush()
+        with self._writing:
+            for sink in self._sinks:
+                sink.close()
+            self._sinks.clear()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _note(self, what: str, **content: Any) -> None:
+        line = {"what": what, "seconds": self._now(), "step": self._step(), **content}
+        self._noted.append(line)
+
+    def _run(self) -> None:
+        while not self._closing.wait(_PAUSE_SECONDS):
+            self.flush()
+
+    def _hand_out(self, lines: list[Line]) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink.take(lines)
+            except OSError as error:
+                self._sinks.remove(sink)
+                _log.warning("the run is not recorded any more, as %s; training goes on", error)
+
+
+class _MessageHandler(logging.Handler):
+    """Has the recorder take note of what the library logs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._recorder.note_message(record.levelname, record.getMessage())

@@ -1,0 +1,48 @@
+"""What is to be recorded, and where to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .endpoint import Address, parse_address
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a rank records; empty: nothing.
+
+    run:         the folder of the run's record.
+    every:       steps, of which one is written.
+    tensorboard: the folder for its scalars.
+    prometheus:  where its endpoint is, for local rank 0; the others' ports follow.
+    """
+
+    run: str = ""
+    every: int = 1
+    tensorboard: str = ""
+    prometheus: Address | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"GTOPK_RUN_EVERY must be at least 1, got {self.every}")
+
+    @property
+    def asked(self) -> bool:
+        """Tell whether anything is to be recorded."""
+        return bool(self.run or self.tensorboard or self.prometheus)
+
+
+def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return what the environment asks for; raise ValueError for what makes no sense."""
+    every = environ.get("GTOPK_RUN_EVERY", "1")
+    if not every.isdigit():
+        raise ValueError(f"GTOPK_RUN_EVERY must be a number of steps, got {every!r}")
+    address = environ.get("GTOPK_PROMETHEUS", "")
+    return Settings(
+        environ.get("GTOPK_RUN", ""),
+        int(every),
+        environ.get("GTOPK_TENSORBOARD", ""),
+        parse_address(address) if address else None,
+    )

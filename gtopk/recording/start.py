@@ -1,0 +1,120 @@
+"""How a world's recording starts and ends."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from collectives.transports import Transport
+
+from .. import __version__
+from ..clocks import Offset
+from ..launch import usable_cores
+from ..machine import processor
+from .endpoint import Address, Endpoint
+from .files import LineFile
+from .lines import FORMAT, Line, path_of
+from .recorder import Recorder, Sink
+from .scalars import Scalars
+from .settings import Settings
+
+
+class Recorded(Protocol):
+    """A world, as far as its recording goes."""
+
+    recorder: Recorder | None
+    step: int
+    clock: Offset
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def transport(self) -> Transport: ...
+
+
+def start(world: Recorded, settings: Settings) -> None:
+    """Record what this rank does from now on; a recording that goes on ends.
+
+    Raises OSError where a file or an endpoint cannot be opened, ImportError without tensorboard.
+    """
+    stop(world, "it is recorded elsewhere from now on")
+    _record(world, settings, [opening() for opening in _openings(world, settings).values()])
+
+
+def start_if_asked(world: Recorded, settings: Settings) -> None:
+    """Record what the environment asks for; where that cannot be, say so and train."""
+    sinks = []
+    for variable, opening in _openings(world, settings).items():
+        try:
+            sinks.append(opening())
+        except (ImportError, OSError) as error:
+            warnings.warn(
+                f"rank {world.rank} trains without what {variable} asks for: {error}", stacklevel=3
+            )
+    _record(world, settings, sinks)
+
+
+def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sink]]:
+    """Return how to open what is asked for, by the variable that does."""
+    found: dict[str, Callable[[], Sink]] = {}
+    if settings.run:
+        found["GTOPK_RUN"] = partial(LineFile, path_of(settings.run, world.rank))
+    if settings.prometheus is not None:
+        host, port = settings.prometheus
+        address = Address(host, port + world.local_rank if port else 0)
+        found["GTOPK_PROMETHEUS"] = partial(Endpoint, address, world.rank)
+    if settings.tensorboard and world.rank == 0:
+        found["GTOPK_TENSORBOARD"] = partial(Scalars, settings.tensorboard)
+    return found
+
+
+def _record(world: Recorded, settings: Settings, sinks: list[Sink]) -> None:
+    if sinks:
+        began = time.perf_counter()
+        world.recorder = Recorder(
+            sinks, _begin(world, began), began, settings.every, lambda: world.step
+        )
+
+
+def stop(world: Recorded, how: str) -> None:
+    """Write how this rank ends, and nothing more."""
+    if world.recorder is not None:
+        world.recorder.end(how)
+        world.recorder.close()
+        world.recorder = None
+
+
+def _begin(world: Recorded, began: float) -> Line:
+    """Return who this rank is."""
+    import torch
+
+    return {
+        "what": "begin",
+        "format": FORMAT,
+        "rank": world.rank,
+        "ranks": world.size,
+        "local_rank": world.local_rank,
+        "step": world.step,
+        "seconds": began - world.clock.ahead_seconds,  # on rank 0's clock
+        "clock_uncertain_seconds": world.clock.uncertain_seconds,
+        "unix_seconds": time.time(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "processor": processor(),
+        "cores": usable_cores(),
+        "transport": world.transport.name,
+        "library": world.transport.library(),
+        "gtopk": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

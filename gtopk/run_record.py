@@ -1,0 +1,50 @@
+"""What a script may say of its run: `gtopk.record` and `gtopk.log`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import world
+from .clocks import clock_offset
+from .recording.endpoint import parse_address
+from .recording.settings import Settings
+from .recording.start import start
+
+
+def record(
+    folder: str = "", *, every: int = 1, tensorboard: str = "", prometheus: str = ""
+) -> None:
+    """Record this run from now on, as GTOPK_RUN and its like do; every rank must call it.
+
+    folder: of a file for each rank, for `gtopk report` and `gtopk top`; "": none.
+    every: of so many steps one is written.
+    tensorboard: the folder for TensorBoard's scalars, of rank 0.
+    prometheus: "PORT" on this host alone, or "HOST:PORT"; local rank r has the r-th port from it.
+    Raises OSError where something cannot be opened, ImportError without tensorboard, ValueError for
+    an address or a number that makes no sense.
+    """
+    address = parse_address(prometheus) if prometheus else None
+    settings = Settings(folder, every, tensorboard, address)
+    here = world.current()
+    here.clock = here.engine.submit("clocks", [], lambda t, votes: clock_offset(t)).wait()
+    start(here, settings)
+
+
+def log(**values: Any) -> None:
+    """Note values of the step that is over, as loss=0.31, accuracy=0.92, for the run's record.
+
+    Numbers, or tensors of one element, of this rank; on rank 0 they are drawn and go to
+    TensorBoard. Without a record this does nothing. A tensor on a GPU makes the program wait for
+    it.
+    """
+    if not world.is_initialized():
+        return
+    recorder = world.current().recorder
+    if recorder is not None:
+        recorder.note_values({name: _number(value) for name, value in values.items()})
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)

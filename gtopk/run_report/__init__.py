@@ -1,0 +1,1 @@
+"""`gtopk report`: a run's record as one page, with plots."""

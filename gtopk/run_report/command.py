@@ -1,0 +1,93 @@
+"""`gtopk report` as people call it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..recording.reading import Run, read_run
+from . import series
+from .words import happenings, tiles, what_was_run
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
+        prog="gtopk report",
+        description="Draw a run: one HTML page that needs nothing else, from the record that its "
+        "ranks wrote. Works while the run goes on, too.",
+        epilog="example:\n  GTOPK_RUN=runs/first gtopk run -n 4 train.py\n"
+        "  gtopk report runs/first --out first.html",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    described.add_argument("run", type=Path, metavar="RUN", help="the folder of its record")
+    described.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page; default: report.html in RUN"
+    )
+    described.add_argument(
+        "--json", action="store_true", help="print the figures as JSON, and write no page"
+    )
+    return described
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page, say where it is, and return the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        run = read_run(options.run)
+    except (OSError, ValueError) as error:
+        return _fail(str(error))
+    if options.json:
+        print(json.dumps(as_record(run), indent=1))
+        return 0
+    if not any(rank.steps for rank in run.ranks):
+        return _fail(f"the run in '{options.run}' has taken no step yet: there is nothing to draw")
+    from .page import page
+
+    out = options.out or options.run / "report.html"
+    try:
+        out.write_text(page(run, options.run.resolve().name), encoding="utf-8")
+    except OSError as error:
+        return _fail(f"--out {out} cannot be written: {error.strerror}")
+    print(out)
+    return 0
+
+
+def _fail(reason: str) -> int:
+    print(f"gtopk report: {reason}", file=sys.stderr)
+    return 1
+
+
+def as_record(run: Run) -> dict[str, Any]:
+    """Return what the page says in the types of JSON."""
+    names = series.value_names(run)
+    return {
+        "run": what_was_run(run),
+        "began_unix_seconds": run.began_unix_seconds,
+        "seconds": run.seconds,
+        "figures": {tile.name: [tile.value, tile.detail] for tile in tiles(run)},
+        "happened": happenings(run),
+        "logged": {name: [p[:2] for p in series.logged(run, name, "steps")] for name in names},
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "host": rank.begin["host"],
+                "steps": len(rank.steps),
+                "sent_bytes": rank.steps[-1].bytes_so_far if rank.steps else 0,
+                "step_seconds": series.mean_parts(series.settled(rank.steps))
+                if rank.steps
+                else None,
+                "utilisation": series.utilisation(rank.steps),
+                "residual_norm": rank.withheld[-1].content["norm"] if rank.withheld else None,
+                "residual_age_steps": rank.withheld[-1].content["age_steps"]
+                if rank.withheld
+                else None,
+                "end": rank.end,
+            }
+            for rank in run.ranks
+        ],
+    }

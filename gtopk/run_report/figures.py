@@ -1,0 +1,275 @@
+"""The report's plots as HTML figures, each with how to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+from ..charts.markup import prose
+from ..charts.page import legend
+from ..charts.units import digits, percent_text, seconds_text
+from ..recording.reading import Run, Step
+from ..telemetry import PARTS
+from . import plots, series
+from .series import Point
+
+_MANY_RANKS = 64  # bars beyond are left out
+_AXES = ("steps", "time", "bytes")
+
+
+def figures(run: Run) -> dict[str, list[str]]:
+    """Return the figures there is something for, under the headings they stand below."""
+    found = {
+        "What was learnt": [learnt(run, name) for name in series.value_names(run)],
+        "Where the time went": [
+            parts_figure(run),
+            over_steps_figure(run),
+            utilisation_figure(run),
+            prediction_figure(run),
+        ],
+        "What each rank worked on": [batches_figure(run)],
+        "What was sent, and what was held back": [
+            density_figure(run),
+            bits_figure(run),
+            norm_figure(run),
+            age_figure(run),
+        ],
+    }
+    kept = {heading: [each for each in those if each] for heading, those in found.items()}
+    return {heading: those for heading, those in kept.items() if those}
+
+
+def learnt(run: Run, name: str) -> str:
+    """Show a logged value over steps, time and bytes, one at a time."""
+    share = "accuracy" in name.lower()
+    written = plots.share_text if share else plots.plain_text
+    drawn = {}
+    for over in _AXES:
+        points = series.logged(run, name, over)
+        if not points or (over == "bytes" and points[-1].x == 0):
+            continue
+        if share and not all(p.low >= 0 and p.high <= 1 for p in points):
+            written = plots.plain_text
+        title = f"{name} over {plots.X_NAMES[over]}"
+        drawn[over] = plots.lines_plot(title, {name: points}, name, over=over, written=written)
+    if not drawn:
+        return ""
+    logging = sum(any(name in note.content for note in rank.values) for rank in run.ranks)
+    whose = "one rank's" if logging == 1 else f"{logging} ranks'"
+    return figure(
+        f"{name[0].upper()}{name[1:]}",
+        tabs(f"learnt-{series.value_names(run).index(name)}", drawn),
+        f"The line is the mean of {whose} values, its band goes from the least to the most of "
+        "what lies in the same place. Bytes are those a rank has sent by then, not received.",
+    )
+
+
+def tabs(identity: str, drawn: dict[str, str]) -> str:
+    """Return drawings of which one is shown at a time, without a script; the first at first."""
+    inputs, panels = [], []
+    for place, (over, drawing) in enumerate(drawn.items()):
+        own = f"{identity}-{over}"
+        checked = " checked" if place == 0 else ""
+        inputs.append(
+            f'<input type="radio" name="{identity}" id="{own}"{checked}>'
+            f'<label for="{own}">over {over}</label>'
+        )
+        panels.append(f"<div>{drawing}</div>")
+    return f'<div class="tabs">{"".join(inputs)}<div class="panels">{"".join(panels)}</div></div>'
+
+
+def parts_figure(run: Run) -> str:
+    """Show each rank's mean step by part."""
+    by_rank = {
+        rank.rank: series.mean_parts(series.settled(rank.steps))
+        for rank in run.ranks[:_MANY_RANKS]
+        if rank.steps
+    }
+    left_out = max(0, len(run.ranks) - _MANY_RANKS)
+    steps = [step for rank in run.ranks for step in series.settled(rank.steps)]
+    hidden = sum(step.report.hidden_seconds for step in steps)
+    working = sum(step.report.working_seconds for step in steps)
+    reading = (
+        "A bar is a rank's mean step, and all of its wall clock. Compute is forward, backward and "
+        "the optimizer's own step; wait is for the other ranks to be ready, and for the exchange's "
+        "turn; select is accumulate, select, and the gradients in and out of their bucket; pack is "
+        "encode and decode; exchange is messages on their way. "
+    )
+    if working:
+        reading += (
+            f"{percent_text(hidden / working)} of the exchange went on while backward did, and is "
+            "no part of the bars. "
+        )
+    reading += f"The first steps are left out{f', and {left_out} ranks' if left_out else ''}."
+    return figure(
+        "A step of each rank",
+        legend((plots.part_key(part), part) for part in PARTS) + plots.parts_of_ranks(by_rank),
+        reading,
+    )
+
+
+def over_steps_figure(run: Run) -> str:
+    """Show the parts of a step over the steps."""
+    found = series.parts_over_steps(run)
+    if len(found) < 2:
+        return ""
+    return figure(
+        "Steps, one after the other",
+        legend((plots.part_key(part), part) for part in PARTS) + plots.parts_over_steps(found),
+        "Means over the ranks, and over neighbouring steps where there are more than a line can "
+        "show. A place where it rises for good is where the machines or the network changed.",
+    )
+
+
+def prediction_figure(run: Run) -> str:
+    """Show what the exchange was expected to take, and what it took."""
+    rank = run.first
+    steps = [step for step in series.settled(rank.steps) if step.report.predicted_seconds]
+    if not steps:
+        return ""
+    found = {
+        "measured": series.binned((s.report.step, s.report.exchange_seconds) for s in steps),
+        "predicted": series.binned((s.report.step, s.report.predicted_seconds) for s in steps),
+    }
+    apart = sorted(s.report.exchange_seconds / (s.report.predicted_seconds or 1) for s in steps)
+    return figure(
+        "The exchange, predicted and measured",
+        legend((plots.series_key(place), name) for place, name in enumerate(found))
+        + plots.lines_plot(
+            "Seconds of a step's exchange, predicted and measured",
+            found,
+            "a step's exchange takes",
+            written=seconds_text,
+            logarithmic=plots.are_apart([p for points in found.values() for p in points], 8),
+            from_zero=True,
+            bands=False,
+        ),
+        f"On rank {rank.rank}: from accumulate to apply, as the cost model means it. What was "
+        f"measured is {digits(apart[len(apart) // 2])} times what was predicted, in the median; "
+        "waiting for a rank that is late counts as measured, and nobody predicts it.",
+    )
+
+
+def batches_figure(run: Run) -> str:
+    """Show the samples of each rank's steps."""
+    found = {
+        f"rank {rank.rank}": series.binned((s.report.step, s.report.samples) for s in rank.steps)
+        for rank in run.ranks
+    }
+    found = {name: points for name, points in found.items() if points}
+    if not found:
+        return ""
+    shown = dict(list(found.items())[: plots.MANY])
+    return figure(
+        "Batch sizes",
+        legend((plots.series_key(place), name) for place, name in enumerate(shown))
+        + plots.lines_plot(
+            "Samples of each rank's steps", shown, "samples", from_zero=True, bands=False
+        ),
+        "Samples of a rank's step, as the loader that follows the ranks' speeds has dealt them, or "
+        "the script has told."
+        + (f" The first {plots.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
+    )
+
+
+def utilisation_figure(run: Run) -> str:
+    """Show the share of its time that each rank computed."""
+    shares = {
+        rank.rank: series.utilisation(series.settled(rank.steps))
+        for rank in run.ranks[:_MANY_RANKS]
+        if rank.steps
+    }
+    return figure(
+        "Utilisation",
+        plots.shares_of_ranks(shares),
+        "The share of its time that a rank computed; the rest it waited for updates. Ranks that "
+        "are alike in this finish together.",
+    )
+
+
+def density_figure(run: Run) -> str:
+    """Show the share of the values that is sent, and updated."""
+    sent = series.of_steps(run, _share_of("selected"))
+    updated = series.of_steps(run, _share_of("updated"))
+    if not sent or all(point.low == 1 for point in sent):
+        return ""
+    found = {"a rank selects": sent, "the update holds": updated}
+    return figure(
+        "Density",
+        legend((plots.series_key(place), name) for place, name in enumerate(found))
+        + plots.lines_plot(
+            "Share of the gradient's values that a rank selects, and that the update holds",
+            found,
+            "of the gradient's values",
+            written=plots.share_text,
+            logarithmic=plots.are_apart([*sent, *updated], 30),
+            from_zero=True,
+        ),
+        "Of all the gradient's values: what a rank selects in a step, and what the agreed update "
+        "holds. Parameters that are kept dense count in both.",
+    )
+
+
+def _share_of(what: str) -> Callable[[Step], float | None]:
+    def share(step: Step) -> float | None:
+        elements = step.report.elements
+        skipped = step.report.skipped
+        return getattr(step.report, what) / elements if elements and not skipped else None
+
+    return share
+
+
+def bits_figure(run: Run) -> str:
+    """Show what an entry takes on the wire."""
+    return _one_line(
+        series.of_steps(run, series.bits_per_entry),
+        "Bits per entry",
+        "bits",
+        "What an entry, index and value, took in the messages that a rank wrote, headers included. "
+        "Index and value as they are in memory take 64.",
+        plots.plain_text,
+    )
+
+
+def norm_figure(run: Run) -> str:
+    """Show the norm of the residual."""
+    pairs = ((n.step, n.content["norm"]) for rank in run.ranks for n in rank.withheld)
+    return _one_line(
+        series.binned(pairs),
+        "Norm of the residual",
+        "norm",
+        "What a rank has accumulated and not sent; looked at every 50 steps. It settles where a "
+        "step sends as much as it brings; one that goes on growing asks for a higher density.",
+        plots.plain_text,
+    )
+
+
+def age_figure(run: Run) -> str:
+    """Show the age of the residual."""
+    pairs = ((n.step, n.content["age_steps"]) for rank in run.ranks for n in rank.withheld)
+    return _one_line(
+        series.binned(pairs),
+        "Age of the residual",
+        "steps",
+        "How many steps like the last would send as much as is held back: the sum of the absolute "
+        "values held back over that of those sent. About so long does a value wait (Little's law), "
+        "where nothing cancels out.",
+        plots.plain_text,
+    )
+
+
+def _one_line(
+    points: Sequence[Point], title: str, y_name: str, reading: str, written: Callable[[float], str]
+) -> str:
+    if not points:
+        return ""
+    drawn = plots.lines_plot(title, {title: points}, y_name, written=written, from_zero=True)
+    return figure(title, drawn, f"{reading} The band goes from the least of the ranks to the most.")
+
+
+def figure(title: str, drawing: str, reading: str) -> str:
+    """Return a figure: title, legend and drawing, and how to read it."""
+    return (
+        f'<figure><h3>{escape(title)}</h3><div class="drawn">{drawing}</div>'
+        f"<figcaption><p>{prose(reading)}</p></figcaption></figure>"
+    )

@@ -1,0 +1,115 @@
+"""Series: what is drawn of a run, thinned to what a plot can show."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from ..recording.reading import Run, Step
+from ..telemetry import PARTS, parts
+
+BINS: Final = 120  # points of a line
+_SETTLING: Final = 2  # first steps, which plan and calibrate
+
+
+class Point(NamedTuple):
+    """A place on the x axis: the mean of what was found there, the least and the most."""
+
+    x: float
+    mean: float
+    low: float
+    high: float
+
+
+def binned(pairs: Iterable[tuple[float, float | None]]) -> list[Point]:
+    """Return (x, y) pairs as at most BINS points; a y of None is left out."""
+    found = sorted((x, y) for x, y in pairs if y is not None and math.isfinite(y))
+    if not found:
+        return []
+    first, last = found[0][0], found[-1][0]
+    width = (last - first) / BINS or 1.0
+    bins: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for x, y in found:
+        bins[min(BINS - 1, int((x - first) / width))].append((x, y))
+    points = []
+    for _, inside in sorted(bins.items()):
+        values = [y for _, y in inside]
+        middle = statistics.fmean(x for x, _ in inside)
+        points.append(Point(middle, statistics.fmean(values), min(values), max(values)))
+    return points
+
+
+def of_steps(run: Run, value: Callable[[Step], float | None]) -> list[Point]:
+    """Return a value of every rank's steps over the steps."""
+    return binned((step.report.step, value(step)) for rank in run.ranks for step in rank.steps)
+
+
+def value_names(run: Run) -> list[str]:
+    """Return what the script has logged: accuracy and loss first, others by name."""
+    names = {name for rank in run.ranks for note in rank.values for name in note.content}
+    first = [name for name in sorted(names) if "accuracy" in name.lower()]
+    then = [name for name in sorted(names) if "loss" in name.lower() and name not in first]
+    return [*first, *then, *sorted(names - {*first, *then})]
+
+
+def logged(run: Run, name: str, over: str) -> list[Point]:
+    """Return what was logged by this name over "steps", "time" or "bytes" (each rank's own)."""
+    pairs: list[tuple[float, float | None]] = []
+    for rank in run.ranks:
+        sent_at = [step.seconds for step in rank.steps]
+        for note in rank.values:
+            if name not in note.content:
+                continue
+            x = float(note.step)
+            if over == "time":
+                x = note.seconds
+            elif over == "bytes":
+                place = bisect.bisect_right(sent_at, note.seconds)
+                x = float(rank.steps[place - 1].bytes_so_far) if place else 0.0
+            pairs.append((x, note.content[name]))
+    return binned(pairs)
+
+
+def settled(steps: Sequence[Step]) -> Sequence[Step]:
+    """Return steps without the first ones, which take longer."""
+    return steps[_SETTLING:] if len(steps) > 2 * _SETTLING else steps
+
+
+def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
+    """Return the mean seconds of a step, by part; they add up to the mean step."""
+    found = [parts(step.report) for step in steps]
+    return {part: statistics.fmean(each[part] for each in found) for part in PARTS}
+
+
+def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
+    """Return (step, seconds by part), means over ranks and neighbouring steps."""
+    steps = [step for rank in run.ranks for step in settled(rank.steps)]
+    if not steps:
+        return []
+    first = min(step.report.step for step in steps)
+    last = max(step.report.step for step in steps)
+    width = (last - first + 1) / min(BINS, last - first + 1)
+    bins: dict[int, list[Step]] = defaultdict(list)
+    for step in steps:
+        bins[int((step.report.step - first) / width)].append(step)
+    return [
+        (statistics.fmean(step.report.step for step in inside), mean_parts(inside))
+        for _, inside in sorted(bins.items())
+    ]
+
+
+def utilisation(steps: Sequence[Step]) -> float:
+    """Return the share of the time that a rank computed."""
+    computed = sum(step.report.compute_seconds for step in steps)
+    waited = sum(step.report.synchronize_seconds for step in steps)
+    return computed / (computed + waited) if computed + waited else 0.0
+
+
+def bits_per_entry(step: Step) -> float | None:
+    """Return what an entry took in the messages a rank wrote, headers included."""
+    report = step.report
+    return 8 * report.coded_bytes / report.coded_entries if report.coded_entries else None

@@ -1,0 +1,156 @@
+"""What a report says in words: the figures at its head, how ranks ended, what the library said."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from collectives.cost import dense_bytes
+
+from ..charts.units import bytes_text, count_text, digits, percent_text, seconds_text
+from ..recording.reading import RankRecord, Run
+from . import series
+
+_FEW = 12  # messages shown
+
+
+class Tile(NamedTuple):
+    """A figure at the head of the page."""
+
+    name: str
+    value: str
+    detail: str
+    loss: bool = False
+
+
+def tiles(run: Run) -> Iterator[Tile]:
+    """Yield what is to be seen first."""
+    names = series.value_names(run)
+    if names:
+        yield _last_value(run, names[0])
+    if (sent := _sent(run)) is not None:
+        yield sent
+    if any(rank.steps for rank in run.ranks):
+        yield _step(run)
+    yield _ranks(run)
+
+
+def _last_value(run: Run, name: str) -> Tile:
+    notes = [n for rank in run.ranks for n in rank.values if n.content.get(name) is not None]
+    last = max(notes, key=lambda note: note.step)
+    value = last.content[name]
+    is_share = "accuracy" in name.lower() and 0 <= value <= 1
+    said = percent_text(value) if is_share else f"{value:.4g}"
+    detail = f"logged after {count_text(last.step)} steps, {seconds_text(last.seconds)}"
+    return Tile(f"{name[0].upper()}{name[1:]}", said, detail)
+
+
+def _sent(run: Run) -> Tile | None:
+    """Return the bytes of a step, beside those of the best dense allreduce."""
+    steps = [step.report for rank in run.ranks for step in series.settled(rank.steps)]
+    ranks = int(run.first.begin["ranks"])
+    if not steps or ranks == 1:
+        return None
+    sent = statistics.fmean(step.sent_bytes for step in steps)
+    dense = dense_bytes(max(step.elements for step in steps), ranks)
+    counted = "" if all(step.bytes_counted for step in steps) else ", by a formula"
+    if not sent:
+        return None
+    value = f"1/{digits(dense / sent)}" if dense > sent else f"{digits(sent / dense)} times"
+    detail = (
+        f"{bytes_text(sent)} a step from each rank{counted}; a dense allreduce of float32 sends at "
+        f"least {bytes_text(dense)}"
+    )
+    return Tile("Bytes sent, of dense", value, detail, loss=sent > 1.01 * dense)
+
+
+def _step(run: Run) -> Tile:
+    steps = [step for rank in run.ranks for step in series.settled(rank.steps)]
+    seconds = series.mean_parts(steps)
+    total = sum(seconds.values())
+    computed = seconds["compute"] / total if total else 0.0
+    longest = max((part for part in seconds if part != "compute"), key=lambda part: seconds[part])
+    detail = f"mean of the ranks: {percent_text(computed)} of it compute"
+    if total and seconds[longest] > 0.01 * total:
+        detail += f", {percent_text(seconds[longest] / total)} {longest}"
+    return Tile("A step takes", seconds_text(total), detail)
+
+
+def _ranks(run: Run) -> Tile:
+    started, ranks = len(run.ranks), int(run.first.begin["ranks"])
+    amiss = [rank for rank in run.ranks if how_it_left(rank) is not None]
+    steps = max((rank.steps[-1].report.step + 1 for rank in run.ranks if rank.steps), default=0)
+    detail = f"{count_text(steps)} steps in {seconds_text(run.seconds)}"
+    if started < ranks:
+        detail += f"; {ranks - started} of them have no record here"
+    if amiss:
+        detail += f"; {len(amiss)} did not end in order, see below"
+    return Tile("Ranks", str(ranks), detail, loss=bool(amiss) or started < ranks)
+
+
+def how_it_left(rank: RankRecord) -> str | None:
+    """Return what is to be said of a rank that did not end in order; None of others."""
+    step = rank.steps[-1].report.step if rank.steps else rank.begin["step"]
+    if rank.end is None:
+        return (
+            f"has written nothing after step {step}, and not how it left: it goes on, or was killed"
+        )
+    return f"{rank.end}" if "failed" in rank.end or "stopped" in rank.end else None
+
+
+def happenings(run: Run) -> list[tuple[str, str]]:
+    """Return what happened, as (when and where, what): ends out of order, then what was said."""
+    found = [
+        (f"rank {rank.rank}", said) for rank in run.ranks if (said := how_it_left(rank)) is not None
+    ]
+    skipped = sorted({s.report.step for rank in run.ranks for s in rank.steps if s.report.skipped})
+    if skipped:
+        shown = ", ".join(map(count_text, skipped[:_FEW]))
+        more = f" and {len(skipped) - _FEW} more" if len(skipped) > _FEW else ""
+        found.append((f"{len(skipped)} steps", f"were skipped on every rank: {shown}{more}"))
+    messages = sorted(
+        ((note, rank.rank) for rank in run.ranks for note in rank.messages),
+        key=lambda each: each[0].seconds,
+    )
+    seen: set[str] = set()
+    for note, number in messages:
+        text = note.content["text"]
+        if text not in seen:
+            seen.add(text)
+            found.append((f"step {count_text(note.step)}, rank {number}", text))
+    if len(found) > _FEW:
+        left = f"and {len(found) - _FEW} more lines, which the files hold"
+        found = [*found[:_FEW], ("", left)]
+    return found
+
+
+def what_was_run(run: Run) -> dict[str, str]:
+    """Return names and values of what was run, and on what."""
+    begins = [rank.begin for rank in run.ranks]
+    hosts: dict[str, int] = {}
+    for begin in begins:
+        hosts[begin["host"]] = hosts.get(begin["host"], 0) + 1
+    steps = [rank.steps[-1].report for rank in run.ranks if rank.steps]
+    started = datetime.fromtimestamp(run.began_unix_seconds, timezone.utc)
+    first = begins[0]
+    uncertain = max(begin["clock_uncertain_seconds"] for begin in begins)
+    found = {
+        "Ranks": str(first["ranks"]),
+        "Hosts": ", ".join(f"{name} ({count})" for name, count in hosts.items()),
+        "Processor": ", ".join(sorted({begin["processor"] for begin in begins})),
+        "Transport": f"{first['transport']}: {first['library']}",
+        "Started": started.isoformat(sep=" ", timespec="seconds"),
+        "gtopk": first["gtopk"],
+        "PyTorch": first["torch"],
+        "Python": first["python"],
+    }
+    if steps:
+        found["Values of the gradient"] = count_text(max(step.elements for step in steps))
+        found["Reduced by"] = ", ".join(
+            sorted({step.algorithm for step in steps if step.algorithm})
+        )
+    if uncertain:
+        found["Clocks"] = f"alike to within {seconds_text(uncertain)}"
+    return found

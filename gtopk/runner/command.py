@@ -1,0 +1,132 @@
+"""`gtopk run`: a script on ranks, by whichever launcher is there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..launch import LaunchError, usable_cores
+from ..launch.hosts import Host, parse_hosts, read_hostfile
+from ..launch.job import job, refuse_inside_a_job
+from .ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program
+
+_INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
+        prog="gtopk run",
+        usage="gtopk run [OPTIONS] SCRIPT [ARGUMENTS]",
+        description="Start a script on ranks: by srun inside a Slurm allocation, else by mpirun, "
+        "or by torchrun where there is no MPI; with the settings that the launcher needs here. "
+        "Other launchers do as well: mpirun -n 4 python SCRIPT.",
+        epilog="example:\n  gtopk run -n 4 --record runs/first train.py --epochs 10\n"
+        "  gtopk run --hosts one:4,two:4 train.py\n\n"
+        "Its exit code is the ranks'. Should this command be killed, they end with it.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = described.add_argument
+    add("-n", "--ranks", type=int, help="default: the hosts' slots; without hosts, the cores")
+    where = described.add_mutually_exclusive_group()
+    where.add_argument("--hosts", type=_hosts, default=[], help="as one:4,two:2; by mpirun, ssh")
+    where.add_argument("--hostfile", type=Path, help="of lines: name slots=4")
+    add("--launcher", choices=LAUNCHERS, help="default: what is at hand")
+    add("--mpi-args", metavar="WORDS", help="further options of mpirun, in one word")
+    add("--interfaces", help="networks that ranks talk over, as eth0")
+    add("--record", metavar="FOLDER", help="record the run, for gtopk report and gtopk top")
+    add("--timeline", metavar="FOLDER", help="trace every rank, for gtopk timeline")
+    add("--dry-run", action="store_true", help="only say what would be run")
+    add("--json", action="store_true", help="say it as JSON")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    add("script", metavar="SCRIPT", help="a file of Python, or a program")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its own")
+    return described
+
+
+def _hosts(text: str) -> list[Host]:
+    try:
+        return parse_hosts(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script and return the exit code of its ranks."""
+    options = parser().parse_args(arguments)
+    try:
+        hosts = read_hostfile(options.hostfile) if options.hostfile else options.hosts
+        places = _places(options, hosts)
+        start = start_program(places, _program(options), _variables(options))
+        if not options.dry_run:
+            refuse_inside_a_job()
+    except (LaunchError, OSError, ValueError) as error:
+        print(f"gtopk run: {error}", file=sys.stderr)
+        return 2
+    if options.dry_run or options.json:
+        _say(start, places, options.json)
+    if options.dry_run:
+        return 0
+    with job(start.command, start.variables) as launcher:
+        try:
+            return launcher.wait()
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+
+
+def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
+    """Return where the ranks are to be; raise ValueError for a number of them out of range."""
+    ranks = options.ranks
+    if ranks is None:
+        ranks = sum(host.slots for host in hosts) or usable_cores()
+    if ranks < 1:
+        raise ValueError(f"--ranks must be at least 1, got {ranks}")
+    places = Places(
+        ranks,
+        hosts,
+        options.launcher,
+        options.mpi_args,
+        interfaces=options.interfaces,
+    )
+    if options.launcher is None:
+        in_slurm = "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
+        found = "srun" if in_slurm and not hosts else launcher_at_hand(places)
+        places = Places(ranks, hosts, found, options.mpi_args, interfaces=options.interfaces)
+    return places
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """Return the command of a rank; raise ValueError for a script that is not there."""
+    script, words = options.script, options.arguments
+    if options.module:
+        return [sys.executable, "-m", script, *words]
+    if Path(script).is_file() and not (os.access(script, os.X_OK) and not script.endswith(".py")):
+        return [sys.executable, script, *words]
+    if shutil.which(script) is None:
+        raise ValueError(f"SCRIPT must be a file or a program, and '{script}' is neither")
+    return [script, *words]
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    asked = {"GTOPK_RUN": options.record, "GTOPK_TIMELINE": options.timeline}
+    return {name: os.path.abspath(folder) for name, folder in asked.items() if folder}
+
+
+def _say(start: Start, places: Places, as_json: bool) -> None:
+    if as_json:
+        said = {
+            "launcher": places.launcher,
+            "ranks": places.ranks,
+            "command": start.command,
+            "variables": start.variables,
+        }
+        print(json.dumps(said), flush=True)
+        return
+    set_first = " ".join(f"{name}={shlex.quote(v)}" for name, v in start.variables.items())
+    print(f"{set_first} {shlex.join(start.command)}".strip())

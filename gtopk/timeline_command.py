@@ -1,0 +1,137 @@
+"""`gtopk timeline`: the traces of all ranks as one, on rank 0's clock.
+
+a trace of a rank            in that of all
+process 1  allreduce.a       process 0  rank 0 (host a)    thread 1  allreduce.a
+process 2  steps of w                                      thread 2  steps of w
+                             process 1  rank 1 (host b)    ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from .timeline import RANK
+
+_PATTERN: Final = "timeline-*.json"
+
+Record = dict[str, Any]
+
+
+class Trace(NamedTuple):
+    """A rank's trace.
+
+    began_seconds: on rank 0's clock, give or take uncertain_seconds.
+    """
+
+    rank: int
+    host: str
+    began_seconds: float
+    uncertain_seconds: float
+    records: list[Record]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's grammar."""
+    described = argparse.ArgumentParser(
+        prog="gtopk timeline",
+        description="Put the traces of all ranks together on rank 0's clock, for chrome://tracing "
+        "or ui.perfetto.dev. Ranks write them where GTOPK_TIMELINE=FOLDER is set.",
+        epilog="example:\n  GTOPK_TIMELINE=traces gtopk run -n 4 train.py\n"
+        "  gtopk timeline traces --out trace.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    described.add_argument("folder", type=Path, metavar="FOLDER", help="of the ranks' traces")
+    described.add_argument(
+        "--out", type=Path, metavar="FILE", help="the trace; default: timeline.json in FOLDER"
+    )
+    described.add_argument("--json", action="store_true", help="say what was done as JSON")
+    return described
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the trace, say where it is, and return the exit code."""
+    options = parser().parse_args(arguments)
+    out = options.out or options.folder / "timeline.json"
+    try:
+        traces = read_traces(options.folder)
+        records = list(merged(traces))
+        out.write_text(json.dumps(records) + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(f"gtopk timeline: {error}", file=sys.stderr)
+        return 1
+    uncertain = max(trace.uncertain_seconds for trace in traces)
+    if options.json:
+        said = {"trace": str(out), "ranks": [trace.rank for trace in traces]}
+        print(json.dumps({**said, "records": len(records), "clocks_within_seconds": uncertain}))
+        return 0
+    within = f", clocks alike to within {1e6 * uncertain:.0f} us" if uncertain else ""
+    print(f"{out}: {len(traces)} rank{'s' * (len(traces) > 1)}, {len(records)} records{within}")
+    return 0
+
+
+def read_traces(folder: Path) -> list[Trace]:
+    """Return the ranks' traces; raise ValueError where there is none, or one is no trace of ours.
+
+    What a rank that was killed left without an end is read as far as it goes.
+    """
+    paths = sorted(folder.glob(_PATTERN))
+    if not paths:
+        raise ValueError(
+            f"'{folder}' must hold ranks' traces, files named {_PATTERN}, and has none: set "
+            "GTOPK_TIMELINE=FOLDER in the job's environment"
+        )
+    return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> Trace:
+    records = list(_records(path.read_text(encoding="utf-8", errors="replace")))
+    whose = next((each["args"] for each in records if each.get("name") == RANK), None)
+    if whose is None:
+        raise ValueError(
+            f"'{path}' does not say whose trace it is: only those that GTOPK_TIMELINE asks for can "
+            "be put together"
+        )
+    others = [each for each in records if each and each.get("name") != RANK]
+    return Trace(
+        int(whose["rank"]),
+        str(whose["host"]),
+        float(whose["began_seconds"]),
+        float(whose["uncertain_seconds"]),
+        others,
+    )
+
+
+def _records(text: str) -> Iterator[Record]:
+    """Yield the records of a trace: one a line, but for the brackets."""
+    for line in text.splitlines():
+        try:
+            record = json.loads(line.strip(" ,[]") or "{}")
+        except ValueError:
+            continue  # the line in which a rank was killed
+        if isinstance(record, dict):
+            yield record
+
+
+def merged(traces: Sequence[Trace]) -> Iterator[Record]:
+    """Yield the records of all traces, times on rank 0's clock from the first rank's begin on."""
+    began = min(trace.began_seconds for trace in traces)
+    for trace in traces:
+        place = {"pid": trace.rank, "tid": 0}
+        name = f"rank {trace.rank} ({trace.host})"
+        yield {"ph": "M", "name": "process_name", **place, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": trace.rank}}
+        later_microseconds = 1e6 * (trace.began_seconds - began)
+        for record in trace.records:
+            moved = {**record, "pid": trace.rank}
+            if record["ph"] == "M":
+                moved["name"] = record["name"].replace("process", "thread")
+            if record.get("s") == "g":
+                moved["s"] = "p"  # a mark of this rank, not of all
+            if "ts" in record:
+                moved["ts"] = round(record["ts"] + later_microseconds, 1)
+            yield moved

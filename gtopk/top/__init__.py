@@ -1,0 +1,1 @@
+"""`gtopk top`: a run while it goes on, one line for each rank."""

@@ -1,0 +1,82 @@
+"""Statuses as a table: words for whoever reads them, and colours on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..charts.units import bytes_text, count_text, digits, seconds_text
+from .status import Status
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_HEADINGS = ("rank", "host", "step", "steps/s", "step takes", "compute", "wait", "exchange")
+_MORE = ("sent/step", "density", "batch", "residual")
+
+
+def rows(statuses: Sequence[Status]) -> tuple[list[str], list[list[str]]]:
+    """Return headings, and a row for each rank; columns that say nothing are left out."""
+    names = sorted({name for status in statuses for name in status.values})[:2]
+    headings = [*_HEADINGS, *_MORE, *names, "state"]
+    cells = [_row(status, names) for status in statuses]
+    kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]
+    return [headings[place] for place in kept], [[row[place] for place in kept] for row in cells]
+
+
+def _row(status: Status, names: Sequence[str]) -> list[str]:
+    seconds = status.step_seconds
+    total = sum(seconds.values()) if seconds else 0.0
+
+    def share(part: str) -> str:
+        return f"{100 * seconds[part] / total:.0f} %" if seconds and total else "-"
+
+    state = status.state
+    if state == "silent":
+        state = f"silent for {seconds_text(status.silent_seconds)}"
+    if status.skipped:
+        state += f", {status.skipped} skipped"
+    cells = [
+        str(status.rank),
+        status.host,
+        "-" if status.step is None else count_text(status.step),
+        "-" if status.steps_per_second is None else digits(status.steps_per_second),
+        seconds_text(total) if total else "-",
+        share("compute"),
+        share("wait"),
+        share("exchange"),
+        "-" if not status.sent_bytes else bytes_text(status.sent_bytes),
+        "-" if status.density is None else f"{status.density:.2g}",
+        "-" if status.samples is None else count_text(status.samples),
+        "-" if status.residual_norm is None else f"{status.residual_norm:.3g}",
+        *(f"{status.values[name]:.4g}" if name in status.values else "-" for name in names),
+        state,
+    ]
+    return [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in cells]
+
+
+def as_lines(statuses: Sequence[Status]) -> list[str]:
+    """Return the table as lines."""
+    headings, cells = rows(statuses)
+    table = [headings, *cells]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
+def as_table(statuses: Sequence[Status], title: str) -> Table:
+    """Return the table for rich."""
+    from rich.table import Table
+    from rich.text import Text
+
+    headings, cells = rows(statuses)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in headings:
+        right = heading not in ("host", "state")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=right)
+    for status, row in zip(statuses, cells, strict=True):
+        style = {"running": "green", "silent": "bold red"}.get(status.state, "dim")
+        table.add_row(*row[:-1], Text(row[-1], style=style))
+    return table

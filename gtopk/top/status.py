@@ -1,0 +1,83 @@
+"""Status: what a rank does now, from the end of its record."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ..recording.lines import path_of
+from ..recording.reading import RankRecord, Run
+from ..telemetry import PARTS, parts
+
+RECENT: Final = 50  # steps that figures are means of
+SILENT_SECONDS: Final = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What a rank does now; figures are means of its last steps, None where there is none.
+
+    state:      "running", "silent" (for how long: silent_seconds), or how it ended.
+    sent_bytes: a step.
+    density:    the share of the values that it sends.
+    values:     what its script logged last.
+    """
+
+    rank: int
+    host: str
+    state: str
+    silent_seconds: float
+    step: int | None
+    steps_per_second: float | None
+    step_seconds: dict[str, float] | None
+    sent_bytes: float | None
+    density: float | None
+    samples: int | None
+    residual_norm: float | None
+    skipped: int
+    values: dict[str, float]
+
+
+def status_of(run: Run, folder: Path, now: Callable[[], float] = time.time) -> list[Status]:
+    """Return the status of each rank."""
+    return [_status(rank, _silent_seconds(folder, rank.rank, now())) for rank in run.ranks]
+
+
+def _silent_seconds(folder: Path, rank: int, now: float) -> float:
+    return max(0.0, now - path_of(folder, rank).stat().st_mtime)
+
+
+def _status(rank: RankRecord, silent_seconds: float) -> Status:
+    recent = rank.steps[-RECENT:]
+    reports = [step.report for step in recent]
+    means = None
+    if reports:
+        found = [parts(report) for report in reports]
+        means = {part: statistics.fmean(each[part] for each in found) for part in PARTS}
+    seconds = recent[-1].seconds - recent[0].seconds if len(recent) > 1 else 0.0
+    values: dict[str, float] = {}
+    for note in rank.values:
+        values |= note.content
+    state = "silent" if silent_seconds > SILENT_SECONDS else "running"
+    last = reports[-1] if reports else None
+    return Status(
+        rank=rank.rank,
+        host=rank.begin["host"],
+        state=rank.end if rank.end is not None else state,
+        silent_seconds=round(silent_seconds, 1),
+        step=last.step if last else None,
+        steps_per_second=(recent[-1].report.step - recent[0].report.step) / seconds
+        if seconds
+        else None,
+        step_seconds=means,
+        sent_bytes=statistics.fmean(each.sent_bytes for each in reports) if reports else None,
+        density=last.selected / last.elements if last and last.elements else None,
+        samples=last.samples if last else None,
+        residual_norm=rank.withheld[-1].content["norm"] if rank.withheld else None,
+        skipped=sum(step.report.skipped for step in rank.steps),
+        values=values,
+    )

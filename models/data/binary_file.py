@@ -1,0 +1,59 @@
+"""Files of bytes, plain or gzip: as many as were announced are read, and no more."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import IO, cast
+
+from .malformed import MalformedFile
+
+
+class BinaryFile:
+    """A file, read from its begin; plain or gzip, told by its first bytes.
+
+    What it ends too soon with, or is damaged in, is MalformedFile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.place = 0  # in what it unpacks to
+        with path.open("rb") as file:
+            self.packed = file.read(2) == b"\x1f\x8b"
+        opener = gzip.open if self.packed else open
+        self._file = cast(IO[bytes], opener(path, "rb"))
+
+    def __enter__(self) -> BinaryFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, count: int, what: str) -> bytes:
+        """Return the next bytes, all of them; `what` they are is said where they are not there.
+
+        A count larger than a plain file is refused before there is room made for it.
+        """
+        if not self.packed and self.place + count > (size := self.path.stat().st_size):
+            raise self.refuse(f"has {size} bytes where {what} should end at {self.place + count}")
+        content = self._read(count)
+        if len(content) < count:
+            raise self.refuse(f"ends after {len(content)} of the {count} bytes of {what}")
+        self.place += count
+        return content
+
+    def end(self) -> None:
+        """Raise MalformedFile where there is more."""
+        if self._read(1):
+            raise self.refuse("the file must end here, and goes on")
+
+    def refuse(self, reason: str) -> MalformedFile:
+        """Return the error that what comes now is."""
+        return MalformedFile(self.path, None, reason, byte=self.place)
+
+    def _read(self, count: int) -> bytes:
+        try:
+            return self._file.read(count)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise self.refuse(f"the gzip file is truncated or damaged: {error}") from error

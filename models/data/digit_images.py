@@ -1,0 +1,28 @@
+"""scikit-learn's handwritten digits as images: as they are, or enlarged to CIFAR's shape.
+
+Real images of the shape that convolutional networks take, where no file is at hand.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from .classification import Classification, load
+
+
+def load_digit_images(size: int = 8, channels: int = 1, seed: int = 0) -> Classification:
+    """Return the digits as float32 [n, channels, size, size], split as `load("digits", seed)` does.
+
+    size: other than 8 is interpolated from it, bilinearly; channels: all alike.
+    """
+    data = load("digits", seed)
+
+    def images(part: TensorDataset) -> TensorDataset:
+        flat, labels = part.tensors
+        x = flat.view(-1, 1, 8, 8)
+        if size != 8:
+            x = F.interpolate(x, size=(size, size), mode="bilinear", align_corners=False)
+        return TensorDataset(x.repeat(1, channels, 1, 1), labels)
+
+    return Classification(images(data.train), images(data.test), channels * size**2, data.classes)

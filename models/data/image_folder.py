@@ -1,0 +1,175 @@
+"""Folders of images, as ImageNet is unpacked: a folder for each class, JPEG or PNG in it.
+
+    folder/train/n01440764/n01440764_10026.JPEG        classes are numbered in the order of their
+    folder/val/n01440764/ILSVRC2012_val_00000293.JPEG  names, and train and val have the same
+
+Images are decoded when their batch is made: cut at random for training (Szegedy et al. 2015), from
+the middle for testing. Pillow does it, and is needed here only: pip install pillow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from .labelled import LabelledBatch, LabelledData
+from .malformed import MalformedFile
+
+MEAN: Final = np.array((0.485, 0.456, 0.406), np.float32)  # of red, green, blue, from 0 to 1
+DEVIATION: Final = np.array((0.229, 0.224, 0.225), np.float32)
+ENDINGS: Final = (".jpeg", ".jpg", ".png")
+FORMATS: Final = ("JPEG", "PNG")
+MOST_PIXELS: Final = 64 << 20  # of an image, before it is cut
+_TESTED_SHARE: Final = 224 / 256  # of the shorter side
+_AREAS: Final = (0.08, 1.0)  # that a cut may have of its image
+_RATIOS: Final = (3 / 4, 4 / 3)  # of its width to its height
+_TRIES: Final = 10
+
+
+class Box(NamedTuple):
+    """A part of an image, in pixels."""
+
+    left: float
+    upper: float
+    right: float
+    lower: float
+
+
+Cut = Callable[[int, int], Box]
+
+
+class FolderImages:
+    """One of the two parts; see the module. size: pixels of a side, of what it gives."""
+
+    def __init__(
+        self, folder: Path, classes: Sequence[str], size: int, *, augmented: bool, seed: int = 0
+    ) -> None:
+        self.paths: list[Path] = []
+        labels: list[int] = []
+        for number, name in enumerate(classes):
+            found = _images_in(folder / name)
+            self.paths += found
+            labels += [number] * len(found)
+        self.labels = np.array(labels, np.int64)
+        self.size, self.augmented, self.seed = size, augmented, seed
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, visit: int) -> LabelledBatch:
+        return self.__getitems__([visit])
+
+    def __getitems__(self, visits: Sequence[int]) -> LabelledBatch:
+        """Return a batch; raise MalformedFile, with its name, for a file that is no image."""
+        numbers = [visit % len(self) for visit in visits]
+        images = np.stack([self._image(visit) for visit in visits])
+        inputs = (images.astype(np.float32) / 255 - MEAN) / DEVIATION
+        return LabelledBatch(
+            torch.from_numpy(np.ascontiguousarray(inputs.transpose(0, 3, 1, 2))),
+            torch.from_numpy(self.labels[numbers]),
+        )
+
+    def _image(self, visit: int) -> np.ndarray:
+        path = self.paths[visit % len(self)]
+        if not self.augmented:
+            return decoded(path, self.size, middle)
+        random = np.random.default_rng([self.seed, visit])
+        image = decoded(path, self.size, lambda width, height: anywhere(width, height, random))
+        return image[:, ::-1] if random.random() < 0.5 else image
+
+
+def read_image_folder(
+    folder: str | Path, *, size: int = 224, seed: int = 0, name: str = "ImageNet"
+) -> LabelledData:
+    """Return what is in folder/train and folder/val, float32 [n, 3, size, size] in batches.
+
+    Raises FileNotFoundError for a folder that is missing or empty, ValueError where training and
+    validation have different classes, ImportError without Pillow.
+    """
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise ImportError("folders of images need Pillow: pip install pillow") from error
+    train, val = (Path(folder) / part for part in ("train", "val"))
+    classes = _classes_in(train)
+    if (others := _classes_in(val)) != classes:
+        odd = sorted(set(classes) ^ set(others))
+        raise ValueError(
+            f"'{train}' and '{val}' must have the same folders, one for each class; only one of "
+            f"them has {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}"
+        )
+    return LabelledData(
+        FolderImages(train, classes, size, augmented=True, seed=seed),
+        FolderImages(val, classes, size, augmented=False),
+        len(classes),
+        name,
+    )
+
+
+def middle(width: int, height: int) -> Box:
+    """Return the square in the middle that leaves an eighth of the shorter side out."""
+    side = min(width, height) * _TESTED_SHARE
+    left, upper = (width - side) / 2, (height - side) / 2
+    return Box(left, upper, left + side, upper + side)
+
+
+def anywhere(width: int, height: int, random: np.random.Generator) -> Box:
+    """Return a part of random place, area and shape; where none fits, as large a one as may be."""
+    low, high = _RATIOS
+    for _ in range(_TRIES):
+        area = width * height * random.uniform(*_AREAS)
+        ratio = math.exp(random.uniform(math.log(low), math.log(high)))
+        across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < across <= width and 0 < down <= height:
+            left = int(random.integers(0, width - across + 1))
+            upper = int(random.integers(0, height - down + 1))
+            return Box(left, upper, left + across, upper + down)
+    across, down = min(width, round(height * high)), min(height, round(width / low))
+    left, upper = (width - across) // 2, (height - down) // 2
+    return Box(left, upper, left + across, upper + down)
+
+
+def decoded(path: Path, size: int, cut: Cut) -> np.ndarray:
+    """Return a part of an image, uint8 [size, size, 3].
+
+    cut: says which, of its width and height.
+    Raises MalformedFile for what is no JPEG or PNG, is damaged, or larger than MOST_PIXELS.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise ValueError(f"{width} x {height} pixels are more than {MOST_PIXELS}")
+            part = image.convert("RGB").resize(
+                (size, size), Image.Resampling.BILINEAR, cut(width, height), reducing_gap=2.0
+            )
+    except Exception as error:  # Pillow answers damaged bytes with errors of many types
+        raise MalformedFile(path, None, f"is no JPEG or PNG that can be read: {error}") from error
+    return np.asarray(part)
+
+
+def _classes_in(folder: Path) -> list[str]:
+    names = (
+        sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    )
+    if not names:
+        raise FileNotFoundError(f"'{folder}' must be a folder with a folder of images per class")
+    return names
+
+
+def _images_in(folder: Path) -> list[Path]:
+    """Return the images of a class; whatever else lies there is refused."""
+    paths = sorted(folder.iterdir())
+    for path in paths:
+        if path.suffix.lower() not in ENDINGS:
+            raise MalformedFile(path, None, f"must end in one of {', '.join(ENDINGS)}")
+    if not paths:
+        raise FileNotFoundError(f"'{folder}' must hold images of its class, and is empty")
+    return paths

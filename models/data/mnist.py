@@ -1,0 +1,51 @@
+"""MNIST's four files, plain or gzip, under their published names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from .idx import read_idx
+from .image_arrays import ImageArrays
+from .labelled import LabelledData
+from .malformed import MalformedFile
+
+CLASSES: Final = 10
+MEAN, DEVIATION = (0.1307,), (0.3081,)  # of the training pixels, from 0 to 1
+_PARTS: Final = {"train": "train", "test": "t10k"}
+
+
+def read_mnist(folder: str | Path) -> LabelledData:
+    """Return MNIST, float32 [n, 1, rows, columns] in batches.
+
+    Raises FileNotFoundError that names what is missing, MalformedFile, OSError.
+    """
+    parts = {part: _read_part(Path(folder), name) for part, name in _PARTS.items()}
+    return LabelledData(parts["train"], parts["test"], CLASSES, "MNIST")
+
+
+def _read_part(folder: Path, name: str) -> ImageArrays:
+    image_path = _found(folder, f"{name}-images-idx3-ubyte")
+    label_path = _found(folder, f"{name}-labels-idx1-ubyte")
+    images, labels = read_idx(image_path, 3), read_idx(label_path, 1)
+    if len(images) != len(labels):
+        raise MalformedFile(
+            label_path,
+            None,
+            f"has {len(labels)} labels where {image_path} has {len(images)} images",
+        )
+    if (wrong := np.flatnonzero(labels >= CLASSES)).size:
+        place = int(wrong[0])
+        raise MalformedFile(
+            label_path, None, f"label {labels[place]} must lie in 0..{CLASSES - 1}", byte=8 + place
+        )
+    return ImageArrays(images[:, None], labels.astype(np.int64), MEAN, DEVIATION)
+
+
+def _found(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"no {name} or {name}.gz in '{folder}': MNIST's four files are needed")

@@ -1,0 +1,74 @@
+"""Penn Treebank as language models read it: three texts, a sentence a line, words between spaces.
+
+     pierre <unk> N years old will join the board as a nonexecutive director nov. N \\n
+
+The end of a line is a word, too: <eos>. The words are those of the training text, the most frequent
+first; a word that is in another text only is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from .lanes import Text
+from .malformed import MalformedFile
+
+END: Final = "<eos>"
+MOST_BYTES: Final = 1 << 30  # of a text
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def read_ptb(folder: str | Path) -> Text:
+    """Return ptb.train.txt for training and ptb.valid.txt for testing, as gTop-k's authors do.
+
+    Raises FileNotFoundError that names what is missing, MalformedFile, OSError.
+    """
+    train_path, test_path = (Path(folder) / f"ptb.{part}.txt" for part in ("train", "valid"))
+    for path in (train_path, test_path):
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"no {path.name} in '{folder}': ptb.train.txt and ptb.valid.txt are needed"
+            )
+    counts = Counter(word for words in _sentences(train_path) for word in words)
+    order = sorted(counts, key=lambda word: (-counts[word], word))
+    numbers = {word: number for number, word in enumerate(order)}
+    train, test = (_numbered(path, numbers) for path in (train_path, test_path))
+    return Text(train, test, len(numbers), "Penn Treebank")
+
+
+def _numbered(path: Path, numbers: dict[str, int]) -> torch.Tensor:
+    found: list[int] = []
+    for line, words in enumerate(_sentences(path), start=1):
+        try:
+            found += [numbers[word] for word in words]
+        except KeyError as error:
+            reason = f"{error} is no word of the training text; <unk> stands for those"
+            raise MalformedFile(path, line, reason) from error
+    return torch.from_numpy(np.array(found, np.int64))
+
+
+def _sentences(path: Path) -> Iterator[list[str]]:
+    """Yield the words of each line, its end among them."""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise MalformedFile(path, None, f"has {size} bytes; at most {MOST_BYTES} are read")
+    lines = path.read_bytes().splitlines()
+    if not lines:
+        raise MalformedFile(path, None, "is empty")
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise MalformedFile(path, number, f"is no UTF-8: {error}") from error
+        if control := _CONTROL.search(text):
+            raise MalformedFile(path, number, f"{control.group()!r} is part of no word")
+        words = text.split()
+        if not words:
+            raise MalformedFile(path, number, "holds no word")
+        yield [*words, END]

@@ -1,0 +1,64 @@
+"""ResNet-50 (He et al. 2016), a stage's stride at its 3 x 3 convolution, as everybody trains it.
+
+image [3, 224, 224] --conv 7, pool--> [64, 56, 56] --3 blocks--> [256, 56, 56] --4-->
+    [512, 28, 28] --6--> [1024, 14, 14] --3--> [2048, 7, 7] --mean--> [2048] --linear--> classes
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+BLOCKS: Final = (3, 4, 6, 3)
+EXPANSION: Final = 4  # channels that a block gives, over those it works on
+
+
+class Bottleneck(torch.nn.Module):
+    """Convolutions of 1, 3 and 1 beside a shortcut, which has one of 1 where the shapes differ."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * EXPANSION
+        self.narrow = _normed(inputs, width, 1)
+        self.look = _normed(width, width, 3, stride)
+        self.widen = _normed(width, outputs, 1)
+        self.shortcut: torch.nn.Module = torch.nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = _normed(inputs, outputs, 1, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.narrow(x))
+        y = self.widen(F.relu(self.look(y)))
+        return F.relu(y + self.shortcut(x))
+
+
+def resnet50(classes: int = 1000, width: int = 64) -> torch.nn.Sequential:
+    """Return ResNet-50 for float32 [n, 3, 224, 224], or 32 pixels and more: 25,557,032 parameters.
+
+    width: channels of the first stage's blocks, doubled at each of the next.
+    """
+    blocks: list[torch.nn.Module] = []
+    inputs = width
+    for stage, count in enumerate(BLOCKS):
+        for number in range(count):
+            stride = 2 if stage and number == 0 else 1
+            blocks.append(Bottleneck(inputs, width << stage, stride))
+            inputs = (width << stage) * EXPANSION
+    return torch.nn.Sequential(
+        _normed(3, width, 7, stride=2),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(3, stride=2, padding=1),
+        *blocks,
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(inputs, classes),
+    )
+
+
+def _normed(inputs: int, outputs: int, size: int, stride: int = 1) -> torch.nn.Sequential:
+    """Return a convolution that loses no pixels at the border, and its batch norm."""
+    convolution = torch.nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    torch.nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    return torch.nn.Sequential(convolution, torch.nn.BatchNorm2d(outputs))

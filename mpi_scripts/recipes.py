@@ -1,0 +1,130 @@
+"""Recipes: what may be done to gradients on their way, each against all others.
+
+Each leaves a choice open or makes it: momentum before or after the selection, a warm-up, who keeps
+what is dropped, how wide updates are, how values are rounded, which ranks merge with which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NamedTuple
+
+from gtopk.compression import Compression, SparseCompression
+from gtopk.demo.plan import equal_bytes_density
+
+MOMENTUM: Final = 0.9
+
+
+class Setting(NamedTuple):
+    """What a recipe may go by.
+
+    length: parameters of the model. steps: of the whole training.
+    """
+
+    ranks: int
+    density: float
+    length: int
+    steps: int
+
+
+class Recipe(NamedTuple):
+    """How a model is trained.
+
+    compression: what travels in place of the gradients.
+    momentum:    of the wrapped SGD. adam: AdamW in its place.
+    low_rank:    above 0: PowerSGD of this rank in place of compression.
+    node_size:   ranks that are neighbours; 0: none is another's.
+    options:     of DistributedOptimizer.
+    """
+
+    compression: Any = Compression.none
+    momentum: float = MOMENTUM
+    adam: bool = False
+    low_rank: int = 0
+    node_size: int = 0
+    options: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class PublishedTree(SparseCompression):
+    """gTop-k as published: a tree, and a pick is cleared whenever its index is in the result."""
+
+    algorithm: ClassVar[str] = "gtopk-tree"
+
+    def options(self, k: int, length: int) -> dict[str, Any]:
+        return {"put_back": "published"}
+
+
+def corrected(kind: Callable[..., Any], density: float, **options: Any) -> Recipe:
+    """Return a recipe that takes the momentum before it selects."""
+    return Recipe(kind(density, momentum_correction=MOMENTUM, **options), momentum=0.0)
+
+
+def tenth(setting: Setting) -> int:
+    """Return how many steps a warm-up takes."""
+    return max(1, setting.steps // 10)
+
+
+def deep(setting: Setting) -> Recipe:
+    """Return Deep Gradient Compression: momentum correction, factor masking, warm-up.
+
+    Lin et al. 2018, section 3; they clip gradients of recurrent networks only.
+    """
+    return corrected(Compression.topk, setting.density, warmup_steps=tenth(setting))
+
+
+def as_many_bytes_as_exact(setting: Setting) -> float:
+    """Return the density at which packed int8 entries take the bytes of exact ones."""
+    index_bits = math.log2(math.e / setting.density)
+    return min(1.0, setting.density * 48 / (index_bits + 8.25))
+
+
+RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
+    "dense": lambda s: Recipe(),
+    "fp16": lambda s: Recipe(Compression.fp16),
+    "PowerSGD, rank 2": lambda s: Recipe(low_rank=2),
+    "PowerSGD, rank 4": lambda s: Recipe(low_rank=4),
+    "topk, momentum after": lambda s: Recipe(Compression.topk(s.density)),
+    "topk": lambda s: corrected(Compression.topk, s.density),
+    "topk, int8": lambda s: corrected(Compression.topk, s.density, wire="packed", values="int8"),
+    "DGC": deep,
+    "published": lambda s: Recipe(PublishedTree(s.density)),
+    "published, corrected": lambda s: corrected(PublishedTree, s.density),
+    "gtopk, momentum after": lambda s: Recipe(Compression.gtopk(s.density)),
+    "gtopk": lambda s: corrected(Compression.gtopk, s.density),
+    "gtopk, warm-up": lambda s: corrected(Compression.gtopk, s.density, warmup_steps=tenth(s)),
+    "gtopk, vectors dense": lambda s: corrected(Compression.gtopk, s.density, dense_vectors=True),
+    "gtopk, by parameter": lambda s: corrected(Compression.gtopk, s.density)._replace(
+        options={"bucket_bytes": 1}
+    ),
+    "gtopk, spread": lambda s: corrected(Compression.gtopk, s.density, put_back="spread"),
+    "gtopk, growth 4": lambda s: corrected(Compression.gtopk, s.density, growth=4.0),
+    "gtopk, int8": lambda s: corrected(Compression.gtopk, s.density, wire="packed", values="int8"),
+    "gtopk, int8, growth 4": lambda s: corrected(
+        Compression.gtopk, s.density, wire="packed", values="int8", growth=4.0
+    ),
+    "gtopk, int8, bytes of exact": lambda s: corrected(
+        Compression.gtopk, as_many_bytes_as_exact(s), wire="packed", values="int8"
+    ),
+    "gtopk, bytes of topk": lambda s: corrected(
+        Compression.gtopk, equal_bytes_density(s.density, s.ranks)
+    ),
+    "gtopk across nodes of 4": lambda s: corrected(Compression.hierarchical, s.density)._replace(
+        node_size=4
+    ),
+    "gtopk across dense nodes of 4": lambda s: corrected(
+        Compression.hierarchical, s.density, inside="dense"
+    )._replace(node_size=4),
+    "oktopk": lambda s: corrected(Compression.oktopk, s.density),
+    "oktopk, k_out 4": lambda s: corrected(Compression.oktopk, s.density, k_out=4.0),
+    "AdamW": lambda s: Recipe(adam=True),
+    "AdamW, topk": lambda s: Recipe(Compression.topk(s.density), adam=True),
+    "AdamW, gtopk": lambda s: Recipe(Compression.gtopk(s.density), adam=True),
+    "AdamW, gtopk, warm-up": lambda s: Recipe(
+        Compression.gtopk(s.density, warmup_steps=tenth(s)), adam=True
+    ),
+    "AdamW, gtopk, growth 4": lambda s: Recipe(Compression.gtopk(s.density, growth=4.0), adam=True),
+    "AdamW, PowerSGD, rank 4": lambda s: Recipe(adam=True, low_rank=4),
+}

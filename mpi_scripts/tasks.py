@@ -1,0 +1,164 @@
+"""Tasks: what the comparison of recipes trains, and how the end of a training is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+from models.data.classification import Classification, load
+from models.data.digit_images import load_digit_images
+from models.data.docstrings import load_docstrings
+from models.data.text_windows import TextWindows
+from models.digits_cnn import digits_cnn
+from models.lstm_ptb import LstmLanguageModel
+from models.mlp import mlp
+from models.resnet_cifar import resnet20
+
+# x, y, test_x, test_y of a task.
+Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def call(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return what most models return: scores of the classes."""
+    scores: torch.Tensor = model(x)
+    return scores
+
+
+@dataclass(frozen=True)
+class Task:
+    """Samples, a model as it begins, and a score of how it ends; all from one seed.
+
+    x, y:           training samples, float32 or int64 [n, ...], and their classes, int64 [n, ...].
+    test_x, test_y: those held out.
+    batch:          samples of a step, of all ranks together.
+    rate:           of SGD with momentum, at a share 0..1 of the training; AdamW takes adam_rate.
+    scores:         what a model gives for samples, [n, ..., classes].
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+    new_model: Callable[[], torch.nn.Module]
+    epochs: int
+    batch: int
+    rate: Callable[[float], float]
+    seed: int
+    adam_rate: float = 1e-3
+    scores: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor] = call
+    weights: Mapping[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        object.__setattr__(self, "weights", self.new_model().state_dict())
+
+    def model(self) -> torch.nn.Module:
+        """Return the model as it begins."""
+        model = self.new_model()
+        model.load_state_dict(self.weights)
+        return model
+
+    def loss(self, model: torch.nn.Module, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of some samples."""
+        scores = self.scores(model, self.x[numbers])
+        return F.cross_entropy(scores.flatten(0, -2), self.y[numbers].flatten())
+
+    @torch.no_grad()
+    def accuracy(self, model: torch.nn.Module) -> float:
+        """Return the share of what was held out that a model names right, in percent."""
+        model.eval()
+        named = [self.scores(model, part).argmax(-1) for part in self.test_x.split(256)]
+        model.train()
+        return 100 * float((torch.cat(named) == self.test_y).float().mean())
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps the training takes."""
+        return self.epochs * (len(self.x) // self.batch)
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Yield the samples of every step, in an order of the seed."""
+        order = torch.Generator().manual_seed(self.seed)
+        for _ in range(self.epochs):
+            shuffled = torch.randperm(len(self.x), generator=order)
+            yield from shuffled[: len(self.x) // self.batch * self.batch].split(self.batch)
+
+
+def constant(rate: float) -> Callable[[float], float]:
+    """Return a learning rate that stays."""
+    return lambda share: rate
+
+
+def falling(rate: float) -> Callable[[float], float]:
+    """Return a learning rate that is a tenth after half of the training, a hundredth at 3/4."""
+    return lambda share: rate * 0.1 ** ((share >= 0.5) + (share >= 0.75))
+
+
+def samples(data: Classification) -> Samples:
+    """Return the samples of a task."""
+    x, y = data.train.tensors
+    test_x, test_y = data.test.tensors
+    return x, y, test_x, test_y
+
+
+def digits(seed: int, epochs: int = 30) -> Task:
+    """Return scikit-learn's handwritten digits (real, small), for a perceptron of 85,002."""
+    data = samples(load("digits", seed))
+    return Task(*data, new_model=mlp, epochs=epochs, batch=128, rate=constant(0.05), seed=seed)
+
+
+def small_cnn(seed: int, epochs: int = 30) -> Task:
+    """Return the same digits for convolutions: 22,602 parameters."""
+    data = samples(load_digit_images(seed=seed))
+    return Task(
+        *data, new_model=digits_cnn, epochs=epochs, batch=128, rate=constant(0.05), seed=seed
+    )
+
+
+def residual_network(seed: int, epochs: int = 16) -> Task:
+    """Return the same digits, enlarged to 16 x 16 pixels of three colours, for ResNet-20.
+
+    269,722 parameters; batch norm looks at a rank's own samples.
+    """
+    data = samples(load_digit_images(16, 3, seed=seed))
+    return Task(*data, new_model=resnet20, epochs=epochs, batch=128, rate=falling(0.05), seed=seed)
+
+
+def language_model(seed: int, epochs: int = 2) -> Task:
+    """Return the standard library's docstrings (real), windows of 32 bytes, for an LSTM.
+
+    Two layers of 128: 329,984 parameters. It names the next byte; 512 windows are held out.
+    """
+    text = load_docstrings()
+    steps, tested = 32, 512
+
+    def windows(tokens: torch.Tensor, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        cut = TextWindows(tokens, steps)
+        order = torch.randperm(len(cut), generator=torch.Generator().manual_seed(seed))
+        return cut.__getitems__(order[:count].tolist())
+
+    x, y = windows(text.train, None)
+    test_x, test_y = windows(text.test, tested)
+    return Task(
+        *(x, y, test_x, test_y),
+        new_model=lambda: LstmLanguageModel(256, width=128, dropout=0.0),
+        epochs=epochs,
+        batch=64,
+        rate=constant(1.0),
+        seed=seed,
+        adam_rate=3e-3,
+        scores=lambda model, x: model(x)[0],
+    )
+
+
+# Of a seed, and of a number of epochs where not the task's own.
+TASKS: Final[Mapping[str, Callable[..., Task]]] = {
+    "digits": digits,
+    "digits-cnn": small_cnn,
+    "resnet20": residual_network,
+    "lstm": language_model,
+}

@@ -1,0 +1,224 @@
+"""The training loop: epochs of steps, a line of figures after each, a checkpoint now and then."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import gtopk
+import gtopk.torch as hvd
+
+from .schedules import Progress, Schedule
+from .task import Task, moved
+
+AMP_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is ready on a rank before the ranks do anything together.
+
+    passes:     backward passes of a step, whose gradients are averaged.
+    steps:      after which it ends; None: after its epochs.
+    amp:        "bf16" or "fp16" for autocast; None: float32 throughout.
+    checkpoint: the folder, saved after each epoch, and after every `checkpoint_every` steps if any.
+    log:        a file, for a line of JSON an epoch.
+    facts:      for the log: what the run is.
+    """
+
+    task: Task[Any]
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    compression: Any
+    schedule: Schedule
+    device: torch.device
+    epochs: int
+    passes: int = 1
+    steps: int | None = None
+    clip_norm: float | None = None
+    amp: str | None = None
+    checkpoint: Path | None = None
+    checkpoint_every: int = 0
+    log: Path | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.task.batches_per_epoch // self.passes
+
+
+@dataclass
+class Tally:
+    """How far this rank is, and what an epoch has cost and brought; goes into checkpoints."""
+
+    epoch: int = 0
+    step: int = 0  # of the epoch
+    steps_per_epoch: int = 0
+    loss_sum: float = 0.0  # over the epoch's steps
+    sent_bytes: int = 0  # since the begin of the training
+    counted: bool = True  # MPI's own allreduce tells no one
+    seconds: float = 0.0  # of the epoch
+
+    def go_on(self, steps_per_epoch: int) -> None:
+        """Take the place in an epoch of so many steps that this was in one of others."""
+        if self.steps_per_epoch and self.steps_per_epoch != steps_per_epoch:
+            self.step = self.step * steps_per_epoch // self.steps_per_epoch
+        self.steps_per_epoch = steps_per_epoch
+
+    def next_epoch(self) -> Tally:
+        """Return the begin of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
+
+
+def train(training: Training) -> None:
+    """Train; rank 0 prints. Every rank calls it with what is equal on all but for its share."""
+    task, model, device = training.task, training.model, training.device
+    scaler = torch.amp.GradScaler(device.type) if training.amp == "fp16" else None
+    base_rates = [group["lr"] for group in training.optimizer.param_groups]
+    optimizer = hvd.DistributedOptimizer(
+        training.optimizer,
+        named_parameters=model.named_parameters(),
+        compression=training.compression,
+        backward_passes_per_step=training.passes,
+        scaler=scaler,
+        global_clip_norm=training.clip_norm,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    tally = _begin(training, optimizer, scaler)
+    done = tally.epoch * tally.steps_per_epoch + tally.step
+    last = training.epochs * tally.steps_per_epoch
+    last = last if training.steps is None else min(last, training.steps)
+    while done < last:
+        batches = task.batches(tally.epoch, tally.step * training.passes)
+        model.train()
+        while tally.step < tally.steps_per_epoch and done < last:
+            begun = time.perf_counter()
+            at = Progress(
+                tally.epoch + tally.step / tally.steps_per_epoch, training.epochs, hvd.size()
+            )
+            for group, rate in zip(optimizer.param_groups, base_rates, strict=True):
+                group["lr"] = rate * training.schedule(at)
+            tally.loss_sum += _step(training, optimizer, scaler, batches)
+            tally.step, done = tally.step + 1, done + 1
+            tally.sent_bytes += optimizer.last_step.sent_bytes
+            tally.counted &= optimizer.last_step.bytes_counted
+            tally.seconds += time.perf_counter() - begun
+            every = training.checkpoint_every
+            if every and done % every == 0 and done < last:
+                _save(training, optimizer, scaler, tally, done)
+        _report(training, optimizer, tally)
+        if tally.step == tally.steps_per_epoch:
+            tally = tally.next_epoch()
+        _save(training, optimizer, scaler, tally, done)
+
+
+def _step(training: Training, optimizer: Any, scaler: Any, batches: Iterator[Any]) -> float:
+    """Step once; return the loss."""
+    optimizer.zero_grad()
+    total = torch.zeros((), device=training.device)
+    for _ in range(training.passes):
+        batch = moved(next(batches), training.device)
+        with _autocast(training):
+            loss = training.task.loss(training.model, batch) / training.passes
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        total += loss.detach()
+    if scaler is None:
+        optimizer.step()
+    else:
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return float(total)
+
+
+def _autocast(training: Training) -> AbstractContextManager[Any]:
+    if training.amp is None:
+        return nullcontext()
+    return torch.autocast(training.device.type, AMP_DTYPES[training.amp])
+
+
+def _begin(training: Training, optimizer: Any, scaler: Any) -> Tally:
+    """Return where the run begins, or goes on."""
+    tally, found = Tally(), None
+    if training.checkpoint is not None:
+        found = gtopk.load_latest(
+            training.checkpoint,
+            training.model,
+            optimizer,
+            task=training.task,
+            tally={},
+            **({"scaler": scaler} if scaler else {}),
+        )
+    if found is not None:
+        tally = Tally(**found.values["tally"])
+        if found.ranks != hvd.size():
+            training.task.load_state_dict({})  # it is another rank's
+    tally.go_on(training.steps_per_epoch)
+    return tally
+
+
+def _save(training: Training, optimizer: Any, scaler: Any, tally: Tally, done: int) -> None:
+    if training.checkpoint is not None:
+        gtopk.save_checkpoint(
+            training.checkpoint,
+            training.model,
+            optimizer,
+            step=done,
+            task=training.task,
+            tally=vars(tally),
+            **({"scaler": scaler} if scaler else {}),
+        )
+
+
+@torch.no_grad()
+def _report(training: Training, optimizer: Any, tally: Tally) -> None:
+    """Evaluate on all ranks, and let rank 0 say how it went."""
+    _average_statistics(training.model)
+    training.model.eval()
+    with _autocast(training):
+        counts = training.task.count(training.model, training.device)
+    totals = hvd.allreduce(torch.tensor(counts, dtype=torch.float64), op=hvd.Sum, name="counts")
+    loss = hvd.allreduce(torch.tensor(tally.loss_sum / max(tally.step, 1)), name="loss")
+    if hvd.rank() != 0:
+        return
+    scores, label = training.task.scores(totals.tolist()), training.task.label
+    told = "  ".join(f"test {name} {score:.4f}" for name, score in scores.items())
+    megabytes = tally.sent_bytes / 1e6
+    print(
+        f"epoch {tally.epoch + 1:3d}  loss {float(loss):.4f}  {told}{label}  "
+        f"sent per rank{'' if tally.counted else ', reckoned,'} {megabytes:.2f} MB\n",
+        end="",
+        flush=True,
+    )
+    if training.log is not None:
+        record = {
+            **training.facts,
+            "data": training.task.origin,
+            "epoch": tally.epoch + 1,
+            "steps": tally.step,
+            "loss": float(loss),
+            **scores,
+            "sent_bytes": tally.sent_bytes,
+            "bytes_counted": tally.counted,
+            "skipped_steps": optimizer.skipped_steps,
+            "seconds": tally.seconds,
+        }
+        with training.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _average_statistics(model: torch.nn.Module) -> None:
+    """Make running means and variances those of all ranks, whose batches were others."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            hvd.allreduce_(buffer, name=f"statistics.{name}")

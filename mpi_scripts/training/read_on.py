@@ -1,0 +1,83 @@
+"""A recurrent language model reads on, window after window; measured by perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from models.data.lanes import Lanes, Text, Window, cut
+from models.data.ptb import read_ptb
+from models.data.synthetic_text import synthesise_text
+from models.lstm_ptb import LstmState
+
+from .task import Feed, Sizes, Source, Task, moved
+
+STEPS: Final = 35  # words of a window
+TEST_LANES: Final = 32  # of all ranks: what is measured does not depend on how many there are
+
+
+class ReadOn(Task[Window]):
+    """Each of the batch's lanes is a part of the text, which is read from its begin to its end.
+
+    What the model remembers goes from window to window, and is empty where an epoch begins.
+    """
+
+    def __init__(self, text: Text, feed: Feed, steps: int = STEPS) -> None:
+        self.text, self.feed, self.steps, self.origin = text, feed, steps, text.origin
+        self._lanes = cut(text.train, feed.batch_size * feed.size).of_rank(feed.rank, feed.size)
+        self.batches_per_epoch = self._lanes.inputs.shape[1] // steps
+        if not self.batches_per_epoch:
+            raise ValueError(
+                f"--batch-size {feed.batch_size} on {feed.size} ranks leaves "
+                f"{self._lanes.inputs.shape[1]} words a lane, less than a window of {steps}"
+            )
+        self.sizes = Sizes(text.vocabulary, text.vocabulary)
+        self._state: LstmState | None = None
+
+    def batches(self, epoch: int, first: int) -> Iterator[Window]:
+        if not first:
+            self._state = None
+        return self._lanes.windows(self.steps, first)
+
+    def loss(self, model: torch.nn.Module, batch: Window) -> torch.Tensor:
+        scores, state = model(batch.inputs, self._state)
+        self._state = state.detach()
+        return F.cross_entropy(scores.flatten(0, 1), batch.targets.flatten())
+
+    def count(self, model: torch.nn.Module, device: torch.device) -> list[float]:
+        """Return the loss of this rank's lanes of the test text, and their words."""
+        lanes = cut(self.text.test, min(TEST_LANES, len(self.text.test) - 1))
+        own = slice(self.feed.rank, None, self.feed.size)
+        mine = Lanes(lanes.inputs[own], lanes.targets[own])
+        if not len(mine.inputs):
+            return [0.0, 0]
+        loss, words = 0.0, 0
+        state = None
+        for window in mine.windows(min(self.steps, mine.inputs.shape[1])):
+            window = moved(window, device)
+            scores, state = model(window.inputs, state)
+            targets = window.targets.flatten()
+            loss += float(F.cross_entropy(scores.flatten(0, 1), targets, reduction="sum"))
+            words += len(targets)
+        return [loss, words]
+
+    def scores(self, totals: list[float]) -> dict[str, float]:
+        loss, words = totals
+        return {"perplexity": math.exp(min(loss / words, 700.0))}  # e^710 is no float
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._state is None else self._state._asdict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = LstmState(**state) if state else None
+
+
+def open_ptb(source: Source, feed: Feed) -> ReadOn:
+    """Return Penn Treebank, or its stand-in."""
+    if source.folder is not None:
+        return ReadOn(read_ptb(source.folder), feed)
+    return ReadOn(synthesise_text(source.samples, source.seed), feed)

@@ -1,0 +1,79 @@
+"""Ranks that start at a store find each other, whatever earlier ranks have left there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from collectives.errors import PeerTimeoutError
+from collectives.transports.roll_call import call_roll
+
+torch = pytest.importorskip("torch")
+
+
+def start(store, size: int, ranks: list[int] | None = None, timeout_seconds: float = 30.0):
+    """Return what each rank gets, a word or an error."""
+
+    def rank(number: int):
+        try:
+            return call_roll(store, number, size, timeout_seconds)
+        except PeerTimeoutError as error:
+            return error
+
+    chosen = list(range(size)) if ranks is None else ranks
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        return list(pool.map(rank, chosen))
+
+
+@pytest.fixture
+def store():
+    return torch.distributed.HashStore()
+
+
+def test_all_ranks_of_a_start_get_one_word_and_every_start_another(store) -> None:
+    words = []
+    for size in (3, 3, 2, 5, 1, 3):
+        found = start(store, size)
+        assert len(set(found)) == 1
+        words.append(found[0])
+    assert len(set(words)) == len(words)
+
+
+def test_who_is_not_there_is_named_by_all(store) -> None:
+    first, second = start(store, 3, ranks=[0, 1], timeout_seconds=0.3)
+    for rank, error in ((0, first), (1, second)):
+        assert str(error).startswith(f"rank {rank} of 3 has waited 0.")
+        assert "s at the start for rank 2: " in str(error)
+
+
+def test_who_was_there_before_but_is_not_now_is_named_too(store) -> None:
+    start(store, 3)
+    for error in start(store, 3, ranks=[0, 2], timeout_seconds=0.5):
+        assert "at the start for rank 1: " in str(error)
+
+
+def test_without_rank_0_nobody_goes_on_with_the_last_starts_word(store) -> None:
+    start(store, 2)
+    (error,) = start(store, 2, ranks=[1], timeout_seconds=0.3)
+    assert isinstance(error, PeerTimeoutError)
+
+
+def test_a_straggler_of_an_earlier_start_does_not_keep_the_others_apart(store) -> None:
+    """It writes its word over that of the rank which has taken its place."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(start, store, 3, [2], 0.2)
+        found = start(store, 3)
+    assert len(set(found)) == 1
+    assert isinstance(found[0], str)
+
+
+def test_a_store_that_is_gone_is_told(store) -> None:
+    class Gone:
+        def set(self, *arguments: object) -> None:
+            raise torch.distributed.DistNetworkError("connection reset")
+
+        check = set
+
+    error = start(Gone(), 2, ranks=[1])[0]
+    assert "the others, and where the ranks meet nobody answers any more" in str(error)

@@ -1,0 +1,63 @@
+"""Links between our own pages lead somewhere: files, and headings in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+# Written by a build from the docstrings: their headings are not in the file.
+MADE = ROOT / "docs" / "reference"
+
+
+def without_code(text: str) -> str:
+    """Return a page without its fenced blocks, in which brackets are code."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def links(page: Path) -> list[str]:
+    """Return what a page links to, and shows as pictures."""
+    text = without_code(page.read_text(encoding="utf-8"))
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names of a page's headings, as both GitHub and the site make them."""
+    headings = re.findall(
+        r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE
+    )
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
+    return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for link in links(page):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        found = target.is_file() and target.is_relative_to(ROOT)
+        if found and anchor and not target.is_relative_to(MADE):
+            found = anchor in anchors(target)
+        if not found:
+            broken.append(link)
+    assert broken == []
+
+
+def test_links_to_other_places_are_encrypted() -> None:
+    plain = [link for page in PAGES for link in links(page) if link.startswith("http:")]
+    assert plain == []
+
+
+def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A [b] heading: `c`\n[one](#a-b-heading-c) [two](nowhere.md)\n```\n[3](x)\n```\n"
+    )
+    assert links(page) == ["#a-b-heading-c", "nowhere.md"]
+    assert anchors(page) == {"a-b-heading-c"}

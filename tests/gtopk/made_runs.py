@@ -1,0 +1,93 @@
+"""Runs' records, made up: what ranks would have written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gtopk.recording.files import LineFile
+from gtopk.recording.lines import FORMAT, Line, path_of, step_line
+from gtopk.telemetry import StepReport
+
+
+def report(step: int = 0, **changes: Any) -> StepReport:
+    """Return a step of 10 ms, of which 6 compute; no part is as long as another."""
+    fields: dict[str, Any] = {
+        "step": step,
+        "algorithm": "gtopk",
+        "compute_seconds": 0.006,
+        "synchronize_seconds": 0.004,
+        "select_seconds": 0.0012,
+        "apply_seconds": 0.0002,
+        "communicate_seconds": 0.0021,
+        "agree_seconds": 0.0003,
+        "merge_seconds": 0.0007,
+        "code_seconds": 0.0003,
+        "hidden_seconds": 0.0,
+        "working_seconds": 0.003,
+        "buckets": 1,
+        "exchange_seconds": 0.003,
+        "predicted_seconds": 0.0025,
+        "sent_bytes": 1200,
+        "sent_messages": 2,
+        "bytes_counted": True,
+        "coded_entries": 200,
+        "coded_bytes": 1200,
+        "elements": 100_000,
+        "samples": 32,
+        "selected": 100,
+        "updated": 100,
+        "skipped": False,
+    }
+    return StepReport(**{**fields, **changes})
+
+
+def begin(rank: int = 0, ranks: int = 3, **changes: Any) -> Line:
+    return {
+        "what": "begin",
+        "format": FORMAT,
+        "rank": rank,
+        "ranks": ranks,
+        "local_rank": rank,
+        "step": 0,
+        "seconds": 100.0 + rank,  # on rank 0's clock
+        "clock_uncertain_seconds": 0.0,
+        "unix_seconds": 1.7e9 + 10 * rank,  # calendars differ
+        "host": f"host{rank // 2}",
+        "pid": 1000 + rank,
+        "processor": "a processor",
+        "cores": 4,
+        "transport": "mpi",
+        "library": "Some MPI 1.0",
+        "gtopk": "0.1.0",
+        "torch": "2.0",
+        "python": "3.11",
+        **changes,
+    }
+
+
+def lines_of(rank: int, ranks: int, steps: int, **changes: Any) -> list[Line]:
+    """Return a rank's lines: a step every 10 ms, a look every 20, what is learnt, an end."""
+    lines = [begin(rank, ranks)]
+    for step in range(steps):
+        seconds = 0.01 * (step + 1)
+        lines.append(step_line(report(step, **changes), seconds, 1200 * (step + 1)))
+        at = {"seconds": seconds, "step": step + 1}
+        lines.append({"what": "values", **at, "values": {"loss": 2.0 / (step + 1) + rank}})
+        if step % 20 == 0:
+            lines.append({"what": "withheld", **at, "norm": 1.0 + rank, "age_steps": 30.0})
+    at = {"seconds": 0.01 * steps, "step": steps}
+    if rank == 0:
+        lines.append({"what": "values", **at, "values": {"accuracy": 0.875}})
+        lines.append({"what": "message", **at, "level": "INFO", "text": "<b>advice</b>"})
+    lines.append({"what": "end", **at, "how": f"called shutdown() at step {steps}"})
+    return lines
+
+
+def write_run(folder: Path, ranks: int = 3, steps: int = 50, **changes: Any) -> Path:
+    """Write the record of a run that ended well."""
+    for rank in range(ranks):
+        file = LineFile(path_of(folder, rank))
+        file.take(lines_of(rank, ranks, steps, **changes))
+        file.close()
+    return folder

@@ -1,0 +1,81 @@
+"""A record is read as far as it came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gtopk.recording.files import LineFile
+from gtopk.recording.lines import as_text, path_of, step_line
+from gtopk.recording.reading import read_run
+from tests.gtopk.made_runs import begin, lines_of, report, write_run
+
+
+def test_what_ranks_wrote_comes_back(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, ranks=3, steps=50))
+    assert [rank.rank for rank in run.ranks] == [0, 1, 2]
+    for rank in run.ranks:
+        assert [step.report for step in rank.steps] == [report(step) for step in range(50)]
+        assert rank.steps[-1].bytes_so_far == 50 * 1200
+        assert [note.content["norm"] for note in rank.withheld] == [1.0 + rank.rank] * 3
+        assert rank.end == "called shutdown() at step 50"
+
+
+def test_ranks_are_put_together_on_rank_0s_clock(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, ranks=3, steps=5))
+    firsts = [rank.steps[0].seconds for rank in run.ranks]
+    assert firsts == pytest.approx([0.01, 1.01, 2.01])  # their calendars are 10 s apart
+
+
+def test_a_killed_ranks_last_line_is_passed_over(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=20)
+    path = path_of(tmp_path, 1)
+    text = "".join(map(as_text, lines_of(1, 2, 20)[:-1]))
+    for cut in range(1, 400, 57):
+        path.write_text(text[:-cut])
+        rank = read_run(tmp_path).ranks[1]
+        assert rank.end is None
+        assert rank.steps == read_run(tmp_path).ranks[0].steps[: len(rank.steps)] or rank.steps
+        assert 17 <= len(rank.steps) <= 20
+
+
+def test_the_tail_of_a_file_is_enough_for_its_last_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1, steps=200)
+    (rank,) = read_run(tmp_path, tail_bytes=8000).ranks
+    assert 0 < len(rank.steps) < 30
+    assert rank.steps[-1].report.step == 199
+
+
+def test_a_second_run_in_a_folder_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=3, steps=50)
+    for rank in range(2):
+        file = LineFile(path_of(tmp_path, rank))
+        file.take([begin(rank, 2, unix_seconds=1.8e9), step_line(report(0), 0.5, 1200)])
+        file.close()
+    run = read_run(tmp_path)
+    assert [len(rank.steps) for rank in run.ranks] == [1, 1]
+
+
+def test_a_run_that_went_on_is_one_run(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1, steps=50)
+    file = LineFile(path_of(tmp_path, 0))
+    again = begin(0, 1, step=50, unix_seconds=1.7e9 + 60, seconds=3.0)  # on another host
+    file.take([again, step_line(report(50), 0.5, 1200)])
+    file.close()
+    (rank,) = read_run(tmp_path).ranks
+    assert [step.report.step for step in rank.steps] == list(range(51))
+    assert rank.steps[-1].seconds == pytest.approx(60.5)
+    assert rank.steps[-1].bytes_so_far == 51 * 1200
+    assert rank.end is None  # it goes on
+
+
+def test_a_folder_without_a_record_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="record a run with GTOPK_RUN=FOLDER"):
+        read_run(tmp_path)
+
+
+def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
+    path_of(tmp_path, 0).write_text(as_text(begin(format=99)))
+    with pytest.raises(ValueError, match="of format 99, written by gtopk 0"):
+        read_run(tmp_path)

@@ -1,0 +1,245 @@
+"""What a rank does is written, soon and whole, whatever becomes of the rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gtopk
+import gtopk.torch as hvd
+from collectives.vector import SparseVector
+from gtopk import world
+from gtopk.recording.endpoint import Address, Endpoint, parse_address
+from gtopk.recording.files import LineFile
+from gtopk.recording.lines import as_text, path_of, report_of, step_line
+from gtopk.recording.looks import is_due, look
+from gtopk.recording.recorder import Recorder
+from gtopk.recording.settings import Settings, settings_from
+from gtopk.residual import Residual, Withheld
+from tests.gtopk.made_runs import begin, report
+
+
+def lines_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(transport: Any, folder: Path, steps: int, compression: Any) -> Any:
+    with world.entered(transport) as here:
+        gtopk.record(str(folder))
+        model = torch.nn.Linear(30, 10)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression
+        )
+        for step in range(steps):
+            optimizer.set_num_samples(8 + here.rank)
+            model(torch.randn(8, 30)).square().sum().backward()
+            if step == 2 and here.rank == 1:
+                model.weight.grad[0] = float("nan")
+            optimizer.step()
+            optimizer.zero_grad()
+            gtopk.log(loss=torch.tensor(1.0 / (step + 1), requires_grad=True))
+        return optimizer.last_step
+
+
+def test_a_run_on_threads_is_written_line_by_line(
+    tmp_path: Path, threads: Callable[..., Any]
+) -> None:
+    steps, ranks = 24, 3
+    gtopk_10 = hvd.Compression.gtopk(0.1, dense_under=0)
+    last = threads(ranks, lambda transport: train(transport, tmp_path, steps, gtopk_10))
+    for rank in range(ranks):
+        first, *lines = lines_in(path_of(tmp_path, rank))
+        assert (first["what"], first["rank"], first["ranks"]) == ("begin", rank, ranks)
+        found = [line for line in lines if line["what"] == "step"]
+        assert [line["step"] for line in found] == list(range(steps))
+        assert [line["step"] for line in found if line["skipped"]] == [2]
+        assert {line["samples"] for line in found} == {8 + rank}
+        assert found[-1]["bytes_so_far"] == sum(line["sent_bytes"] for line in found)
+        assert found[-1]["coded_bytes"] > 4 * found[-1]["coded_entries"] > 0
+        assert found[-1]["elements"] == 310
+        assert report_of(found[-1]).synchronize_seconds == pytest.approx(
+            last[rank].synchronize_seconds
+        )
+        logged = [line["values"] for line in lines if line["what"] == "values"]
+        assert [value["loss"] for value in logged] == pytest.approx(
+            [1 / (n + 1) for n in range(steps)]
+        )
+        looks = [line for line in lines if line["what"] == "withheld"]
+        # After 1, 2, 4, 8 and 16 steps that counted; that of step 2 did not.
+        assert [line["step"] for line in looks] == [0, 1, 4, 8, 16]
+        assert all(line["norm"] > 0 and line["age_steps"] > 0 for line in looks)
+        assert lines[-1]["what"] == "end"
+
+
+def test_nothing_is_recorded_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gtopk.log(loss=1.0)  # before init, too
+    hvd.init()
+    gtopk.log(loss=1.0)
+    assert world.current().recorder is None
+    hvd.shutdown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_environment_asks_for_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
+    for _ in range(2):  # a run after the other, in one folder
+        hvd.init()
+        logging.getLogger("gtopk").warning("said in the run")
+        hvd.shutdown()
+        logging.getLogger("gtopk").warning("said after it")
+    lines = lines_in(path_of(tmp_path / "run", 0))
+    assert [line["what"] for line in lines] == ["begin", "message", "end"] * 2
+    assert lines[1]["text"] == "said in the run"
+    assert lines[2]["how"].startswith("called shutdown() at step 0")
+
+
+def test_a_record_that_cannot_be_written_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "file" / "run"))
+    with pytest.warns(UserWarning, match="rank 0 trains without what GTOPK_RUN asks for"):
+        hvd.init()
+    hvd.shutdown()
+
+
+def test_after_a_line_that_was_cut_off_a_new_one_begins(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    path.write_text(as_text(begin()) + '{"what": "st')
+    file = LineFile(path)
+    file.take([begin(step=7)])
+    file.close()
+    _, cut, whole = path.read_text().splitlines()
+    assert cut == '{"what": "st'
+    assert json.loads(whole)["step"] == 7
+
+
+class Full:
+    """A sink on a full disk."""
+
+    def take(self, lines: Any) -> None:
+        raise OSError("no space left on device")
+
+    def close(self) -> None:
+        raise AssertionError("it was given up")
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = LineFile(tmp_path / "kept")
+    recorder = Recorder([Full(), kept], begin(), 0.0, 1, lambda: 5)
+    recorder.note_values({"loss": float("nan")})
+    recorder.flush()
+    recorder.end("it is enough")
+    recorder.end("only the first reason counts")
+    recorder.close()
+    assert "training goes on" in caplog.text
+    lines = lines_in(tmp_path / "kept")
+    assert lines[1]["values"] == {"loss": None}  # JSON has no NaN
+    assert [line["how"] for line in lines if line["what"] == "end"] == ["it is enough"]
+
+
+def test_of_every_so_many_steps_one_is_written_and_bytes_are_of_all(tmp_path: Path) -> None:
+    recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 10, lambda: 0)
+    for step in range(30):
+        recorder.note_step(report(step, skipped=step == 4))
+    recorder.close()
+    steps = lines_in(tmp_path / "file")[1:]
+    assert [line["step"] for line in steps] == [0, 4, 9, 19, 29]
+    assert [line["bytes_so_far"] for line in steps] == [1200 * n for n in (1, 5, 10, 20, 30)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"GTOPK_RUN_EVERY": "0"}, "GTOPK_RUN_EVERY must be at least 1, got 0"),
+        ({"GTOPK_RUN_EVERY": "often"}, "GTOPK_RUN_EVERY must be a number of steps, got 'often'"),
+        ({"GTOPK_PROMETHEUS": "yes"}, "GTOPK_PROMETHEUS must be PORT or HOST:PORT"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(variables: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        settings_from(variables)
+    assert not settings_from({}).asked
+    assert Settings(run="a").asked
+
+
+# ---- Prometheus
+
+
+def test_the_endpoint_is_on_this_host_alone_unless_told_otherwise() -> None:
+    assert parse_address("9400") == Address("127.0.0.1", 9400)
+    assert parse_address("0.0.0.0:9400") == Address("0.0.0.0", 9400)
+
+
+def test_the_endpoint_tells_of_the_last_step() -> None:
+    endpoint = Endpoint(parse_address("0"), rank=3)
+    try:
+        endpoint.take([begin()])
+        endpoint.take([step_line(report(4, skipped=True), 1.0, 6000)])
+        endpoint.take([step_line(report(5), 1.1, 7200)])
+        at = {"seconds": 1.0, "step": 6}
+        endpoint.take([{"what": "withheld", **at, "norm": 2.5, "age_steps": None}])
+        endpoint.take([{"what": "values", **at, "values": {'a "loss"': 0.25, "nan": float("nan")}}])
+        url = f"http://127.0.0.1:{endpoint.address.port}"
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            text = answer.read().decode()
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(f"{url}/else", timeout=10)
+    finally:
+        endpoint.close()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert values['gtopk_steps_total{rank="3"}'] == "6"
+    assert values['gtopk_skipped_steps_total{rank="3"}'] == "1"
+    assert values['gtopk_sent_bytes_total{rank="3"}'] == "7200"
+    assert float(values['gtopk_step_seconds{rank="3",part="exchange"}']) == pytest.approx(0.0011)
+    assert values['gtopk_residual_norm{rank="3"}'] == "2.5"
+    assert values['gtopk_value{rank="3",name="a \\"loss\\""}'] == "0.25"
+    assert values['gtopk_value{rank="3",name="nan"}'] == "NaN"
+    assert "gtopk_residual_age_steps" not in text
+    assert text.count("# TYPE gtopk_step_seconds gauge") == 1
+
+
+# ---- what is held back
+
+
+def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
+    length, k = 200_000, 1000
+    residual = Residual(length, np.dtype(np.float32))
+    values = np.random.default_rng(0).standard_normal(length).astype(np.float32)
+    picked = residual.accumulate_and_select(values, k)
+    residual.settle(picked, SparseVector.empty(length, np.dtype(np.float32)))
+    left = np.float64(residual.values)
+    sent = float(abs(np.float64(picked.values)).sum())
+    found = residual.withheld(sent)
+    assert found.square == pytest.approx(float((left**2).sum()), rel=1e-5)
+    assert found.mass == pytest.approx(float(abs(left).sum()), rel=1e-5)
+
+    class Lane:
+        def withheld(self) -> Withheld:
+            return found
+
+    recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 1, lambda: 3)
+    look(recorder, [Lane(), Lane()])
+    recorder.close()
+    line = lines_in(tmp_path / "file")[-1]
+    assert line["norm"] == pytest.approx((2 * found.square) ** 0.5)
+    assert line["age_steps"] == pytest.approx(found.mass / sent, rel=1e-4)
+
+
+def test_looks_grow_rare() -> None:
+    assert [n for n in range(1, 201) if is_due(n)] == [1, 2, 4, 8, 16, 32, 50, 100, 150, 200]

@@ -1,0 +1,114 @@
+"""The page of a run: alone, true to its record, and safe."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gtopk.recording.files import LineFile
+from gtopk.recording.lines import as_text, path_of
+from gtopk.recording.reading import read_run
+from gtopk.run_report.command import main
+from gtopk.run_report.page import page
+from gtopk.run_report.series import BINS, binned
+from tests.gtopk.made_runs import begin, lines_of, write_run
+
+FIGURES = (
+    *("Accuracy", "Loss", "A step of each rank", "Steps, one after the other", "Utilisation"),
+    *("The exchange, predicted and measured", "Batch sizes", "Density", "Bits per entry"),
+    *("Norm of the residual", "Age of the residual"),
+)
+
+
+def html_of(folder: Path) -> str:
+    return page(read_run(folder), "a run").replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_the_page_asks_for_nothing_from_outside_and_runs_nothing(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path))
+    assert not re.search(r"https?://|@import|url\((?!#)|<script|<link rel=\"stylesheet", html)
+    assert "default-src 'none'" in html
+    assert set(re.findall(r'href="([^"]*)"', html)) == {"data:,"}
+
+
+def test_every_figure_has_its_place(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path))
+    assert set(re.findall(r"<figure><h3>(.*?)</h3>", html)) == set(FIGURES)
+    for over in ("steps", "time", "bytes"):
+        assert html.count(f">over {over}</label>") == 2
+    ids = re.findall(r' id="([^"]+)"', html.split("</style>")[1])
+    others = [each for each in ids if not each.endswith("-hatch")]  # equal, whichever is drawn
+    assert len(others) == len(set(others))
+
+
+def test_the_head_says_what_the_record_says(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path, ranks=3, steps=50))
+    values = re.findall(r'<dd class="value">(.*?)</dd>', html)
+    dense_bytes = 2 * 2 / 3 * 4 * 100_000
+    assert values == ["87.5 %", f"1/{dense_bytes / 1200:.0f}", "10 ms", "3"]
+    assert "3 ranks on 2 hosts, over mpi, took 50 steps" in html
+    assert "60.0 % of it compute" in html
+    assert "1.20 times what was predicted" in html
+
+
+def test_what_the_record_holds_cannot_become_markup(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path))
+    assert "<b>advice" not in html
+    assert "&lt;b&gt;advice" in html
+
+
+def test_a_dense_run_has_no_figures_of_what_is_held_back(tmp_path: Path) -> None:
+    write_run(tmp_path, selected=100_000, updated=100_000, coded_entries=0, predicted_seconds=None)
+    for path in tmp_path.iterdir():
+        kept = [line for line in path.read_text().splitlines() if '"withheld"' not in line]
+        path.write_text("\n".join(kept))
+    titles = set(re.findall(r"<figure><h3>(.*?)</h3>", html_of(tmp_path)))
+    assert titles == set(FIGURES[:5]) | {"Batch sizes"}
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=30)
+    path_of(tmp_path, 1).write_text("".join(map(as_text, lines_of(1, 2, 30)[:40]))[:-30])
+    html = html_of(tmp_path)
+    assert "did not end in order" in html
+    assert re.search(r"<h3>rank 1</h3><p>has written nothing after step \d+", html)
+
+
+def test_many_ranks_and_one_step_make_a_page_too(tmp_path: Path) -> None:
+    html = html_of(write_run(tmp_path / "many", ranks=20, steps=3))
+    assert html.count(">rank 19</text>") == 2  # its step, its utilisation
+    assert html_of(write_run(tmp_path / "one", ranks=1, steps=1)).count("<figure>") >= 5
+
+
+def test_a_long_series_is_thinned_and_nothing_of_its_range_is_lost() -> None:
+    values = [(step, float(step % 97)) for step in range(10_000)]
+    points = binned(values)
+    assert len(points) == BINS
+    assert min(point.low for point in points) == 0
+    assert max(point.high for point in points) == 96
+    assert sum(point.mean for point in points) / BINS == pytest.approx(48, abs=0.1)
+    assert binned([(1, None), (2, float("nan"))]) == []
+
+
+def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> None:
+    write_run(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == tmp_path / "report.html"
+    assert main([str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [rank["utilisation"] for rank in said["ranks"]] == pytest.approx([0.6] * 3)
+    assert said["figures"]["A step takes"][0].startswith("10")
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_without_a_step_there_is_nothing_to_draw(tmp_path: Path, capsys, started: bool) -> None:
+    if started:
+        file = LineFile(path_of(tmp_path, 0))
+        file.take([begin()])
+        file.close()
+    assert main([str(tmp_path)]) == 1
+    text = "has taken no step yet" if started else "must hold a run's record"
+    assert text in capsys.readouterr().err

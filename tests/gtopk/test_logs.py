@@ -1,0 +1,75 @@
+"""The logger speaks for its rank, and gives way to the script's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gtopk import logs
+
+LOG = logging.getLogger("gtopk")
+
+
+@contextmanager
+def nobody_else_listening() -> Iterator[None]:
+    """Take pytest's own handlers away for a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", [])
+        patch.setattr(LOG, "handlers", [])
+        patch.setattr(LOG, "level", logging.NOTSET)
+        yield
+        logs.fall_silent()
+
+
+@pytest.mark.parametrize(
+    ("rank", "asked", "levels"),
+    [
+        (0, "", ["info", "warning"]),
+        (3, "", ["warning"]),
+        (3, "info", ["info", "warning"]),
+        (0, "error", []),
+        (0, "off", []),
+    ],
+)
+def test_rank_0_says_more_than_the_others(
+    capsys: pytest.CaptureFixture[str], rank: int, asked: str, levels: list[str]
+) -> None:
+    with nobody_else_listening():
+        logs.speak(rank, {"GTOPK_LOG": asked})
+        LOG.info("info %d", 1)
+        LOG.warning("rank %d: warning %d", rank, 2)  # some say it by themselves
+        logs.fall_silent()
+        LOG.info("after shutdown")
+    said = {"info": f"gtopk: rank {rank}: info 1", "warning": f"gtopk: rank {rank}: warning 2"}
+    assert capsys.readouterr().err.splitlines() == [said[level] for level in levels]
+
+
+def test_a_script_that_logs_hears_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[str] = []
+
+    class Own(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    with nobody_else_listening():
+        logs.speak(0, {})
+        logging.getLogger().addHandler(Own())
+        LOG.warning("once")
+    assert heard == ["once"]
+    assert capsys.readouterr().err == ""
+
+
+def test_another_rank_takes_the_place_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with nobody_else_listening():
+        logs.speak(0, {})
+        logs.speak(1, {})  # after an elastic recovery
+        LOG.warning("once")
+    assert capsys.readouterr().err == "gtopk: rank 1: once\n"
+
+
+def test_another_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="GTOPK_LOG must be one of debug, info"):
+        logs.speak(0, {"GTOPK_LOG": "loud"})

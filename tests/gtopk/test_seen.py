@@ -1,0 +1,77 @@
+"""A real run of three ranks, one of which is killed, as the commands that show runs see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gtopk.cli import main
+from gtopk.recording.reading import read_run
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "seen.py"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Return the folder of a run, in which the traces are too, and what it said."""
+    folder = tmp_path_factory.mktemp("seen")
+    words = ["-n", "3", "--record", str(folder / "run"), "--timeline", str(folder / "traces")]
+    done = subprocess.run(
+        [sys.executable, "-m", "gtopk", "run", *words, str(PROGRAM)],
+        env={**os.environ, "GTOPK_ADVICE": "on", "GTOPK_CALIBRATION": "off"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return folder, done
+
+
+def test_the_run_ends_as_its_ranks_do(run) -> None:
+    assert run[1].returncode != 0
+
+
+def test_rank_0_gives_advice_first_and_the_others_none(run) -> None:
+    said = [line for line in run[1].stderr.splitlines() if " values on " in line]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "gtopk: rank 0: 2,050 values on 3 ranks, links of 1 Gbit/s".replace(
+            "1 Gbit", "1\N{NO-BREAK SPACE}Gbit"
+        )
+    )
+    assert "it pays" in said[0]
+
+
+def test_every_rank_has_a_record_of_what_it_did(run) -> None:
+    ranks = read_run(run[0] / "run").ranks
+    assert [rank.rank for rank in ranks] == [0, 1, 2]
+    for rank in ranks:
+        steps = [step.report.step for step in rank.steps]
+        assert steps == list(range(len(steps)))
+        assert len(steps) == 31
+        assert all(step.report.predicted_seconds > 0 for step in rank.steps)
+        assert rank.values[-1].content["loss"] == pytest.approx(1 / 31)
+    assert ranks[2].end is None
+    assert all("rank 2 is lost" in rank.end or "SIGTERM" in rank.end for rank in ranks[:2])
+
+
+def test_the_commands_show_it(run, capsys) -> None:
+    folder = run[0]
+    assert main(["report", str(folder / "run"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [rank["steps"] for rank in report["ranks"]] == [31, 31, 31]
+    assert main(["top", str(folder / "run"), "--once"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main(["timeline", str(folder / "traces"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == [0, 1, 2]
+    records = json.loads((folder / "traces" / "timeline.json").read_text())
+    begun: dict[int, list[float]] = {}
+    for record in records:
+        if record.get("name") == "BACKWARD":
+            begun.setdefault(record["pid"], []).append(record["ts"])
+    assert sorted(begun) == [0, 1, 2]

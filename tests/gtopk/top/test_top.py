@@ -1,0 +1,65 @@
+"""What ranks do now, in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gtopk.recording.lines import as_text, path_of
+from gtopk.recording.reading import read_run
+from gtopk.top.command import main
+from gtopk.top.show import as_table
+from gtopk.top.status import status_of
+from tests.gtopk.made_runs import lines_of, write_run
+
+
+def test_each_rank_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, ranks=3, steps=80)
+    assert main([str(tmp_path), "--once"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["rank", "host", "step", "steps/s"]
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+    assert all("60 %" in line and "called shutdown() at step 80" in line for line in lines)
+    assert all(line.split()[3] == "100" for line in lines)  # steps a second
+    assert "\x1b" not in "".join(lines)
+
+
+def test_as_json_it_is_one_object_a_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, ranks=2, steps=30)
+    assert main([str(tmp_path), "--once", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    ranks = json.loads(line)["ranks"]
+    assert [rank["step"] for rank in ranks] == [29, 29]
+    assert ranks[0]["values"] == pytest.approx({"loss": 2.0 / 30, "accuracy": 0.875})
+    assert ranks[1]["density"] == 0.001
+    assert main([str(tmp_path), "--json"]) == 0  # the run is over, and so is this
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_rank_that_says_nothing_is_called_silent(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=10)
+    path = path_of(tmp_path, 1)
+    path.write_text("".join(map(as_text, lines_of(1, 2, 10)[:-1])))
+    written = os.stat(path).st_mtime
+    run = read_run(tmp_path)
+    for later, state in ((5, "running"), (60, "silent")):
+        ended, other = status_of(run, tmp_path, lambda later=later: written + later)
+        assert other.state == state
+        assert ended.state == "called shutdown() at step 10"
+    assert as_table([ended, other], "a run").row_count == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [(["nowhere"], 1, "must hold a run's record"), (["x", "--every", "0"], 2, "--every must")],
+)
+def test_what_cannot_be_shown_says_why(
+    capsys: pytest.CaptureFixture[str], words: list[str], code: int, text: str
+) -> None:
+    assert main(words) == code
+    assert text in capsys.readouterr().err

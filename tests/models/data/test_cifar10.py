@@ -1,0 +1,139 @@
+"""CIFAR-10's two versions hold the same images; whatever is wrong with a file has a place."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.data.cifar10 import (
+    DEVIATION,
+    IMAGE_BYTES,
+    MEAN,
+    TEST,
+    TRAIN,
+    read_binary_batch,
+    read_cifar10,
+)
+from models.data.cifar10_pickle import read_pickled_batch
+from models.data.malformed import MalformedFile
+from tests.published_files import binary_batch, pickled_batch
+
+ROWS = 4
+
+
+def batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    images = random.integers(0, 256, (ROWS, 3, 32, 32), np.uint8)
+    return images, random.integers(0, 10, ROWS)
+
+
+def write_set(folder: Path, *, binary: bool) -> None:
+    folder.mkdir()
+    for number, name in enumerate((*TRAIN, *TEST)):
+        written = (binary_batch if binary else pickled_batch)(*batch(number))
+        (folder / f"{name}{'.bin' if binary else ''}").write_bytes(written)
+
+
+def test_both_versions_are_the_same_set_normalised(tmp_path) -> None:
+    write_set(tmp_path / "cifar-10-batches-bin", binary=True)
+    write_set(tmp_path / "python", binary=False)
+    by_version = [read_cifar10(tmp_path / name, rows=ROWS) for name in (".", "python")]
+    for data in by_version:
+        assert (len(data.train), len(data.test), data.classes) == (5 * ROWS, ROWS, 10)
+        assert data.origin == "CIFAR-10"
+        images, labels = batch(5)
+        found = data.test.__getitems__(range(ROWS))
+        mean, deviation = (torch.tensor(each)[:, None, None] for each in (MEAN, DEVIATION))
+        torch.testing.assert_close(
+            found.inputs, (torch.from_numpy(images) / 255 - mean) / deviation
+        )
+        assert found.targets.tolist() == labels.tolist()
+        assert (
+            data.train.labels.tolist() == np.concatenate([batch(i)[1] for i in range(5)]).tolist()
+        )
+        assert np.array_equal(data.train.images[ROWS : 2 * ROWS], batch(1)[0])
+
+
+def test_a_folder_without_it_is_told_what_is_needed(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no CIFAR-10 in .*test_batch\.bin .*has both"):
+        read_cifar10(tmp_path)
+    write_set(tmp_path / "bin", binary=True)
+    (tmp_path / "bin" / "data_batch_3.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"data_batch_3\.bin"):
+        read_cifar10(tmp_path / "bin", rows=ROWS)
+
+
+def test_a_binary_file_of_another_length_or_with_a_label_that_is_none_is_refused(tmp_path) -> None:
+    path, whole = tmp_path / "batch.bin", binary_batch(*batch(0))
+    path.write_bytes(whole[:-1])
+    with pytest.raises(MalformedFile, match=rf"has {len(whole) - 1} bytes where {ROWS} images"):
+        read_binary_batch(path, ROWS)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(MalformedFile, match=rf"byte {len(whole)}: the file must end here"):
+        read_binary_batch(path, ROWS)
+    row = 2 * (1 + IMAGE_BYTES)
+    path.write_bytes(whole[:row] + b"\x0a" + whole[row + 1 :])
+    with pytest.raises(MalformedFile, match=rf"byte {row}: label 10 of image 2 must lie in 0\.\.9"):
+        read_binary_batch(path, ROWS)
+
+
+class Shouts:
+    """What a hostile pickle would have called."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (pytest.fail, ("a pickle was run",))
+
+
+def test_a_pickle_is_read_and_never_run(tmp_path) -> None:
+    images, labels = batch(0)
+    path = tmp_path / "data_batch_1"
+    content = pickled_batch(images, labels)
+    path.write_bytes(content)
+    read, found = read_pickled_batch(path, ROWS, IMAGE_BYTES, 10)
+    assert np.array_equal(read, images.reshape(ROWS, -1))
+    assert found.tolist() == labels.tolist()
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0":  # the names in the file are of NumPy 1
+        assert np.array_equal(pickle.loads(content, encoding="latin-1")["data"], read)
+    hostile = pickle.dumps({"labels": labels.tolist(), "data": Shouts()}, protocol=2)
+    whole = f"must be an array of bytes, {ROWS} rows of {IMAGE_BYTES}"
+    cases = {
+        hostile: "is none that CIFAR-10's files take",
+        content.replace(b"_reconstruct", b"_construct__"): whole,
+        content.replace(b"U\x02u1", b"U\x02i8"): whole,
+        content.replace(b"\x89T", b"NT"): whole,
+        content.replace(b"K\x04M\x00\x0c", b"K\x05M\x00\x0c"): whole,
+        content.replace(b"labels", b"labelz"): "holds no labels and data: 'labels'",
+        content[:-1]: "1 bytes should follow, and 0 are left",
+        content + b".": "1 bytes follow its end",
+        content[:500]: "12288 bytes should follow",
+        b"": "byte 0: is no file of CIFAR-10's Python version: 1 bytes should follow",
+        b"\x80\x03}.": "does not begin as a pickle of protocol 2",
+        b"\x80\x02\xff": "the step b'\\xff' is none that CIFAR-10's files take",
+        b"\x80\x02(e.": "list index out of range",
+        b"\x80\x02h\x07.": "7",
+        b"\x80\x02}}.": "too many values",
+        b"\x80\x02K\x01(K\x01e.": "no attribute 'extend'",
+    }
+    for changed, reason in cases.items():
+        assert changed != content
+        path.write_bytes(changed)
+        with pytest.raises(MalformedFile) as caught:
+            read_pickled_batch(path, ROWS, IMAGE_BYTES, 10)
+        assert reason in str(caught.value)
+        assert str(path) in str(caught.value)
+    first_label = content.index(b"]q") + 4
+    path.write_bytes(content[:first_label] + b"K\x0a" + content[first_label + 2 :])
+    with pytest.raises(MalformedFile, match=r"labels must be a list of 4 numbers in 0\.\.9"):
+        read_pickled_batch(path, ROWS, IMAGE_BYTES, 10)
+
+
+def test_a_pickle_larger_than_any_published_is_not_read(tmp_path) -> None:
+    path = tmp_path / "data_batch_1"
+    with path.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(MalformedFile, match="at most 67108864 are read"):
+        read_pickled_batch(path, ROWS, IMAGE_BYTES, 10)

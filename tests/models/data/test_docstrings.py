@@ -1,0 +1,38 @@
+"""The docstrings of the standard library: real text, split by docstring, the same every time."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+
+from models.data.docstrings import load_docstrings
+
+
+def as_text(tokens: torch.Tensor) -> str:
+    return bytes(tokens.tolist()).decode()
+
+
+def test_it_is_what_the_modules_say_of_themselves() -> None:
+    text = load_docstrings()
+    assert text.origin == f"docstrings of Python {platform.python_version()}'s standard library"
+    assert text.vocabulary == 256
+    assert len(text.train) > 500_000
+    assert 0.05 < len(text.test) / len(text.train) < 0.2
+    assert "Metaclass for defining Abstract Base Classes" in as_text(text.train)
+
+
+def test_every_tenth_docstring_is_held_out_whole(tmp_path) -> None:
+    for name in ("b.py", "a.py"):
+        told = "".join(f'def f():\n    """{name} {i}\n    two"""\n' for i in range(6))
+        (tmp_path / name).write_text(told + 'x = \'"""\'\n')
+    text = load_docstrings(tmp_path)
+    order = [f"{name} {i}\ntwo" for name in ("a.py", "b.py") for i in range(6)]
+    assert as_text(text.test) == order[9]
+    assert as_text(text.train) == "\n\n".join(order[:9] + order[10:])
+
+
+def test_an_interpreter_without_sources_is_named(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="the sources of Python's standard library"):
+        load_docstrings(tmp_path)

@@ -1,0 +1,92 @@
+"""Folders of images: classes by name, cuts that stay inside, and files that are none are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.data import image_folder
+from models.data.image_folder import anywhere, decoded, middle, read_image_folder
+from models.data.malformed import MalformedFile
+from tests.published_files import image
+
+
+def write_folder(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for level, name in enumerate(("n01", "n02")):
+            (folder / part / name).mkdir(parents=True)
+            for number, (ending, kind) in enumerate(((".JPEG", "JPEG"), (".png", "PNG"))):
+                pixels = random.integers(0, 20, (40 + number, 50, 3), np.uint8) + 100 * level
+                (folder / part / name / f"{number}{ending}").write_bytes(
+                    image(pixels.astype(np.uint8), kind)
+                )
+
+
+def test_classes_are_numbered_by_name_and_images_cut_to_size(tmp_path) -> None:
+    write_folder(tmp_path)
+    data = read_image_folder(tmp_path, size=16)
+    assert (len(data.train), len(data.test), data.classes, data.origin) == (4, 4, 2, "ImageNet")
+    for part in (data.train, data.test):
+        batch = part.__getitems__([0, 1, 2, 7])
+        assert batch.inputs.shape == (4, 3, 16, 16)
+        assert batch.inputs.dtype == torch.float32
+        assert batch.targets.tolist() == [0, 0, 1, 1]
+        dark, light = batch.inputs[:2].mean(), batch.inputs[2:].mean()
+        assert 1.2 < light - dark < 2.2  # 100 of 255 levels, over deviations of about 0.226
+    once, again, later = (data.train.__getitems__([v]).inputs for v in (3, 3, 7))
+    assert torch.equal(once, again)
+    assert not torch.equal(once, later), "another visit cuts another part"
+    assert torch.equal(data.test[3].inputs, data.test[7].inputs)
+
+
+def test_cuts_lie_inside_and_have_the_published_areas_and_shapes() -> None:
+    assert middle(256, 256) == (16, 16, 240, 240)
+    assert middle(400, 256) == (88, 16, 312, 240)
+    random = np.random.default_rng(0)
+    for width, height in ((100, 80), (33, 200), (1, 50), (1, 1)):
+        for _ in range(100):
+            left, upper, right, lower = anywhere(width, height, random)
+            assert 0 <= left < right <= width
+            assert 0 <= upper < lower <= height
+            if (width, height) == (100, 80):
+                area = (right - left) * (lower - upper) / (width * height)
+                assert 0.07 < area <= 1
+                assert 0.7 < (right - left) / (lower - upper) < 1.4
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "a.png"
+    whole = image(np.random.default_rng(0).integers(0, 256, (9, 9, 3), np.uint8))
+    for content in (
+        b"",
+        b"text",
+        whole[:40],
+        whole[:-99],
+        image(np.zeros((9, 9, 3), np.uint8), "GIF"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(MalformedFile, match=r"a\.png: is no JPEG or PNG that can be read"):
+            decoded(path, 4, middle)
+    path.write_bytes(whole)
+    monkeypatch.setattr(image_folder, "MOST_PIXELS", 80)
+    with pytest.raises(MalformedFile, match="9 x 9 pixels are more than 80"):
+        decoded(path, 4, middle)
+
+
+def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="train' must be a folder with a folder of images"):
+        read_image_folder(tmp_path)
+    write_folder(tmp_path)
+    (tmp_path / "val" / "n03").mkdir()
+    with pytest.raises(ValueError, match=r"must have the same folders.* only one of them has n03"):
+        read_image_folder(tmp_path)
+    (tmp_path / "train" / "n03").mkdir()
+    with pytest.raises(FileNotFoundError, match="n03' must hold images of its class, and is empty"):
+        read_image_folder(tmp_path)
+    (tmp_path / "train" / "n03" / "notes.txt").touch()
+    with pytest.raises(MalformedFile, match=r"notes\.txt: must end in one of \.jpeg, \.jpg, \.png"):
+        read_image_folder(tmp_path)

@@ -1,0 +1,58 @@
+"""Penn Treebank: words in the order of their frequency, ends of lines, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from models.data.malformed import MalformedFile
+from models.data.ptb import read_ptb
+
+
+def write_set(folder: Path, train: bytes, valid: bytes) -> None:
+    (folder / "ptb.train.txt").write_bytes(train)
+    (folder / "ptb.valid.txt").write_bytes(valid)
+
+
+def test_words_are_numbered_by_frequency_and_lines_end_in_a_word(tmp_path) -> None:
+    write_set(tmp_path, b" no it was n't <unk> \n it was \n it was N \n", b" N was it\n")
+    text = read_ptb(tmp_path)
+    order = ["<eos>", "it", "was", "<unk>", "N", "n't", "no"]
+    assert text.vocabulary == len(order)
+    assert [order[n] for n in text.train.tolist()] == (
+        [
+            "no",
+            "it",
+            "was",
+            "n't",
+            "<unk>",
+            "<eos>",
+            "it",
+            "was",
+            "<eos>",
+            "it",
+            "was",
+            "N",
+            "<eos>",
+        ]
+    )
+    assert [order[n] for n in text.test.tolist()] == ["N", "was", "it", "<eos>"]
+    assert text.origin == "Penn Treebank"
+
+
+def test_what_is_wrong_has_a_file_and_a_line(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no ptb\.train\.txt in .* are needed"):
+        read_ptb(tmp_path)
+    cases = {
+        (b"a b\n", b"a\nb c\n"): r"valid\.txt, line 2: 'c' is no word of the training text",
+        (b"a\n\nb\n", b"a\n"): r"train\.txt, line 2: holds no word",
+        (b"a\xff\n", b"a\n"): r"train\.txt, line 1: is no UTF-8",
+        (b"a\n", b"a\x00\n"): r"valid\.txt, line 1: '\\x00' is part of no word",
+        (b"", b"a\n"): r"train\.txt: is empty",
+        (b"a\n", b""): r"valid\.txt: is empty",
+    }
+    for (train, valid), reason in cases.items():
+        write_set(tmp_path, train, valid)
+        with pytest.raises(MalformedFile, match=reason):
+            read_ptb(tmp_path)

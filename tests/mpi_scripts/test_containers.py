@@ -1,0 +1,118 @@
+"""The container files and the manifest fit each other, what they run, and their linters."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CONTAINERS = ROOT / "mpi_scripts" / "containers"
+MANIFEST = ROOT / "mpi_scripts" / "kubernetes" / "mpijob.yaml"
+DOCKERFILES = sorted(CONTAINERS.glob("*.Dockerfile"))
+
+
+@pytest.fixture(scope="module")
+def manifest() -> list[Any]:
+    return list(yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8")))
+
+
+def pods(job: Any) -> dict[str, Any]:
+    return {name: each["template"]["spec"] for name, each in job["spec"]["mpiReplicaSpecs"].items()}
+
+
+def test_there_are_as_many_ranks_as_slots(manifest: list[Any]) -> None:
+    job, _ = manifest
+    workers = job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
+    (launcher,) = pods(job)["Launcher"]["containers"]
+    ranks = launcher["args"][launcher["args"].index("-n") + 1]
+    assert int(ranks) == workers * job["spec"]["slotsPerWorker"]
+
+
+def test_what_is_set_for_the_launcher_is_handed_on_to_the_ranks(manifest: list[Any]) -> None:
+    (launcher,) = pods(manifest[0])["Launcher"]["containers"]
+    words = launcher["args"]
+    handed_on = [after for word, after in pairwise(words) if word == "-x"]
+    assert handed_on == [each["name"] for each in launcher["env"]]
+
+
+def test_nothing_runs_as_root(manifest: list[Any]) -> None:
+    for spec in pods(manifest[0]).values():
+        assert spec["securityContext"]["runAsNonRoot"]
+        for container in spec["containers"]:
+            assert not container["securityContext"]["allowPrivilegeEscalation"]
+    user = pods(manifest[0])["Worker"]["securityContext"]["runAsUser"]
+    for path in DOCKERFILES:
+        text = path.read_text(encoding="utf-8")
+        assert f"useradd --uid {user} --create-home mpi" in text
+        assert f"\nUSER {user}\n" in text
+
+
+def test_workers_and_launcher_meet_at_one_port_with_one_key(manifest: list[Any]) -> None:
+    daemon, client = ((CONTAINERS / n).read_text().split() for n in ("sshd_config", "ssh_config"))
+    assert daemon[daemon.index("Port") + 1] == client[client.index("Port") + 1]
+    keys = manifest[0]["spec"]["sshAuthMountPath"]
+    assert daemon[daemon.index("HostKey") + 1].startswith(f"{keys}/")
+    (worker,) = pods(manifest[0])["Worker"]["containers"]
+    for path in DOCKERFILES:
+        assert f" {worker['args'][-1]}\n" in path.read_text(encoding="utf-8")
+
+
+def test_only_the_pods_of_the_job_are_let_in(manifest: list[Any]) -> None:
+    job, policy = manifest
+    mine = {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}
+    assert policy["spec"]["podSelector"] == mine
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": mine}]}]
+
+
+def test_what_the_images_copy_is_there() -> None:
+    for path in DOCKERFILES:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("COPY") and "--from" not in line:
+                *sources, _ = [word for word in line.split()[1:] if not word.startswith("--")]
+                assert all((ROOT / source).exists() for source in sources)
+
+
+def lint(*words: str | Path) -> str:
+    """Run a linter of this environment; return what it says."""
+    program = shutil.which(str(words[0]), path=Path(sys.executable).parent)
+    if program is None:
+        pytest.skip(f"{words[0]} is not installed: make test-packaging")
+    done = subprocess.run(
+        [program, *map(str, words[1:])], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.packaging
+def test_hadolint_finds_nothing() -> None:
+    lint("hadolint", "--config", CONTAINERS / "hadolint.yaml", *DOCKERFILES)
+
+
+@pytest.mark.packaging
+def test_yamllint_finds_nothing() -> None:
+    settings = MANIFEST.parent / ".yamllint"
+    lint("yamllint", "--strict", "-c", settings, MANIFEST, CONTAINERS / "hadolint.yaml")
+
+
+@pytest.mark.packaging
+def test_the_pods_and_the_policy_are_what_kubernetes_knows(
+    manifest: list[Any], tmp_path: Path
+) -> None:
+    # There is no schema of MPIJob to be had; its pods are ordinary ones.
+    job, policy = manifest
+    templates = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name.lower()}, "spec": spec}
+        for name, spec in pods(job).items()
+    ]
+    known = tmp_path / "known.yaml"
+    known.write_text(yaml.safe_dump_all([*templates, policy]))
+    said = lint("kubernetes-validate", "--strict", known)
+    assert said.count("passed") == 3

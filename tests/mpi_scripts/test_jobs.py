@@ -1,0 +1,64 @@
+"""The job scripts hand train.py and its arguments to a launcher, or say what they need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+JOBS = Path(__file__).parents[2] / "mpi_scripts" / "jobs"
+TRAIN = str(JOBS.parent / "train.py")
+ARGUMENTS = ["--preset", "lstm-ptb", "--data", "a folder with spaces"]
+
+# The launcher that a script runs, what it needs, and what the launcher must get of that.
+SCRIPTS = {
+    "openmpi.sh": ("mpirun", ["hosts.txt", "8"], ["-np 8", "--hostfile hosts.txt", "-x PATH"]),
+    "slurm.sh": ("srun", [], ["--kill-on-bad-exit=1"]),
+    "torchrun.sh": (
+        "torchrun",
+        ["node1", "2", "4"],
+        ["--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=node1:29500"],
+    ),
+    "horovodrun.sh": ("horovodrun", ["node1:4,node2:4", "8"], ["-np 8", "-H node1:4,node2:4"]),
+}
+
+
+def run(script: str, arguments: list[str], folder: Path, **variables: str) -> list[str] | str:
+    """Return what the launcher is given, or what the script says in place of running it."""
+    launcher = folder / SCRIPTS[script][0]
+    launcher.write_text('#!/bin/sh\nfor text in "$@"; do printf "%s\\n" "$text"; done\n')
+    launcher.chmod(0o755)
+    done = subprocess.run(
+        [str(JOBS / script), *arguments],
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables},
+        capture_output=True,
+        text=True,
+    )
+    return done.stderr if done.returncode else done.stdout.splitlines()
+
+
+def test_every_script_hands_on_what_it_was_given(tmp_path) -> None:
+    assert sorted(path.name for path in JOBS.iterdir()) == sorted(SCRIPTS)
+    for script, (_, needed, wanted) in SCRIPTS.items():
+        root = str(JOBS.parents[1])
+        got = run(script, [*needed, *ARGUMENTS], tmp_path, SLURM_SUBMIT_DIR=root)
+        assert isinstance(got, list), got
+        assert got[-4:] == ARGUMENTS
+        assert got[-5] in (TRAIN, "mpi_scripts/train.py")
+        assert [word for word in wanted if word not in " ".join(got)] == []
+
+
+def test_a_script_without_what_it_needs_says_so(tmp_path) -> None:
+    for script, (_, needed, _) in SCRIPTS.items():
+        said = run(script, needed[:-1], tmp_path, SLURM_SUBMIT_DIR="")
+        assert isinstance(said, str), said
+        assert "usage: " in said or "submit this script with sbatch" in said
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
+def test_shellcheck_finds_nothing() -> None:
+    done = subprocess.run(["shellcheck", *map(str, JOBS.iterdir())], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,65 @@
+"""PowerSGD: the baseline's laws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collectives import run_ranks
+from collectives.transports import Transport, local_world
+from mpi_scripts.low_rank import LowRank
+
+SHAPES = {"weight": (12, 10), "kernel": (6, 5, 3, 3), "bias": (12,)}
+
+
+def gradient(name: str, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    return torch.randn(*SHAPES[name], generator=generator)
+
+
+def averaged(size: int, low_rank: int, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Return what every rank's parameters were moved by, in sum over the steps."""
+
+    def program(transport: Transport) -> dict[str, torch.Tensor]:
+        parameters = {name: torch.nn.Parameter(torch.zeros(s)) for name, s in SHAPES.items()}
+        inner = torch.optim.SGD(parameters.values(), lr=1.0)
+        optimizer = LowRank(inner, parameters.items(), low_rank, transport)
+        for step in range(steps):
+            for name, parameter in parameters.items():
+                parameter.grad = gradient(name, transport.rank, step)
+            optimizer.step()
+        return {name: -parameter.detach() for name, parameter in parameters.items()}
+
+    return run_ranks(local_world(size), program)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_agree_and_vectors_are_averaged_whole(size: int) -> None:
+    moved = averaged(size, low_rank=2, steps=3)
+    for name in SHAPES:
+        assert all(torch.equal(of_rank[name], moved[0][name]) for of_rank in moved)
+    whole = sum(gradient("bias", rank, step) for rank in range(size) for step in range(3)) / size
+    torch.testing.assert_close(moved[0]["bias"], whole)
+
+
+def test_a_gradient_of_low_rank_passes_whole() -> None:
+    """One rank, one matrix of rank 1: what is left over is rounding."""
+    matrix = torch.outer(torch.arange(1.0, 13.0), torch.arange(1.0, 11.0))
+    parameter = torch.nn.Parameter(torch.zeros(12, 10))
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = LowRank(inner, [("weight", parameter)], 1, local_world(1)[0])
+    parameter.grad = matrix.clone()
+    optimizer.step()
+    torch.testing.assert_close(-parameter.detach(), matrix)
+
+
+def test_what_a_step_leaves_out_comes_later() -> None:
+    """The error goes on to the next step: the same gradient again and again arrives in the end."""
+    parameter = torch.nn.Parameter(torch.zeros(12, 10))
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = LowRank(inner, [("weight", parameter)], 2, local_world(1)[0])
+    for _ in range(60):
+        parameter.grad = gradient("weight", 0, 0)
+        optimizer.step()
+    mean = -parameter.detach() / 60
+    assert (mean - gradient("weight", 0, 0)).norm() < 0.1 * gradient("weight", 0, 0).norm()

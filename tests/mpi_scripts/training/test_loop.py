@@ -1,0 +1,125 @@
+"""The loop: what is resumed is what was broken off, passes add up, half precision trains."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import world
+from models.lstm_ptb import LstmLanguageModel
+from mpi_scripts import train
+from mpi_scripts.training.presets import PRESETS
+
+NOT_TRAINING = ("sent_bytes", "seconds")
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path, capsys):
+    """Run train.py on threads; return what rank 0 logs of each epoch."""
+    one_at_a_time = threading.Lock()
+
+    def run(ranks: int, *arguments: str) -> list[dict[str, object]]:
+        log = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "--log", str(log)])
+
+        def rank(transport: LocalTransport) -> None:
+            with world.entered(transport):
+                with one_at_a_time:  # torch's generator is of all threads
+                    training = train.prepare(train.parse())
+                train.train(training)
+
+        run_ranks(local_world(ranks), rank)
+        capsys.readouterr()
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+def without(record: dict[str, object], *names: str) -> dict[str, object]:
+    return {name: value for name, value in record.items() if name not in names}
+
+
+def test_a_run_that_was_broken_off_goes_on_to_the_bit(trained, tmp_path: Path, monkeypatch) -> None:
+    narrow = replace(
+        PRESETS["lstm-ptb"],
+        model=lambda sizes: LstmLanguageModel(sizes.outputs, width=4, dropout=0.0),
+        epochs=2,
+    )
+    monkeypatch.setitem(PRESETS, "lstm-ptb", narrow)
+    for preset, options in (
+        ("digits", ["--epochs", "2", "--batch-size", "140"]),
+        ("lstm-ptb", ["--synthetic-samples", "600", "--batch-size", "2"]),
+    ):
+        given = ["--preset", preset, *options]
+        whole = trained(2, *given)
+        steps = whole[0]["steps"]
+        assert isinstance(steps, int)
+        assert [record["epoch"] for record in whole] == [1, 2]
+        kept = [*given, "--checkpoint", str(tmp_path / preset), "--checkpoint-every", "3"]
+        (begun,) = trained(2, *kept, "--steps", "3")
+        assert (begun["epoch"], begun["steps"]) == (1, 3)
+        resumed = trained(2, *kept)
+        # A start costs some bytes: names are told anew.
+        assert [without(record, *NOT_TRAINING) for record in resumed] == [
+            without(record, *NOT_TRAINING) for record in whole
+        ]
+        assert list((tmp_path / preset).iterdir())
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(trained, tmp_path: Path) -> None:
+    kept = ["--epochs", "2", "--batch-size", "50", "--checkpoint", str(tmp_path / "kept")]
+    assert [record["epoch"] for record in trained(2, *kept, "--epochs", "1")] == [1]
+    (second,) = trained(3, *kept)
+    assert (second["epoch"], second["ranks"]) == (2, 3)
+    assert second["accuracy"] > 0.3  # chance: 0.1
+
+
+def test_two_passes_of_a_batch_are_one_of_twice_as_many(trained) -> None:
+    dense = ["--compression", "none", "--epochs", "1"]
+    (two,) = trained(2, *dense, "--batch-size", "20", "--passes", "2")
+    (one,) = trained(2, *dense, "--batch-size", "40")
+    assert two["steps"] == one["steps"]
+    assert two["accuracy"] == pytest.approx(one["accuracy"], abs=0.01)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
+def test_half_precision_and_every_compression_train(trained) -> None:
+    for arguments in (
+        ["--amp", "bf16"],
+        ["--amp", "fp16"],
+        ["--compression", "oktopk"],
+        ["--compression", "hierarchical"],
+        ["--compression", "topk", "--no-momentum-correction"],
+        ["--compression", "gtopk", "--density-warmup-epochs", "0.5"],
+    ):
+        (record,) = trained(2, "--epochs", "1", "--batch-size", "25", *arguments)
+        assert record["accuracy"] > 0.4, arguments  # chance: 0.1
+        assert record["skipped_steps"] == 0 or "fp16" in arguments
+
+
+def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
+    for arguments, reason in (
+        (["--data", "folder"], "--preset digits takes --dataset"),
+        (["--preset", "cnn-digits", "--dataset", "digits"], "give cnn-digits --data FOLDER"),
+        (
+            ["--preset", "vgg16-cifar10", "--data", "x", "--synthetic-samples", "9"],
+            "give --data FOLDER or --synthetic-samples N, not both",
+        ),
+        (["--preset", "resnet20-cifar10", "--data", "nowhere"], "no CIFAR-10 in 'nowhere'"),
+        (["--passes", "99"], "--passes 99 must not exceed the 22 batches that each rank has"),
+        (["--device", "cuda"], "needs a GPU that torch can use"),
+        (["--preset", "gpt-docstrings", "--momentum-correction"], "trains with AdamW"),
+        (
+            ["--preset", "lstm-ptb", "--synthetic-samples", "90"],
+            "--batch-size 20 on 2 ranks leaves 2 words a lane, less than a window of 35",
+        ),
+    ):
+        with pytest.raises((OSError, ValueError), match=re.escape(reason)):
+            trained(2, *arguments)
