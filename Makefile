@@ -13,6 +13,7 @@
 # make test-horovod   the tests against it
 # make test-adapters  the doors of Lightning, Accelerate and Ray Train, in an environment of their own
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
+# make bench  everything that docs/performance.md tells of, measured here: 35 minutes of a quiet machine
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
 # make clean  remove the virtual environment and what was built
 
@@ -29,7 +30,7 @@ INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/h
 ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py
 
 .PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging audit format \
-	fuzz horovod test-horovod test-adapters sanitize bench-network clean
+	fuzz horovod test-horovod test-adapters sanitize bench bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
@@ -89,6 +90,9 @@ test-adapters: $(VENV)-adapters/.installed
 
 sanitize: $(VENV)/.dev
 	tests/sanitize_kernels.sh $(abspath $(VENV))/bin/python
+
+bench: $(VENV)/.demo
+	PATH="$(abspath $(VENV))/bin:$$PATH" mpi_scripts/bench.sh $(ARGS)
 
 bench-network: $(VENV)/.demo
 	PATH="$(abspath $(VENV))/bin:$$PATH" mpi_scripts/bench_network.sh $(ARGS)

@@ -18,6 +18,7 @@ exclude_patterns = ["make"]  # how the pages are made is no page
 extensions = [
     "docs.make.commands",
     "docs.make.docstrings",
+    "docs.make.titles",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.viewcode",

@@ -25,7 +25,8 @@ from .compression import Compression, Compressor
 from .deltas import Deltas
 from .engine import Work
 from .hooks import BackwardHooks
-from .parameters import name_later_ones, name_parameters
+from .logs import EVERYWHERE
+from .parameters import name_later_ones, name_parameters, refuse_complex
 from .reductions import Adasum
 from .telemetry import StepReport
 from .wrapping import Wrapping, wrap
@@ -51,7 +52,11 @@ class _AdasumOptimizer(Wrapping):
         self._parameter_names = name_parameters(self, named_parameters)
         self._compression = compression
         if not self._trained():
-            raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
+            raise ValueError(
+                "DistributedOptimizer needs a parameter that requires a gradient, and all "
+                f"{len(self._parameter_names)} are frozen: thaw one (requires_grad_()), or step "
+                "the plain optimizer"
+            )
         self._hooks = BackwardHooks(self._parameter_names, backward_passes_per_step)
         if self._world.size > 1:
             self._hooks.watch(self._trained())
@@ -76,8 +81,7 @@ class _AdasumOptimizer(Wrapping):
     def _trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that may have a gradient now; some may have come later."""
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if any(p.is_complex() for p in trained):
-            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
+        refuse_complex(trained, self._parameter_names)
         return trained
 
     def synchronize(self) -> None:
@@ -181,6 +185,7 @@ class _AdasumOptimizer(Wrapping):
             self._world.rank,
             self._world.step,
             reason,
+            extra=EVERYWHERE,
         )
 
     def _report(self, skipped: bool) -> None:

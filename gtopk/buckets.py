@@ -22,6 +22,7 @@ from collectives.kernels import Gradient, all_finite, put_at
 from collectives.vector import SparseVector
 
 from .arrays import current_stream, home_of, view_array, zeros
+from .parameters import refuse_complex
 
 _READ_WHERE_THEY_LIE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
@@ -43,11 +44,12 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        if any(p.is_complex() for p in self.parameters):
-            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
+        refuse_complex(self.parameters)
         self.length = sum(p.numel() for p in self.parameters)
         if self.length == 0:
-            raise ValueError("there is nothing to train: no parameter requires a gradient")
+            raise ValueError(
+                f"there is nothing to train: {len(self.parameters)} parameters hold no values"
+            )
         any_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype: np.dtype[Any] = np.dtype(np.float64 if any_double else np.float32)
         self.device = home_of(self.parameters)

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 SHELLS: Final = ("bash", "zsh", "fish")
-_HOW: Final = {
-    "bash": 'eval "$(gtopk completion bash)"            # in ~/.bashrc',
-    "zsh": 'eval "$(gtopk completion zsh)"             # in ~/.zshrc, after compinit',
-    "fish": "gtopk completion fish | source            # in config.fish",
-}
+_HOW: Final = (
+    "gtopk completion bash > ~/.local/share/bash-completion/completions/gtopk",
+    "gtopk completion zsh > ~/.gtopk.zsh       # and in ~/.zshrc: source ~/.gtopk.zsh",
+    "gtopk completion fish > ~/.config/fish/completions/gtopk.fish",
+)
 
 # By command ("run", "bench wire"): what may follow it, options first.
 Words = Mapping[str, Sequence[str]]
@@ -23,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser(
         prog="gtopk completion",
         description="Print what lets a shell complete the words of `gtopk`.",
-        epilog="example:\n" + "\n".join(f"  {line}" for line in _HOW.values()),
+        epilog="example:\n"
+        + "\n".join(f"  {line}" for line in _HOW)
+        + "\n\nOnce for each version of gtopk: to make it takes some seconds.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     described.add_argument("shell", choices=SHELLS)

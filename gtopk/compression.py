@@ -251,6 +251,8 @@ class Automatic(ErrorFeedback):
     # True: the largest density whose exchange takes no longer than the backward pass.
     hide_behind_backward: bool = False
     wire: str = "auto"
+    # What rounding takes comes back through the residual: no loss was found (docs/tuning.md).
+    values: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

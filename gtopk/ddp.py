@@ -12,6 +12,7 @@ what is held back moves along, parameter by parameter.
 """
 
 # DDP looks at the hook's annotations: they must be no strings.
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,12 +28,14 @@ from . import world
 from .compression import GTopK
 from .engine import Operation
 from .exchange import Progress
+from .hook_steps import HookSteps
 from .lanes import Lane, open_lane
 from .objects import decode, encode
 from .one_step import NOT_FINITE, OneStep
 from .optimizer_checkpoint import FORMAT, share_of
 from .process_sets import ProcessSet, global_process_set
 from .residual_state import Held
+from .telemetry import StepReport
 from .weights import loss_scale
 
 __all__ = ["GTopKState", "gtopk_hook"]
@@ -64,7 +67,10 @@ class GTopKState:
     ) -> None:
         self.compression = GTopK(density, **options)
         if self.compression.dense or self.compression.dense_vectors or self.compression.dense_under:
-            raise ValueError("a bucket of DDP travels as one: dense parameters are not possible")
+            raise ValueError(
+                "a bucket of DDP travels as one: dense parameters are not possible; leave out "
+                "dense, dense_vectors and dense_under"
+            )
         if not world.is_initialized():
             world.init()
         self._members = _process_set_of(process_group).members
@@ -81,6 +87,13 @@ class GTopKState:
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
+        self._steps = HookSteps(world.current())
+        self._counted = True  # the last step
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """What the last step cost; None before the first."""
+        return self._steps.last
 
     # ---- the step
 
@@ -91,26 +104,31 @@ class GTopKState:
         scale = loss_scale(self.scaler)
         lane.parameters[0].grad = buffer
         lane.take(1.0 / (len(self._members.ranks) * scale), scale)
+        number = self._steps.hand_over(lane)
         operation = self._engine.submit(
             f"{self._name}.bucket.{bucket.index()}",
             [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
-            partial(self._work, lane, bucket.index() + 1 if bucket.is_last() else 0),
+            partial(self._work, lane, number, bucket.index() + 1 if bucket.is_last() else 0),
             vote=0 if lane.all_finite() else NOT_FINITE,
         )
+        self._steps.submitted(number, operation)
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
-        self._finisher.submit(self._finish, operation, lane, buffer, future)
+        self._finisher.submit(self._finish, operation, lane, buffer, future, bucket.is_last())
         return future
 
-    def _work(self, lane: Lane, buckets: int, transport: Transport, votes: list[int]) -> None:
+    def _work(
+        self, lane: Lane, number: int, buckets: int, transport: Transport, votes: list[int]
+    ) -> None:
         """Run on the engine's thread, in an order that is equal on all ranks."""
+        began = time.perf_counter()
         self._buckets = buckets or self._buckets
-        self._step.run(lane, transport, votes)
+        self._steps.ran(number, began, self._step.run(lane, transport, votes))
         if self._step.buckets == self._buckets:
-            counted = self._step.close()
+            self._counted = self._step.close()
             self._buckets = 0
-            self.progress.steps += counted
-            self.skipped_steps += not counted
+            self.progress.steps += self._counted
+            self.skipped_steps += not self._counted
 
     def _finish(
         self,
@@ -118,6 +136,7 @@ class GTopKState:
         lane: Lane,
         buffer: torch.Tensor,
         future: torch.futures.Future[torch.Tensor],
+        is_last: bool,
     ) -> None:
         """Tell DDP that a bucket is done, or why it is not: backward raises that."""
         try:
@@ -125,6 +144,9 @@ class GTopKState:
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
             return
+        if is_last:  # and so are all before it
+            self._steps.arrived()
+            self._steps.close(self._counted, overlapped=True)
         with lane.bucket.on_stream():
             future.set_result(buffer)
 

@@ -14,6 +14,7 @@ backward goes on; what the replicas of one shard do is independent of the others
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
@@ -28,9 +29,11 @@ from . import world
 from .agreement import gather_words
 from .compression import GTopK
 from .exchange import Progress
+from .hook_steps import HookSteps
 from .lanes import Lane, open_lane
 from .one_step import NOT_FINITE, OneStep
 from .process_sets import ProcessSet, find_or_register
+from .telemetry import StepReport
 from .weights import loss_scale
 
 __all__ = ["ReplicaState", "replicate"]
@@ -59,7 +62,10 @@ def replicate(
     """
     compression = GTopK(density, **options)
     if compression.dense or compression.dense_vectors or compression.dense_under:
-        raise ValueError("a module's shard travels as one: dense parameters are not possible")
+        raise ValueError(
+            "a module's shard travels as one: dense parameters are not possible; leave out dense, "
+            "dense_vectors and dense_under"
+        )
     sharded = {name: each for name, each in model.named_modules() if isinstance(each, FSDPModule)}
     if not sharded:
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")
@@ -114,6 +120,7 @@ class ReplicaState:
         self._lanes: dict[str, Lane] = {}
         self._held: dict[str, dict[str, torch.Tensor]] = {}  # of modules without a lane yet
         self._step = OneStep()
+        self._steps = HookSteps(world.current())
         self._seen: set[str] = set()  # modules of the step under way
 
     def exchange(self, module: str, gradients: torch.Tensor) -> None:
@@ -125,12 +132,26 @@ class ReplicaState:
         scale = loss_scale(self.scaler)
         lane.parameters[0].grad = gradients
         lane.take(1.0 / (self.process_set.size() or 1) / scale, scale)
-        self.process_set.engine.submit(
+        number = self._steps.hand_over(lane)
+
+        def work(transport: Transport, votes: list[int]) -> None:
+            began = time.perf_counter()
+            self._steps.ran(number, began, self._step.run(lane, transport, votes))
+
+        operation = self.process_set.engine.submit(
             f"{self._name}.{module}",
             [f"{gradients.dtype} {list(gradients.shape)}", lane.facts],
-            partial(self._step.run, lane),
+            work,
             vote=0 if lane.all_finite() else NOT_FINITE,
-        ).wait()
+        )
+        self._steps.submitted(number, operation)
+        operation.wait()
+        self._steps.arrived()
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """What the last step cost that another has followed; None before."""
+        return self._steps.last
 
     @property
     def skipped_steps(self) -> int:
@@ -141,6 +162,7 @@ class ReplicaState:
         if not self._seen:
             return
         counted = self._step.close()
+        self._steps.close(counted, overlapped=False)
         self.progress.steps += counted
         self._skipped_before += not counted
         self._seen.clear()

@@ -24,6 +24,9 @@ _LEVELS: Final = {
 }
 _log = logging.getLogger("gtopk")
 
+# `extra` of what all ranks say alike: without GTOPK_LOG only rank 0's is shown.
+EVERYWHERE: Final = {"everywhere": True}
+
 
 class _Spoken(logging.Handler):
     """Writes to stderr, a line in one write, unless the root logger has handlers of its own.
@@ -31,9 +34,11 @@ class _Spoken(logging.Handler):
     set_level: whether the logger's level is ours.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, all_ranks: bool) -> None:
+        """all_ranks: say also what other ranks say, too."""
         super().__init__()
         self._whose = f"rank {rank}"
+        self._is_echo = rank > 0 and not all_ranks
         self.set_level = False
 
     def format(self, record: logging.LogRecord) -> str:
@@ -43,6 +48,8 @@ class _Spoken(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
+            return
+        if self._is_echo and getattr(record, "everywhere", False):
             return
         try:
             print(f"{self.format(record)}\n", end="", file=sys.stderr, flush=True)
@@ -61,7 +68,7 @@ def speak(rank: int, environ: Mapping[str, str] = os.environ) -> None:
     fall_silent()
     if any(not isinstance(each, logging.NullHandler) for each in _log.handlers):
         return
-    handler = _Spoken(rank)
+    handler = _Spoken(rank, all_ranks=bool(asked))
     _log.addHandler(handler)
     if _log.level == logging.NOTSET:
         usual = logging.INFO if rank == 0 else logging.WARNING

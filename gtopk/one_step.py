@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from collectives.transports import Transport
 
+from .exchange import Exchanged
 from .lanes import Lane
 
 NOT_FINITE: Final = 1  # a vote: this rank's gradients of the bucket are not
@@ -23,20 +26,29 @@ class OneStep:
         self._ran: list[Lane] = []
         self._void = False
 
-    def run(self, lane: Lane, transport: Transport, votes: Sequence[int]) -> None:
-        """Replace a bucket's gradients by what all ranks agreed on, or by NaN."""
+    def run(self, lane: Lane, transport: Transport, votes: Sequence[int]) -> Exchanged | None:
+        """Replace a bucket's gradients by what all ranks agreed on, or by NaN.
+
+        Returns what the exchange did, applying included; None where there was none.
+        """
         self._ran.append(lane)
         self._void |= any(vote & NOT_FINITE for vote in votes)
+        exchanged = None
         if not self._void:
             lane.remember()
-            self._void = not lane.reduce(transport).finite
+            exchanged = lane.reduce(transport)
+            self._void = not exchanged.finite
         if self._void:
             for each in self._ran:
                 each.undo()
             lane.bucket.poison()
-            return
+            return exchanged
+        begun = time.perf_counter()
         with lane.bucket.on_stream():
             lane.exchange.apply(lane.bucket)
+        assert exchanged is not None
+        seconds = exchanged.select_seconds + time.perf_counter() - begun
+        return replace(exchanged, select_seconds=seconds)
 
     @property
     def is_void(self) -> bool:

@@ -14,8 +14,9 @@ import torch
 from . import optimizer_checkpoint, world
 from .adasum import distribute_adasum
 from .compression import Compression, ErrorFeedback
+from .logs import EVERYWHERE
 from .optimizer_options import Groups, Options, warn_of_few_entries
-from .parameters import name_parameters
+from .parameters import name_parameters, refuse_complex
 from .process_sets import ProcessSet, global_process_set
 from .recording import looks
 from .reducer import Reducer
@@ -47,12 +48,18 @@ class _DistributedOptimizer(Wrapping):
         self._options = options
         trained = [p for p in self._parameter_names if p.requires_grad]
         if not trained:
-            raise ValueError("DistributedOptimizer needs a parameter that requires a gradient")
-        if any(p.is_complex() for p in trained):
-            raise ValueError("complex parameters cannot be exchanged; keep real and imaginary part")
+            raise ValueError(
+                "DistributedOptimizer needs a parameter that requires a gradient, and all "
+                f"{len(self._parameter_names)} are frozen: thaw one (requires_grad_()), or step "
+                "the plain optimizer"
+            )
+        refuse_complex(trained, self._parameter_names)
         elements = sum(p.numel() for p in trained)
         if elements == 0:
-            raise ValueError("there is nothing to train: no parameter requires a gradient")
+            raise ValueError(
+                f"there is nothing to train: the {len(trained)} parameters that require a gradient "
+                "hold no values; give the model its sizes before its optimizer"
+            )
         self._reducer = Reducer(
             self.param_groups, self._parameter_names, options, self._world, scaler
         )
@@ -226,6 +233,7 @@ class _DistributedOptimizer(Wrapping):
             f", residuals untouched: the gradient is not finite on {where}"
             if where
             else ": the sum of finite gradients is not finite",
+            extra=EVERYWHERE,
         )
         allowed = self._options.max_skipped_steps
         if self._skipped_in_a_row > allowed:

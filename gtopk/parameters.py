@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,20 @@ def name_parameters(
             f"{'; '.join(unnamed)}"
         )
     return {p: named[p] for group in groups for p in group}
+
+
+def refuse_complex(
+    parameters: Iterable[torch.Tensor], names: Mapping[torch.nn.Parameter, str] | None = None
+) -> None:
+    """Raise ValueError, with its name where it has one, for a parameter of complex numbers."""
+    for parameter in parameters:
+        if parameter.is_complex():
+            name = (names or {}).get(parameter, "")  # type: ignore[call-overload]
+            raise ValueError(
+                "complex parameters cannot be exchanged; keep real and imaginary part of "
+                f"{repr(name) if name else 'this one'}, {parameter.dtype} {list(parameter.shape)}, "
+                "as parameters (torch.view_as_real)"
+            )
 
 
 def name_later_ones(

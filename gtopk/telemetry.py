@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from .rounds import Round
+    from .engine import Operation
+    from .exchange import Exchanged
+    from .samples import Samples
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,30 @@ def parts(step: StepReport) -> dict[str, float]:
     return {"compute": step.compute_seconds, "wait": max(0.0, wait), **seconds}
 
 
+class Sized(Protocol):
+    """A lane, as far as its size goes."""
+
+    @property
+    def elements(self) -> int: ...
+
+
+class Reported(Protocol):
+    """A round, or what stands for one, as far as its report goes; see `Round`."""
+
+    @property
+    def operations(self) -> Mapping[int, Operation]: ...
+    @property
+    def exchanged(self) -> Mapping[int, Exchanged]: ...
+    @property
+    def spans(self) -> Sequence[tuple[float, float]]: ...
+    @property
+    def lanes(self) -> Sequence[Sized]: ...
+    @property
+    def samples(self) -> Samples: ...
+
+
 def report(
-    round: Round,
+    round: Reported,
     *,
     step: int,
     compute_seconds: float,

@@ -93,6 +93,15 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "published": lambda s: Recipe(PublishedTree(s.density)),
     "published, corrected": lambda s: corrected(PublishedTree, s.density),
     "gtopk, momentum after": lambda s: Recipe(Compression.gtopk(s.density)),
+    "gtopk, momentum after, spread": lambda s: Recipe(
+        Compression.gtopk(s.density, put_back="spread")
+    ),
+    "gtopk, momentum after, int8": lambda s: Recipe(
+        Compression.gtopk(s.density, wire="packed", values="int8")
+    ),
+    "gtopk, momentum after, spread, int8": lambda s: Recipe(
+        Compression.gtopk(s.density, put_back="spread", wire="packed", values="int8")
+    ),
     "gtopk": lambda s: corrected(Compression.gtopk, s.density),
     "gtopk, warm-up": lambda s: corrected(Compression.gtopk, s.density, warmup_steps=tenth(s)),
     "gtopk, vectors dense": lambda s: corrected(Compression.gtopk, s.density, dense_vectors=True),

@@ -287,7 +287,10 @@ class BalancedLoader:
         With another number of ranks the sizes begin equal. Raises ValueError for another mode.
         """
         if state["mode"] != "balanced":
-            raise ValueError(f"this loader's mode is 'balanced', the state's {state['mode']!r}")
+            raise ValueError(
+                f"this loader's mode is 'balanced', the state's {state['mode']!r}; make the loader "
+                "with the mode it was saved with"
+            )
         self._epochs.load_state_dict(state["epochs"])
         self._noise.load_state_dict(state["noise"])
         if state["ranks"] != self._world.size:

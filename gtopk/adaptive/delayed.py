@@ -192,7 +192,10 @@ class DelayedLoader:
         rank's: on another number of ranks, its share of their sum.
         """
         if state["mode"] != "abs":
-            raise ValueError(f"this loader's mode is 'abs', the state's {state['mode']!r}")
+            raise ValueError(
+                f"this loader's mode is 'abs', the state's {state['mode']!r}; make the loader "
+                "with the mode it was saved with"
+            )
         self._epochs.load_state_dict(state["epochs"])
         if len(state["speeds"]) == self._world.size:
             self._speeds = list(state["speeds"])

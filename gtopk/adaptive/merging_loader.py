@@ -25,6 +25,7 @@ from collectives.transports import Counter, Transport
 from collectives.vector import Array
 
 from ..compression import ErrorFeedback
+from ..logs import EVERYWHERE
 from ..replicas import checksums, compare
 from .cursor import Cursor, ReplayedCursor, Stretch, in_step, open_cursor, record_of
 from .epochs import Epochs
@@ -272,6 +273,7 @@ class MergingLoader:
                 self.merges,
                 "goes on without some" if merged else "is none, all ranks go back",
                 ", ".join(map(str, lost)) or "none, but their sum",
+                extra=EVERYWHERE,
             )
         allowed = self._optimizer._options.max_skipped_steps
         if self._lost_in_a_row > allowed:
@@ -353,7 +355,10 @@ class MergingLoader:
         something to themselves: drain() before the checkpoint.
         """
         if state["mode"] != "adaptive-sgd":
-            raise ValueError(f"this loader's mode is 'adaptive-sgd', the state's {state['mode']!r}")
+            raise ValueError(
+                f"this loader's mode is 'adaptive-sgd', the state's {state['mode']!r}; make the "
+                "loader with the mode it was saved with"
+            )
         replica = state["replica"]
         if replica and replica["own"] and state["ranks"] != self._world.size:
             raise ValueError(

@@ -38,7 +38,10 @@ class RoundExchange:
     def residual(self, values: torch.Tensor) -> None:
         residual = self._exchange.residual
         if residual is None:
-            raise ValueError("this compression keeps no residual, and the state has one")
+            raise ValueError(
+                "this compression keeps no residual, and the state has one, which would be lost; "
+                "load it with the compression it was saved with"
+            )
         view_tensor(residual.values).copy_(values)
         residual.holds_nothing = False
 

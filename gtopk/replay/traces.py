@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,9 @@ from collectives.algorithms import ALGORITHMS
 from collectives.planning.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.recorder import RECEIVED, Event, Recorder
-from collectives.vector import SparseVector, index_dtype
 from collectives.wire import EXACT, Format
+
+from ..invented_picks import picks
 
 # A rank's peer in a message, and the bytes it sent; RECEIVED where it got one.
 Trace = list[list[Event]]
@@ -86,33 +88,27 @@ def trace_of(reduction: Reduction) -> Trace:
 
 def _record(reduction: Reduction) -> Trace:
     """Run a reduction on threads, and return what they sent."""
+    ranks = range(reduction.ranks)
+    options: dict[str, Any] = {}
+    if reduction.algorithm == "hierarchical":
+        step = reduction.ranks_per_node
+        options = {"nodes": [list(ranks[first : first + step]) for first in ranks[::step]]}
 
     def program(transport: LocalTransport) -> list[Event]:
         assert isinstance(transport, Recorder)
         if reduction.algorithm == "dense":
             transport.allreduce(np.zeros(reduction.length, np.float32))
             return transport.events
-        mine = _picks(reduction, transport.rank)
-        ALGORITHMS[reduction.algorithm](
-            mine, reduction.selected, transport, format=reduction.format
-        )
+        reduce: Any = partial(ALGORITHMS[reduction.algorithm], **options)
+        mine = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
+        reduce(mine, reduction.selected, transport, format=reduction.format)
         return transport.events
 
     usual = threading.stack_size(_STACK_BYTES)
     try:
-        world = local_world(reduction.ranks, _TIMEOUT_SECONDS, reduction.ranks_per_node, Recorder)
-        return run_ranks(world, program)
+        return run_ranks(local_world(reduction.ranks, _TIMEOUT_SECONDS, kind=Recorder), program)
     finally:
         threading.stack_size(usual)
-
-
-def _picks(reduction: Reduction, rank: int) -> SparseVector:
-    """Return entries at uniform positions."""
-    random = np.random.default_rng(rank)
-    places = random.choice(reduction.length, reduction.selected, replace=False, shuffle=False)
-    indices = np.sort(places).astype(index_dtype(reduction.length))
-    values = 1.0 + random.standard_exponential(reduction.selected)
-    return SparseVector(indices, values.astype(np.float32), reduction.length)
 
 
 def _extrapolated(

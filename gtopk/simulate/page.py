@@ -75,7 +75,7 @@ def utilisation(records: Sequence[Record]) -> str:
     for record in records:
         rows.append(text((0, top + 14), record.mode, "label"))
         for rank, busy in enumerate(record.busy):
-            width = 400 * busy / record.seconds
+            width = 370 * busy / record.seconds
             below = top + 22 + 14 * rank
             rows.append(
                 f'<rect class="bar series-{rank % 6}" x="0" y="{below}" width="{width:.1f}" '

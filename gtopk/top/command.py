@@ -87,7 +87,7 @@ def _refresh(folder: Path, every: float) -> int:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             run, statuses = _look(folder)
-            live.update(as_table(statuses, f"{folder}"), refresh=True)
+            live.update(as_table(statuses, f"{folder}", console.width), refresh=True)
             if _is_over(run):
                 return 0
             time.sleep(every)

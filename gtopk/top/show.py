@@ -13,14 +13,24 @@ if TYPE_CHECKING:
 
 _HEADINGS = ("rank", "host", "step", "steps/s", "step takes", "compute", "wait", "exchange")
 _MORE = ("sent/step", "density", "batch", "residual")
+# What is left out first where a line is too long.
+_DISPENSABLE = ("residual", "density", "exchange", "host", "batch", "sent/step", "wait", "steps/s")
 
 
-def rows(statuses: Sequence[Status]) -> tuple[list[str], list[list[str]]]:
-    """Return headings, and a row for each rank; columns that say nothing are left out."""
+def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str], list[list[str]]]:
+    """Return headings, and a row for each rank, in lines of at most `width` where that can be.
+
+    Columns that say nothing are left out; the last, the state, may be longer than its line.
+    """
     names = sorted({name for status in statuses for name in status.values})[:2]
     headings = [*_HEADINGS, *_MORE, *names, "state"]
     cells = [_row(status, names) for status in statuses]
     kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]
+    for name in _DISPENSABLE:
+        lengths = [max(len(row[place]) for row in [headings, *cells]) for place in kept[:-1]]
+        if width is None or sum(lengths) + 2 * len(lengths) + len("running") <= width:
+            break
+        kept = [place for place in kept if headings[place] != name]
     return [headings[place] for place in kept], [[row[place] for place in kept] for row in cells]
 
 
@@ -34,6 +44,8 @@ def _row(status: Status, names: Sequence[str]) -> list[str]:
     state = status.state
     if state == "silent":
         state = f"silent for {seconds_text(status.silent_seconds)}"
+    elif state != "running" and not has_failed(status):
+        state = "ended"
     if status.skipped:
         state += f", {status.skipped} skipped"
     cells = [
@@ -55,6 +67,11 @@ def _row(status: Status, names: Sequence[str]) -> list[str]:
     return [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in cells]
 
 
+def has_failed(status: Status) -> bool:
+    """Tell whether a rank left out of order."""
+    return "failed" in status.state or "stopped" in status.state
+
+
 def as_lines(statuses: Sequence[Status]) -> list[str]:
     """Return the table as lines."""
     headings, cells = rows(statuses)
@@ -66,17 +83,18 @@ def as_lines(statuses: Sequence[Status]) -> list[str]:
     ]
 
 
-def as_table(statuses: Sequence[Status], title: str) -> Table:
-    """Return the table for rich."""
+def as_table(statuses: Sequence[Status], title: str, width: int | None = None) -> Table:
+    """Return the table for rich, on a terminal of this width."""
     from rich.table import Table
     from rich.text import Text
 
-    headings, cells = rows(statuses)
+    headings, cells = rows(statuses, width)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in headings:
         right = heading not in ("host", "state")
         table.add_column(heading, justify="right" if right else "left", no_wrap=right)
     for status, row in zip(statuses, cells, strict=True):
-        style = {"running": "green", "silent": "bold red"}.get(status.state, "dim")
+        usual = "red" if has_failed(status) else "dim"
+        style = {"running": "green", "silent": "bold red"}.get(status.state, usual)
         table.add_row(*row[:-1], Text(row[-1], style=style))
     return table

@@ -22,7 +22,7 @@ SLOW, MIDDLING, FAST = 1e8, 2e10, 1e12  # bits per second: sparse wins, who know
 def judge(bits_per_second: float, ranks: int = 8, **options) -> Judge:
     network = Network(ranks, Link.of(bits_per_second, 50e-6))
     calibration = Calibration(network, RATES, "made up")
-    return Judge(Compression.auto(wire="raw", **options), calibration, RESNET50)
+    return Judge(Compression.auto(wire="raw", values="exact", **options), calibration, RESNET50)
 
 
 class Truth:

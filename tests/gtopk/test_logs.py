@@ -27,9 +27,9 @@ def nobody_else_listening() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("rank", "asked", "levels"),
     [
-        (0, "", ["info", "warning"]),
+        (0, "", ["info", "warning", "of all"]),
         (3, "", ["warning"]),
-        (3, "info", ["info", "warning"]),
+        (3, "info", ["info", "warning", "of all"]),
         (0, "error", []),
         (0, "off", []),
     ],
@@ -41,9 +41,14 @@ def test_rank_0_says_more_than_the_others(
         logs.speak(rank, {"GTOPK_LOG": asked})
         LOG.info("info %d", 1)
         LOG.warning("rank %d: warning %d", rank, 2)  # some say it by themselves
+        LOG.warning("of all", extra=logs.EVERYWHERE)
         logs.fall_silent()
         LOG.info("after shutdown")
-    said = {"info": f"gtopk: rank {rank}: info 1", "warning": f"gtopk: rank {rank}: warning 2"}
+    said = {
+        "info": f"gtopk: rank {rank}: info 1",
+        "warning": f"gtopk: rank {rank}: warning 2",
+        "of all": f"gtopk: rank {rank}: of all",
+    }
     assert capsys.readouterr().err.splitlines() == [said[level] for level in levels]
 
 

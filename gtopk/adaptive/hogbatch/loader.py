@@ -319,7 +319,7 @@ class HogbatchLoader:
         Needs audit=True, and no step under way: between epochs.
         """
         if self._audit is None:
-            raise ValueError("nothing was audited: adapt(..., audit=True)")
+            raise ValueError("nothing was audited: make the loader by adapt(..., audit=True)")
         return self._audit.lost(self._world)
 
     def set_epoch(self, epoch: int) -> None:
@@ -348,7 +348,10 @@ class HogbatchLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the epoch after the one another loader finished."""
         if state["mode"] != self._mode:
-            raise ValueError(f"this loader's mode is {self._mode!r}, the state's {state['mode']!r}")
+            raise ValueError(
+                f"this loader's mode is {self._mode!r}, the state's {state['mode']!r}; make the "
+                "loader with the mode it was saved with"
+            )
         self._epochs.load_state_dict(state["epochs"])
         if state["thresholds"] is not None:
             self._sizer.thresholds = Thresholds(*state["thresholds"])

@@ -16,6 +16,7 @@ from collectives.transports import local_world, open_transport, run_ranks
 from collectives.wire.indices import INDEX_CODES
 from collectives.wire.values import VALUE_CODES
 
+from ...invented_picks import DISTRIBUTIONS
 from ...launch import launched_by
 from .contenders import BASELINES, parse, spelled
 from .picture import picture
@@ -23,7 +24,6 @@ from .plan import Plan
 from .record import Results, checked
 from .report import markdown, table
 from .run import run
-from .vectors import DISTRIBUTIONS
 
 TRANSPORTS = ("mpi", "torch.distributed", "local")
 TIMEOUT_SECONDS = 3600.0  # ranks that are not measured wait for those that are

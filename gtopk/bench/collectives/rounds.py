@@ -21,11 +21,11 @@ import numpy as np
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 
+from ...invented_picks import picks
 from .cases import Case
 from .checks import check_agreement, check_conservation, digest
 from .contenders import Contender, Task
 from .library import Reckoning
-from .vectors import picks
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 from gtopk.recording.lines import as_text, path_of
 from gtopk.recording.reading import read_run
 from gtopk.top.command import main
-from gtopk.top.show import as_table
+from gtopk.top.show import as_table, rows
 from gtopk.top.status import status_of
 from tests.gtopk.made_runs import lines_of, write_run
 
@@ -22,7 +22,7 @@ def test_each_rank_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["rank", "host", "step", "steps/s"]
     assert [line.split()[0] for line in lines] == ["0", "1", "2"]
-    assert all("60 %" in line and "called shutdown() at step 80" in line for line in lines)
+    assert all("60 %" in line and line.endswith("ended") for line in lines)
     assert all(line.split()[3] == "100" for line in lines)  # steps a second
     assert "\x1b" not in "".join(lines)
 
@@ -52,6 +52,18 @@ def test_a_rank_that_says_nothing_is_called_silent(tmp_path: Path) -> None:
         assert other.state == state
         assert ended.state == "called shutdown() at step 10"
     assert as_table([ended, other], "a run").row_count == 2
+
+
+def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, ranks=2, steps=30))
+    statuses = status_of(run, tmp_path)
+    widest, _ = rows(statuses)
+    for width in (150, 100, 80, 60):
+        headings, cells = rows(statuses, width)
+        longest = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+        assert sum(longest) + 2 * (len(longest) - 1) <= width
+        assert headings == [each for each in widest if each in headings]
+        assert {"rank", "step", "step takes", "loss", "state"} <= set(headings)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Vectors: what the ranks select, invented but seeded; any rank can tell any other's.
+"""Invented picks: what ranks might select, seeded, so that any rank can tell any other's.
 
     uniform     positions all over the vector, each rank's its own: hardly any two ranks agree
     clustered   half of a rank's positions come from runs of 64 that all ranks share, as those of

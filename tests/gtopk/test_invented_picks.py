@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives.vector import check
-from gtopk.bench.collectives.vectors import DISTRIBUTIONS, picks
+from gtopk.invented_picks import DISTRIBUTIONS, picks
 
 SIZES = [(1, 1), (7, 7), (63, 10), (64, 64), (10_000, 100), (100_000, 3_000)]
 

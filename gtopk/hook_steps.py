@@ -1,0 +1,93 @@
+"""HookSteps: what steps cost whose buckets PyTorch hands over one by one.
+
+program   | backward    a     b     c |wait| optimizer ...      a bucket is handed over, and DDP
+engine                  [ a ] [ b ] [ c ]                       waits when it has handed over all
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from .engine import Operation
+from .exchange import Exchanged
+from .lanes import Lane
+from .recording import looks
+from .samples import Samples
+from .telemetry import StepReport, report
+from .world import World
+
+
+@dataclass
+class _Seen:
+    """What was seen of the step under way: a Round's, as far as a report goes."""
+
+    operations: dict[int, Operation] = field(default_factory=dict)
+    exchanged: dict[int, Exchanged] = field(default_factory=dict)
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    lanes: list[Lane] = field(default_factory=list)
+    samples: Samples = field(default_factory=Samples)
+
+
+class HookSteps:
+    """Reports each step, to the run's record, too, and counts the world's steps.
+
+    last: the step that is over.
+    """
+
+    def __init__(self, here: World) -> None:
+        self._world = here
+        self._seen = _Seen()
+        self._counted = 0  # steps that were not skipped
+        self._waited_since: float | None = None
+        self._waited_seconds = 0.0
+        self._ended: float | None = None  # the last wait
+        self._ended_before: float | None = None  # that of the step before
+        self.last: StepReport | None = None
+
+    def hand_over(self, lane: Lane) -> int:
+        """Note a bucket, in the program; return its number in the step."""
+        self._seen.lanes.append(lane)
+        return len(self._seen.lanes) - 1
+
+    def submitted(self, number: int, operation: Operation) -> None:
+        """Note that a bucket is on its way, in the program, which may wait for it from now on."""
+        self._seen.operations[number] = operation
+        self._waited_since = time.perf_counter()
+
+    def ran(self, number: int, began: float, exchanged: Exchanged | None) -> None:
+        """Note what the engine's thread has done of a bucket."""
+        if exchanged is not None:
+            self._seen.exchanged[number] = exchanged
+        self._seen.spans.append((began, time.perf_counter()))
+
+    def arrived(self) -> None:
+        """Note that what the program has waited for is there."""
+        self._ended = time.perf_counter()
+        if self._waited_since is not None:
+            self._waited_seconds += self._ended - self._waited_since
+
+    def close(self, counted: bool, overlapped: bool) -> None:
+        """Report the step, and begin another.
+
+        overlapped: the program waited for the last bucket only, and not for each of them.
+        """
+        ended, before = self._ended or 0.0, self._ended_before
+        self.last = report(
+            self._seen,
+            step=self._world.step,
+            compute_seconds=max(0.0, ended - before - self._waited_seconds) if before else 0.0,
+            synchronize_began=(self._waited_since or 0.0) if overlapped else 0.0,
+            synchronize_seconds=self._waited_seconds,
+            apply_seconds=0.0,  # the engine's thread does it
+            predicted_seconds=None,
+            skipped=not counted,
+        )
+        lanes = self._seen.lanes
+        self._seen, self._waited_seconds, self._ended_before = _Seen(), 0.0, ended
+        self._world.step += 1
+        self._counted += counted
+        if (recorder := self._world.recorder) is not None:
+            recorder.note_step(self.last)
+            if counted and looks.is_due(self._counted):
+                looks.look(recorder, lanes)

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# How well is a reduction's time foretold? 30 emulated networks of 2 to 8 hosts: some minutes.
+#
+#   sudo mpi_scripts/bench_predictions.sh [FOLDER]     writes RATE.json for each rate; prints the table
+#
+# Nothing is told of the links: their latency and bandwidth are measured, as they are when a training
+# begins, and what follows from that is held against the clock.
+set -euo pipefail
+
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+mkdir -p "${1:-report/predictions}"
+folder=$(readlink -f "${1:-report/predictions}")
+export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
+
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys these
+for rate in 5mbit 10mbit 20mbit 40mbit 80mbit 160mbit; do
+    "$here/emulated_network.sh" 8 "$rate" mpirun "${PYTHON:-python3}" -m gtopk.cli bench collectives \
+        --ranks 2,3,4,6,8 --lengths 500000 --densities 0.01 --formats exact,packed+int8 \
+        --algorithms dense topk-allgather gtopk --baselines --rounds 7 --shared-cores "$cores" \
+        --json "$folder/$rate.json"
+done
+"${PYTHON:-python3}" "$here/predictions.py" "$folder"/*.json

@@ -1,0 +1,28 @@
+"""Forecasts are held against the clock, way by way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gtopk.cli import main as gtopk
+from mpi_scripts.predictions import Forecast, main, row
+
+
+def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
+    found = [Forecast("5mbit", 2, "gtopk", foretold, 1.0) for foretold in (1.1, 0.86, 1.0)]
+    found.append(Forecast("9mbit", 4, "gtopk", 0.5, 1.0))
+    assert row("gtopk", found) == "| gtopk | 4 | 12 % | 3 | -50 % (9mbit, 4 ranks) |"
+
+
+def test_files_of_the_benchmark_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "here.json"
+    few = ["--lengths", "1000", "--densities", "0.1", "--rounds", "1", "--baselines"]
+    gave = gtopk(["bench", "collectives", *few, "--algorithms", "gtopk", "--json", str(file)])
+    assert gave == 0
+    capsys.readouterr()
+    assert main([str(file)]) == 0
+    assert capsys.readouterr().out.count("\n| gtopk") == 1
