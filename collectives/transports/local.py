@@ -86,6 +86,7 @@ def local_world(
     """Return the transports of a world of `size` ranks in this process, one for each thread.
 
     node_size: how many of them call each other neighbours, as ranks of one host do; None: all.
+    kind: what each is.
     """
     if size < 1:
         raise ValueError(f"a world needs at least one rank, got size {size}")

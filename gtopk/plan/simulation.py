@@ -53,7 +53,7 @@ def add_arguments(
     add = parser.add_argument_group(
         "simulation", "every message of the real code, on links that SimGrid shares among them"
     ).add_argument
-    add("--simulate", action="store_true", help=f"up to {MOST_RANKS:,} ranks; takes minutes then")
+    add("--simulate", action="store_true", help=f"up to {MOST_RANKS:,} ranks, each a thread")
     add("--nodes-per-switch", type=int, default=NODES_PER_SWITCH, help="default: %(default)s")
     add(
         "--oversubscription",

@@ -1,7 +1,8 @@
 """Replays a trace on a platform, both JSON on stdin: run by the Python that has SimGrid.
 
-Every rank is an actor that does what the trace says: a message is on its way once it is sent, a
-receive waits for it. Links are shared fairly among the flows on them, in each direction by itself.
+Every rank is an actor that does what the trace says. What a rank sends leaves it in order, one
+message after the other, whether its receiver asks for it yet or not; a receive waits for it. Links
+are shared fairly among the ranks' messages on them, in each direction by itself.
 Prints the simulated seconds until the last rank is done. It needs nothing of gtopk, whose Python
 may be another.
 """
@@ -66,14 +67,11 @@ def build(platform: dict[str, Any]) -> dict[int, Any]:
 
 def replay(rank: int, events: list[list[int]]) -> None:
     """Do what one rank did."""
-    on_their_way = []
     for peer, size in events:
         if size < 0:
             Mailbox.by_name(f"{peer}>{rank}").get()
         else:
-            on_their_way.append(Mailbox.by_name(f"{rank}>{peer}").put_async(size, size))
-    for message in on_their_way:
-        message.wait()
+            Mailbox.by_name(f"{rank}>{peer}").put(size, size)
 
 
 def main() -> None:

@@ -48,5 +48,8 @@ def simulate(trace: Trace, platform: Platform, python: str) -> float:
         [python, str(_PROGRAM)], input=order, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SimulationError(f"SimGrid has failed: {done.stderr.strip()[-500:]}")
+        raise SimulationError(
+            f"SimGrid has failed on {len(trace):,} ranks, each a thread of its own, of which a "
+            f"system may allow fewer: {done.stderr.strip()[-500:]}"
+        )
     return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
