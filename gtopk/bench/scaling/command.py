@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
         prog="gtopk bench scaling",
         description="Time training steps on all ranks by every way there is, beside one worker's: "
         "start it on the ranks to measure (mpirun -n 4 gtopk bench scaling).",
+        epilog="example:\n  mpirun -n 4 gtopk bench scaling --model vgg16 --json scaling.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = described.add_argument
     add(
