@@ -22,6 +22,7 @@ SETTINGS = (
     "network/crosstraffic:0",
     "contexts/stack-size:64",
 )
+FREE = [1e15, 0.0]  # bytes a second, and seconds
 _QUIET = "--log=root.thresh:error"
 
 
@@ -31,6 +32,15 @@ def connect(parent: Any, child: Any, gateway: Any, hop: list[float], name: str) 
     link = parent.create_split_duplex_link(name, bandwidth).set_latency(latency).seal()
     route = [LinkInRoute(link, LinkInRoute.UP)]
     parent.add_route(child, None, gateway, None, route, True)
+
+
+def way_out(zone: Any, name: str) -> Any:
+    """Return the gateway of a zone of zones: in one of its own, since SimGrid wants it as deep."""
+    edge = NetZone.create_star_zone(f"edge-{name}").set_parent(zone)
+    gateway = edge.create_router(f"gateway-{name}")
+    edge.seal()
+    connect(zone, edge.netpoint, gateway, FREE, f"out-{name}")
+    return gateway
 
 
 def build(platform: dict[str, Any]) -> dict[int, Any]:
@@ -43,7 +53,7 @@ def build(platform: dict[str, Any]) -> dict[int, Any]:
             switch = NetZone.create_star_zone(f"switch{s}.{w}").set_parent(site)
             for n, ranks in enumerate(nodes):
                 name = f"node{s}.{w}.{n}"
-                if len(ranks) == 1:
+                if platform["alone"]:
                     hosts[ranks[0]] = host = switch.create_host(name, "1Gf").seal()
                     connect(switch, host.netpoint, None, platform["link"], f"link-{name}")
                     continue
@@ -54,13 +64,14 @@ def build(platform: dict[str, Any]) -> dict[int, Any]:
                 gateway = node.create_router(f"gateway-{name}")
                 node.seal()
                 connect(switch, node.netpoint, gateway, platform["link"], f"link-{name}")
-            gateway = switch.create_router(f"gateway{s}.{w}")
+            name = f"switch{s}.{w}"
+            router = f"gateway-{name}"
+            gateway = switch.create_router(router) if platform["alone"] else way_out(switch, name)
             switch.seal()
             connect(site, switch.netpoint, gateway, platform["uplink"], f"uplink{s}.{w}")
-        gateway = site.create_router(f"gateway{s}")
+        gateway = way_out(site, f"site{s}")
         site.seal()
-        far = platform["far"] or [1e15, 0.0]
-        connect(root, site.netpoint, gateway, far, f"far{s}")
+        connect(root, site.netpoint, gateway, platform["far"] or FREE, f"far{s}")
     root.seal()
     return hosts
 

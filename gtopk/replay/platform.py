@@ -55,6 +55,7 @@ class Platform(NamedTuple):
         dealt = [len(switches) * site // self.sites for site in range(self.sites + 1)]
         link = _hop(self.network.between)
         return {
+            "alone": self.network.ranks_per_node == 1,
             "sites": [switches[first:last] for first, last in itertools.pairwise(dealt)],
             "inside": _hop(self.network.within or self.network.between),
             "link": link,

@@ -68,6 +68,19 @@ def test_a_narrow_uplink_and_a_far_site_cost_what_they_let_through(python: str) 
     assert seconds["far"] == pytest.approx(10 * wire + 1e-4 + 0.01, rel=0.01)
 
 
+def test_every_rank_reaches_every_other_over_nodes_switches_and_sites(python: str) -> None:
+    far = Link.of(1e7, 0.01)
+    for per_node, sites in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2)):
+        ranks = 12
+        inside = Link.of(1e11, 1e-6)
+        platform = Platform(Network(ranks, LINK, per_node, inside), 2, 1.0, sites, far)
+        for sender in (0, 5, 11):
+            trace: list[list[tuple[int, int]]] = [[(sender, -1)] for _ in range(ranks)]
+            trace[sender] = [(peer, 1000) for peer in range(ranks) if peer != sender]
+            seconds = simulate(trace, platform, python)
+            assert seconds > (0.01 if sites > 1 else 1e-4)
+
+
 def test_plan_simulates(python: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--no-measure"]
     assert main([*words, "--simulate", "--json", "-"]) == 0
