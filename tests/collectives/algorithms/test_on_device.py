@@ -19,8 +19,6 @@ from collectives.algorithms import ON_DEVICE
 from collectives.errors import MessageError, NonFiniteError
 from collectives.kernels.device import cuda as cuda_machine
 from collectives.transports import LocalTransport, local_world
-from collectives.transports.counter import Counts
-from collectives.transports.mailbox import Mailbox
 from collectives.transports.nccl import NcclTransport
 from collectives.wire import HEADER_BYTES, decode, encode
 from tests.collectives import fake_cuda
@@ -181,8 +179,6 @@ class OneGpu(LocalTransport):
 def on_one_gpu(way: str, picks: Sequence[SparseVector], k: int) -> list[Outcome]:
     algorithm, usual = WAYS[way]
     options = usual(len(picks), k, picks[0].length)
-    mailboxes = [Mailbox(30) for _ in picks]
-    left: dict[int, Any] = {}
 
     def rank(transport: LocalTransport) -> Outcome:
         selected = up(picks[transport.rank])
@@ -190,7 +186,7 @@ def on_one_gpu(way: str, picks: Sequence[SparseVector], k: int) -> list[Outcome]
         assert type(update.values) is type(returned.values) is type(selected.values)
         return update.on_host(), returned.on_host()
 
-    return run_ranks([OneGpu(rank, mailboxes, left, Counts()) for rank in range(len(picks))], rank)
+    return run_ranks(local_world(len(picks), 30, kind=OneGpu), rank)
 
 
 # The others ask NCCL for its collectives.
