@@ -193,9 +193,9 @@ class MpiTransport(Carrier):
         """Reduce in place by MPI's own allreduce, where MPI knows the dtype and is quick.
 
         Its messages cannot be counted; they are reckoned as those of a bandwidth-optimal
-        allreduce, the fewest bytes there can be. Between hosts on Ethernet Open MPI's sends up to
-        1.7 times as many, or waits for rendezvous, and takes 1.3 to 1.8 times as long as one made
-        of send and receive (docs/performance.md).
+        allreduce, the fewest bytes there can be. Between hosts on Ethernet Open MPI's waits for
+        rendezvous: from 256 kB on it takes about twice as long as one made of send and receive
+        (docs/performance.md).
         """
         if self.size == 1:
             return
