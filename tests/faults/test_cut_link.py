@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.faults.jobs import LAUNCHERS, PROGRAMS, Job, plan, running
+from tests.faults.jobs import LAUNCHERS, PROGRAMS, PROMISED_SECONDS, Job, plan, running
 from tests.mpi_scripts.test_emulated_network import CANNOT, SCRIPT, environment
 
 HOSTS = 3
@@ -31,11 +31,11 @@ def _possible() -> None:
 
 
 @contextmanager
-def train(launcher: str, argument: str) -> Iterator[Job]:
+def train(launcher: str, argument: str, hosts: int = HOSTS, rate: str = "100mbit") -> Iterator[Job]:
     program = [sys.executable, str(PROGRAMS / "faulty_training.py"), argument]
     with running(
-        [str(SCRIPT), str(HOSTS), "100mbit", launcher, *program],
-        HOSTS,
+        [str(SCRIPT), str(hosts), rate, launcher, *program],
+        hosts,
         PATH=environment()["PATH"],
         GTOPK_HEARTBEAT_TIMEOUT=str(TIMEOUT),
         HOROVOD_STALL_CHECK_TIME_SECONDS="1",
@@ -70,11 +70,44 @@ def test_a_host_that_cannot_be_reached_is_named_and_its_rank_ends_by_itself(laun
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_of_halves_that_lose_each_other_neither_goes_on_alone(launcher, tmp_path):
+    """Two hosts and two: the last checkpoint is the one that all four wrote.
+
+    What the half without mpirun says never reaches it.
+    """
+    fault = {"rank": None, "phase": "backward", "step": 12, "way": "halved"}
+    with train(launcher, plan(tmp_path, fault, steps=10_000, every=10), hosts=4) as job:
+        job.hear(r"rank \d goes on", times=4)
+        fired = float(job.hear("fired at (.*)", times=4)[0][1])
+        while job.rank_processes():
+            assert time.time() < fired + TIMEOUT + PROMISED_SECONDS, job.text()
+            time.sleep(0.05)
+        print(f"{launcher}: both ended after {time.time() - fired:.1f} s", flush=True)
+        for rank in range(4 if launcher == "torchrun" else 2):
+            other = "[23]" if rank < 2 else "[01]"
+            job.hear(rf"gtopk: rank {rank} (of 4 \(|ends).*rank {other} (is lost|left)", seconds=5)
+        assert "digest" not in job.text()
+    with train(launcher, plan(tmp_path, steps=11, every=10_000), hosts=4) as job:
+        assert {m[1] for m in job.hear(r"goes on from (\d+)", times=4)} == {"10"}
+        assert job.process.wait(60) == 0
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_link_that_comes_back_in_time_changes_no_bit(launcher, tmp_path):
+    """Neither does one that is slow, or loses packets."""
     digests = []
-    for fault in (None, {"rank": 1, "phase": "backward", "step": 7, "way": "cut for a while"}):
-        with train(launcher, plan(tmp_path, fault, steps=40, every=10_000)) as job:
+    faults = [
+        (None, "100mbit"),
+        (None, "1mbit"),
+        ({"rank": 1, "phase": "backward", "step": 7, "way": "cut for a while"}, "100mbit"),
+        ({"rank": None, "phase": "backward", "step": 7, "way": "halved for a while"}, "100mbit"),
+        ({"rank": 2, "phase": "backward", "step": 7, "way": "lossy"}, "100mbit"),
+    ]
+    for fault, rate in faults:
+        with train(launcher, plan(tmp_path, fault, steps=40, every=10_000), rate=rate) as job:
             digests += [{m[1] for m in job.hear("digest (.*)", seconds=200, times=HOSTS)}]
             assert job.process.wait(60) == 0
-    assert digests[0] == digests[1]
+    assert digests[1:] == [digests[0]] * (len(faults) - 1)
     assert len(digests[0]) == 1

@@ -1,12 +1,25 @@
-"""Many steps leave no trace but what they learned: neither memory nor descriptors grow."""
+"""Many steps, and many faults, leave no trace but what was learned."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
+import statistics
+import time
+from typing import Any
 
 import pytest
 
+from tests.faults.jobs import LAUNCHERS, Job, plan, start
+from tests.faults.test_endings import RANKS, SAID, suffer, train
+from tests.faults.test_frozen import ENVIRONMENT, assert_given_up
+
 ROW, LAYERS = 12, 6
+# Of hours of faults; `make soak SOAK_MINUTES=480` for a night.
+MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
+TRAINING = {"every": 20, "nan_every": 53}
 
 
 def soak(mpirun, ranks: int, steps: int, timeout: float) -> list[dict]:
@@ -41,3 +54,59 @@ def test_twenty_thousand_steps_leave_memory_as_it_was(mpirun):
 
 def test_a_few_hundred_steps_count_right_and_open_nothing(mpirun):
     soak(mpirun, ranks=2, steps=100, timeout=120)
+
+
+def freeze_for_a_while(job: Job, dice: random.Random) -> None:
+    """Stop a rank for no longer than half of what it would be given up after."""
+    culprit = dice.randrange(RANKS)
+    job.send(culprit, signal.SIGSTOP)
+    time.sleep(dice.uniform(0.1, 2))
+    job.send(culprit, signal.SIGCONT)
+
+
+def end_somehow(job: Job, fault: dict[str, Any] | None, dice: random.Random) -> float:
+    """Let the job fail, by its own fault or by a signal, and check all that is promised."""
+    if fault is not None:
+        return suffer(job, fault, dice)
+    job.begin()
+    time.sleep(dice.uniform(0, 20))
+    for _ in range(dice.randrange(3)):
+        freeze_for_a_while(job, dice)
+        time.sleep(dice.uniform(0, 3))
+    culprit = dice.randrange(RANKS)
+    if dice.random() < 0.5:
+        return assert_given_up(job, culprit, job.send(culprit, signal.SIGSTOP))
+    took = job.end(job.send(culprit, signal.SIGKILL))
+    job.assert_nothing_is_left()
+    job.assert_survivors_name(culprit, None)
+    return took
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(60 * (2 * MINUTES + 60))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_faults_for_a_long_time_change_no_bit_of_what_is_learned(launcher, tmp_path):
+    """Killed, crashed, frozen for a while and for ever, gradients that are not finite: restarted."""
+    dice = random.Random(4714)
+    deadline = time.monotonic() + 60 * MINUTES
+    endings: list[float] = []
+    starts: list[float] = []
+    while time.monotonic() < deadline:
+        fault = None
+        if dice.random() < 0.5:
+            phase, way = dice.choice(["backward", "exchange"]), dice.choice(list(SAID))
+            step = dice.randrange(200)
+            fault = {"rank": dice.randrange(RANKS), "phase": phase, "way": way, "step": step}
+        argument = plan(tmp_path / "faults", fault, steps=10**6, pause=0.05, **TRAINING)
+        began = time.monotonic()
+        with start(launcher, RANKS, "faulty_training.py", argument, **ENVIRONMENT) as job:
+            job.begin()
+            starts.append(time.monotonic() - began)
+            endings.append(end_somehow(job, fault, dice))
+    step, digest = train(launcher, tmp_path / "faults", steps=0, **TRAINING)
+    assert train(launcher, tmp_path / "none", step, **TRAINING) == (step, digest)
+    print(
+        f"{launcher}: {len(endings)} faults that ended the job, in at most {max(endings):.1f} s; "
+        f"restarts took {statistics.median(starts):.1f} s; {step} steps, the same bits",
+        flush=True,
+    )

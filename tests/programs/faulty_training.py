@@ -7,7 +7,8 @@ Argument: a JSON object.
     every         steps there is a checkpoint
     pause         seconds before each step
     fault         {"rank": 2, "phase": PHASE, "step": 7, "way": WAY}, or null; the step counts from
-                  the one it goes on from
+                  the one it goes on from; rank null: every rank
+    nan_every     steps there is one whose gradient is not finite on one rank; 0: none
 
 Prints for each rank "rank R is PID", from which step it goes on, "fired at TIME" where the fault
 happens, and a digest of the parameters at the end.
@@ -43,6 +44,15 @@ from gtopk.engine.observer import Event
 
 PLAN = json.loads(sys.argv[1])
 FAULT = PLAN.get("fault") or {}
+NAN_EVERY = PLAN.get("nan_every", 0)
+
+
+def route_to_other_half(change: str) -> None:
+    """Lose what goes to the hosts of the other half of the ranks, or do so no more."""
+    half = SIZE // 2
+    for other in range(half, SIZE) if half > RANK else range(half):
+        route = ["blackhole", f"10.0.0.{other + 1}/32"]
+        subprocess.run(["ip", "route", change, *route], check=True)
 
 
 def end_by_way() -> None:
@@ -71,6 +81,18 @@ def end_by_way() -> None:
         subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         time.sleep(2)
         subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
+    elif way == "halved":
+        route_to_other_half("add")
+    elif way == "halved for a while":
+        route_to_other_half("add")
+        time.sleep(2)
+        route_to_other_half("del")
+    elif way == "lossy":
+        # A queue of a few packets: what does not fit is dropped.
+        queue = "tbf rate 5mbit burst 8kb limit 12kb"
+        subprocess.run(
+            ["tc", "qdisc", "replace", "dev", "eth0", "root", *queue.split()], check=True
+        )
     elif way == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     else:
@@ -81,10 +103,12 @@ begin = 0
 
 
 def due(phase: str, step: int) -> bool:
-    return FAULT.get("phase") == phase and (FAULT["rank"], FAULT["step"]) == (RANK, step - begin)
+    here = FAULT.get("phase") == phase and FAULT["rank"] in (RANK, None)
+    return here and FAULT["step"] == step - begin
 
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ["WORLD_SIZE"])
 print(f"rank {RANK} is {os.getpid()}\n", end="", flush=True)
 if due("start", 0):
     end_by_way()
@@ -147,6 +171,8 @@ for current in range(begin, end := PLAN["steps"] or begin + PLAN["every"]):
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(1000 * current + RANK)
     inputs = torch.randn(8, 20, generator=generator)
+    if NAN_EVERY and current % NAN_EVERY == NAN_EVERY - 1 and current // NAN_EVERY % SIZE == RANK:
+        inputs[0, 0] = torch.nan
     (model(inputs).squeeze() - inputs.sum(1).sin()).square().mean().backward()
     if not IN_ENGINE and due("exchange", current):
         end_by_way()

@@ -1,0 +1,19 @@
+"""What is longer than 2^31 bytes arrives whole."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+BYTES_NEEDED = 14 << 30
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+def test_more_bytes_than_a_32_bit_count_holds_arrive_whole(mpirun):
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < BYTES_NEEDED:
+        pytest.skip(f"it takes {BYTES_NEEDED >> 30} GiB of free memory")
+    job = mpirun(2, "beyond_31_bits.py", timeout=1000)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("arrived whole") == 2

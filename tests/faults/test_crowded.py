@@ -1,0 +1,58 @@
+"""Many jobs on a host, and a host that has no time for its jobs: neither is a fault."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from tests.faults.jobs import LAUNCHERS, plan, start
+
+JOBS = 20
+BUSY_SECONDS = 600
+BURN = "while True: pass"
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_twenty_jobs_begin_at_once_on_one_host_and_know_nothing_of_each_other(tmp_path):
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                start(launcher, 2, "faulty_training.py", plan(tmp_path / str(number), steps=20))
+            )
+            for number, launcher in zip(range(JOBS), LAUNCHERS * JOBS, strict=False)
+        ]
+        digests = [{m[1] for m in job.hear("digest (.*)", seconds=900, times=2)} for job in jobs]
+        assert [job.process.wait(120) for job in jobs] == [0] * JOBS
+        for job in jobs:
+            job.assert_nothing_is_left()
+    assert digests == [digests[0]] * JOBS
+    assert len(digests[0]) == 1
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(BUSY_SECONDS + 300)
+def test_no_rank_is_given_up_while_others_take_the_cores_for_ten_minutes(tmp_path):
+    """Twice as many programs that compute as there are cores, beside four ranks."""
+    busy = [
+        subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(2 * (os.cpu_count() or 1))
+    ]
+    argument = plan(tmp_path, steps=10_000_000, every=10_000_000)
+    try:
+        with start("mpirun", 4, "faulty_training.py", argument, GTOPK_HEARTBEAT_TIMEOUT="5") as job:
+            job.begin()
+            deadline = time.monotonic() + BUSY_SECONDS
+            while time.monotonic() < deadline:
+                assert len(job.living()) == 4, job.text()
+                time.sleep(1)
+            assert not re.search("stopped|silent|is lost|left", job.text()), job.text()
+    finally:
+        for program in busy:
+            program.kill()
+            program.wait()
