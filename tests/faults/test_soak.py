@@ -86,7 +86,7 @@ def end_somehow(job: Job, fault: dict[str, Any] | None, dice: random.Random) -> 
 @pytest.mark.timeout(60 * (2 * MINUTES + 60))
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_faults_for_a_long_time_change_no_bit_of_what_is_learned(launcher, tmp_path):
-    """Killed, crashed, frozen for a while and for ever, gradients that are not finite: restarted."""
+    """Killed, crashed, frozen, gradients that are not finite: each time it is started again."""
     dice = random.Random(4714)
     deadline = time.monotonic() + 60 * MINUTES
     endings: list[float] = []
