@@ -63,6 +63,8 @@ class AutomaticExchange:
         self._exchanged: Exchanged | None = None  # and not applied yet
         self._seen: list[tuple[float, ...]] = []  # seconds: Measured's, and the backward pass's
         self._to_settle = 0
+        self._ended = time.perf_counter()  # the last reduction
+        self._elsewhere_seconds = 0.0  # until this one
 
     @property
     def facts(self) -> str:
@@ -71,6 +73,7 @@ class AutomaticExchange:
         return f"{self.compression.facts()}, now {now}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        self._elsewhere_seconds = time.perf_counter() - self._ended
         if self.judge is None:
             self.judge = self._begin(bucket, transport)
         elif len(self._seen) >= self.judge.window:
@@ -83,8 +86,9 @@ class AutomaticExchange:
         """Apply as what ran does; that belongs to what the step took."""
         begun = time.perf_counter()
         self._exchange.apply(bucket)
+        self._ended = time.perf_counter()
         if self._exchanged is not None:
-            self._see(self._exchanged, time.perf_counter() - begun)
+            self._see(self._exchanged, self._ended - begun)
 
     def sent_mass(self) -> float:
         """Return it of what runs."""
@@ -120,6 +124,7 @@ class AutomaticExchange:
                 exchanged.select_seconds + apply_seconds,
                 merge_seconds,
                 exchanged.communicate_seconds - merge_seconds,
+                self._elsewhere_seconds,
                 self._progress.backward_seconds,
             )
         )

@@ -239,17 +239,21 @@ class Hierarchical(SparseCompression):
 
 @dataclass(frozen=True, kw_only=True)
 class Automatic(ErrorFeedback):
-    """What is quickest here and keeps the budget, dense included; measured, and looked at again.
+    """What trains fastest here within the budget, dense included; measured, and looked at again.
 
-    The budget is one of the three; without any, density=0.001.
+    The budget is one of the three; without any, density=0.001. Of the ways that keep it the one is
+    taken by which a training of `steps` is done first, the further steps that narrow updates take
+    included (docs/tuning.md).
     """
 
-    # Every sparse method sends this share of the entries; the quickest is taken.
+    # Every sparse method sends this share of the entries.
     density: float | None = None
     # No rank sends more a step; what updates the most coordinates for it is taken.
     bytes_per_step: float | None = None
     # True: the largest density whose exchange takes no longer than the backward pass.
     hide_behind_backward: bool = False
+    # Of the whole training. Fewer: what updates more coordinates a step is preferred, dense most.
+    steps: int = 10_000
     wire: str = "auto"
     # What rounding takes comes back through the residual: no loss was found (docs/tuning.md).
     values: str = "auto"
@@ -260,6 +264,9 @@ class Automatic(ErrorFeedback):
             raise TypeError(
                 f"hide_behind_backward must be True or False, got {self.hide_behind_backward!r}"
             )
+        check_count("steps", self.steps)
+        if self.steps == 0:
+            raise ValueError("steps must be at least 1, got 0")
         given = {
             name: getattr(self, name)
             for name in ("density", "bytes_per_step", "hide_behind_backward")

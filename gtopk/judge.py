@@ -1,10 +1,13 @@
 """The judge: which candidate to run, from predictions first and from measurements then.
 
-    begin    with what calibration expects to be quickest
+    begin    with what calibration expects to cost least
     judge    after a window of steps: where measured and predicted seconds part by more than a
-             third, or dense was measured to be faster, correct the parameters and choose anew
-    probe    either of them: unless sparse is CLEARLY faster than dense is expected to be, some
+             third, or dense was measured to be better, correct the parameters and choose anew
+    probe    either of them: unless sparse is CLEARLY better than dense is expected to be, some
              steps of dense first, so that what has to be beaten is measured, not modelled
+
+A candidate costs its seconds, and the further steps that narrow updates make a training of so many
+steps take (collectives.planning.lag): what counts is when the training is done.
 
 It learns of other ranks nothing, and asks nobody: given the same numbers, it says the same.
 """
@@ -20,6 +23,7 @@ from collectives.planning import (
     Candidate,
     Correction,
     Prediction,
+    Training,
     choose,
     predict,
 )
@@ -32,7 +36,7 @@ CLEARLY: Final = 4.0  # a model is hardly wrong by more
 PROBE_STEPS: Final = 5
 FIRST_WINDOW, LONGEST_WINDOW = 20, 640  # steps
 APART: Final = 1 / 3  # of the prediction: beyond, it was wrong
-# What a switch must promise, of the seconds measured now. Less is noise, or not worth the change.
+# What a switch must promise, of the cost measured now. Less is noise, or not worth the change.
 WORTH_SPARSE: Final = 0.9
 WORTH_DENSE: Final = 0.97
 
@@ -43,11 +47,12 @@ class Measured(NamedTuple):
     select_seconds: float
     merge_seconds: float  # and encode and decode
     communicate_seconds: float  # on the wire, and waiting
+    elsewhere_seconds: float = 0.0  # from the end of one reduction to the next
 
     @property
     def seconds(self) -> float:
-        """Return what all of it takes."""
-        return sum(self)
+        """Return what the reduction takes."""
+        return self.select_seconds + self.merge_seconds + self.communicate_seconds
 
 
 class Judge:
@@ -80,18 +85,25 @@ class Judge:
         self._elsewhere = Correction()  # of what has not run: links and machine as last measured
         self._dense_at_best = 1.0  # correction of dense's seconds while it has not run
         self._backward_seconds = 0.0
+        self._training = Training(compression.steps, share=share)
 
     def begin(self, backward_seconds: float) -> Candidate:
         """Return what to run first."""
         self._backward_seconds = backward_seconds
+        # Until it is measured: a step is its backward pass at least.
+        self._training = self._training._replace(elsewhere_seconds=backward_seconds)
         best, *others = self._choices()
-        return (self._probe(others, best.seconds) or best).candidate
+        return (self._probe(others, self._cost(best.seconds, best)) or best).candidate
 
-    def _probe(self, choices: Sequence[Prediction], seconds: float) -> Prediction | None:
-        """Return dense, to be measured, where it may be as quick as what takes `seconds`."""
+    def _cost(self, seconds: float, found: Prediction) -> float:
+        """Return what a candidate costs when it takes `seconds`."""
+        return self._training.cost(seconds, found.lag_steps)
+
+    def _probe(self, choices: Sequence[Prediction], cost: float) -> Prediction | None:
+        """Return dense, to be measured, where it may be as good as what costs that much."""
         dense = next((each for each in choices if each.candidate.algorithm == "dense"), None)
         known = "dense" in self.corrections
-        self.probing = dense is not None and not known and dense.seconds < CLEARLY * seconds
+        self.probing = dense is not None and not known and dense.seconds < CLEARLY * cost
         if not self.probing:
             return None
         self.window = PROBE_STEPS
@@ -105,6 +117,8 @@ class Judge:
     def judge(self, measured: Measured, backward_seconds: float) -> Candidate:
         """Return what to run next, often what runs now, after a window of measured steps."""
         running = self.chosen
+        self._training = self._training._replace(elsewhere_seconds=measured.elsewhere_seconds)
+        cost = self._cost(measured.seconds, running)
         wire, expected = measured.communicate_seconds, running.communicate_seconds
         apart = (
             abs(measured.seconds - running.seconds) > APART * running.seconds
@@ -118,14 +132,14 @@ class Judge:
             self._backward_seconds = backward_seconds
         probed = self.probing
         best, *others = choices = self._choices()
-        if (dense := self._probe(choices, measured.seconds)) is not None:
+        if (dense := self._probe(choices, cost)) is not None:
             return dense.candidate
         dense_wins = any(
-            each.candidate.algorithm == "dense" and each.seconds < WORTH_DENSE * measured.seconds
+            each.candidate.algorithm == "dense" and each.seconds < WORTH_DENSE * cost
             for each in (best, *others)
         )
         doubtful = apart or moved or probed or (dense_wins and "dense" in self.corrections)
-        if not (doubtful and self._is_worth(best, measured, moved)):
+        if not (doubtful and self._is_worth(best, cost, moved)):
             self.window = FIRST_WINDOW if probed else min(2 * self.window, LONGEST_WINDOW)
             return running.candidate
         # Where it was in doubt it may be again: the more switches, the later the next.
@@ -133,7 +147,7 @@ class Judge:
         self.window = min(FIRST_WINDOW * 2**self.switches, LONGEST_WINDOW)
         return best.candidate
 
-    def _is_worth(self, best: Prediction, measured: Measured, moved: bool) -> bool:
+    def _is_worth(self, best: Prediction, cost: float, moved: bool) -> bool:
         new, old = best.candidate, self.chosen.candidate
         if new == old:
             return False
@@ -142,7 +156,7 @@ class Judge:
         if self.compression.density is None:
             return True
         worth = WORTH_DENSE if new.algorithm == "dense" else WORTH_SPARSE
-        return best.seconds < worth * measured.seconds
+        return self._cost(best.seconds, best) < worth * cost
 
     def _learn(self, measured: Measured, apart: bool) -> None:
         """Correct the parameters of what ran; where they were wrong, those of the rest with it."""
@@ -153,7 +167,7 @@ class Judge:
             expected.code_seconds + expected.merge_seconds,
             expected.communicate_seconds,
         )
-        correction = Correction(*map(_ratio, measured, parts))
+        correction = Correction(*map(_ratio, measured[:3], parts))
         self.corrections[algorithm] = correction
         if apart and algorithm == "dense":  # which tells of the links only
             self._elsewhere = self._elsewhere._replace(communicate=correction.communicate)
@@ -173,6 +187,7 @@ class Judge:
             self.formats,
             {name: self._correction(name) for name in ("dense", *SPARSE)},
             self.value_bytes,
+            self._training,
         )
 
     def _budget(self) -> Budget:

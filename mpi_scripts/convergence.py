@@ -4,7 +4,8 @@ python mpi_scripts/convergence.py --ranks 4 16 --densities 0.005 0.01 0.05 --see
 
 Models, gradients, residuals, messages and their bytes are real; nothing is timed. Every recipe
 starts from the same weights and sees the same batches, so that accuracies are compared seed by
-seed: what stands beside each is its mean difference to dense, and the standard error of that.
+seed: what stands beside each is its mean difference to the dense recipe last seen, and the standard
+error of that. `--losses 0.5 0.2` adds how many steps later it comes to these training losses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -35,6 +36,8 @@ from mpi_scripts.low_rank import LowRank
 from mpi_scripts.recipes import RECIPES, Recipe, Setting
 from mpi_scripts.tasks import TASKS, Task
 
+SMOOTH: Final = 11  # steps: an epoch of digits
+
 
 class Run(NamedTuple):
     """What came of a training.
@@ -43,6 +46,7 @@ class Run(NamedTuple):
     digest:     of the parameters, which are the same on all ranks.
     selected:   entries a rank sends a step, on average; updated: coordinates all step by.
     sent_bytes: by a rank in a step, mean over steps and ranks.
+    losses:     of every step, means over the ranks.
     """
 
     accuracy: float
@@ -50,6 +54,12 @@ class Run(NamedTuple):
     selected: float
     updated: float
     sent_bytes: float
+    losses: list[float]
+
+    def reaches(self, loss: float) -> int | None:
+        """Return the first step from which SMOOTH steps have this loss on average; None: none."""
+        windows = zip(*(self.losses[first:] for first in range(SMOOTH)), strict=False)
+        return next((step for step, at in enumerate(windows) if sum(at) <= SMOOTH * loss), None)
 
 
 def train(task: Task, recipe: Recipe, ranks: int) -> Run:
@@ -61,7 +71,8 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
         if recipe.adam:
             inner = torch.optim.AdamW(model.parameters(), lr=task.adam_rate)
         else:
-            inner = torch.optim.SGD(model.parameters(), task.rate(0.0), momentum=recipe.momentum)
+            rate = recipe.rate * task.rate(0.0)
+            inner = torch.optim.SGD(model.parameters(), rate, momentum=recipe.momentum)
         optimizer: Any
         with contextlib.ExitStack() as stack:
             if recipe.low_rank:
@@ -72,14 +83,16 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                 optimizer = DistributedOptimizer(
                     inner, model.named_parameters(), recipe.compression, **recipe.options
                 )
-            steps = []
+            steps, losses = [], []
             for number, batch in enumerate(task.batches()):
                 if not recipe.adam:
-                    inner.param_groups[0]["lr"] = task.rate(number / task.steps)
+                    inner.param_groups[0]["lr"] = recipe.rate * task.rate(number / task.steps)
                 optimizer.zero_grad()
-                task.loss(model, batch.tensor_split(ranks)[transport.rank]).backward()
+                loss = task.loss(model, batch.tensor_split(ranks)[transport.rank])
+                loss.backward()
                 optimizer.step()
                 steps.append(optimizer.last_step)
+                losses.append(loss.item())
         parameters = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
         return Run(
             task.accuracy(model) if transport.rank == 0 else 0.0,
@@ -87,11 +100,15 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
             statistics.fmean(step.selected for step in steps),
             statistics.fmean(step.updated for step in steps),
             statistics.fmean(step.sent_bytes for step in steps),
+            losses,
         )
 
     runs = run_ranks(local_world(ranks, 600.0, recipe.node_size or None), rank)
     assert len({run.digest for run in runs}) == 1, "replicas are alike"
-    return runs[0]._replace(sent_bytes=statistics.fmean(run.sent_bytes for run in runs))
+    return runs[0]._replace(
+        sent_bytes=statistics.fmean(run.sent_bytes for run in runs),
+        losses=[statistics.fmean(step) for step in zip(*(run.losses for run in runs), strict=True)],
+    )
 
 
 def run_seed(
@@ -142,7 +159,18 @@ def goes_by_density(name: str) -> bool:
     return one != other
 
 
-def line(result: Result, dense: Result | None) -> str:
+def later(runs: Sequence[Run], dense: Sequence[Run], loss: float) -> str:
+    """Return how many steps later than dense the runs come to a loss: median (least-most)."""
+    steps = []
+    for run, other in zip(runs, dense, strict=True):
+        mine, its = run.reaches(loss), other.reaches(loss)
+        if mine is None or its is None:
+            return "not all do"
+        steps.append(mine - its)
+    return f"{statistics.median(steps):.0f} ({min(steps)}-{max(steps)})"
+
+
+def line(result: Result, dense: Result | None, losses: Sequence[float]) -> str:
     """Return a row of the table."""
     accuracies = [run.accuracy for run in result.runs]
     beside = ""
@@ -152,6 +180,7 @@ def line(result: Result, dense: Result | None) -> str:
         ]
         error = statistics.stdev(differences) / math.sqrt(len(differences))
         beside = f"{statistics.fmean(differences):+.2f} ± {error:.2f}"
+    beside += "".join(f" | {later(result.runs, (dense or result).runs, loss)}" for loss in losses)
     return (
         f"| {result.ranks} | {result.recipe} | {result.density:g} "
         f"| {statistics.fmean(run.selected for run in result.runs):,.0f} "
@@ -171,6 +200,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
     add("--seeds", type=int, default=5, help="at least 2")
     add("--epochs", type=int, help="default: the task's")
+    add("--losses", type=float, nargs="+", default=[], help="of training, to wait for")
     add("--jobs", type=int, default=1, help="seeds trained at a time, each on a core")
     add("--json", type=Path, help="file to write the runs to")
     options = parser.parse_args(arguments)
@@ -182,14 +212,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, row by row, and return the exit code."""
     options = parse(arguments)
-    print("| ranks | recipe | density | selected | updated | sent a step | accuracy % | to dense |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ["ranks", "recipe", "density", "selected", "updated", "sent a step", "accuracy %"]
+    columns += ["to dense", *(f"steps later to {loss:g}" for loss in options.losses)]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
     done: list[Result] = []
     dense: dict[int, Result] = {}
     for result in results(options):
-        if result.recipe == "dense":
+        if RECIPES[result.recipe](Setting(result.ranks, 0.1, 10**6, 100)).is_dense:
             dense[result.ranks] = result
-        print(line(result, dense.get(result.ranks)), flush=True)
+        print(line(result, dense.get(result.ranks), options.losses), flush=True)
         done.append(result)
     if options.json:
         written = [

@@ -34,6 +34,7 @@ class Recipe(NamedTuple):
 
     compression: what travels in place of the gradients.
     momentum:    of the wrapped SGD. adam: AdamW in its place.
+    rate:        times the task's learning rate, which is one for momentum.
     low_rank:    above 0: PowerSGD of this rank in place of compression.
     node_size:   ranks that are neighbours; 0: none is another's.
     options:     of DistributedOptimizer.
@@ -41,10 +42,16 @@ class Recipe(NamedTuple):
 
     compression: Any = Compression.none
     momentum: float = MOMENTUM
+    rate: float = 1.0
     adam: bool = False
     low_rank: int = 0
     node_size: int = 0
     options: Mapping[str, Any] = {}
+
+    @property
+    def is_dense(self) -> bool:
+        """Tell whether all entries travel, as they are, for SGD: what others are compared with."""
+        return self.compression is Compression.none and not (self.adam or self.low_rank)
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,11 @@ class PublishedTree(SparseCompression):
 
     def options(self, k: int, length: int) -> dict[str, Any]:
         return {"put_back": "published"}
+
+
+def plain(compression: Any = Compression.none) -> Recipe:
+    """Return a recipe without momentum; its learning rate is as high as this task bears."""
+    return Recipe(compression, momentum=0.0, rate=6.0)
 
 
 def corrected(kind: Callable[..., Any], density: float, **options: Any) -> Recipe:
@@ -83,10 +95,12 @@ def as_many_bytes_as_exact(setting: Setting) -> float:
 
 RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "dense": lambda s: Recipe(),
+    "dense, no momentum": lambda s: plain(),
     "fp16": lambda s: Recipe(Compression.fp16),
     "PowerSGD, rank 2": lambda s: Recipe(low_rank=2),
     "PowerSGD, rank 4": lambda s: Recipe(low_rank=4),
     "topk, momentum after": lambda s: Recipe(Compression.topk(s.density)),
+    "topk, no momentum": lambda s: plain(Compression.topk(s.density)),
     "topk": lambda s: corrected(Compression.topk, s.density),
     "topk, int8": lambda s: corrected(Compression.topk, s.density, wire="packed", values="int8"),
     "DGC": deep,
@@ -102,6 +116,7 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "gtopk, momentum after, spread, int8": lambda s: Recipe(
         Compression.gtopk(s.density, put_back="spread", wire="packed", values="int8")
     ),
+    "gtopk, no momentum": lambda s: plain(Compression.gtopk(s.density)),
     "gtopk": lambda s: corrected(Compression.gtopk, s.density),
     "gtopk, warm-up": lambda s: corrected(Compression.gtopk, s.density, warmup_steps=tenth(s)),
     "gtopk, vectors dense": lambda s: corrected(Compression.gtopk, s.density, dense_vectors=True),

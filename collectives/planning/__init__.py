@@ -1,13 +1,14 @@
 """Will it pay? What every algorithm is expected to take here, and which one to use.
 
-network, rates = calibrate(transport)          measured once, the same on every rank
-best, *others = rank_candidates(...)           predicted, the cheapest first
+calibration = calibrate(transport)                  measured once, the same on every rank
+best, *others = choose(length, calibration, ...)    predicted, what costs least first
 """
 
 from ..wire import EXACT, Format
 from .calibrated import calibrate
 from .calibration import Calibration
 from .choice import Budget, Correction, choose
+from .lag import Training, lag_steps
 from .network import Network
 from .prediction import Candidate, Prediction, Traffic, predict
 from .rates import DEFAULT_RATES, CodingRate, Rates
@@ -25,7 +26,9 @@ __all__ = [
     "Prediction",
     "Rates",
     "Traffic",
+    "Training",
     "calibrate",
     "choose",
+    "lag_steps",
     "predict",
 ]

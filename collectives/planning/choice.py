@@ -1,13 +1,14 @@
 """Choice: the candidates under a budget, the one to use first; dense is always asked, too.
 
     budget           what every sparse candidate gets          the first one
-    density          that density                              takes the least time
+    density          that density                              costs the least (see `lag`)
     bytes_per_step   the largest density whose bytes fit       updates the most coordinates
     seconds          the largest density whose exchange fits   updates the most coordinates
 
-None that takes longer than dense comes before it, where dense keeps the budget. Times that are
-about the same count as the same, and the candidate that updates more coordinates comes first: equal
-k is not equal accuracy.
+What a candidate costs is its time and, in a training that ends, the steps that updates of few
+coordinates add. None that costs more than dense comes before it, where dense keeps the budget.
+Costs that are about the same count as the same, and the candidate that updates more coordinates
+comes first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Final, NamedTuple
 
 from ..wire import Format
 from .calibration import Calibration
+from .lag import WITHOUT_END, Training
 from .network import Network
 from .prediction import Candidate, Prediction, predict
 
@@ -24,7 +26,7 @@ from .prediction import Candidate, Prediction, predict
 SPARSE: Final = ("topk-allgather", "gtopk", "oktopk", "hierarchical")
 LARGEST_DENSITY: Final = 0.5  # beyond, indices alone cost what dense does
 LEAST_DENSITY: Final = 1e-4  # what a budget of time does not go below: little would be learnt
-SAME: Final = 1.05  # times apart by less are taken for the same
+SAME: Final = 1.05  # costs apart by less are taken for the same
 
 
 class Budget(NamedTuple):
@@ -53,11 +55,13 @@ def choose(
     formats: Sequence[Format],
     corrections: Mapping[str, Correction] | None = None,
     value_bytes: int = 4,
+    training: Training = WITHOUT_END,
 ) -> list[Prediction]:
     """Return the predictions of the candidates, the one to use first.
 
     length:      elements of the gradient, of `value_bytes` each.
     corrections: by algorithm, from measuring it.
+    training:    that this is a part of.
     Raises ValueError when not even one entry fits the bytes. A time too short for any exchange is
     no error: the shortest comes first.
     """
@@ -86,16 +90,20 @@ def choose(
             f"bytes_per_step must be at least {min(each.sent.most_bytes for each in one):.0f} on "
             f"{calibration.network.ranks} ranks (one entry), got {budget.bytes_per_step:g}"
         )
-    quickest = min(each.seconds for each in found)
+
+    def cost(each: Prediction) -> float:
+        return training.cost(each.seconds, each.lag_steps)
+
+    least = min(map(cost, found))
 
     def preference(each: Prediction) -> tuple[bool, bool, float, float]:
-        slow = each.seconds > dense.seconds
+        costly = cost(each) > cost(dense)
         if budget.density is not None:
-            about_as_quick = each.seconds <= SAME * quickest
-            by = -each.updated if about_as_quick else each.seconds
-            return slow, not about_as_quick, by, each.seconds
+            about_the_least = cost(each) <= SAME * least
+            by = -each.updated if about_the_least else cost(each)
+            return costly, not about_the_least, by, cost(each)
         kept = keeps(each, budget)
-        return slow, not kept, -each.updated if kept else each.seconds, each.seconds
+        return costly, not kept, -each.updated if kept else cost(each), cost(each)
 
     return sorted(found, key=preference)
 

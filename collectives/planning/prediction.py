@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..wire import EXACT, Format
 from .formats import message_bytes
+from .lag import lag_steps
 from .network import Network
 from .rates import Rates
 from .schedules import SCHEDULES, Order, Round, surplus
@@ -61,6 +62,7 @@ class Prediction:
     communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
     merge_seconds:       merge, and keep track of what is alive.
     updated:             coordinates that the update holds.
+    lag_steps:           by which its training is behind one that updates all (see `lag`).
     """
 
     candidate: Candidate
@@ -71,6 +73,7 @@ class Prediction:
     latency_seconds: float
     sent: Traffic
     updated: float
+    lag_steps: float
 
     @property
     def exchange_seconds(self) -> float:
@@ -125,6 +128,7 @@ def predict(
         sent += times * step.senders * each
         most += times * each
     most += bytes_of(surplus(candidate.algorithm, order))
+    wide = updated(candidate, length, network.ranks)
     return Prediction(
         candidate,
         0.0 if is_dense else length * rates.select_seconds,
@@ -133,7 +137,8 @@ def predict(
         merge,
         latency,
         Traffic(messages / network.ranks, sent / network.ranks, most),
-        updated(candidate, length, network.ranks),
+        wide,
+        lag_steps(length, wide),
     )
 
 

@@ -95,7 +95,7 @@ def test_every_option_is_among_the_facts():
     )
     assert Compression.auto(hide_behind_backward=True).facts() == (
         "auto momentum_correction=0.0 dense=() dense_vectors=False dense_under=0 wire=auto "
-        "values=auto density=None bytes_per_step=None hide_behind_backward=True"
+        "values=auto density=None bytes_per_step=None hide_behind_backward=True steps=10000"
     )
 
 

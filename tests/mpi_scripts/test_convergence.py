@@ -14,6 +14,7 @@ from mpi_scripts.tasks import TASKS
 def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsys) -> None:
     file = tmp_path / "runs.json"
     words = ["--seeds", "2", "--epochs", "1", "--densities", "0.02", "0.1", "--json", str(file)]
+    words += ["--losses", "2.4", "0.0001"]
     assert main([*words, "--recipes", "dense", "gtopk"]) == 0
     results = json.loads(file.read_text())["results"]
     assert [(each["recipe"], each["density"]) for each in results] == [
@@ -27,6 +28,7 @@ def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsy
         sum(run["accuracy"] for run in each["runs"]) / len(each["runs"]) for each in (dense, sparse)
     ]
     assert f"{means[1] - means[0]:+.2f} ± " in rows[1]
+    assert " | 0 (0-0) | not all do |" in rows[0]
     assert sparse["runs"][0]["sent_bytes"] < dense["runs"][0]["sent_bytes"] / 10
 
 

@@ -18,6 +18,7 @@ from collectives.planning import (
     Format,
     Network,
     Rates,
+    Training,
     calibrate,
     choose,
 )
@@ -82,6 +83,17 @@ def test_where_ranks_share_a_nodes_link_they_add_up_inside_first():
     best = chosen(Calibration(network, RATES, "made up"))[0]
     assert best.candidate.algorithm == "hierarchical"
     assert "hierarchical" not in {each.candidate.algorithm for each in chosen(on(64, 1e9))}
+
+
+def test_the_shorter_a_training_the_wider_its_updates():
+    """Wide ones are never given up for narrower ones when fewer steps are left."""
+    updated = [
+        chosen(on(128, 1e9, latency=1e-3), training=Training(steps, 1.0))[0].updated
+        for steps in (1e9, 1e5, 1e4, 1e3, 100, 10)
+    ]
+    assert updated == sorted(updated)
+    assert updated[0] == round(0.001 * RESNET50)
+    assert updated[-1] > 50 * updated[0]
 
 
 def test_one_rank_has_nothing_to_compress():
