@@ -12,6 +12,7 @@ Where ranks may leave (hogbatch, if told so), what ends one rank ends that rank 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -31,7 +32,7 @@ from .launch.error_file import write_error_file
 _WORD_SECONDS: Final = 0.3  # what word of a lost rank gets to come, before who is stopped ends
 _STUCK_SECONDS: Final = 3.0  # what an operation gets to notice that a rank is lost
 _LOOK_SECONDS: Final = 0.1
-_LAST_WORD_SECONDS: Final = 1.0  # what that of a rank that leaves the others gets to go out
+_LAST_WORD_SECONDS: Final = 1.0  # what the last words of ranks get to go out
 
 
 class Member(Protocol):
@@ -150,7 +151,22 @@ class Guard:
         if self.member.engine.ranks_may_leave:
             self._end_alone(error)
         how = f"failed at step {self.member.step} ({self.place}): {describe(error)}"
+        self._let_the_others_speak(how)
         self.member.transport.abort(1, how)
+
+    def _let_the_others_speak(self, how: str) -> None:
+        """Resign, and return when all have, or soon: an abort would cut them off in mid-sentence.
+
+        In a thread: a transport that has failed may never return.
+        """
+
+        def leave() -> None:
+            with contextlib.suppress(Exception):
+                self.member.transport.leave(how, _LAST_WORD_SECONDS)
+
+        leaving = threading.Thread(target=leave, daemon=True)
+        leaving.start()
+        leaving.join(2 * _LAST_WORD_SECONDS)
 
     def _end_alone(self, error: BaseException) -> None:
         """End this process as if it were killed: what the others go by is that it is gone."""

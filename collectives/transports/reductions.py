@@ -15,6 +15,8 @@ same, shifted by their rank:
 
 Either way each block but the own one is sent once: the fewest rounds and the fewest bytes there
 can be. A block is reduced on its owner and copied from there, so that all ranks get the same bits.
+
+A long message is followed by its checksum: what changes on the way ends the reduction.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Final
 import numpy as np
 
 from ..errors import MessageError
+from ..kernels import codes
 from ..vector import Array
 from .endpoint import Endpoint
 
@@ -36,6 +39,8 @@ REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
 }
 # Up to here a rank gets everyone's whole array in half the rounds: latency is all that counts.
 _WHOLE_BYTES: Final = 4096
+# From here on the checksum's own message takes no time that counts; below are votes and the like.
+_CHECKED_BYTES: Final = 4096
 
 
 def travels_whole(array_bytes: int, size: int) -> bool:
@@ -81,7 +86,7 @@ def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], redu
     for distance in reversed(_distances(size)):
         blocks = min(distance, size - distance)
         to, source = (rank + distance) % size, (rank - distance) % size
-        sent = endpoint.send(_joined(_parts(array, bounds, to, blocks)), to)
+        sent = _send(endpoint, to, _parts(array, bounds, to, blocks))
         parts = _parts(array, bounds, rank, blocks)
         for mine, theirs in _received(endpoint, source, parts):
             mine[...] = combine(mine.astype(wide, copy=False), theirs.astype(wide, copy=False))
@@ -94,7 +99,7 @@ def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> N
     for distance in _distances(size):
         blocks = min(distance, size - distance)
         to, source = (rank - distance) % size, (rank + distance) % size
-        sent = endpoint.send(_joined(_parts(array, bounds, rank, blocks)), to)
+        sent = _send(endpoint, to, _parts(array, bounds, rank, blocks))
         for mine, theirs in _received(endpoint, source, _parts(array, bounds, source, blocks)):
             mine[...] = theirs
         sent()
@@ -113,9 +118,24 @@ def _parts(array: Array, bounds: Sequence[int], first: int, blocks: int) -> list
     return [array[bounds[first] : bounds[size]], array[bounds[0] : bounds[last - size]]]
 
 
-def _joined(parts: list[Array]) -> Array:
+def _send(endpoint: Endpoint, to: int, parts: list[Array]) -> Callable[[], None]:
+    """Begin to send parts of the array; return the function that waits until they are gone."""
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return np.ascontiguousarray(whole).view(np.uint8)
+    message = np.ascontiguousarray(whole).view(np.uint8)
+    sent = endpoint.send(message, to)
+    if message.size < _CHECKED_BYTES:
+        return sent
+    checked = endpoint.send(_checksum(message), to)
+
+    def finish() -> None:
+        sent()
+        checked()
+
+    return finish
+
+
+def _checksum(message: Array) -> Array:
+    return np.array([codes.checksum(message)], np.uint64).view(np.uint8)
 
 
 def _received(endpoint: Endpoint, source: int, parts: list[Array]) -> list[tuple[Array, Array]]:
@@ -127,6 +147,11 @@ def _received(endpoint: Endpoint, source: int, parts: list[Array]) -> list[tuple
             f"the message from rank {endpoint.ranks[source]} is malformed: a part of a dense "
             f"collective has {message.size} bytes where rank {endpoint.ranks[endpoint.rank]}'s "
             f"has {expected}; every rank must pass an array of one size and dtype"
+        )
+    if expected >= _CHECKED_BYTES and bytes(endpoint.receive(source)) != bytes(_checksum(message)):
+        raise MessageError(
+            f"the message from rank {endpoint.ranks[source]} is malformed: a part of a dense "
+            "collective does not match its checksum; start again from the last checkpoint"
         )
     theirs = message.view(parts[0].dtype)
     pairs, start = [], 0
