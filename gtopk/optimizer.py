@@ -22,7 +22,6 @@ from .recording import looks
 from .reducer import Reducer
 from .reductions import Adasum, Average
 from .replicas import checksums, compare
-from .rounds import Round
 from .samples import Samples
 from .telemetry import StepReport, report
 from .timeline import Step
@@ -199,10 +198,16 @@ class _DistributedOptimizer(Wrapping):
                 )
             )
         if self._skip:
-            self._count_skip(round)
+            self._count_skip(
+                "; ".join(
+                    f"rank {rank}: {', '.join(map(repr, names[:3]))}"
+                    for rank, names in zip(self._reducer.ranks, round.culprits, strict=False)
+                    if names
+                )
+            )
         else:
             self._skipped_in_a_row = 0
-            self._clip()
+            self._clip(loss_scale(self.scaler))
 
     def _check_scaler(self) -> None:
         """Raise ValueError where the scaler told of has unscaled the gradients too early."""
@@ -217,15 +222,13 @@ class _DistributedOptimizer(Wrapping):
                 "        scaler.step(optimizer)"
             )
 
-    def _count_skip(self, round: Round) -> None:
-        """Warn, on every rank, of the ranks and parameters whose gradients are not finite."""
+    def _count_skip(self, where: str) -> None:
+        """Warn, on every rank, of the ranks and parameters whose gradients are not finite.
+
+        where: what these are; "" where their sum is what is not.
+        """
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
-        where = "; ".join(
-            f"rank {rank}: {', '.join(map(repr, names[:3]))}"
-            for rank, names in zip(self._reducer.ranks, round.culprits, strict=False)
-            if names
-        )
         _log.warning(
             "rank %d: step %d is skipped on every rank%s",
             self._world.rank,
@@ -244,11 +247,11 @@ class _DistributedOptimizer(Wrapping):
                 f"max_skipped_steps={allowed} allows as many"
             )
 
-    def _clip(self) -> None:
+    def _clip(self, scale: float) -> None:
+        """Shorten the agreed update, which is as large as the loss was scaled."""
         allowed = self._options.global_clip_norm
         if allowed is not None:
-            scaled = allowed * loss_scale(self.scaler)
-            torch.nn.utils.clip_grad_norm_(self._reducer.trained(), scaled)
+            torch.nn.utils.clip_grad_norm_(self._reducer.trained(), allowed * scale)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -1,68 +1,36 @@
-"""Mode "abs": a loader of micro-batches, and an optimizer whose steps are rounds (see `rounds`)."""
+"""Mode "abs": a loader of micro-batches, and an optimizer whose steps are rounds (see `rounds`).
+
+    begin            pass 0              pass 1              finish        of an epoch
+      o--------[== rounds ==]o-------[== rounds ==]o-----------x
+    meet                    meet                  meet                     drain, or go on: alike
+
+Where ranks meet, everything computed is applied, and all know what is left of the epoch. A pass
+ends when a rank has computed all that was dealt to it, or when one drains.
+"""
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any, Final
 
 import torch
 
-from collectives.transports import Transport
-
-from ..engine import Engine, Operation
-from .dealing import deal, left_over, speeds_after
+from ..logs import EVERYWHERE
+from .dealing import Passes
 from .epochs import Epochs
 from .learning_rate import LearningRate
 from .options import Job, RoundOptions
 from .round_exchange import RoundExchange
-from .rounds import Ready, Reduced, Rounds
+from .round_wire import RoundWire
+from .rounds import Rounds
+from .scaled_gradients import taken_down
 from .sources import Numbers, order_of, rebuilt
 
+_log = logging.getLogger("gtopk")
 SAFE_MOMENTUM: Final = 0.5
-_COUNT_BITS: Final = 31
-_COUNTS: Final = (1 << _COUNT_BITS) - 1
-
-
-class EngineWire:
-    """The ranks' rounds as operations of the engine."""
-
-    def __init__(
-        self, name: str, exchange: RoundExchange, facts: Sequence[str], engine: Engine
-    ) -> None:
-        self.exchange = exchange
-        self._name = name
-        self._facts = [exchange.facts, *facts]
-        self._engine = engine
-
-    def ready(self, samples: int, is_last: bool) -> Operation:
-        """Say that this rank may end the round."""
-
-        def work(transport: Transport, votes: list[int]) -> Ready:
-            return Ready(sum(vote >> 1 for vote in votes), any(vote & 1 for vote in votes))
-
-        return self._engine.submit(f"{self._name}.ready", [], work, vote=samples << 1 | is_last)
-
-    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Operation:
-        """Reduce the sums of a round to their mean."""
-        finite = self.exchange.take(sums)
-
-        def work(transport: Transport, votes: list[int]) -> Reduced:
-            counts = [vote >> 1 & _COUNTS for vote in votes]
-            done = [vote >> 1 + _COUNT_BITS for vote in votes]
-            update = None
-            if all(vote & 1 for vote in votes) and any(counts):
-                update = self.exchange.reduce(transport, 1.0 / sum(counts))
-            return Reduced(update, counts, done)
-
-        return self._engine.submit(
-            f"{self._name}.gradients",
-            self._facts,
-            work,
-            vote=finite | samples << 1 | batches << 1 + _COUNT_BITS,
-        )
 
 
 class DelayedLoader:
@@ -70,6 +38,10 @@ class DelayedLoader:
 
     The script stays as it is, a `step` for every batch; most steps only add up. What the last
     rounds of an iteration computed is applied before the iteration ends.
+
+    num_samples: of the micro-batch in hand; 0 where it stands in for none and weighs nothing.
+    drain_wanted: other ranks drain, and wait for this one to do so.
+    left_out: micro-batches that no step was taken with: a GradScaler's after an overflow.
     """
 
     def __init__(self, job: Job[RoundOptions]) -> None:
@@ -84,22 +56,37 @@ class DelayedLoader:
         self._numbers = Numbers(job.loader, self._loader, world.rank)
         self._epochs = Epochs(job.loader)
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
-        self._speeds = [1] * world.size
+        self._passes = Passes(world.size, options.micro_batch)
         name = f"adapt.{next(world.sets[0].unnamed)}"
         facts = ["mode='abs'", f"{length} samples", *options.facts()]
         world.engine.submit(name, facts, lambda transport, votes: None).wait()
         names = optimizer._parameter_names
         trained = [parameter for parameter in names if parameter.requires_grad]
-        parameter_facts = [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained]
+        asked = optimizer._options
         self.exchange = RoundExchange(trained, optimizer._compression)
+        self._wire = RoundWire(
+            name,
+            self.exchange,
+            [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
+            world.engine,
+            world.size,
+            asked.local_clip_norm,
+        )
         self.rounds = Rounds(
             trained,
-            EngineWire(name, self.exchange, parameter_facts, world.engine),
+            self._wire,
             world.rank,
             world.size,
             options.global_batch,
             self._apply,
+            self._skip,
         )
+        self._in_epoch = self._in_pass = False
+        self._length = 0  # of the epoch's order
+        self._in_hand = False
+        self.num_samples = 0
+        self.drain_wanted = False
+        self.left_out = 0
         optimizer._reducer.overlaps = False  # rounds are exchanged, not backward passes
         self._wrapped_step = optimizer.step
 
@@ -108,24 +95,68 @@ class DelayedLoader:
 
         # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
         optimizer.step = MethodType(step, optimizer)
-        self.num_samples = 0
+        # Scripts call it to clip or unscale: here these do so to what is added to the round.
+        optimizer.synchronize = lambda: None
+
+    @property
+    def round(self) -> int:
+        """Return the number of the round that is open; every rank sees it grow between steps."""
+        return self.rounds.number
 
     def _apply(self, samples: int) -> None:
         """Step with the update that is in the gradients."""
         self._rate.scale(samples, None)
+        self._optimizer._skipped_in_a_row = 0
+        self._optimizer._clip(1.0)
         with self._optimizer.skip_synchronize():
             self._wrapped_step()
 
+    def _skip(self, culprits: Sequence[int]) -> None:
+        """Count a round that is not applied, on all ranks alike."""
+        self._optimizer._count_skip("; ".join(f"rank {rank}" for rank in culprits))
+
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the micro-batch's gradients into the round; steps where a round has ended."""
+        """Take the micro-batch's gradients into the round; steps where a round has ended.
+
+        Raises RuntimeError where no micro-batch is in hand.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.rounds.add(self.num_samples, self._options.loss_reduction == "sum")
-        self._optimizer.zero_grad()  # the optimizer counts backward passes between its own steps
-        self.rounds.poll()
+        if not self._in_hand:
+            raise RuntimeError(
+                f"rank {self._world.rank}: mode 'abs' takes one optimizer.step() with every batch "
+                "of its loader, before loader.drain() and the next batch; there is none in hand"
+            )
+        with taken_down(self._optimizer) as (loss_scale, overflow):
+            if overflow:
+                self._leave_out()
+                return loss
+            self._in_hand = False
+            if self.num_samples:
+                summed = self._options.loss_reduction == "sum"
+                self.rounds.add(self.num_samples, summed, loss_scale)
+            self._optimizer.zero_grad()  # it counts backward passes between its own steps
+            self.rounds.poll()
         return loss
+
+    def _leave_out(self) -> None:
+        """Be done with the micro-batch in hand, whose gradients are no good."""
+        self._in_hand = False
+        self._optimizer.zero_grad()
+        if not self.num_samples:
+            return
+        if not self.left_out:
+            _log.warning(
+                "rank %d: a micro-batch that no optimizer.step() was taken with is left out of its "
+                "round (GradScaler takes none after an overflow); loader.left_out counts them",
+                self._world.rank,
+                extra=EVERYWHERE,
+            )
+        self.left_out += 1
+        self.rounds.leave_out()
+        self.rounds.poll()
 
     def __len__(self) -> int:
         """Return the micro-batches of an epoch, of all ranks."""
@@ -133,63 +164,131 @@ class DelayedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield micro-batches until every sample was in one, on one rank."""
+        if self._in_epoch:  # a script broke the last iteration off, on all ranks
+            self._in_hand = False
+            self._close_pass()
         epoch, start = self._epochs.begin()
-        self._numbers.begin(epoch)
-        order = list(self._order(epoch))[start:]
-        size = self._options.micro_batch
-        left = [order[first : first + size] for first in range(0, len(order), size)]
-        while left:
-            dealt = deal(len(left), self._speeds)
-            self._mine[:] = [left[place] for place in dealt[self._world.rank]]
-            yield from self._pass()
-            done = self.rounds.batches
-            left = [left[place] for place in left_over(dealt, done)]
-            self._speeds = speeds_after(done, self._speeds)
+        order = self._order(epoch)
+        self._length = len(order)
+        if start == 0:
+            self._passes.begin([range(self._length)])
+        self._in_epoch = True
+        while True:
+            yield from self._await_drains(order)
+            if not self._passes.left:
+                break
+            yield from self._pass(order)
         self._epochs.finish()
+        self._in_epoch = False
 
-    def _pass(self) -> Iterator[Any]:
-        """Yield what was dealt to this rank, until one rank has none left."""
+    def _pass(self, order: Sequence[int]) -> Iterator[Any]:
+        """Yield what is dealt to this rank, until one rank has none left, or drains."""
+        mine = self._passes.deal(self._world.rank)
+        self._mine[:] = [[order[place] for place in places] for places in mine]
+        self._numbers.begin(self._epochs.epoch, self._passes.number)
         self.rounds.begin()
-        sizes = deque(map(len, self._mine))
-        for batch in self._loader if self._mine else ():
-            self.num_samples = sizes.popleft()
-            yield batch
+        self._in_pass = True
+        for batch, places in zip(self._loader if mine else (), mine, strict=True):
+            yield from self._hand_over(batch, len(places))
             if self.rounds.ended:
                 break
-        while not self.rounds.ended:
-            self.rounds.poll(is_last=True)
-            if not self.rounds.ended and self.rounds.waits_for is not None:
-                self.rounds.waits_for.wait()
-        self.rounds.drain()
+        self._close_pass()
+
+    def _hand_over(self, batch: Any, samples: int) -> Iterator[Any]:
+        self.num_samples = samples
+        self._in_hand = True
+        yield batch
+        if self._in_hand:
+            self._leave_out()
+
+    def _close_pass(self) -> None:
+        """End the pass on all ranks, apply what they have computed, and know what is left."""
+        if not self._in_pass:
+            return
+        rounds = self.rounds
+        while not rounds.ended:
+            rounds.poll(is_last=True)
+            if not rounds.ended and rounds.waits_for is not None:
+                rounds.waits_for.wait()
+        rounds.drain()
+        self._in_pass = False
+        self._passes.close(rounds.batches)
+        self._epochs.start = self._length - sum(map(len, self._passes.left))
+
+    def _await_drains(self, order: Sequence[int]) -> Iterator[Any]:
+        """Go on when all ranks do; where some drain, hand out a batch for the script to do so."""
+        while not self._agree(drains=False):
+            self._mine[:] = [[order[0]]]
+            for batch in self._loader:
+                yield from self._hand_over(batch, 0)
+
+    def _agree(self, drains: bool) -> bool:
+        """Return whether all ranks drain, or all go on; if not, they are asked once more.
+
+        Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
+        """
+        facts = [f"epoch {self._epochs.epoch}", f"{len(self._passes.left)} micro-batches left"]
+        said = self._wire.meet(facts, drains)
+        if len(set(said)) == 1:
+            self.drain_wanted = False
+            return True
+        if self.drain_wanted:
+            drained = [rank for rank, each in enumerate(said) if each]
+            others = [rank for rank, each in enumerate(said) if not each]
+            raise RuntimeError(
+                f"rank {self._world.rank}: ranks {drained} called loader.drain() in round "
+                f"{self.round}, and ranks {others} did not; every rank must call it (or "
+                "gtopk.save_checkpoint, which does) after the first optimizer.step() that finds "
+                "loader.round at, or above, the same number, or loader.drain_wanted"
+            )
+        self.drain_wanted = True
+        return False
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
         self._epochs.set(epoch)
 
     def drain(self) -> None:
-        """Do nothing: what is under way is applied before an iteration ends."""
+        """Apply all that was computed: before an evaluation, or a checkpoint, within an epoch.
+
+        Every rank must call it after the step that finds `round` at the same number: it is the same
+        on all ranks then, and stays so until they go on. A rank that has nothing more to compute is
+        handed a batch of no weight to come there. Between epochs there is nothing to drain.
+        Raises RuntimeError, on every rank, where some did not call it.
+        """
+        if not self._in_epoch:
+            return
+        if self._in_hand:
+            self._leave_out()
+        self._close_pass()
+        while not self._agree(drains=True):
+            pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next epoch hangs on, this rank's residual included.
+        """Return what is left of the epoch, and what later rounds hang on.
 
-        Raises RuntimeError in the middle of an epoch.
+        Equal on all ranks but for what this one holds back. Raises RuntimeError within an epoch
+        before `drain`.
         """
-        if not self.rounds.is_drained:
+        if self._in_pass or not self.rounds.is_drained:
             raise RuntimeError(
-                "gradients are under way, which a checkpoint would lose; take it after the epoch"
+                "gradients are under way, which a checkpoint would lose: call loader.drain() on "
+                "all ranks before it, as gtopk.save_checkpoint does"
             )
         return {
             "mode": "abs",
             "epochs": self._epochs.state_dict(),
-            "speeds": self._speeds,
-            "residual": self.exchange.residual,
+            "passes": self._passes.state_dict(),
+            "round": self.rounds.number + self.rounds.ended,
+            "samples": self.rounds.samples,
+            **self.exchange.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the epoch after the one another loader finished.
+        """Go on where another loader stopped: the same samples are left, in the same order.
 
-        Speeds are those of as many ranks: others begin with equal ones. The residual is this
-        rank's: on another number of ranks, its share of their sum.
+        What was known of the ranks' speeds is of as many ranks: others begin with equal ones. What
+        is held back is this rank's; on another number of ranks its share of their sum.
         """
         if state["mode"] != "abs":
             raise ValueError(
@@ -197,27 +296,19 @@ class DelayedLoader:
                 "with the mode it was saved with"
             )
         self._epochs.load_state_dict(state["epochs"])
-        if len(state["speeds"]) == self._world.size:
-            self._speeds = list(state["speeds"])
-        if state["residual"] is not None:
-            self.exchange.residual = state["residual"]
+        self._passes.load_state_dict(state["passes"])
+        self.rounds.load(state["round"], state["samples"])
+        self.exchange.load_state_dict(state)
 
 
 def check(job: Job[RoundOptions]) -> None:
     """Raise ValueError for what rounds cannot do; warn of a momentum that is unstable with them."""
     if job.optimizer.backward_passes_per_step != 1:
         raise ValueError(
-            "mode 'abs' adds up micro-batches itself: use backward_passes_per_step=1, got "
+            "mode 'abs' adds up micro-batches itself, as many as there is time for; choose their "
+            "size by micro_batch= and use backward_passes_per_step=1, got "
             f"{job.optimizer.backward_passes_per_step}"
         )
-    asked = job.optimizer._options
-    for name, value in (
-        ("local_clip_norm", asked.local_clip_norm),
-        ("global_clip_norm", asked.global_clip_norm),
-        ("scaler", job.optimizer.scaler),
-    ):
-        if value is not None:
-            raise ValueError(f"mode 'abs' applies rounds as they are: it takes no {name}")
     if job.options.lr_scaling == "adascale":
         raise ValueError("mode 'abs' measures no noise: use lr_scaling 'none', 'linear' or 'sqrt'")
     if not hasattr(job.loader.dataset, "__len__"):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from collectives.algorithms import Regions
 from collectives.transports import Transport
 
 from ..arrays import view_tensor
 from ..buckets import Bucket
-from ..exchange import Progress
+from ..exchange import Progress, SparseExchange
 from ..exchanges import open_exchange
+from ..weights import local_clip
 
 
 class RoundExchange:
@@ -20,6 +22,7 @@ class RoundExchange:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], compression: Any) -> None:
         self._bucket = Bucket(parameters)
+        self._clip = 1.0  # what this rank's gradients are shortened by
         self._progress = Progress()
         self._exchange = open_exchange(self._bucket, compression, self._progress)
 
@@ -28,22 +31,47 @@ class RoundExchange:
         """Return what must be equal on all ranks."""
         return self._exchange.facts
 
-    @property
-    def residual(self) -> torch.Tensor | None:
-        """Return a copy of what was not sent yet, [n] on the host; None where all of it is."""
-        residual = self._exchange.residual
-        return None if residual is None else view_tensor(residual.values).to("cpu", copy=True)
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what was not sent yet, [n] on the host, and how far the exchange is.
 
-    @residual.setter
-    def residual(self, values: torch.Tensor) -> None:
+        residual, velocity: None where all is sent, and without momentum correction.
+        """
         residual = self._exchange.residual
-        if residual is None:
-            raise ValueError(
-                "this compression keeps no residual, and the state has one, which would be lost; "
-                "load it with the compression it was saved with"
-            )
-        view_tensor(residual.values).copy_(values)
-        residual.holds_nothing = False
+        held = {} if residual is None else residual.after_last_step()
+        regions = self._regions
+        return {
+            **{
+                name: held[name].to("cpu", copy=True) if name in held else None
+                for name in ("residual", "velocity")
+            },
+            "steps": self._progress.steps,
+            "regions": None if regions is None else regions.record(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold back what another exchange of as many elements did, and go on from its steps.
+
+        Raises ValueError for a residual where this compression keeps none.
+        """
+        held = {} if self._exchange.residual is None else self._exchange.residual.after_last_step()
+        for name in ("residual", "velocity"):
+            if state[name] is not None and name not in held:
+                raise ValueError(
+                    f"this compression keeps no {name}, and the state has one, which would be "
+                    "lost; load it with the compression it was saved with"
+                )
+            if state[name] is not None:
+                held[name].copy_(state[name])
+        if self._exchange.residual is not None:
+            self._exchange.residual.holds_nothing = state["residual"] is None
+        self._progress.steps = state["steps"]
+        if self._regions is not None and state["regions"] is not None:
+            self._regions.resume(state["regions"])
+
+    @property
+    def _regions(self) -> Regions | None:
+        exchange = self._exchange
+        return exchange.regions if isinstance(exchange, SparseExchange) else None
 
     @property
     def unsent(self) -> list[torch.Tensor] | None:
@@ -58,11 +86,21 @@ class RoundExchange:
         if self._exchange.residual is not None:
             self._exchange.residual.clear()
 
-    def take(self, sums: Sequence[torch.Tensor | None]) -> bool:
-        """Take a rank's sums, one for each parameter; return whether they are finite."""
+    def take(
+        self,
+        sums: Sequence[torch.Tensor | None],
+        allowed_norm: float | None = None,
+        ranks: int = 1,
+        samples: int = 1,
+    ) -> bool:
+        """Take a rank's sums, one for each parameter; return whether they are finite.
+
+        allowed_norm: their mean over so many samples is shortened to this rank's share of it.
+        """
         bucket = self._bucket
         for parameter, gradient in zip(bucket.parameters, sums, strict=True):
             parameter.grad = gradient
+        self._clip = local_clip(bucket.parameters, allowed_norm, ranks, max(samples, 1))
         bucket.take(1.0)
         for parameter in bucket.parameters:
             parameter.grad = None
@@ -71,7 +109,7 @@ class RoundExchange:
     def reduce(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:
         """Return the update: the sum of weight * sums of all ranks; None where it overflows."""
         bucket = self._bucket
-        bucket.weight = weight
+        bucket.weight = weight * self._clip
         with bucket.on_stream():
             if not self._exchange(bucket, transport).finite:
                 return None

@@ -47,11 +47,13 @@ class Reduced(NamedTuple):
 
     update: for each parameter; None where a gradient was not finite, or nobody had samples.
     samples, batches: of each rank in that round.
+    culprits: the ranks whose gradients were not finite.
     """
 
     update: list[torch.Tensor] | None
     samples: list[int]
     batches: list[int]
+    culprits: Sequence[int] = ()
 
 
 class Wire(Protocol):
@@ -68,9 +70,10 @@ class Rounds:
     """One rank's rounds.
 
     least_samples: of all ranks in a round; a rank's share is what it had of the last round known.
-    number: of the round that is open.
+    number: of the round that is open; the last round's until `begin`, when it has `ended`.
     ended:  whether a rank had nothing left, and the round is the last until `begin`.
     batches: how many micro-batches each rank has computed since `begin`, as far as is known.
+    samples: of each rank in the last round that is known, and was not cut short.
     skipped: rounds that were not applied, for a gradient that was not finite.
     """
 
@@ -82,13 +85,17 @@ class Rounds:
         ranks: int,
         least_samples: int,
         apply: Callable[[int], None],
+        skip: Callable[[Sequence[int]], None] = lambda culprits: None,
     ) -> None:
+        """apply: steps with what is in the gradients, over so many samples; skip: of a round that
+        is not applied, hears whose gradients were not finite.
+        """
         self._parameters = list(parameters)
         self._wire = wire
         self._rank = rank
-        self._share = 1.0 / ranks
         self._least_samples = least_samples
         self._apply = apply
+        self._skip = skip
         self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._samples = self._batches = self._next = 0
         self._ready: Pending | None = None
@@ -97,6 +104,7 @@ class Rounds:
         self.skipped = 0
         self.ended = False
         self.batches = [0] * ranks
+        self.samples = [1] * ranks
 
     @property
     def is_drained(self) -> bool:
@@ -109,14 +117,24 @@ class Rounds:
         under_way = (self._ready, self._reducing)
         return next((each for each in under_way if each is not None and not each.done), None)
 
+    def load(self, number: int, samples: Sequence[int]) -> None:
+        """Go on from a round, with what each of as many ranks had in the last one."""
+        self.number = number
+        if len(samples) == len(self.samples):
+            self.samples = list(samples)
+
     def begin(self) -> None:
         """Open rounds anew after the last one."""
+        self.number += self.ended
         self.ended = False
         self.batches = [0] * len(self.batches)
 
-    def add(self, samples: int, summed: bool) -> None:
-        """Add a micro-batch's gradients, of a mean or a sum over samples; they become None."""
-        scale = 1 if summed else samples
+    def add(self, samples: int, summed: bool, loss_scale: float = 1.0) -> None:
+        """Add a micro-batch's gradients, of a mean or a sum over samples; they become None.
+
+        loss_scale: what they were multiplied with.
+        """
+        scale = (1 if summed else samples) / loss_scale
         for place, parameter in enumerate(self._parameters):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
@@ -131,6 +149,10 @@ class Rounds:
         self._next = samples  # the next one will be as large, or the epoch ends
         self._batches += 1
 
+    def leave_out(self) -> None:
+        """Be done with a micro-batch without its gradients, and without its samples."""
+        self._batches += 1
+
     def poll(self, is_last: bool = False) -> None:
         """Go on as far as nothing has to be waited for; between two micro-batches.
 
@@ -141,7 +163,8 @@ class Rounds:
         if self._ready is None:
             # A round ends in a later call of `poll`: one more micro-batch is sure to be in it.
             promised = self._samples + (0 if is_last else self._next)
-            if is_last or promised >= self._share * self._least_samples:
+            share = self.samples[self._rank] / sum(self.samples)
+            if is_last or promised >= share * self._least_samples:
                 self._ready = self._wire.ready(promised, is_last)
             return
         if self.waits_for is not None:
@@ -151,6 +174,7 @@ class Rounds:
         if ready.samples >= self._least_samples or ready.is_last:
             self._end_round()
             self.ended = ready.is_last
+            self.number += not ready.is_last
         else:
             self.poll(is_last)
 
@@ -160,7 +184,6 @@ class Rounds:
         self._reducing = self._wire.reduce(self._sums, self._samples, self._batches)
         self._sums = [None] * len(self._parameters)
         self._samples = self._batches = 0
-        self.number += 1
 
     def _finish_reduction(self) -> None:
         if self._reducing is None:
@@ -169,10 +192,13 @@ class Rounds:
         self._reducing = None
         self.batches = [a + b for a, b in zip(self.batches, reduced.batches, strict=True)]
         total = sum(reduced.samples)
+        if total > 0 and not self.ended:
+            self.samples = list(reduced.samples)
         if reduced.update is None:
-            self.skipped += total > 0
+            if total > 0:
+                self.skipped += 1
+                self._skip(reduced.culprits)
         else:
-            self._share = reduced.samples[self._rank] / total
             for parameter, update in zip(self._parameters, reduced.update, strict=True):
                 parameter.grad = update
             self._apply(total)

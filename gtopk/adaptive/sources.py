@@ -199,10 +199,11 @@ class Numbers:
         if self._generator is not None:
             rebuilt.generator = self._generator
 
-    def begin(self, epoch: int) -> None:
-        """Set the generator by the script's seed, the epoch and the rank."""
+    def begin(self, epoch: int, part: int = 0) -> None:
+        """Set the generator by the script's seed, the epoch, which part of it, and the rank."""
         if self._generator is not None:
             seed = torch.initial_seed() + 1_000_003 * epoch + 7_919 * self._rank
+            seed += 15_485_863 * part
             self._generator.manual_seed(seed % 2**63)
 
 

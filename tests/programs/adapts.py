@@ -1,4 +1,4 @@
-"""Balanced batches on real ranks: DataLoader workers, the real clock, an epoch resumed."""
+"""Adaptive batches on real ranks: DataLoader workers, the real clock, epochs resumed."""
 
 from __future__ import annotations
 
@@ -120,6 +120,41 @@ def test_replicas_take_batches_by_the_ranks_own_counter_and_merge() -> None:
             assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
     assert loader.merges == 9
     loader.drain()
+    assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
+
+
+def test_an_epoch_of_rounds_is_resumed() -> None:
+    def rounds():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 2)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            hvd.Compression.gtopk(density=0.3),
+        )
+        loader = hvd.adapt(
+            DataLoader(Indexed(), 4, shuffle=True, num_workers=1), optimizer, "abs", micro_batch=2
+        )
+        return loader, model, optimizer
+
+    loader, model, optimizer = rounds()
+    seen = []
+    for indices, x in loader:
+        seen += indices.tolist() if loader.num_samples else []
+        for _ in range(1 + 3 * hvd.rank()):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if loader.round >= 1:
+            loader.drain()
+            state, weights = loader.state_dict(), model.state_dict()
+            break
+    assert same_everywhere(str({**state, "residual": None}))
+    loader, model, optimizer = rounds()
+    model.load_state_dict(weights)
+    loader.load_state_dict(state)
+    seen += train(loader, model, optimizer)
+    assert everyones(seen) == list(range(LENGTH))
     assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
 
 

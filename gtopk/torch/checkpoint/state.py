@@ -29,8 +29,8 @@ from .tree import Taken, put_together, take_apart
 
 _log = logging.getLogger("gtopk")
 
-# Of loaders that hold gradients back (mode "abs"): a rank's own, and summed as the optimizer's is.
-_LOADERS_RESIDUAL: Final = "loader.residual"
+# Of loaders that hold gradients back (mode "abs"): a rank's own, and summed as the optimizer's are.
+_HELD_BY_LOADERS: Final = ("loader.residual", "loader.velocity")
 
 # What a rank has for its own that has nothing of its own.
 NOTHING_OWN: Final[dict[str, Any]] = {
@@ -119,8 +119,9 @@ def put(
     if own is not None and found.ranks == size():
         tree = tree if own["tree"] is None else json.loads(own["tree"])
         tensors |= own["differing"]
-    elif _LOADERS_RESIDUAL in tensors:
-        tensors[_LOADERS_RESIDUAL] = _loaders_residual(found, tensors[_LOADERS_RESIDUAL])
+    else:
+        for name in tensors.keys() & set(_HELD_BY_LOADERS):
+            tensors[name] = _held_by_loader(found, name, tensors[name])
     state = put_together(tree, tensors)
     held = {name: _held(found, name) for name in state.get("held", ["optimizer"])}
     if model is not None:
@@ -169,9 +170,9 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _loaders_residual(found: Found, of_rank_0: torch.Tensor) -> torch.Tensor:
+def _held_by_loader(found: Found, name: str, of_rank_0: torch.Tensor) -> torch.Tensor:
     """Return what this rank's loader is to hold back of what those of all ranks did."""
     total = torch.zeros_like(of_rank_0)
     for each in found.owned:
-        total += each.state["differing"].get(_LOADERS_RESIDUAL, of_rank_0)
+        total += each.state["differing"].get(name, of_rank_0)
     return total

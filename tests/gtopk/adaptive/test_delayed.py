@@ -111,11 +111,7 @@ def test_nothing_is_lost_with_gtopk() -> None:
         for sums, operation in pending:
             if total := sum(operation.wait().samples):
                 weighted += sums / total
-        state = loader.state_dict()
-        other, *_ = adapted(here, 96, hvd.Compression.gtopk(density=0.4))
-        other.load_state_dict(state)
-        assert torch.equal(other.exchange.residual, loader.exchange.residual)
-        return model.weight.detach(), loader.exchange.residual, weighted
+        return model.weight.detach(), loader.state_dict()["residual"], weighted
 
     results = on_ranks(3, program)
     left = -results[0][0] + sum(residual for _, residual, _ in results)
@@ -180,7 +176,9 @@ def test_rates_are_stable_up_to_one_minus_momentum(
     assert (distance < 1e-2) == stable
 
 
-def test_a_gradient_that_is_not_finite_skips_a_round_on_every_rank() -> None:
+def test_a_gradient_that_is_not_finite_skips_a_round_on_every_rank(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(here, 64)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
@@ -188,30 +186,296 @@ def test_a_gradient_that_is_not_finite_skips_a_round_on_every_rank() -> None:
             model(x * float("nan") if here.rank == 1 and number == 0 else x).mean().backward()
             optimizer.step()
         scheduler.step()
-        return loader.rounds.skipped, bool(model.weight.isfinite().all())
+        skipped = loader.rounds.skipped, optimizer.skipped_steps
+        return skipped, bool(model.weight.isfinite().all())
 
-    assert on_ranks(2, program) == [(1, True)] * 2
+    with caplog.at_level("WARNING", "gtopk"):
+        assert on_ranks(2, program) == [((1, 1), True)] * 2
+    assert "the gradient is not finite on rank 1" in caplog.text
 
 
-def test_a_checkpoint_waits_for_the_end_of_the_epoch() -> None:
+class Prompt:
+    """A wire that every rank waits for at once: rounds are the same in every run."""
+
+    class Over:
+        done = True
+
+        def __init__(self, operation: Any) -> None:
+            self.wait = operation.wait
+            operation.wait()
+
+    def __init__(self, wire: Any) -> None:
+        self._wire = wire
+        self.meet = wire.meet
+
+    def ready(self, *said: Any) -> Any:
+        return self.Over(self._wire.ready(*said))
+
+    def reduce(self, *taken: Any) -> Any:
+        return self.Over(self._wire.reduce(*taken))
+
+
+def prompt(parts: Any) -> Any:
+    parts[0].rounds._wire = Prompt(parts[0].rounds._wire)
+    return parts
+
+
+GTOPK = hvd.Compression.gtopk(density=0.4)
+
+
+def run(loader: Any, model: Model, optimizer: Any, until: float = float("inf")) -> list[int]:
+    """Return the samples that count, of an epoch, or until a round, when all is drained."""
+    seen: list[int] = []
+    for indices, x in loader:
+        seen += indices.tolist() if loader.num_samples else []
+        model(x).mean().backward()
+        optimizer.step()
+        if loader.round >= until:
+            loader.drain()
+            break
+    return seen
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
+def test_an_epoch_is_resumed_in_its_middle_by_any_number_of_ranks(before: int, after: int) -> None:
+    def first(here: World) -> Any:
+        loader, model, optimizer = prompt(adapted(here, 150, GTOPK))
+        seen = run(loader, model, optimizer, until=2)
+        state = loader.state_dict()
+        return seen, {name: each for name, each in state.items() if name != "residual"}, state
+
+    def then(here: World) -> Any:
+        loader, model, optimizer = prompt(adapted(here, 150, GTOPK))
+        loader.load_state_dict(saved[min(here.rank, before - 1)][2])
+        return run(loader, model, optimizer), model.weight.detach(), loader.state_dict()["epochs"]
+
+    saved = on_ranks(before, first)
+    assert all(said == saved[0][1] for _, said, _ in saved)
+    assert 0 < saved[0][1]["epochs"]["start"] < 150
+    found = on_ranks(after, then)
+    assert sorted(i for seen, *_ in saved + found for i in seen) == list(range(150))
+    assert all(torch.equal(weight, found[0][1]) for _, weight, _ in found)
+    assert found[0][2] == {"epoch": 1, "start": 0}
+
+
+def test_a_run_that_is_resumed_goes_on_to_the_bit() -> None:
+    corrected = hvd.Compression.gtopk(density=0.4, momentum_correction=0.5, warmup_steps=6)
+
+    def open_run(here: World) -> Any:
+        return prompt(adapted(here, 150, corrected))
+
+    def everything(parts: Any) -> Any:
+        seen = [run(*parts) for _ in range(2)]
+        state = parts[0].state_dict()
+        held = [state.pop(name).numpy().tobytes() for name in ("residual", "velocity")]
+        return seen, parts[1].weight.detach().numpy().tobytes(), state, held
+
+    def whole(here: World) -> Any:
+        parts = open_run(here)
+        seen = []
+        batches = iter(parts[0])
+        for indices, x in batches:
+            seen += indices.tolist()
+            parts[1](x).mean().backward()
+            parts[2].step()
+            if parts[0].round == 2:
+                parts[0].drain()
+                saved = parts[0].state_dict(), parts[1].weight.detach().clone()
+                break
+        rest = []
+        for indices, x in batches:
+            rest += indices.tolist()
+            parts[1](x).mean().backward()
+            parts[2].step()
+        after, *others = everything(parts)
+        return saved, ([rest, *after], *others)
+
+    def resumed(here: World) -> Any:
+        loader, model, optimizer = open_run(here)
+        state, weight = finished[here.rank][0]
+        loader.load_state_dict(state)
+        with torch.no_grad():
+            model.weight.copy_(weight)
+        rest = run(loader, model, optimizer)
+        after, *others = everything((loader, model, optimizer))
+        return [rest, *after], *others
+
+    finished = on_ranks(2, whole)
+    assert on_ranks(2, resumed) == [run for _, run in finished]
+
+
+def test_a_rank_with_nothing_left_is_handed_a_batch_to_drain_in() -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted(here, 120)
+        loader._passes.speeds = [29, 1]  # rank 1 has one micro-batch
+        seen, stand_ins, drained_at = [], 0, []
+        for indices, x in loader:
+            stand_ins += not loader.num_samples
+            seen += indices.tolist() if loader.num_samples else []
+            model(x).mean().backward()
+            optimizer.step()
+            if loader.drain_wanted or (here.rank == 0 and len(seen) == 20):
+                loader.drain()
+                drained_at.append((loader.round, loader.state_dict()["passes"]))
+        return seen, stand_ins, drained_at, model.weight.detach()
+
+    (seen, none, at, weight), (others, stand_ins, also_at, also) = on_ranks(2, program)
+    assert sorted(seen + others) == list(range(120))
+    assert (none, stand_ins) == (0, 1)
+    assert len(at) == 1
+    assert at == also_at
+    assert torch.equal(weight, also)
+
+
+def test_a_rank_that_does_not_drain_is_an_error_on_every_rank() -> None:
+    def program(here: World) -> str:
+        loader, model, optimizer = adapted(here, 80)
+        try:
+            for _, x in loader:
+                model(x).mean().backward()
+                optimizer.step()
+                if here.rank != 1:
+                    loader.drain()
+        except RuntimeError as error:
+            return str(error)
+        return "none"
+
+    for error in on_ranks(3, program):
+        assert "ranks [0, 2] called loader.drain()" in error
+        assert "ranks [1] did not" in error
+
+
+def test_an_iteration_that_is_broken_off_on_all_ranks_ends_its_epoch() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(here, 64)
-        refused = False
         for _, x in loader:
             model(x).mean().backward()
             optimizer.step()
-            try:
+            break
+        return run(loader, model, optimizer), loader.state_dict()["epochs"]
+
+    results = on_ranks(2, program)
+    assert sorted(i for seen, _ in results for i in seen) == list(range(64))
+    assert results[0][1] == {"epoch": 2, "start": 0}
+
+
+def test_a_state_within_an_epoch_is_taken_when_drained_only() -> None:
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted(here, 64)
+        loader.drain()  # between epochs there is nothing to do
+        for _, x in loader:
+            with pytest.raises(RuntimeError, match=r"under way.*call loader.drain\(\)"):
                 loader.state_dict()
-            except RuntimeError as error:
-                refused = refused or "under way" in str(error)
+            model(x).mean().backward()
+            optimizer.step()
+            loader.drain()
+            with pytest.raises(RuntimeError, match="none in hand"):
+                optimizer.step()
+            break
         state = loader.state_dict()
         other, *_ = adapted(here, 64)
         other.load_state_dict(state)
+        assert other.state_dict() == {**state, "round": other.round}
         with pytest.raises(ValueError, match="the state's 'balanced'"):
             other.load_state_dict({"mode": "balanced"})
-        return refused, other.state_dict() == state, state["epochs"]["epoch"], len(loader)
 
-    assert on_ranks(2, program) == [(True, True, 1, 16)] * 2
+    on_ranks(1, program)
+
+
+def scaled_run(
+    here: World, scales: list[float] | None, overflows: Callable[[int], bool], **options: Any
+) -> Any:
+    """Train an epoch with a GradScaler, whose scale is set after every micro-batch."""
+    model = Model()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales is not None)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), GTOPK, scaler=scaler)
+    loader = hvd.adapt(DataLoader(data(101), 8), optimizer, "abs", micro_batch=4)
+    loader.rounds._wire = Prompt(loader.rounds._wire)
+    kept = []
+    for number, (indices, x) in enumerate(loader):
+        optimizer.zero_grad()
+        scaler.scale(model(x).mean()).backward()
+        if overflows(number):
+            model.weight.grad.fill_(float("inf"))
+        else:
+            kept += indices.tolist()
+        optimizer.synchronize()
+        scaler.step(optimizer)
+        scaler.update(scales[number % len(scales)] if scales else None)
+    return kept, model.weight.detach(), loader
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scale_that_changes_does_not_weigh_rounds_anew(fused: bool) -> None:
+    def program(here: World, scales: list[float] | None) -> Any:
+        _, weight, loader = scaled_run(here, scales, lambda number: False, fused=fused)
+        return weight.numpy().tobytes(), loader.state_dict()["residual"].numpy().tobytes()
+
+    scales = [4.0, 65536.0, 2.0, 1024.0, 0.5]
+    scaled = on_ranks(2, lambda here: program(here, [s * 2**here.rank for s in scales]))
+    assert scaled == on_ranks(2, lambda here: program(here, None))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_micro_batch_that_overflows_is_left_out_with_its_samples(fused: bool) -> None:
+    def program(here: World) -> Any:
+        def overflows(number: int) -> bool:
+            return here.rank == 1 and number in (1, 5)
+
+        kept, weight, loader = scaled_run(here, [1.0], overflows, fused=fused)
+        return kept, weight, loader.left_out, loader.rounds.skipped
+
+    results = on_ranks(2, program)
+    assert [left_out for *_, left_out, _ in results] == [0, 2]
+    assert [skipped for *_, skipped in results] == [0, 0]
+    assert len({i for kept, *_ in results for i in kept}) == 101 - 2 * 4
+    assert torch.equal(results[0][1], results[1][1])
+    assert bool(results[0][1].isfinite().all())
+
+
+def test_the_update_of_a_round_is_clipped_to_the_global_norm() -> None:
+    def program(here: World) -> list[float]:
+        model = Model()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(
+            inner, model.named_parameters(), GTOPK, global_clip_norm=1e-3
+        )
+        moves, before = [], [model.weight.detach().clone()]
+        inner_step = optimizer._step_wrapped
+
+        def step() -> None:
+            inner_step()
+            moves.append(float((model.weight.detach() - before[0]).norm()))
+            before[0] = model.weight.detach().clone()
+
+        optimizer._step_wrapped = step
+        run(hvd.adapt(DataLoader(data(64), 8), optimizer, "abs", micro_batch=4), model, optimizer)
+        return moves
+
+    for moves in on_ranks(2, program):
+        assert moves
+        assert moves == pytest.approx([1e-3] * len(moves), rel=1e-3)
+
+
+def test_a_ranks_part_of_a_round_is_clipped_to_its_share_before_the_residual() -> None:
+    allowed = 0.1
+
+    def program(here: World) -> Any:
+        model = Model()
+        exchange = RoundExchange(list(model.parameters()), GTOPK)
+        sums = torch.tensor([3.0, -4.0, 12.0]).double() * (1 + here.rank)
+        assert exchange.take([sums.clone()], allowed, 2, samples=10)
+        update = here.engine.submit(
+            "clipped", [], lambda transport, votes: exchange.reduce(transport, 1 / 20)
+        ).wait()
+        return update[0], exchange.state_dict()["residual"], sums
+
+    ranks = on_ranks(2, program)
+    share = allowed / 2**0.5
+    clipped = sum(10 * share * sums / sums.norm() for *_, sums in ranks) / 20
+    left = sum(residual for _, residual, _ in ranks)
+    torch.testing.assert_close(ranks[0][0] + left, clipped, rtol=1e-12, atol=1e-12)
 
 
 class Stream(IterableDataset[int]):
@@ -230,8 +494,9 @@ def test_what_rounds_cannot_do_is_said() -> None:
             hvd.adapt(DataLoader(Stream(), 2), optimizer, "abs")
         with pytest.raises(ValueError, match="measures no noise"):
             hvd.adapt(DataLoader(data(8), 4), optimizer, "abs", lr_scaling="adascale")
+        held = RoundExchange(list(model.parameters()), GTOPK).state_dict()
         with pytest.raises(ValueError, match="keeps no residual"):
-            RoundExchange(list(model.parameters()), hvd.Compression.none).residual = torch.zeros(3)
+            RoundExchange(list(model.parameters()), hvd.Compression.none).load_state_dict(held)
         twice = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0),
             model.named_parameters(),
@@ -239,12 +504,5 @@ def test_what_rounds_cannot_do_is_said() -> None:
         )
         with pytest.raises(ValueError, match="backward_passes_per_step=1, got 2"):
             hvd.adapt(DataLoader(data(8), 4), twice, "abs")
-        clipping = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            model.named_parameters(),
-            global_clip_norm=1.0,
-        )
-        with pytest.raises(ValueError, match="takes no global_clip_norm"):
-            hvd.adapt(DataLoader(data(8), 4), clipping, "abs")
 
     on_ranks(1, program)

@@ -181,31 +181,44 @@ def test_on_another_number_of_ranks_the_sum_held_back_stays(ranks, tmp_path, cap
 
 
 @pytest.mark.parametrize("after", [2, 3, 1])
-def test_what_a_loader_of_rounds_holds_back_stays_too(ranks, tmp_path, after):
-    def of_rank(run):
-        return run.loader.state_dict()["residual"].double()
+def test_an_epoch_of_rounds_goes_on_with_all_that_loaders_hold_back(ranks, tmp_path, after):
+    def held_by(run):
+        return {n: run.loader.state_dict()[n].double() for n in ("residual", "velocity")}
 
     def open_run():
-        return Run(momentum=0.0, mode="abs", micro_batch=4)
+        compression = hvd.Compression.gtopk(density=0.2, momentum_correction=0.5)
+        return Run(compression=compression, momentum=0.0, mode="abs", micro_batch=4)
+
+    def steps(run, folder=None):
+        """Save where a round is reached; return the sums of the samples that count."""
+        seen = []
+        for x, y in run.loader:
+            seen += x.sum(1).tolist() if run.loader.num_samples else []
+            (run.model(x) - y).square().mean().backward()
+            run.optimizer.step()
+            if folder and (run.loader.round >= 1 or run.loader.drain_wanted):
+                save_checkpoint(folder, run.model, run.optimizer, run.loader)
+                break
+        return seen
 
     def first(rank):
         run = open_run()
-        for x, y in run.loader:
-            (run.model(x) - y).square().mean().backward()
-            run.optimizer.step()
-        save_checkpoint(tmp_path, run.model, run.optimizer, run.loader)
-        return of_rank(run)
+        return steps(run, tmp_path), held_by(run)
 
     def then(rank):
         run = open_run()
         load_latest(tmp_path, run.model, run.optimizer, run.loader, generators=False)
-        return of_rank(run)
+        return held_by(run), steps(run)
 
     saved, found = ranks(2, first), ranks(after, then)
-    assert sum(saved).abs().max() > 0
-    if after == 2:
-        assert all(map(torch.equal, saved, found))
-    torch.testing.assert_close(sum(found), sum(saved), rtol=1e-6, atol=1e-8)
+    for name in ("residual", "velocity"):
+        before, now = [held[name] for _, held in saved], [held[name] for held, _ in found]
+        assert sum(before).abs().max() > 0
+        if after == 2:
+            assert all(map(torch.equal, before, now))
+        torch.testing.assert_close(sum(now), sum(before), rtol=1e-6, atol=1e-8)
+    seen = [x for part, _ in saved for x in part] + [x for _, part in found for x in part]
+    assert sorted(seen) == sorted(torch.linspace(-1, 1, 120).reshape(60, 2).sum(1).tolist())
 
 
 @pytest.mark.parametrize("after", [2, 3])

@@ -1,0 +1,79 @@
+"""RoundWire: what the ranks of mode "abs" do together, as operations of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from collectives.transports import Transport
+
+from ..engine import Engine, Operation
+from .round_exchange import RoundExchange
+from .rounds import Ready, Reduced
+
+_COUNT_BITS: Final = 31
+_COUNTS: Final = (1 << _COUNT_BITS) - 1
+
+
+class RoundWire:
+    """One rank's end of the wire.
+
+    local_clip_norm: what each rank's part of a round is shortened to its share of.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        exchange: RoundExchange,
+        facts: Sequence[str],
+        engine: Engine,
+        ranks: int,
+        local_clip_norm: float | None,
+    ) -> None:
+        self.exchange = exchange
+        self._name = name
+        self._facts = list(facts)
+        self._engine = engine
+        self._ranks = ranks
+        self._local_clip_norm = local_clip_norm
+
+    def ready(self, samples: int, is_last: bool) -> Operation:
+        """Say that this rank may end the round."""
+
+        def work(transport: Transport, votes: list[int]) -> Ready:
+            return Ready(sum(vote >> 1 for vote in votes), any(vote & 1 for vote in votes))
+
+        return self._engine.submit(f"{self._name}.ready", [], work, vote=samples << 1 | is_last)
+
+    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Operation:
+        """Reduce the sums of a round to their mean."""
+        finite = self.exchange.take(sums, self._local_clip_norm, self._ranks, samples)
+
+        def work(transport: Transport, votes: list[int]) -> Reduced:
+            counts = [vote >> 1 & _COUNTS for vote in votes]
+            done = [vote >> 1 + _COUNT_BITS for vote in votes]
+            culprits = [rank for rank, vote in enumerate(votes) if not vote & 1]
+            update = None
+            if any(counts) and not culprits:
+                update = self.exchange.reduce(transport, 1.0 / sum(counts))
+            return Reduced(update, counts, done, culprits)
+
+        return self._engine.submit(
+            f"{self._name}.gradients",
+            [self.exchange.facts, *self._facts],
+            work,
+            vote=finite | samples << 1 | batches << 1 + _COUNT_BITS,
+        )
+
+    def meet(self, facts: Sequence[str], drains: bool) -> list[int]:
+        """Return, of every rank, whether it drains; waits for all of them."""
+
+        def work(transport: Transport, votes: list[int]) -> list[int]:
+            return list(votes)
+
+        votes: list[int] = self._engine.submit(
+            f"{self._name}.pass", facts, work, vote=int(drains)
+        ).wait()
+        return votes
