@@ -21,7 +21,7 @@ from ..plan.models import PARAMETERS
 from ..plan.quantities import bandwidth, count, duration
 from .classes import Classes
 from .cluster import GIGABIT, Cluster, Death, Slowdown
-from .modes import DEFAULT, OUTLIVE, SIMULATED
+from .modes import DEFAULT, OF_CLASSES, OUTLIVE, SIMULATED
 from .page import page
 from .record import Record
 from .setting import Setting
@@ -131,6 +131,13 @@ def parser() -> argparse.ArgumentParser:
     add("--model", choices=PARAMETERS, metavar="NAME", help="whose gradients' exchange is modelled")
     add("--task", choices=NETWORKS, default="digits", help="what is trained; default: %(default)s")
     add("--epochs", type=as_argument(count), default=20)
+    add(
+        "--evaluate-every",
+        type=as_argument(count),
+        default=0,
+        metavar="SAMPLES",
+        help="default: after every epoch",
+    )
     add("--seeds", type=as_argument(count), default=1)
     add("--batch", type=as_argument(count), default=256, help="of all ranks; default: %(default)s")
     add("--micro-batch", type=as_argument(count), default=8, help="of abs; default: %(default)s")
@@ -191,17 +198,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.batch < 8 * cluster.ranks:
         return _fail(f"--batch must be at least {8 * cluster.ranks}, got {options.batch}")
     torch.set_num_threads(1)  # the ranks are threads
-    records = []
-    for seed in range(options.seeds):
-        setting = _setting(options, cluster, seed)
-        for mode in options.modes:
-            print(f"simulating {mode}, seed {seed}", file=sys.stderr)
-            records.append(SIMULATED[mode](setting))
-    if options.json != "-":
-        for line in render(records, setting, options.target):
-            print(line)
+    records: list[Record] = []
     try:
-        _write(options, records, setting)
+        for seed in range(options.seeds):
+            setting = _setting(options, cluster, seed)
+            for mode in options.modes:
+                print(f"simulating {mode}, seed {seed}", file=sys.stderr)
+                records.append(SIMULATED[mode](setting))
+                if options.json not in (None, "-"):  # now: the others may take long
+                    Path(options.json).write_text(_json(records, setting) + "\n", encoding="utf-8")
+        lines = render(records, setting, options.target)
+        print(*([_json(records, setting)] if options.json == "-" else lines), sep="\n")
+        if options.html:
+            Path(options.html).write_text(page(records, lines), encoding="utf-8")
     except OSError as error:
         return _fail(f"{error.filename} cannot be written: {error.strerror}")
     return 0
@@ -221,6 +230,8 @@ def _setting(options: argparse.Namespace, cluster: Cluster, seed: int) -> Settin
         interval=options.interval,
         micro_batch=options.micro_batch,
         mega_batch=options.mega_batch,
+        evaluate_every=options.evaluate_every,
+        losses=any(mode in OF_CLASSES for mode in options.modes),
         classes=_classes(options),
     )
 
@@ -233,22 +244,14 @@ def _classes(options: argparse.Namespace) -> Classes:
     )
 
 
-def _write(options: argparse.Namespace, records: Sequence[Record], setting: Setting) -> None:
-    if options.json:
-        said = {
-            "simulated": True,
-            "cluster": dataclasses.asdict(setting.cluster),
-            "reduce_seconds": setting.reduce_seconds,
-            "records": [dataclasses.asdict(record) for record in records],
-        }
-        text = json.dumps(said, indent=1)
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
-    if options.html:
-        lines = render(records, setting, options.target)
-        Path(options.html).write_text(page(records, lines), encoding="utf-8")
+def _json(records: Sequence[Record], setting: Setting) -> str:
+    said = {
+        "simulated": True,
+        "cluster": dataclasses.asdict(setting.cluster),
+        "reduce_seconds": setting.reduce_seconds,
+        "records": [dataclasses.asdict(record) for record in records],
+    }
+    return json.dumps(said, indent=1)
 
 
 def _fail(reason: str) -> int:

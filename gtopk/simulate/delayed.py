@@ -158,7 +158,7 @@ def simulate(setting: Setting) -> Record:
             if rank == 0:
                 applied += samples
                 record.steps += 1
-                if applied >= (len(record.accuracy) + 1) * task.samples:
+                if setting.is_due(applied, len(record.accuracy)):
                     record.accuracy.append((time.now, task.accuracy(models[0])))
 
         wire = SimulatedWire(ends, rank)
@@ -174,7 +174,7 @@ def simulate(setting: Setting) -> Record:
 
     for rank in range(cluster.ranks):
         begin(rank)
-    while len(record.accuracy) < setting.epochs:
+    while applied < setting.epochs * task.samples:
         time.now, rank, seconds, indices = heapq.heappop(events)
         task.loss(models[rank], torch.tensor(indices)).backward()
         record.busy[rank] += seconds

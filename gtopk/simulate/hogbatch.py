@@ -69,7 +69,7 @@ class Hogbatch:
         worker = self.workers[rank]
         worker.seen = self.record.steps
         worker.samples = len(places)
-        worker.model.load_state_dict(self.model.state_dict())
+        self._read(worker)
         worker.model.zero_grad()
         self.setting.task.loss(worker.model, torch.tensor(places)).backward()
         seconds = self._clusters[rank].compute_seconds(
@@ -77,6 +77,12 @@ class Hogbatch:
         )
         self.record.busy[rank] += seconds
         return second + seconds
+
+    @torch.no_grad()
+    def _read(self, worker: Worker) -> None:
+        """Copy the shared parameters to a worker's; buffers are each worker's own."""
+        parameters = list(worker.model.parameters())
+        torch._foreach_copy_(parameters, list(self.model.parameters()))
 
     def update(self, rank: int) -> None:
         """Step the shared model with a worker's gradients; the rate follows its batch."""
@@ -121,8 +127,10 @@ class Hogbatch:
         )
         sizes = [w.sizer.size if (w := self.workers.get(r)) else 0 for r in range(len(record.busy))]
         record.sizes.append((record.seconds, sizes))
-        record.accuracy.append((record.seconds, task.accuracy(self.model)))
-        record.loss.append((record.seconds, mean_loss(task, self.model)))
+        first = self.workers[min(self.workers)]
+        self._read(first)
+        record.accuracy.append((record.seconds, task.accuracy(first.model)))
+        record.loss.append((record.seconds, mean_loss(task, first.model)))
         record.staleness = self._stale / record.steps
         record.used = {name: self._utilisation(name) for name in ("slow", "fast")}
 

@@ -19,7 +19,8 @@ class Setting:
 
     density: of gTop-k; None: dense.
     mega_batch: samples between two merges of adaptive-sgd; 0: 100 batches.
-    evaluate_every: samples, of replicas; 0: after every epoch.
+    evaluate_every: samples; 0: after every epoch. Of hogbatch always so.
+    losses: whether the synchronous modes note the loss of all samples, too.
     classes: of ranks, for hogbatch.
     """
 
@@ -35,7 +36,13 @@ class Setting:
     micro_batch: int = 16
     mega_batch: int = 0
     evaluate_every: int = 0
+    losses: bool = False
     classes: Classes = field(default_factory=Classes)
+
+    def is_due(self, samples: int, evaluations: int) -> bool:
+        """Tell whether a model is to be evaluated again, that has seen so many samples."""
+        every = self.evaluate_every or self.task.samples
+        return samples >= min((evaluations + 1) * every, self.epochs * self.task.samples)
 
     @property
     def compression(self) -> Any:

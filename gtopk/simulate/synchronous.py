@@ -105,9 +105,10 @@ def simulate(setting: Setting, mode: str) -> Record:
                         task.loss(model, indices).backward()
                         optimizer.step()
                         clock.end_step(number, loader.num_samples, timer.seconds)
-                    if number == 0:
-                        record.accuracy.append((record.seconds, task.accuracy(model)))
-                        record.loss.append((record.seconds, mean_loss(task, model)))
+                        if number == 0 and setting.is_due(record.samples, len(record.accuracy)):
+                            record.accuracy.append((record.seconds, task.accuracy(model)))
+                            if setting.losses:
+                                record.loss.append((record.seconds, mean_loss(task, model)))
         except BaseException:
             clock.abort()
             raise
