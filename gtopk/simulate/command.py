@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
         description="Train on a cluster of unlike ranks that is modelled: real model, gradients, "
         "residuals and collectives, simulated seconds. Tells which mode of adaptive batches pays "
         "there. Computes all ranks in this process, or, started by a launcher, one in each.",
-        epilog="examples:\n  gtopk simulate --speeds 400:200:100:100 --html adaptive.html\n"
+        epilog="example:\n  gtopk simulate --speeds 400:200:100:100 --html adaptive.html\n"
         "  mpirun -n 4 gtopk simulate --speeds 400:200:100:100",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
