@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from .. import world
 from ..launch import launched_by
 
 T = TypeVar("T")
-_CHANNEL = 0
+_CHANNEL: Final = 0
+_PATIENCE_SECONDS: Final = 3600.0  # a thread that computes for long has not failed
 
 
 class Ranks(Protocol):
@@ -58,10 +59,11 @@ class Threads:
             with world.entered(transport):
                 return script()
 
-        return run_ranks(local_world(len(self.here)), rank)[0]
+        return run_ranks(local_world(len(self.here), _PATIENCE_SECONDS), rank)[0]
 
     def meet(self, members: Sequence[int], program: Callable[[Transport], T]) -> dict[int, T]:
-        return dict(zip(members, run_ranks(local_world(len(members)), program), strict=True))
+        transports = local_world(len(members), _PATIENCE_SECONDS)
+        return dict(zip(members, run_ranks(transports, program), strict=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Do nothing: there is but one."""
