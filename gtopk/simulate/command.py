@@ -21,12 +21,14 @@ from ..plan.models import PARAMETERS
 from ..plan.quantities import bandwidth, count, duration
 from .classes import Classes
 from .cluster import GIGABIT, Cluster, Death, Slowdown
-from .modes import DEFAULT, OUTLIVE, SIMULATED
+from .modes import DEFAULT, OF_CLASSES, OUTLIVE, SIMULATED
+from .networks import NETWORKS
 from .page import page
+from .ranks import Processes, processes_launched
 from .record import Record
 from .setting import Setting
 from .show import render
-from .tasks import NETWORKS, open_task
+from .tasks import open_task
 
 _SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[\d.]+)@(?P<second>.+)")
 
@@ -95,9 +97,10 @@ def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser(
         prog="gtopk simulate",
         description="Train on a cluster of unlike ranks that is modelled: real model, gradients, "
-        "residuals and collectives in this process, simulated seconds. Tells which mode of "
-        "adaptive batches pays there.",
-        epilog="example:\n  gtopk simulate --speeds 400:200:100:100 --html adaptive.html",
+        "residuals and collectives, simulated seconds. Tells which mode of adaptive batches pays "
+        "there. Computes all ranks in this process, or, started by a launcher, one in each.",
+        epilog="example:\n  gtopk simulate --speeds 400:200:100:100 --html adaptive.html\n"
+        "  mpirun -n 4 gtopk simulate --speeds 400:200:100:100",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = described.add_argument
@@ -128,9 +131,23 @@ def parser() -> argparse.ArgumentParser:
     add("--bandwidth", type=as_argument(bandwidth), default=GIGABIT.bits_per_second)
     add("--latency", type=as_argument(duration), default=GIGABIT.latency_seconds)
     add("--exchange", type=as_argument(duration), help="of a step, in place of the link's model")
+    add(
+        "--overlap",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of a batch's time, beside which synchronous modes exchange; default: %(default)s",
+    )
     add("--model", choices=PARAMETERS, metavar="NAME", help="whose gradients' exchange is modelled")
     add("--task", choices=NETWORKS, default="digits", help="what is trained; default: %(default)s")
     add("--epochs", type=as_argument(count), default=20)
+    add(
+        "--evaluate-every",
+        type=as_argument(count),
+        default=0,
+        metavar="SAMPLES",
+        help="default: after every epoch",
+    )
     add("--seeds", type=as_argument(count), default=1)
     add("--batch", type=as_argument(count), default=256, help="of all ranks; default: %(default)s")
     add("--micro-batch", type=as_argument(count), default=8, help="of abs; default: %(default)s")
@@ -181,33 +198,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Link.of(options.bandwidth, options.latency),
         options.exchange,
     )
-    for name, changes in (("--slow", options.slow), ("--die", options.die)):
-        if any(change.rank >= cluster.ranks for change in changes):
-            return _fail(f"{name} must be of ranks 0..{cluster.ranks - 1}, as --speeds has them")
-    if any(rank >= cluster.ranks for rank in options.fast or ()):
-        return _fail(f"--fast must be of ranks 0..{cluster.ranks - 1}, as --speeds has them")
-    if options.die and (others := [mode for mode in options.modes if mode not in OUTLIVE]):
-        return _fail(f"{others[0]} ends with a rank; --die is of {', '.join(OUTLIVE)}")
-    if options.batch < 8 * cluster.ranks:
-        return _fail(f"--batch must be at least {8 * cluster.ranks}, got {options.batch}")
-    torch.set_num_threads(1)  # the ranks are threads
-    records = []
+    processes = processes_launched()
+    is_first = processes is None or 0 in processes.here
+    refused = _refusal(options, cluster, processes) or _unwritable(options, processes)
+    if refused:
+        if is_first:
+            print(f"gtopk simulate: {refused}", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)  # the ranks are threads, or share the machine
+    records: list[Record] = []
     for seed in range(options.seeds):
-        setting = _setting(options, cluster, seed)
+        setting = _setting(options, cluster, seed, processes)
         for mode in options.modes:
-            print(f"simulating {mode}, seed {seed}", file=sys.stderr)
+            if is_first:
+                print(f"simulating {mode}, seed {seed}", file=sys.stderr)
             records.append(SIMULATED[mode](setting))
-    if options.json != "-":
-        for line in render(records, setting, options.target):
-            print(line)
-    try:
-        _write(options, records, setting)
-    except OSError as error:
-        return _fail(f"{error.filename} cannot be written: {error.strerror}")
+            if is_first and options.json not in (None, "-"):  # now: the others may take long
+                Path(options.json).write_text(_json(records, setting) + "\n", encoding="utf-8")
+    if is_first:
+        lines = render(records, setting, options.target)
+        print(*([_json(records, setting)] if options.json == "-" else lines), sep="\n")
+        if options.html:
+            Path(options.html).write_text(page(records, lines), encoding="utf-8")
     return 0
 
 
-def _setting(options: argparse.Namespace, cluster: Cluster, seed: int) -> Setting:
+def _refusal(
+    options: argparse.Namespace, cluster: Cluster, processes: Processes | None
+) -> str | None:
+    """Return why this cannot be simulated, the same on every rank; None where it can."""
+    if processes is not None and processes.size != cluster.ranks:
+        return (
+            f"--speeds has {cluster.ranks} ranks, and {processes.size} processes were started: "
+            f"start {cluster.ranks}, or the command without a launcher: it computes all ranks"
+        )
+    for name, changes in (("--slow", options.slow), ("--die", options.die)):
+        if any(change.rank >= cluster.ranks for change in changes):
+            return f"{name} must be of ranks 0..{cluster.ranks - 1}, as --speeds has them"
+    if any(rank >= cluster.ranks for rank in options.fast or ()):
+        return f"--fast must be of ranks 0..{cluster.ranks - 1}, as --speeds has them"
+    if options.die and (others := [mode for mode in options.modes if mode not in OUTLIVE]):
+        return f"{others[0]} ends with a rank; --die is of {', '.join(OUTLIVE)}"
+    if not 0 <= options.overlap <= 1:
+        return f"--overlap must lie in 0..1, got {options.overlap:g}"
+    if options.batch < 8 * cluster.ranks:
+        return f"--batch must be at least {8 * cluster.ranks}, got {options.batch}"
+    return None
+
+
+def _unwritable(options: argparse.Namespace, processes: Processes | None) -> str | None:
+    """Return which file rank 0 cannot write, before anything is computed; None: it can."""
+    reason = ""
+    if processes is None or 0 in processes.here:
+        try:
+            for name in {options.json, options.html} - {None, "-"}:
+                with open(name, "a"):
+                    pass
+        except OSError as error:
+            reason = f"{error.filename} cannot be written: {error.strerror}"
+    failed = torch.tensor([bool(reason)])
+    if processes is not None:
+        processes.broadcast(failed, 0)
+    return (reason or "rank 0 cannot write") if failed else None
+
+
+def _setting(
+    options: argparse.Namespace, cluster: Cluster, seed: int, processes: Processes | None
+) -> Setting:
     length = PARAMETERS[options.model] if options.model else None
     return Setting(
         cluster,
@@ -221,7 +278,11 @@ def _setting(options: argparse.Namespace, cluster: Cluster, seed: int) -> Settin
         interval=options.interval,
         micro_batch=options.micro_batch,
         mega_batch=options.mega_batch,
+        evaluate_every=options.evaluate_every,
+        overlap=options.overlap,
+        losses=any(mode in OF_CLASSES for mode in options.modes),
         classes=_classes(options),
+        processes=processes,
     )
 
 
@@ -233,24 +294,11 @@ def _classes(options: argparse.Namespace) -> Classes:
     )
 
 
-def _write(options: argparse.Namespace, records: Sequence[Record], setting: Setting) -> None:
-    if options.json:
-        said = {
-            "simulated": True,
-            "cluster": dataclasses.asdict(setting.cluster),
-            "reduce_seconds": setting.reduce_seconds,
-            "records": [dataclasses.asdict(record) for record in records],
-        }
-        text = json.dumps(said, indent=1)
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
-    if options.html:
-        lines = render(records, setting, options.target)
-        Path(options.html).write_text(page(records, lines), encoding="utf-8")
-
-
-def _fail(reason: str) -> int:
-    print(f"gtopk simulate: {reason}", file=sys.stderr)
-    return 2
+def _json(records: Sequence[Record], setting: Setting) -> str:
+    said = {
+        "simulated": True,
+        "cluster": dataclasses.asdict(setting.cluster),
+        "reduce_seconds": setting.reduce_seconds,
+        "records": [dataclasses.asdict(record) for record in records],
+    }
+    return json.dumps(said, indent=1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from collectives.transports import LocalTransport, local_world, run_ranks
+from collectives.transports import Transport
 
 from ..adaptive.cuts import shuffled
 from ..adaptive.round_exchange import RoundExchange
@@ -94,24 +94,28 @@ class SimulatedWire:
 
 
 class Ends:
-    """What lies between the ranks' ends: buckets, residuals, and the meetings that are open."""
+    """What lies between the ranks' ends: buckets, residuals, and the meetings that are open.
+
+    models: of the ranks that are here.
+    """
 
     def __init__(
-        self, setting: Setting, time: Time, models: Sequence[torch.nn.Module], record: Record
+        self, setting: Setting, time: Time, models: Mapping[int, torch.nn.Module], record: Record
     ) -> None:
         self.time = time
         self._setting, self._record = setting, record
         self._meetings: dict[tuple[str, int], Meeting] = {}
-        self._exchanges = [
-            RoundExchange(list(model.parameters()), setting.compression) for model in models
-        ]
-        self._transports = local_world(setting.cluster.ranks)
+        self._exchanges = {
+            rank: RoundExchange(list(model.parameters()), setting.compression)
+            for rank, model in models.items()
+        }
+        self._ranks = range(setting.cluster.ranks)
         self._reduce_seconds = setting.reduce_seconds
 
     def meeting(self, kind: str, number: int) -> Meeting:
         """Return a meeting, the same one for every rank."""
         self._meetings.pop((kind, number - 2), None)
-        return self._meetings.setdefault((kind, number), Meeting(self._setting.cluster.ranks))
+        return self._meetings.setdefault((kind, number), Meeting(len(self._ranks)))
 
     def complete(self, kind: str, meeting: Meeting) -> None:
         """Give a meeting its results and its end."""
@@ -122,14 +126,18 @@ class Ends:
             meeting.over_at = self.time.now + self._setting.cluster.signal_seconds()
             return
         counts, batches = ([part[place] for part in parts] for place in (1, 2))
-        for exchange, part in zip(self._exchanges, parts, strict=True):
-            exchange.take(part[0])
+        for rank, exchange in self._exchanges.items():
+            exchange.take(parts[rank][0])
 
-        def reduce(transport: LocalTransport) -> list[torch.Tensor] | None:
+        def reduce(transport: Transport) -> list[torch.Tensor] | None:
             return self._exchanges[transport.rank].reduce(transport, 1.0 / sum(counts))
 
-        updates = run_ranks(self._transports, reduce)
-        meeting.results = [Reduced(update, counts, batches) for update in updates]
+        updates = self._setting.ranks.meet(self._ranks, reduce)
+        # All ranks get the same update, or none; those elsewhere have no parameters here.
+        elsewhere: list[torch.Tensor] | None = None if None in updates.values() else []
+        meeting.results = [
+            Reduced(updates.get(rank, elsewhere), counts, batches) for rank in self._ranks
+        ]
         meeting.over_at = self.time.now + self._reduce_seconds
         self._record.exchange += self._reduce_seconds
         self._record.sizes.append((self.time.now, counts))
@@ -138,27 +146,29 @@ class Ends:
 def simulate(setting: Setting) -> Record:
     """Train by delayed rounds, and return what happened.
 
-    Micro-batches come from one counter that all ranks share, through all epochs.
+    Micro-batches come from one counter that all ranks share, through all epochs. Every process
+    moves all ranks' rounds, and computes the gradients of those that are here.
     """
     cluster, task, time = setting.cluster, setting.task, Time()
     record = Record("abs", setting.seed, busy=[0.0] * cluster.ranks)
-    models = [task.model() for _ in range(cluster.ranks)]
+    models = {rank: task.model() for rank in setting.ranks.here}
     ends = Ends(setting, time, models, record)
     claims = claim(task.samples, setting.micro_batch, 1000 * setting.seed)
     noises = cluster.noises(setting.seed)
     applied = 0  # samples, on rank 0
 
     def open_rounds(rank: int) -> Rounds:
-        parameters = list(models[rank].parameters())
-        optimizer = torch.optim.SGD(parameters, setting.learning_rate, momentum=setting.momentum)
+        parameters = list(models[rank].parameters()) if rank in models else []
+        optimizer = setting.optimizer(parameters) if parameters else None
 
         def apply(samples: int) -> None:
             nonlocal applied
-            optimizer.step()
+            if optimizer is not None:
+                optimizer.step()
             if rank == 0:
                 applied += samples
                 record.steps += 1
-                if applied >= (len(record.accuracy) + 1) * task.samples:
+                if 0 in models and setting.is_due(applied, len(record.accuracy)):
                     record.accuracy.append((time.now, task.accuracy(models[0])))
 
         wire = SimulatedWire(ends, rank)
@@ -174,9 +184,10 @@ def simulate(setting: Setting) -> Record:
 
     for rank in range(cluster.ranks):
         begin(rank)
-    while len(record.accuracy) < setting.epochs:
+    while applied < setting.epochs * task.samples:
         time.now, rank, seconds, indices = heapq.heappop(events)
-        task.loss(models[rank], torch.tensor(indices)).backward()
+        if rank in models:
+            task.loss(models[rank], torch.tensor(indices)).backward()
         record.busy[rank] += seconds
         record.samples += len(indices)
         rounds[rank].add(len(indices), summed=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import torch
 
@@ -21,29 +22,28 @@ from .tasks import mean_loss
 class Worker:
     """One rank: its own view of the model, from when it took its batch, and its gradients there.
 
-    seen: how many updates the model had had by then.
+    model: None: in another process.
+    seen: how many updates the shared model had had by then.
     """
 
-    def __init__(self, model: torch.nn.Module, sizer: Sizer) -> None:
+    def __init__(self, model: torch.nn.Module | None, sizer: Sizer) -> None:
         self.model = model
         self.sizer = sizer
         self.updates = self.seen = self.samples = 0
 
 
 class Hogbatch:
-    """The shared model, and the workers by rank."""
+    """The shared model, which every process has, and the workers by rank."""
 
     def __init__(self, setting: Setting, mode: str, ranks: Sequence[int], adapts: bool) -> None:
         self.setting, task, classes = setting, setting.task, setting.classes
         self.record = Record(mode, setting.seed, busy=[0.0] * setting.cluster.ranks)
         self.model = task.model()
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), setting.learning_rate, momentum=setting.momentum
-        )
+        self.optimizer = setting.optimizer(self.model.parameters())
         thresholds = [classes.sizes[classes.name(rank)] for rank in range(setting.cluster.ranks)]
         self.workers = {
             rank: Worker(
-                task.model(),
+                task.model() if rank in setting.ranks.here else None,
                 Sizer(rank in classes.fast, adapts, 2.0, thresholds[rank], thresholds[rank]),
             )
             for rank in ranks
@@ -69,20 +69,29 @@ class Hogbatch:
         worker = self.workers[rank]
         worker.seen = self.record.steps
         worker.samples = len(places)
-        worker.model.load_state_dict(self.model.state_dict())
-        worker.model.zero_grad()
-        self.setting.task.loss(worker.model, torch.tensor(places)).backward()
+        if worker.model is not None:
+            self._read(worker.model)
+            worker.model.zero_grad()
+            self.setting.task.loss(worker.model, torch.tensor(places)).backward()
         seconds = self._clusters[rank].compute_seconds(
             rank, self.setting.task.work_of(places), second, self._noises[rank]
         )
         self.record.busy[rank] += seconds
         return second + seconds
 
+    @torch.no_grad()
+    def _read(self, model: torch.nn.Module) -> None:
+        """Copy the shared parameters to a worker's; buffers are each worker's own."""
+        torch._foreach_copy_(list(model.parameters()), list(self.model.parameters()))
+
     def update(self, rank: int) -> None:
         """Step the shared model with a worker's gradients; the rate follows its batch."""
         worker, record = self.workers[rank], self.record
-        for shared, own in zip(self.model.parameters(), worker.model.parameters(), strict=True):
-            shared.grad = own.grad
+        own = worker.model.parameters() if worker.model is not None else repeat(None)
+        for shared, parameter in zip(self.model.parameters(), own, strict=False):
+            gradient = None if parameter is None else parameter.grad
+            shared.grad = torch.zeros_like(shared) if gradient is None else gradient
+            self.setting.ranks.broadcast(shared.grad, rank)
         rate = self.setting.learning_rate * worker.samples / self.setting.global_batch
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
@@ -121,10 +130,22 @@ class Hogbatch:
         )
         sizes = [w.sizer.size if (w := self.workers.get(r)) else 0 for r in range(len(record.busy))]
         record.sizes.append((record.seconds, sizes))
-        record.accuracy.append((record.seconds, task.accuracy(self.model)))
-        record.loss.append((record.seconds, mean_loss(task, self.model)))
+        accuracy, loss = self._evaluate()
+        record.accuracy.append((record.seconds, accuracy))
+        record.loss.append((record.seconds, loss))
         record.staleness = self._stale / record.steps
         record.used = {name: self._utilisation(name) for name in ("slow", "fast")}
+
+    def _evaluate(self) -> list[float]:
+        """Return the shared model's accuracy and loss, with the buffers of the first worker."""
+        first, task = min(self.workers), self.setting.task
+        found = torch.zeros(2, dtype=torch.float64)
+        if (model := self.workers[first].model) is not None:
+            self._read(model)
+            found[0], found[1] = task.accuracy(model), mean_loss(task, model)
+        self.setting.ranks.broadcast(found, first)
+        numbers: list[float] = found.tolist()
+        return numbers
 
     def _utilisation(self, name: str) -> float:
         """Return what share the ranks of a class have computed of what they could at their best.

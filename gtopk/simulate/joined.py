@@ -9,51 +9,83 @@ losses weighted by samples and a dense allreduce:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+
 import torch
 
 from collectives.planning import Candidate
+from collectives.transports import Transport
 
 from ..adaptive.cuts import shuffled
+from ..adaptive.round_exchange import RoundExchange
 from ..adaptive.shares import Limits, whole
+from ..compression import Compression
 from .record import Record
 from .setting import Setting
+
+
+class Rank:
+    """A rank's replica."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._task = setting.task
+        self.model = setting.task.model()
+        self._parameters = list(self.model.parameters())
+        self._optimizer = setting.optimizer(self._parameters)
+        self._exchange = RoundExchange(self._parameters, Compression.none)
+
+    def step(self, batch: torch.Tensor, total: int, transport: Transport) -> None:
+        """Step by the mean over all ranks' samples, as losses weighted by samples make it."""
+        self._optimizer.zero_grad()
+        if len(batch):
+            (len(batch) * self._task.loss(self.model, batch)).backward()
+        self._exchange.take([parameter.grad for parameter in self._parameters])
+        update = self._exchange.reduce(transport, 1.0 / total)
+        if update is None:  # not finite, on all ranks
+            return
+        for parameter, gradient in zip(self._parameters, update, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+
+
+def take_step(
+    here: Mapping[int, Rank], batches: Sequence[torch.Tensor], transport: Transport
+) -> None:
+    """Have the rank that this is take its part in a step."""
+    here[transport.rank].step(batches[transport.rank], sum(map(len, batches)), transport)
 
 
 def simulate(setting: Setting) -> Record:
     """Train with shards by the ranks' speeds, which are known beforehand."""
     cluster, task = setting.cluster, setting.task
-    ranks = cluster.ranks
-    record = Record("join", setting.seed, busy=[0.0] * ranks)
-    model = task.model()
-    optimizer = torch.optim.SGD(
-        model.parameters(), setting.learning_rate, momentum=setting.momentum
-    )
-    batch = setting.global_batch // ranks
+    ranks = range(cluster.ranks)
+    record = Record("join", setting.seed, busy=[0.0] * cluster.ranks)
+    here = {rank: Rank(setting) for rank in setting.ranks.here}
+    batch = setting.global_batch // cluster.ranks
     noises = cluster.noises(setting.seed)
     reduce_seconds = cluster.reduce_seconds(Candidate("dense"), task.length)
     length = task.samples
     wanted = [length * speed / sum(cluster.speeds) for speed in cluster.speeds]
-    shares = whole(wanted, Limits(length, [0] * ranks, [length] * ranks))
+    shares = whole(wanted, Limits(length, [0] * cluster.ranks, [length] * cluster.ranks))
     for epoch in range(setting.epochs):
         order = torch.tensor(shuffled(length, 1000 * setting.seed, epoch))
         inputs = [shard.split(batch) for shard in order.split(shares)]
         for step in range(max(map(len, inputs))):
             batches = [shard[step] if step < len(shard) else order[:0] for shard in inputs]
+            sizes = list(map(len, batches))
+            setting.ranks.meet(ranks, partial(take_step, here, batches))
             seconds = [
-                cluster.compute_seconds(rank, len(mine), record.seconds, noises[rank])
-                if len(mine)
-                else 0.0
-                for rank, mine in enumerate(batches)
+                cluster.compute_seconds(rank, size, record.seconds, noises[rank])
+                for rank, size in enumerate(sizes)
             ]
-            # The mean over all samples is what weighted losses sum up to.
-            optimizer.zero_grad()
-            task.loss(model, torch.cat(batches)).backward()
-            optimizer.step()
             record.busy = [a + b for a, b in zip(record.busy, seconds, strict=True)]
-            record.seconds += max(seconds) + reduce_seconds
-            record.exchange += reduce_seconds
-            record.samples += sum(map(len, batches))
+            waited = setting.wait_seconds(max(seconds), reduce_seconds)
+            record.seconds += max(seconds) + waited
+            record.exchange += waited
+            record.samples += sum(sizes)
             record.steps += 1
-            record.sizes.append((record.seconds, list(map(len, batches))))
-        record.accuracy.append((record.seconds, task.accuracy(model)))
+            record.sizes.append((record.seconds, sizes))
+            if 0 in here and setting.is_due(record.samples, len(record.accuracy)):
+                record.accuracy.append((record.seconds, task.accuracy(here[0].model)))
     return record

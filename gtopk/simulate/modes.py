@@ -47,3 +47,5 @@ SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
 DEFAULT: Final = ("equal-dense", "equal", "balanced", "abs", "local-sgd", "adaptive-sgd")
 # A rank that dies is the end of any other.
 OUTLIVE: Final = ("local-sgd", "elastic", "crossbow", "adaptive-sgd", "adaptive-sgd-gtopk")
+# These train one model in classes of ranks, and are compared by its loss.
+OF_CLASSES: Final = ("slow-only", "fast-only", "hogbatch", "adaptive-hogbatch")

@@ -12,7 +12,8 @@ class Record:
 
     seconds:   simulated, of the whole run.
     busy:      of these, what each rank computed.
-    exchange:  of these, what the wire was in use, as modelled.
+    exchange:  of these, what the wire was in use, as modelled; of synchronous modes, what ranks
+               waited for it.
     samples:   computed, of all ranks.
     steps:     updates of the parameters; of replicas, those of the rank that makes most.
     accuracy:  (simulated seconds, share of the test samples) after every epoch, or more often.

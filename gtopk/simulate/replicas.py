@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from collectives.transports import LocalTransport, local_world, run_ranks
+from collectives.transports import Transport
 from collectives.transports.counter import LocalCounter
 
 from ..adaptive.cursor import Cursor, ReplayedCursor, SharedCursor, Stretch, in_step
@@ -24,19 +24,26 @@ from .record import Record
 from .setting import Setting
 
 
+class Trained(NamedTuple):
+    """What a rank trains, where it is here."""
+
+    model: torch.nn.Module
+    replica: Replica
+    optimizer: torch.optim.Optimizer
+
+
 @dataclass
 class Worker:
     """A simulated rank.
 
     number: in the cluster, whose speed and noise are its own.
+    trained: None: in another process.
     dies_at: second from which it is gone.
     finished, updates: since the last merge. free_at: when it was done with its last batch.
     """
 
     number: int
-    model: torch.nn.Module
-    replica: Replica
-    optimizer: torch.optim.Optimizer
+    trained: Trained | None
     noise: np.random.Generator
     dies_at: float
     finished: list[range] = field(default_factory=list)
@@ -76,18 +83,14 @@ class _Run:
         ]
         self.workers = []
         for rank in range(ranks):
-            model = task.model()
-            parameters = list(model.parameters())
-            self.workers.append(
-                Worker(
-                    rank,
-                    model,
-                    Replica(parameters, setting.compression, chosen.merge_momentum),
-                    torch.optim.SGD(parameters, setting.learning_rate, momentum=setting.momentum),
-                    noises[rank],
-                    deaths.get(rank, float("inf")),
-                )
-            )
+            trained = None
+            if rank in setting.ranks.here:
+                model = task.model()
+                parameters = list(model.parameters())
+                replica = Replica(parameters, setting.compression, chosen.merge_momentum)
+                trained = Trained(model, replica, setting.optimizer(parameters))
+            dies_at = deaths.get(rank, float("inf"))
+            self.workers.append(Worker(rank, trained, noises[rank], dies_at))
 
     def epoch(self, epoch: int) -> None:
         """Train until every sample is in a merge."""
@@ -103,9 +106,13 @@ class _Run:
     def _evaluate(self) -> None:
         """Note how good the merged model is; that takes no simulated time."""
         self._unseen = 0
-        worker, record = self.workers[0], self.record
-        with worker.replica.at_center():
-            record.accuracy.append((record.seconds, self.setting.task.accuracy(worker.model)))
+        setting, first = self.setting, self.workers[0]
+        accuracy = torch.zeros(1, dtype=torch.float64)
+        if first.trained is not None:
+            with first.trained.replica.at_center():
+                accuracy[0] = setting.task.accuracy(first.trained.model)
+        setting.ranks.broadcast(accuracy, first.number)  # rank 0 may be dead, and reports
+        self.record.accuracy.append((self.record.seconds, float(accuracy)))
 
     def _mega_batch(self, stretch: Stretch, order: Sequence[int]) -> None:
         batches, began = self.batches, self.record.seconds
@@ -128,7 +135,10 @@ class _Run:
             seconds = self._take_seconds + self._compute_seconds(worker, places, second)
             if second + seconds >= worker.dies_at:
                 continue  # its samples are in no report
-            self._step(worker, places)
+            if worker.trained is not None:
+                self._step(worker.trained, places)
+            worker.updates += 1
+            self.record.samples += len(places)
             worker.finished.append(take)
             worker.free_at = second + seconds
             self.record.busy[worker.number] += seconds - self._take_seconds
@@ -139,15 +149,13 @@ class _Run:
         work = setting.task.work_of(places)
         return setting.cluster.compute_seconds(worker.number, work, second, worker.noise)
 
-    def _step(self, worker: Worker, places: Sequence[int]) -> None:
+    def _step(self, trained: Trained, places: Sequence[int]) -> None:
         factor = self._factor(len(places) / self.batches.first_size, None, 1)
-        for group in worker.optimizer.param_groups:
+        for group in trained.optimizer.param_groups:
             group["lr"] = factor * self.setting.learning_rate
-        worker.optimizer.zero_grad()
-        self.setting.task.loss(worker.model, torch.tensor(places)).backward()
-        worker.optimizer.step()
-        worker.updates += 1
-        self.record.samples += len(places)
+        trained.optimizer.zero_grad()
+        self.setting.task.loss(trained.model, torch.tensor(places)).backward()
+        trained.optimizer.step()
 
     def _merge(self) -> None:
         record, batches = self.record, self.batches
@@ -161,19 +169,18 @@ class _Run:
         workers = self.workers
         if not workers:
             raise ValueError("every rank has died")
-        reports = [self._report(place) for place in range(len(workers))]
+        reports = [self._report(worker, batches.sizes[p]) for p, worker in enumerate(workers)]
         weights = batches.weigh(reports)
 
-        def exchange(transport: LocalTransport) -> list[torch.Tensor] | None:
-            place = transport.rank
+        def merge(transport: Transport) -> None:
+            trained, weight = workers[transport.rank].trained, weights[transport.rank]
+            assert trained is not None
             with np.errstate(over="ignore", invalid="ignore"):  # as the engine has it
-                return workers[place].replica.exchange(transport, weights[place])
+                update = trained.replica.exchange(transport, weight)
+            change = trained.replica.pull if batches.strategy.force else trained.replica.merge
+            change(update, weight)
 
-        updates = run_ranks(local_world(len(workers)), exchange)
-        for worker, update, weight in zip(workers, updates, weights, strict=True):
-            (worker.replica.pull if batches.strategy.force else worker.replica.merge)(
-                update, weight
-            )
+        self.setting.ranks.meet([worker.number for worker in workers], merge)
         batches.close(reports)
         record.seconds = end + exchange_seconds
         record.exchange += exchange_seconds
@@ -182,13 +189,17 @@ class _Run:
         self._unseen += sum(report.samples for report in reports)
         record.sizes.append((record.seconds, [report.samples for report in reports]))
 
-    def _report(self, place: int) -> Report:
-        worker = self.workers[place]
-        perturbs = self.batches.options.perturbation > 0
-        norm = worker.replica.norm() if perturbs else 0.0
-        finite = worker.replica.prepare()
+    def _report(self, worker: Worker, size: int) -> Report:
+        replica_is = torch.zeros(2, dtype=torch.float64)  # its norm, whether it is finite
+        if worker.trained is not None:
+            replica = worker.trained.replica
+            perturbs = self.batches.options.perturbation > 0
+            replica_is[0] = replica.norm() if perturbs else 0.0
+            replica_is[1] = replica.prepare()
+        self.setting.ranks.broadcast(replica_is, worker.number)
+        norm, finite = float(replica_is[0]), bool(replica_is[1])
         return Report(
-            self.batches.sizes[place],
+            size,
             worker.updates if finite else 0,
             sum(map(len, worker.finished)) if finite else 0,
             norm if finite else 0.0,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from collectives.planning import Candidate
 
 from ..compression import Compression, SparseCompression
 from .classes import Classes
 from .cluster import Cluster
+from .ranks import Processes, Ranks, Threads
 from .tasks import Task
 
 
@@ -19,8 +23,12 @@ class Setting:
 
     density: of gTop-k; None: dense.
     mega_batch: samples between two merges of adaptive-sgd; 0: 100 batches.
-    evaluate_every: samples, of replicas; 0: after every epoch.
+    evaluate_every: samples; 0: after every epoch. Of hogbatch always so.
+    overlap: the share of a batch's computation beside which synchronous modes exchange gradients,
+        as they do in the backward pass.
+    losses: whether the synchronous modes note the loss of all samples, too.
     classes: of ranks, for hogbatch.
+    processes: that compute a rank each; None: this one computes all.
     """
 
     cluster: Cluster
@@ -35,7 +43,28 @@ class Setting:
     micro_batch: int = 16
     mega_batch: int = 0
     evaluate_every: int = 0
+    overlap: float = 0.0
+    losses: bool = False
     classes: Classes = field(default_factory=Classes)
+    processes: Processes | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return who computes the ranks."""
+        return self.processes or Threads(self.cluster.ranks)
+
+    def wait_seconds(self, compute_seconds: float, reduce_seconds: float) -> float:
+        """Return how long a synchronous step's reduction goes on when its gradients are done."""
+        return max(0.0, reduce_seconds - self.overlap * compute_seconds)
+
+    def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return a rank's optimizer."""
+        return torch.optim.SGD(parameters, self.learning_rate, momentum=self.momentum)
+
+    def is_due(self, samples: int, evaluations: int) -> bool:
+        """Tell whether a model is to be evaluated again, that has seen so many samples."""
+        every = self.evaluate_every or self.task.samples
+        return samples >= min((evaluations + 1) * every, self.epochs * self.task.samples)
 
     @property
     def compression(self) -> Any:

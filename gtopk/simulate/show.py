@@ -27,12 +27,15 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
     slower += "".join(
         f"; rank {death.rank} dies at second {death.second:g}" for death in cluster.deaths
     )
+    beside = ""
+    if setting.overlap:
+        beside = f", beside {100 * setting.overlap:g} % of a synchronous step's computation"
     intro = (
         f"Simulated, not measured: {cluster.ranks} ranks of {speeds} samples/s, overhead "
         f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}{slower}; an "
         f"exchange of {count_text(setting.task.length)} values by {method} takes "
-        f"{seconds_text(setting.reduce_seconds)}. Batch {setting.global_batch}, learning rate "
-        f"{setting.learning_rate:g}, momentum {setting.momentum:g}, {setting.epochs} epochs, "
+        f"{seconds_text(setting.reduce_seconds)}{beside}. Batch {setting.global_batch}, learning "
+        f"rate {setting.learning_rate:g}, momentum {setting.momentum:g}, {setting.epochs} epochs, "
         f"{seeds} seed{'s' * (seeds > 1)}. Gradients, residuals and collectives are real."
     )
     modes = list(dict.fromkeys(record.mode for record in records))

@@ -1,19 +1,17 @@
-"""Synchronous modes: the library as it is, on ranks that are threads, with a modelled timer."""
+"""Synchronous modes: the library as it is, on real ranks, with a modelled timer."""
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
-from collectives.transports import LocalTransport, local_world, run_ranks
+from collectives.transports import Transport
 
 from .. import world
 from ..adaptive.adapt import adapt
 from ..optimizer import DistributedOptimizer
-from .cluster import Cluster
 from .record import Record
 from .setting import Setting
 from .tasks import mean_loss
@@ -22,35 +20,38 @@ NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
 
 
 class Clock:
-    """The simulated seconds of ranks that wait for each other after every batch."""
+    """One rank's view of the simulated seconds: ranks wait for each other after every batch."""
 
-    def __init__(self, cluster: Cluster, reduce_seconds: float, record: Record) -> None:
-        self.cluster = cluster
+    def __init__(self, setting: Setting, record: Record) -> None:
+        self.cluster = setting.cluster
         self.record = record
-        self._reduce_seconds = reduce_seconds
-        self._batches = [(0, 0.0)] * cluster.ranks
-        # Nobody waits for a rank that has failed: it breaks the barrier.
-        self._barrier = threading.Barrier(cluster.ranks, self._advance)
-        record.busy = [0.0] * cluster.ranks
+        self._setting = setting
+        self._reduce_seconds = setting.reduce_seconds
+        record.busy = [0.0] * self.cluster.ranks
 
-    def end_step(self, rank: int, samples: int, seconds: float) -> None:
-        """Return when every rank is at the end of its step."""
-        self._batches[rank] = samples, seconds
-        self._barrier.wait()
-
-    def _advance(self) -> None:
-        record = self.record
-        record.seconds += max(seconds for _, seconds in self._batches) + self._reduce_seconds
-        record.exchange += self._reduce_seconds
+    def end_step(self, samples: int, seconds: float) -> None:
+        """Note what every rank has computed; returns when all are at the end of their step."""
+        batches = gathered("simulated.step", samples, seconds)
+        record, longest = self.record, max(taken for _, taken in batches)
+        waited = self._setting.wait_seconds(longest, self._reduce_seconds)
+        record.seconds += longest + waited
+        record.exchange += waited
         record.steps += 1
-        for rank, (samples, seconds) in enumerate(self._batches):
-            record.busy[rank] += seconds
-            record.samples += samples
-        record.sizes.append((record.seconds, [samples for samples, _ in self._batches]))
+        sizes = [int(size) for size, _ in batches]
+        record.busy = [a + b for a, (_, b) in zip(record.busy, batches, strict=True)]
+        record.samples += sum(sizes)
+        record.sizes.append((record.seconds, sizes))
 
-    def abort(self) -> None:
-        """Let no rank wait any more."""
-        self._barrier.abort()
+
+def gathered(name: str, *numbers: float) -> list[list[float]]:
+    """Return every rank's numbers."""
+    mine = np.array(numbers, np.float64).view(np.uint8)
+
+    def work(transport: Transport, votes: list[int]) -> list[list[float]]:
+        return [message.view(np.float64).tolist() for message in transport.allgather(mine)]
+
+    result: list[list[float]] = world.current().engine.submit(name, [], work).wait()
+    return result
 
 
 class ModelledTimer:
@@ -73,44 +74,41 @@ class ModelledTimer:
 
 def simulate(setting: Setting, mode: str) -> Record:
     """Train with equal or balanced batches, and return what happened."""
-    record = Record(mode, setting.seed)
+    return setting.ranks.train(partial(train, setting, mode))
+
+
+def train(setting: Setting, mode: str) -> Record:
+    """Train as the rank that this is, and return what happened on all of them.
+
+    Rank 0 alone evaluates its model, and knows how good it is.
+    """
     cluster, task = setting.cluster, setting.task
-    clock = Clock(cluster, setting.reduce_seconds, record)
-    noises = cluster.noises(setting.seed)
-
-    def rank(transport: LocalTransport) -> None:
-        number = transport.rank
-        timer = ModelledTimer(clock, number, noises[number])
-        try:
-            with world.entered(transport):
-                model = task.model()
-                optimizer = DistributedOptimizer(
-                    torch.optim.SGD(
-                        model.parameters(), setting.learning_rate, momentum=setting.momentum
-                    ),
-                    model.named_parameters(),
-                    setting.compression,
-                )
-                loader = adapt(
-                    DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
-                    optimizer,
-                    global_batch=setting.global_batch,
-                    interval=setting.interval if mode == "balanced" else NEVER,
-                    seed=1000 * setting.seed,
-                    timer=timer,
-                )
-                for _ in range(setting.epochs):
-                    for indices in loader:
-                        optimizer.zero_grad()
-                        task.loss(model, indices).backward()
-                        optimizer.step()
-                        clock.end_step(number, loader.num_samples, timer.seconds)
-                    if number == 0:
-                        record.accuracy.append((record.seconds, task.accuracy(model)))
-                        record.loss.append((record.seconds, mean_loss(task, model)))
-        except BaseException:
-            clock.abort()
-            raise
-
-    run_ranks(local_world(cluster.ranks), rank)
+    record = Record(mode, setting.seed)
+    clock = Clock(setting, record)
+    rank = world.current().rank
+    timer = ModelledTimer(clock, rank, cluster.noises(setting.seed)[rank])
+    model = task.model()
+    optimizer = DistributedOptimizer(
+        setting.optimizer(model.parameters()),
+        model.named_parameters(),
+        setting.compression,
+    )
+    loader = adapt(
+        DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
+        optimizer,
+        global_batch=setting.global_batch,
+        interval=setting.interval if mode == "balanced" else NEVER,
+        seed=1000 * setting.seed,
+        timer=timer,
+    )
+    for _ in range(setting.epochs):
+        for indices in loader:
+            optimizer.zero_grad()
+            task.loss(model, indices).backward()
+            optimizer.step()
+            clock.end_step(loader.num_samples, timer.seconds)
+            if rank == 0 and setting.is_due(record.samples, len(record.accuracy)):
+                record.accuracy.append((record.seconds, task.accuracy(model)))
+                if setting.losses:
+                    record.loss.append((record.seconds, mean_loss(task, model)))
     return record

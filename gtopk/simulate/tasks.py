@@ -1,12 +1,16 @@
-"""Tasks: small models and the real digits, trained by every mode alike."""
+"""Tasks: a model and the real digits, trained by every mode alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from .networks import NETWORKS
 
 TEST_IMAGES: Final = 360
 
@@ -62,41 +66,26 @@ class Digits(NamedTuple):
         """Return what a batch of some samples costs, in samples: all cost alike."""
         return len(places)
 
-    @torch.no_grad()
     def accuracy(self, model: torch.nn.Module) -> float:
         """Return the share of the samples held back that a model names right."""
-        return float((model(self.test_x).argmax(1) == self.test_y).float().mean())
+        with evaluated(model):
+            return float((model(self.test_x).argmax(1) == self.test_y).float().mean())
 
 
-@torch.no_grad()
+@contextmanager
+def evaluated(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model as one that is used: batch norm by the statistics that it has gathered."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train(was_training)
+
+
 def mean_loss(task: Task, model: torch.nn.Module) -> float:
     """Return the mean loss of all samples that are trained with."""
-    return float(task.loss(model, torch.arange(task.samples)))
-
-
-def perceptron() -> torch.nn.Module:
-    """Return a perceptron of one hidden layer: 9,610 parameters."""
-    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-
-
-def convolutions() -> torch.nn.Module:
-    """Return a small convolutional network in the manner of those for CIFAR-10."""
-    return torch.nn.Sequential(
-        torch.nn.Unflatten(1, (1, 8, 8)),
-        torch.nn.Conv2d(1, 16, 3, padding=1),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(16, 32, 3, padding=1),
-        torch.nn.ReLU(),
-        torch.nn.MaxPool2d(2),
-        torch.nn.Flatten(),
-        torch.nn.Linear(32 * 16, 10),
-    )
-
-
-NETWORKS: Final[Mapping[str, Callable[[], torch.nn.Module]]] = {
-    "digits": perceptron,
-    "digits-cnn": convolutions,
-}
+    with evaluated(model):
+        return float(task.loss(model, torch.arange(task.samples)))
 
 
 def open_task(name: str, seed: int, length: int | None = None) -> Digits:
@@ -112,19 +101,12 @@ def open_task(name: str, seed: int, length: int | None = None) -> Digits:
     y = torch.from_numpy(labels).long()[order]
     # Drawn once, as the global generator is shared by the threads that are ranks.
     torch.manual_seed(seed)
-    weights = NETWORKS[name]().state_dict()
-
-    def model() -> torch.nn.Module:
-        made = NETWORKS[name]()
-        made.load_state_dict(weights)
-        return made
-
-    parameters = sum(tensor.numel() for tensor in weights.values())
+    first = NETWORKS[name]()
     return Digits(
         x[:-TEST_IMAGES],
         y[:-TEST_IMAGES],
         x[-TEST_IMAGES:],
         y[-TEST_IMAGES:],
-        model,
-        length or parameters,
+        lambda: copy.deepcopy(first),
+        length or sum(parameter.numel() for parameter in first.parameters()),
     )

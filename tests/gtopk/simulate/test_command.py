@@ -18,16 +18,19 @@ def test_a_comparison_is_printed_written_and_drawn(
     record, page = tmp_path / "record.json", tmp_path / "page.html"
     code = main(
         ["simulate", *QUICK, "--task", "digits-cnn", "--model", "resnet18", "--target", "0.05",
+         "--evaluate-every", "700", "--overlap", "0.5",
          "--modes", "balanced,abs", "--json", str(record), "--html", str(page)]
     )  # fmt: skip
     assert code == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Simulated, not measured: 2 ranks of 200:100 samples/s")
     assert "11,689,512 values by gTop-k" in printed
+    assert "beside 50 % of a synchronous step's computation" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 80
     said = json.loads(record.read_text())
     assert said["simulated"] is True
     assert [run["mode"] for run in said["records"]] == ["balanced", "abs"]
+    assert len(said["records"][0]["accuracy"]) == 3  # after 700, 1400 and all 1437 samples
     drawn = page.read_text()
     assert "Simulated, not measured" in drawn
     assert drawn.count("<svg") == 4
@@ -61,6 +64,7 @@ def test_words_that_mean_nothing_are_an_error(
         (["--die", "2@1s", *QUICK], "--die must be of ranks 0..1"),
         (["--fast", "2", *QUICK], "--fast must be of ranks 0..1"),
         (["--die", "1@1s", *QUICK, "--modes", "local-sgd,abs"], "abs ends with a rank; --die is"),
+        ([*QUICK, "--overlap", "2"], "--overlap must lie in 0..1, got 2"),
         ([*QUICK, "--batch", "8"], "--batch must be at least 16, got 8"),
         ([*QUICK, "--modes", "local-sgd", "--json", "/nowhere/x"], "/nowhere/x cannot be written"),
     ],

@@ -19,7 +19,9 @@ from gtopk.simulate.tasks import open_task
 SLOW = range(1, 4)
 CLUSTER = Cluster([1000, 100, 100, 100], overhead_seconds=1e-3, noise=0.03)
 CLASSES = Classes((0,), 20e-3, {"slow": Thresholds(1, 64), "fast": Thresholds(16, 256)})
-SETTING = Setting(CLUSTER, open_task("digits", 0), 0, 3, 256, 0.5, 0.0, None, classes=CLASSES)
+SETTING = Setting(
+    CLUSTER, open_task("digits", 0), 0, 3, 256, 0.5, 0.0, None, classes=CLASSES, losses=True
+)
 MODES = ("equal-dense", "slow-only", "fast-only", "hogbatch", "adaptive-hogbatch")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -68,6 +69,21 @@ def test_delayed_rounds_hide_an_exchange_as_long_as_the_computation() -> None:
     assert steady(rounds) > 1.3 * steady(balanced)
     assert rounds.least_utilisation > 0.98
     assert all(sum(sizes) >= at.global_batch for _, sizes in rounds.sizes)
+
+
+@pytest.mark.parametrize(
+    "simulate", [joined.simulate, lambda at: synchronous.simulate(at, "equal")]
+)
+def test_an_exchange_beside_the_computation_is_not_waited_for(
+    simulate: Callable[[Setting], Record],
+) -> None:
+    at = setting([200, 100], 0.3, epochs=1)  # a step computes longer
+    after, beside, partly = (simulate(replace(at, overlap=share)) for share in (0.0, 1.0, 0.1))
+    assert after.exchange == pytest.approx(0.3 * after.steps)
+    assert beside.exchange == 0
+    assert beside.seconds == pytest.approx(after.seconds - after.exchange)
+    assert beside.seconds < partly.seconds < after.seconds
+    assert [a for _, a in beside.accuracy] == [a for _, a in after.accuracy]
 
 
 def test_a_simulation_repeats_to_the_bit() -> None:

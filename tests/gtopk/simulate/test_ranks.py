@@ -1,0 +1,12 @@
+"""Simulated ranks that are a process each come to what they come to in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def test_real_ranks_simulate_what_one_process_does(mpirun: Callable[..., Any]) -> None:
+    job = mpirun(3, "simulates.py")
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [f"rank {rank}: done" for rank in range(3)]

@@ -1,0 +1,106 @@
+"""Modelled clusters, one rank in each of these processes: what all of them in one make of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import replace
+
+import light_torch  # noqa: F401
+import pytest
+from checks import run_tests
+
+import gtopk.torch as hvd
+from gtopk.adaptive.hogbatch.sizes import Thresholds
+from gtopk.simulate.classes import Classes
+from gtopk.simulate.cluster import Cluster, Death
+from gtopk.simulate.command import main
+from gtopk.simulate.modes import SIMULATED
+from gtopk.simulate.ranks import processes_launched
+from gtopk.simulate.record import Record
+from gtopk.simulate.setting import Setting
+from gtopk.simulate.tasks import open_task
+
+PROCESSES = processes_launched()
+assert PROCESSES is not None
+DIGITS = open_task("digits", 0)
+SETTING = Setting(
+    Cluster([400.0, 200.0, 100.0], noise=0.03, exchange_seconds=0.3),
+    DIGITS._replace(x=DIGITS.x[:480], y=DIGITS.y[:480]),
+    seed=0,
+    epochs=2,
+    global_batch=96,
+    learning_rate=0.3,
+    momentum=0.0,
+    density=0.05,
+    interval=2,
+    micro_batch=16,
+    mega_batch=160,
+    classes=Classes(sizes={"slow": Thresholds(8, 64), "fast": Thresholds(32, 256)}),
+    losses=True,
+)
+SPARSE = ("balanced", "abs", "adaptive-sgd-gtopk")
+DENSE = ("equal-dense", "join", "elastic")
+
+
+def of_both(mode: str, setting: Setting = SETTING) -> tuple[Record, Record] | None:
+    """Return, on rank 0, what the processes and what the threads of one have recorded."""
+    record = SIMULATED[mode](replace(setting, processes=PROCESSES))
+    return (record, SIMULATED[mode](setting)) if hvd.rank() == 0 else None
+
+
+def test_gtopk_is_what_it_is_in_one_process_to_the_bit() -> None:
+    for mode in SPARSE:
+        if records := of_both(mode):
+            assert records[0] == records[1], mode
+
+
+def test_one_shared_model_is_the_same_to_the_bit() -> None:
+    # Slow ranks only: the first one evaluates, and is not rank 0.
+    for mode in ("adaptive-hogbatch", "slow-only"):
+        if records := of_both(mode):
+            assert records[0] == records[1], mode
+
+
+def test_dense_training_is_the_same_but_for_the_order_in_which_mpi_adds() -> None:
+    for mode in DENSE:
+        if records := of_both(mode):
+            processes, threads = (replace(record, accuracy=[], loss=[]) for record in records)
+            assert processes == threads, mode
+            reached = [[accuracy for _, accuracy in record.accuracy] for record in records]
+            assert reached[0] == pytest.approx(reached[1], abs=0.01), mode
+
+
+def test_ranks_that_outlive_rank_0_report_to_it() -> None:
+    setting = replace(SETTING, cluster=replace(SETTING.cluster, deaths=[Death(0, 0.8)]))
+    if records := of_both("adaptive-sgd-gtopk", setting):
+        assert len(records[0].sizes[-1][1]) == 2
+        assert records[0] == records[1]
+
+
+def test_another_number_of_ranks_is_refused_on_all_of_them_and_told_once() -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(["--speeds", "400:100"]) == 2
+    told = (
+        "gtopk simulate: --speeds has 2 ranks, and 3 processes were started: start 2, or the "
+        "command without a launcher: it computes all ranks\n"
+    )
+    assert said.getvalue() == (told if hvd.rank() == 0 else "")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks() -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(["--speeds", "400:100:100", "--json", "/nowhere/x"]) == 2
+    assert ("/nowhere/x cannot be written" in said.getvalue()) == (hvd.rank() == 0)
+
+
+def test_rank_0_prints_for_all() -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        words = "--speeds 400:100:100 --epochs 1 --batch 480 --modes abs"
+        assert main(words.split()) == 0
+    assert printed.getvalue().startswith("Simulated, not measured: 3 ranks") == (hvd.rank() == 0)
+
+
+if __name__ == "__main__":
+    run_tests(globals())
+    print(f"rank {hvd.rank()}: done\n", end="", flush=True)
