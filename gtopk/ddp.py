@@ -87,13 +87,18 @@ class GTopKState:
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
-        self._steps = HookSteps(world.current())
+        self._steps = HookSteps(world.current(), self._engine, self._name)
         self._counted = True  # the last step
 
     @property
     def last_step(self) -> StepReport | None:
         """What the last step cost; None before the first."""
         return self._steps.last
+
+    @property
+    def straggler_scores(self) -> list[float | None] | None:
+        """How fast each rank computes beside the fastest, 1, as told last; None before."""
+        return self._steps.stragglers.scores
 
     # ---- the step
 

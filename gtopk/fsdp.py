@@ -120,7 +120,7 @@ class ReplicaState:
         self._lanes: dict[str, Lane] = {}
         self._held: dict[str, dict[str, torch.Tensor]] = {}  # of modules without a lane yet
         self._step = OneStep()
-        self._steps = HookSteps(world.current())
+        self._steps = HookSteps(world.current(), process_set.engine, self._name)
         self._seen: set[str] = set()  # modules of the step under way
 
     def exchange(self, module: str, gradients: torch.Tensor) -> None:
@@ -152,6 +152,11 @@ class ReplicaState:
     def last_step(self) -> StepReport | None:
         """What the last step cost that another has followed; None before."""
         return self._steps.last
+
+    @property
+    def straggler_scores(self) -> list[float | None] | None:
+        """How fast each replica of this shard computes beside the fastest; None: not told yet."""
+        return self._steps.stragglers.scores
 
     @property
     def skipped_steps(self) -> int:

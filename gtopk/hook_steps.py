@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from .engine import Operation
+from .engine import Engine, Operation
 from .exchange import Exchanged
 from .lanes import Lane
 from .recording import looks
 from .samples import Samples
+from .stragglers import Stragglers
 from .telemetry import StepReport, report
 from .world import World
 
@@ -33,10 +34,12 @@ class HookSteps:
     """Reports each step, to the run's record, too, and counts the world's steps.
 
     last: the step that is over.
+    stragglers: how fast the ranks compute beside each other.
     """
 
-    def __init__(self, here: World) -> None:
+    def __init__(self, here: World, engine: Engine, name: str) -> None:
         self._world = here
+        self.stragglers = Stragglers(here, engine, name)
         self._seen = _Seen()
         self._counted = 0  # steps that were not skipped
         self._waited_since: float | None = None
@@ -87,6 +90,8 @@ class HookSteps:
         self._seen, self._waited_seconds, self._ended_before = _Seen(), 0.0, ended
         self._world.step += 1
         self._counted += counted
+        if counted:
+            self.stragglers.note(self._counted, self.last.compute_seconds or None)
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(self.last)
             if counted and looks.is_due(self._counted):

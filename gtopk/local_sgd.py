@@ -34,7 +34,7 @@ from .exchanges import require_compression
 from .lanes import Lane, open_lane
 from .parameters import name_parameters
 from .process_sets import ProcessSet, global_process_set
-from .replicas import checksums, compare
+from .replicas import checksums, require_the_same
 from .residual_state import put_in, take_out
 from .telemetry import StepReport
 from .world import World
@@ -160,11 +160,11 @@ class _LocalSGD(Wrapping):
             self._require_known_parameters()
             self._center = [p.detach().clone() for p in self._lane.parameters]
         if not self._are_alike:
-            own = checksums(self._center)
+            own, names = checksums(self._center), list(self._names.values())
             self._engine.submit(
                 f"{self._name}.replicas",
                 self._facts(self._lane),
-                lambda transport, votes: compare(transport, own, self._names),
+                lambda transport, votes: require_the_same(transport, own, names),
             ).wait()
             self._are_alike = True
         return self._lane

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
@@ -13,7 +13,9 @@ import torch
 
 from . import optimizer_checkpoint, world
 from .adasum import distribute_adasum
+from .agreement import name_ranks
 from .compression import Compression, ErrorFeedback
+from .healing import pack, put_in, spread_majority
 from .logs import EVERYWHERE
 from .optimizer_options import Groups, Options, warn_of_few_entries
 from .parameters import name_parameters, refuse_complex
@@ -21,7 +23,7 @@ from .process_sets import ProcessSet, global_process_set
 from .recording import looks
 from .reducer import Reducer
 from .reductions import Adasum, Average
-from .replicas import checksums, compare
+from .replicas import Parted, checksums, compare, require_the_same
 from .samples import Samples
 from .telemetry import StepReport, report
 from .timeline import Step
@@ -33,7 +35,12 @@ MAX_SKIPPED_STEPS: Final = 100
 
 
 class _DistributedOptimizer(Wrapping):
-    """What is mixed into the class of the wrapped optimizer."""
+    """What is mixed into the class of the wrapped optimizer.
+
+    skipped_steps: those that no rank applied, as a gradient was not finite on one.
+    divergences:   checks that found replicas apart, and did not end in an error.
+    last_step:     what the last step cost; None before the first.
+    """
 
     def _distribute(
         self,
@@ -71,7 +78,7 @@ class _DistributedOptimizer(Wrapping):
         self._exchange_ended: float | None = None
         self._steps = 0
         self._skipped_in_a_row = 0
-        self.skipped_steps = 0
+        self.skipped_steps = self.divergences = 0
         self.last_step: StepReport | None = None
 
     # ---- what scripts read of Horovod's
@@ -95,6 +102,14 @@ class _DistributedOptimizer(Wrapping):
     def backward_passes_per_step(self) -> int:
         """How many backward passes add up before a step."""
         return self._reducer.hooks.limit
+
+    @property
+    def straggler_scores(self) -> list[float | None] | None:
+        """How fast each rank computes beside the fastest, 1, as told last; None before.
+
+        The least of all ranks' median seconds over a rank's own, of the last steps.
+        """
+        return self._reducer.stragglers.scores
 
     @property
     def _compression(self) -> Any:
@@ -159,8 +174,8 @@ class _DistributedOptimizer(Wrapping):
             self._synchronized = True
             return
         self._check_scaler()
-        begun = time.perf_counter()
-        compute_seconds = begun - self._exchange_ended if self._exchange_ended else 0.0
+        begun, ended_before = time.perf_counter(), self._exchange_ended
+        compute_seconds = begun - ended_before if ended_before else 0.0
         round = self._reducer.reduce()
         reduced = time.perf_counter()
         self._skip = not round.finite()
@@ -181,6 +196,9 @@ class _DistributedOptimizer(Wrapping):
             predicted_seconds=self._reducer.predicted_seconds,
             skipped=self._skip,
         )
+        if not self._skip:
+            seconds = round.ready - ended_before if ended_before else None
+            self._reducer.stragglers.note(self._reducer.progress.steps, seconds)
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(self.last_step)
             if not self._skip and looks.is_due(self._reducer.progress.steps):
@@ -291,12 +309,54 @@ class _DistributedOptimizer(Wrapping):
         return loss
 
     def _check_replicas(self) -> None:
-        """Raise HorovodInternalError, where it is time to look, for parameters that differ."""
+        """Look, where it is time, whether replicas are apart, and do as on_divergence says.
+
+        Raises HorovodInternalError, on every rank alike, where that is an error or the end of it.
+        """
         self._steps += 1
         every = self._options.check_every
-        if every and self._steps % every == 0 and self._reducer.takes_part:
-            own, names = checksums(self._parameter_names), self._parameter_names
-            self._reducer.run_on_all("replicas", [], lambda t, votes: compare(t, own, names))
+        if not every or self._steps % every or not self._reducer.takes_part:
+            return
+        own, names = checksums(self._parameter_names), list(self._parameter_names.values())
+        if self._options.on_divergence == "error":
+            self._reducer.run_on_all(
+                "replicas", [], lambda transport, votes: require_the_same(transport, own, names)
+            )
+            return
+        parted: list[Parted] = self._reducer.run_on_all(
+            "replicas", [], lambda transport, votes: compare(transport, own, names)
+        )
+        if parted:
+            self.divergences += 1
+            heals = self._options.on_divergence == "heal"
+            became = self._heal(parted) if heals else "on_divergence='warn': they stay so"
+            more = f", and {len(parted) - 1} more parted" if len(parted) > 1 else ""
+            _log.warning(
+                "rank %d: the replicas were no longer the same at step %d: %s%s; %s",
+                self._world.rank,
+                self._world.step,
+                parted[0].describe(),
+                more,
+                became,
+                extra=EVERYWHERE,
+            )
+            if (recorder := self._world.recorder) is not None:
+                recorder.note_parted([each.name for each in parted], heals)
+
+    def _heal(self, parted: Sequence[Parted]) -> str:
+        """Make the parameters that parted those of most ranks again; return what was done."""
+        names = self._parameter_names
+        own = pack(names, [each.name for each in parted], self.state)
+        ranks, mended = self._reducer.run_on_all(
+            "replicas.heal", [], lambda transport, votes: spread_majority(transport, own)
+        )
+        put_in(names, mended, self.state)
+        again, all_names = checksums(names), list(names.values())
+        self._reducer.run_on_all(
+            "replicas.healed", [], lambda t, votes: require_the_same(t, again, all_names)
+        )
+        has = "has" if len(ranks) == 1 else "have"
+        return f"healed: {name_ranks(ranks)} {has} what most ranks have, the optimizer's state too"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten."""
@@ -350,6 +410,7 @@ def DistributedOptimizer(
     local_clip_norm: float | None = None,
     global_clip_norm: float | None = None,
     check_every: int = 0,
+    on_divergence: Literal["error", "warn", "heal"] = "error",
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
 ) -> Any:
     """Return the optimizer, its `step` reduced over all ranks.
@@ -383,6 +444,10 @@ def DistributedOptimizer(
         it is added to the residual. Its norm is known after backward only: there is no overlap.
     global_clip_norm: shortens the agreed update to this norm.
     check_every: compare the parameters of all ranks after so many steps, by hash; 0: never.
+    on_divergence: what follows where they differ: an error on every rank; a warning; or "heal":
+        each parameter, and the optimizer's state of it, becomes on all ranks what it is on more
+        than half of them, and a warning says so. Without such a majority it is an error. What
+        ranks hold back is their own, and stays.
     max_skipped_steps: how many steps in a row may be skipped because gradients are not finite.
     Raises ValueError for an argument out of its range, names that are missing or double, a
     momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
@@ -405,6 +470,7 @@ def DistributedOptimizer(
         local_clip_norm=local_clip_norm,
         global_clip_norm=global_clip_norm,
         check_every=check_every,
+        on_divergence=on_divergence,
         max_skipped_steps=max_skipped_steps,
     )
     if op == Adasum:

@@ -43,6 +43,7 @@ class Options:
     local_clip_norm: float | None
     global_clip_norm: float | None
     check_every: int
+    on_divergence: Literal["error", "warn", "heal"]
     max_skipped_steps: int
 
     def __post_init__(self) -> None:
@@ -68,6 +69,14 @@ class Options:
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
         check_count("check_every", self.check_every)
+        if self.on_divergence not in ("error", "warn", "heal"):
+            raise ValueError(
+                f"on_divergence must be 'error', 'warn' or 'heal', got {self.on_divergence!r}"
+            )
+        if self.on_divergence != "error" and not self.check_every:
+            raise ValueError(
+                f"on_divergence={self.on_divergence!r} needs a check: give check_every, say 100"
+            )
         check_count("max_skipped_steps", self.max_skipped_steps)
         self._check_buckets()
         if self.op == Adasum:
@@ -105,6 +114,7 @@ class Options:
             f"missing_gradients={self.missing_gradients!r}",
             f"global_clip_norm={self.global_clip_norm}",
             f"check_every={self.check_every}",
+            f"on_divergence={self.on_divergence!r}",
             f"max_skipped_steps={self.max_skipped_steps}",
         ]
 

@@ -35,6 +35,7 @@ from .residual_state import Held, put_in, take_out
 from .rounds import AnyLane, Round
 from .samples import Samples
 from .sparse_gradients import SparseGradientLane
+from .stragglers import Stragglers
 from .weights import local_clip, loss_scale
 from .world import World
 
@@ -64,6 +65,7 @@ class Reducer:
     samples:  that this rank's gradients come from; where nobody says, op weighs them.
     ranks:    of the world that reduce together, in order; rank: this one's place among them.
     takes_part: whether this rank is one of them: it steps by itself otherwise.
+    stragglers: how fast they compute beside each other.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Reducer:
         self._size, self.rank = len(self.ranks), self.ranks.index(here.rank)
         if self._size > 1:
             self.hooks.watch(self.trained())
+        self.stragglers = Stragglers(here, self._engine, self.name)
         _reducers_of.setdefault(self._engine, WeakValueDictionary())[self.name] = self
         self._engine.stand_in = partial(_stand_in, _reducers_of[self._engine])
 

@@ -83,6 +83,7 @@ class Round:
     unplanned: some rank has a gradient that belongs to no lane: the round is void.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are.
     spans:   when the engine worked on a lane: begin and end, on the clock of time.perf_counter.
+    ready:   when all of this rank's gradients were there, on that clock.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Round:
         self.changed = self.unplanned = False
         self.culprits: list[list[str]] = []
         self.spans: list[tuple[float, float]] = []
+        self.ready = time.perf_counter()
         self.exchanged: dict[int, Exchanged] = {}
         self.operations: dict[int, Operation] = {}
         self._engine = engine
@@ -150,6 +152,7 @@ class Round:
                 self._take(index)
             unknown = [index for index in range(len(self.lanes)) if index not in self._finite]
             self._finite.update((index, self.lanes[index].all_finite()) for index in unknown)
+        self.ready = time.perf_counter()  # on a GPU, too: it was asked whether they are finite
         bits = (
             (_CHANGED if changed else 0)
             | (_UNPLANNED if unplanned else 0)

@@ -26,7 +26,7 @@ from collectives.vector import Array
 
 from ..compression import ErrorFeedback
 from ..logs import EVERYWHERE
-from ..replicas import checksums, compare
+from ..replicas import checksums, require_the_same
 from .cursor import Cursor, ReplayedCursor, Stretch, in_step, open_cursor, record_of
 from .epochs import Epochs
 from .learning_rate import LearningRate
@@ -185,7 +185,7 @@ class MergingLoader:
         self._world.engine.submit(
             f"{self._name}.replicas",
             [replica.facts, *facts],
-            lambda transport, votes: compare(transport, own, named),
+            lambda transport, votes: require_the_same(transport, own, list(named.values())),
         ).wait()
         return replica
 

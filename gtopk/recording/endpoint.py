@@ -81,6 +81,7 @@ class Endpoint:
 _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "gtopk_steps_total": ("counter", "Optimizer steps of this rank."),
     "gtopk_skipped_steps_total": ("counter", "Steps that no rank applied: a NaN somewhere."),
+    "gtopk_divergences_total": ("counter", "Checks that found replicas apart."),
     "gtopk_sent_bytes_total": ("counter", "Bytes this rank has sent for its steps."),
     "gtopk_step_seconds": ("gauge", "Wall clock of the last step, by part."),
     "gtopk_hidden_seconds": ("gauge", "What of the last step's exchange backward has hidden."),
@@ -88,6 +89,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "gtopk_predicted_seconds": ("gauge", "What the last step's exchange was expected to take."),
     "gtopk_exchange_seconds": ("gauge", "What it took."),
     "gtopk_batch_samples": ("gauge", "Samples of this rank in the last step."),
+    "gtopk_straggler_score": ("gauge", "How fast this rank computes beside the fastest, 1."),
     "gtopk_residual_norm": ("gauge", "Norm of what this rank holds back."),
     "gtopk_residual_age_steps": ("gauge", "How many steps that is worth."),
     "gtopk_value": ("gauge", "What the script has logged."),
@@ -100,7 +102,7 @@ class Metrics:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
-        self._steps = self._skipped = 0
+        self._steps = self._skipped = self._divergences = 0
         self._values: dict[tuple[str, str], float] = {}
 
     def take(self, lines: Sequence[Line]) -> None:
@@ -111,8 +113,10 @@ class Metrics:
                 if line["what"] == "step":
                     self._steps = line["step"] + 1
                     self._skipped += line["skipped"]
+                self._divergences += line["what"] == "parted"
             self._values["gtopk_steps_total", ""] = self._steps
             self._values["gtopk_skipped_steps_total", ""] = self._skipped
+            self._values["gtopk_divergences_total", ""] = self._divergences
 
     def text(self) -> str:
         """Return all of it in Prometheus's text format."""
@@ -141,6 +145,8 @@ def _metrics_of(line: Line) -> dict[tuple[str, str], float]:
             "gtopk_residual_norm": line["norm"],
             "gtopk_residual_age_steps": line["age_steps"],
         }
+    if line["what"] == "score":
+        found = {"gtopk_straggler_score": line["score"]}
     if line["what"] != "step":
         return {(name, ""): value for name, value in found.items() if value is not None}
     step = report_of(line)

@@ -3,6 +3,8 @@
     begin     who this rank is, where and when: the first line, and again where ranks meet anew
     step      a StepReport
     withheld  norm of the residual, and how many steps it is worth, now and then
+    parted    parameters that were not the same on all ranks, and whether they were healed
+    score     how fast this rank computes beside the fastest, now and then
     values    what the script has logged
     message   what the library has said
     end       how this rank left

@@ -46,6 +46,7 @@ class RankRecord:
     begin: Line
     steps: list[Step] = field(default_factory=list)
     withheld: list[Note] = field(default_factory=list)
+    scores: list[Note] = field(default_factory=list)
     values: list[Note] = field(default_factory=list)
     messages: list[Note] = field(default_factory=list)
     end: str | None = None
@@ -167,6 +168,8 @@ def _add(record: RankRecord, line: Line, seconds: float, bytes_before: int) -> N
         record.end = None
     elif what == "withheld":
         record.withheld.append(Note(seconds, line["step"], line))
+    elif what == "score":
+        record.scores.append(Note(seconds, line["step"], line))
     elif what == "values":
         record.values.append(Note(seconds, line["step"], line["values"]))
     elif what == "message":

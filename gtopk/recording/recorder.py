@@ -64,6 +64,14 @@ class Recorder:
         """Take note of what is held back: its norm, and how many steps it is worth."""
         self._note("withheld", norm=norm, age_steps=age_steps)
 
+    def note_score(self, score: float) -> None:
+        """Take note of how fast this rank computes beside the fastest, which is 1."""
+        self._note("score", score=score)
+
+    def note_parted(self, parameters: Sequence[str], healed: bool) -> None:
+        """Take note of parameters that were not the same on all ranks, and what became of it."""
+        self._note("parted", parameters=list(parameters), healed=healed)
+
     def note_message(self, level: str, text: str) -> None:
         """Take note of what the library says."""
         self._note("message", level=level, text=text)

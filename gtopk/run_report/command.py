@@ -82,6 +82,7 @@ def as_record(run: Run) -> dict[str, Any]:
                 if rank.steps
                 else None,
                 "utilisation": series.utilisation(rank.steps),
+                "straggler_score": rank.scores[-1].content["score"] if rank.scores else None,
                 "residual_norm": rank.withheld[-1].content["norm"] if rank.withheld else None,
                 "residual_age_steps": rank.withheld[-1].content["age_steps"]
                 if rank.withheld

@@ -25,6 +25,7 @@ def figures(run: Run) -> dict[str, list[str]]:
             parts_figure(run),
             over_steps_figure(run),
             utilisation_figure(run),
+            stragglers_figure(run),
             prediction_figure(run),
         ],
         "What each rank worked on": [batches_figure(run)],
@@ -184,6 +185,20 @@ def utilisation_figure(run: Run) -> str:
         plots.shares_of_ranks(shares),
         "The share of its time that a rank computed; the rest it waited for updates. Ranks that "
         "are alike in this finish together.",
+    )
+
+
+def stragglers_figure(run: Run) -> str:
+    """Show how fast the ranks compute beside the fastest."""
+    pairs = ((n.step, n.content["score"]) for rank in run.ranks for n in rank.scores)
+    return _one_line(
+        series.binned(pairs),
+        "Straggler score",
+        "score",
+        "How fast a rank computes: the least of all ranks' median seconds over its own, told every "
+        "6 steps. 1 is the fastest rank; where the band goes down to 0.25, the others wait three "
+        "quarters of their time for the slowest.",
+        plots.plain_text,
     )
 
 

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _HEADINGS = ("rank", "host", "step", "steps/s", "step takes", "compute", "wait", "exchange")
-_MORE = ("sent/step", "density", "batch", "residual")
+_MORE = ("score", "sent/step", "density", "batch", "residual")
 # What is left out first where a line is too long.
-_DISPENSABLE = ("residual", "density", "exchange", "host", "batch", "sent/step", "wait", "steps/s")
+_DISPENSABLE = (
+    *("residual", "density", "exchange", "host", "batch"),
+    *("sent/step", "score", "wait", "steps/s"),
+)
 
 
 def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str], list[list[str]]]:
@@ -57,6 +60,7 @@ def _row(status: Status, names: Sequence[str]) -> list[str]:
         share("compute"),
         share("wait"),
         share("exchange"),
+        "-" if status.straggler_score is None else f"{status.straggler_score:.2g}",
         "-" if not status.sent_bytes else bytes_text(status.sent_bytes),
         "-" if status.density is None else f"{status.density:.2g}",
         "-" if status.samples is None else count_text(status.samples),

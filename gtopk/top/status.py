@@ -24,6 +24,7 @@ class Status:
     state:      "running", "silent" (for how long: silent_seconds), or how it ended.
     sent_bytes: a step.
     density:    the share of the values that it sends.
+    straggler_score: how fast it computes beside the fastest rank, 1.
     values:     what its script logged last.
     """
 
@@ -37,6 +38,7 @@ class Status:
     sent_bytes: float | None
     density: float | None
     samples: int | None
+    straggler_score: float | None
     residual_norm: float | None
     skipped: int
     values: dict[str, float]
@@ -77,6 +79,7 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
         sent_bytes=statistics.fmean(each.sent_bytes for each in reports) if reports else None,
         density=last.selected / last.elements if last and last.elements else None,
         samples=last.samples if last else None,
+        straggler_score=rank.scores[-1].content["score"] if rank.scores else None,
         residual_norm=rank.withheld[-1].content["norm"] if rank.withheld else None,
         skipped=sum(step.report.skipped for step in rank.steps),
         values=values,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 
@@ -14,5 +16,8 @@ def test_ranks_that_are_out_of_step_end_as_if_they_were_not(request, launcher):
     assert job.stdout.count("all went on") == 2
     # Whoever waits says for whom; nobody is given up.
     assert "has waited" in job.stderr
+    # Who is slow in every step is told of, by rank 0.
+    said = re.findall(r"gtopk: rank 0: (rank \d \(host .*\) slows the others down: .*)", job.stderr)
+    assert [line.split(" ")[1] for line in said] == ["1"], job.stderr
     assert "is lost" not in job.stderr
     assert "stopped for" not in job.stderr

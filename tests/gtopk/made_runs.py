@@ -76,6 +76,7 @@ def lines_of(rank: int, ranks: int, steps: int, **changes: Any) -> list[Line]:
         lines.append({"what": "values", **at, "values": {"loss": 2.0 / (step + 1) + rank}})
         if step % 20 == 0:
             lines.append({"what": "withheld", **at, "norm": 1.0 + rank, "age_steps": 30.0})
+            lines.append({"what": "score", **at, "score": 1 / (1 + rank)})
     at = {"seconds": 0.01 * steps, "step": steps}
     if rank == 0:
         lines.append({"what": "values", **at, "values": {"accuracy": 0.875}})

@@ -30,7 +30,7 @@ def test_steps_of_a_hook_are_reported_and_recorded(
     def program(transport: Transport) -> None:
         with world.entered(transport) as here:
             gtopk.record(str(tmp_path))
-            watched, one_step = HookSteps(here), OneStep()
+            watched, one_step = HookSteps(here, here.engine, "hooked"), OneStep()
             lanes = [
                 open_lane(
                     name,

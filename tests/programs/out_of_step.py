@@ -1,7 +1,7 @@
 """Run on two ranks or more with a short heartbeat: ranks that are out of step, not dead.
 
-A rank is slow, or keeps Python's lock, for longer than the heartbeat's timeout; its hooks come in
-another order; it has a batch less.
+A rank is slow, or keeps Python's lock, for longer than the heartbeat's timeout; it is slow in every
+step, and named for it; its hooks come in another order; it has a batch less.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import light_torch  # noqa: F401
 import torch
@@ -45,9 +46,9 @@ def train(
     before_step: Callable[[int], None] = lambda step: None,
     right_first: bool = False,
     batches: int = 5,
-) -> Branches:
+) -> tuple[Branches, Any]:
     model = Branches()
-    optimizer = hvd.DistributedOptimizer(
+    optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         model.named_parameters(),
         hvd.Compression.gtopk(density=0.1),
@@ -60,7 +61,7 @@ def train(
         model(torch.randn(4, 8, generator=generator), right_first).backward()
         optimizer.step()
     hvd.join()
-    return model
+    return model, optimizer
 
 
 def check_equal(model: Branches, expected: Branches) -> None:
@@ -75,15 +76,28 @@ def test_a_slow_rank_and_one_that_keeps_pythons_lock_change_no_bit() -> None:
         if step == 3 and RANK == 0:
             ctypes.PyDLL(None).usleep(int(1e6 * LONG_SECONDS))
 
-    check_equal(train(be_slow), train())
+    check_equal(train(be_slow)[0], train()[0])
+
+
+def test_a_rank_that_is_slow_in_every_step_is_scored() -> None:
+    begin, slow_steps = 4, 10
+
+    def be_slow(step: int) -> None:
+        if step >= begin and RANK == LAST:
+            time.sleep(0.2)
+
+    optimizer = train(be_slow, batches=begin + slow_steps)[1]
+    scores = optimizer.straggler_scores
+    assert scores[LAST] <= 0.25, scores
+    assert max(scores) == 1
 
 
 def test_hooks_in_another_order_change_no_bit() -> None:
-    check_equal(train(right_first=RANK == LAST), train())
+    check_equal(train(right_first=RANK == LAST)[0], train()[0])
 
 
 def test_a_rank_with_a_batch_less_joins_and_the_others_go_on() -> None:
-    model, shorter = train(batches=5 - (RANK == LAST)), train(batches=4)
+    model, shorter = train(batches=5 - (RANK == LAST))[0], train(batches=4)[0]
     if RANK == LAST:
         check_equal(model, shorter)
     else:

@@ -193,6 +193,8 @@ def test_the_endpoint_tells_of_the_last_step() -> None:
         endpoint.take([step_line(report(5), 1.1, 7200)])
         at = {"seconds": 1.0, "step": 6}
         endpoint.take([{"what": "withheld", **at, "norm": 2.5, "age_steps": None}])
+        endpoint.take([{"what": "score", **at, "score": 0.2}])
+        endpoint.take([{"what": "parted", **at, "parameters": ["w"], "healed": True}])
         endpoint.take([{"what": "values", **at, "values": {'a "loss"': 0.25, "nan": float("nan")}}])
         url = f"http://127.0.0.1:{endpoint.address.port}"
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
@@ -205,8 +207,10 @@ def test_the_endpoint_tells_of_the_last_step() -> None:
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
     assert values['gtopk_steps_total{rank="3"}'] == "6"
     assert values['gtopk_skipped_steps_total{rank="3"}'] == "1"
+    assert values['gtopk_divergences_total{rank="3"}'] == "1"
     assert values['gtopk_sent_bytes_total{rank="3"}'] == "7200"
     assert float(values['gtopk_step_seconds{rank="3",part="exchange"}']) == pytest.approx(0.0011)
+    assert values['gtopk_straggler_score{rank="3"}'] == "0.2"
     assert values['gtopk_residual_norm{rank="3"}'] == "2.5"
     assert values['gtopk_value{rank="3",name="a \\"loss\\""}'] == "0.25"
     assert values['gtopk_value{rank="3",name="nan"}'] == "NaN"

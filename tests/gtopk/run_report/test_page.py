@@ -18,6 +18,7 @@ from tests.gtopk.made_runs import begin, lines_of, write_run
 
 FIGURES = (
     *("Accuracy", "Loss", "A step of each rank", "Steps, one after the other", "Utilisation"),
+    "Straggler score",
     *("The exchange, predicted and measured", "Batch sizes", "Density", "Bits per entry"),
     *("Norm of the residual", "Age of the residual"),
 )
@@ -66,7 +67,7 @@ def test_a_dense_run_has_no_figures_of_what_is_held_back(tmp_path: Path) -> None
         kept = [line for line in path.read_text().splitlines() if '"withheld"' not in line]
         path.write_text("\n".join(kept))
     titles = set(re.findall(r"<figure><h3>(.*?)</h3>", html_of(tmp_path)))
-    assert titles == set(FIGURES[:5]) | {"Batch sizes"}
+    assert titles == set(FIGURES[:6]) | {"Batch sizes"}
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> N
     assert main([str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [rank["utilisation"] for rank in said["ranks"]] == pytest.approx([0.6] * 3)
+    assert [rank["straggler_score"] for rank in said["ranks"]] == pytest.approx([1, 1 / 2, 1 / 3])
     assert said["figures"]["A step takes"][0].startswith("10")
 
 

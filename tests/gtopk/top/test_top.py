@@ -24,6 +24,8 @@ def test_each_rank_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [line.split()[0] for line in lines] == ["0", "1", "2"]
     assert all("60 %" in line and line.endswith("ended") for line in lines)
     assert all(line.split()[3] == "100" for line in lines)  # steps a second
+    scores = [line[head.index("score") :].split()[0] for line in lines]
+    assert scores == ["1", "0.5", "0.33"]
     assert "\x1b" not in "".join(lines)
 
 
