@@ -5,6 +5,7 @@
 along the rounds: each takes as long as its largest message. alpha is a message's latency, beta the
 seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry. A rank sends
 and receives at once (full duplex); nodes do not share a link (a switch), the ranks of a node do.
+Where a link lets a burst pass, it has rested before the first round, and rests while ranks compute.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..wire import EXACT, Format
+from .bucket import Bucket
 from .formats import message_bytes
 from .network import Network
 from .rates import Rates
@@ -102,25 +104,30 @@ def predict(
     k = length if is_dense else candidate.selected(length)
     order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, candidate.widening)
     communicate = latency = code = merge = messages = sent = most = 0.0
+    bucket = Bucket(network.between.burst_bytes)
 
     def bytes_of(step: Round) -> float:
         if not step.lists:
             return step.plain_bytes
-        each = message_bytes(step.entries, length, candidate.format, value_bytes)
+        format = Format(candidate.format.indices) if step.exact else candidate.format
+        each = message_bytes(step.entries, length, format, value_bytes)
         return step.plain_bytes + step.lists * each
 
     for step in SCHEDULES[candidate.algorithm](order):
         each, times = bytes_of(step), step.times
+        coded = 0.0
         if step.lists:
             rate = rates.coding[candidate.format]
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
-            code += times * coded
+        merged = step.merged * rates.merge_seconds
+        code += times * coded
+        merge += times * merged
         link = network.link(step.leaving)
         if is_dense and network.allreduce is not None:
             link = network.allreduce
-        communicate += times * (link.latency_seconds + each * link.seconds_per_byte)
         latency += times * link.latency_seconds
-        merge += times * step.merged * rates.merge_seconds
+        passed = bucket.pass_on(times, each, link, coded + merged)
+        communicate += times * link.latency_seconds + passed * link.seconds_per_byte
         messages += times * step.senders
         sent += times * step.senders * each
         most += times * each

@@ -205,7 +205,7 @@ def plain_allgather() -> Contender:
         )
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        alpha, beta = network.link(1)
+        alpha, beta, _ = network.link(1)
         ranks = network.ranks
         return Modelled(rounds(ranks) * alpha + (ranks - 1) * k * 8 * beta, 0.0)
 
@@ -232,7 +232,7 @@ def published_tree(broadcast: str) -> Contender:
         )
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        alpha, beta = network.link(1)
+        alpha, beta, _ = network.link(1)
         steps = rounds(network.ranks)
         barriers = steps * steps * alpha
         return Modelled(barriers + 2 * steps * (alpha + 16 * k * beta), 0.0)

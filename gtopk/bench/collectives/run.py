@@ -34,7 +34,7 @@ def run(plan: Plan, transport: Transport) -> Results:
     formats = [*dict.fromkeys(format for word in plan.formats for format in spelled(word))]
     say("the link, and what coding and merging take")
     calibration = calibrate(transport, formats)
-    network, link = modelled_network(plan, calibration)
+    _, link = modelled_network(plan, calibration.network)
     sizes = plan.ranks or (transport.size,)
     library_name = ""
     records: list[Record] = []
@@ -44,7 +44,8 @@ def run(plan: Plan, transport: Transport) -> Results:
         with transport.operation(f"the benchmark of {size} ranks"):
             if transport.rank < size:
                 some = transport.subset(range(size)) if size < transport.size else transport
-                here = replace(calibration, network=network._replace(ranks=size))
+                found = measure_network(some)[0] if size < transport.size else calibration.network
+                here = replace(calibration, network=modelled_network(plan, found)[0])
                 records += on_these_ranks(plan, some, library, here, say)
             transport.barrier()
     machine["load_after"] = load()
@@ -132,16 +133,16 @@ def _warm_up(case: Case) -> Case:
     return _WARM_UP._replace(ranks=case.ranks, length=min(case.length, _WARM_UP.length))
 
 
-def modelled_network(plan: Plan, calibration: Calibration) -> tuple[Network, record.Link]:
+def modelled_network(plan: Plan, network: Network) -> tuple[Network, record.Link]:
     """Return the network of the model: one rank a host, its link given or measured."""
-    network = calibration.network
     measured = network.link(1)
     latency = measured.latency_seconds if plan.latency is None else plan.latency
     seconds_per_byte = 8.0 / plan.bandwidth if plan.bandwidth else measured.seconds_per_byte
-    link = Link(latency, seconds_per_byte)
+    link = Link(latency, seconds_per_byte, measured.burst_bytes)
     told = record.Link(
         latency_seconds=latency,
         bits_per_second=8.0 / seconds_per_byte if seconds_per_byte else 0.0,
+        burst_bytes=measured.burst_bytes,
         bandwidth_from="given" if plan.bandwidth else "measured",
         latency_from="measured" if plan.latency is None else "given",
     )
@@ -163,9 +164,10 @@ def _record(
 ) -> Record:
     contender = measured.contender
     seconds = record.spread(measured.seconds)
-    modelled = contender.modelled(case.length, case.k, calibration.network, calibration.rates)
+    rates = calibration.rates.scaled(ranks_to_a_core)
+    modelled = contender.modelled(case.length, case.k, calibration.network, rates)
     wire = modelled and modelled.wire_seconds
-    code = modelled and ranks_to_a_core * modelled.code_seconds
+    code = modelled and modelled.code_seconds
     on_interface = measured.interface_bytes
     return Record(
         contender=contender.name,
@@ -190,6 +192,7 @@ def _record(
         counted=measured.counted,
         interface_bytes=None if on_interface is None else record.per_rank(on_interface),
         updated=measured.updated,
+        modelled_link=list(calibration.network.between),
         modelled_wire_seconds=wire,
         modelled_code_seconds=code,
         measured_over_modelled=seconds["median"] / wire if wire else None,

@@ -63,7 +63,7 @@ def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
 
 
 def test_baselines_are_modelled_by_what_they_send() -> None:
-    alpha, beta = SLOW.between
+    alpha, beta, _ = SLOW.between
     wire = {
         contender.name: contender.modelled(LENGTH, K, SLOW, RATES)[0]
         for contenders in BASELINES.values()
