@@ -131,9 +131,12 @@ _NOT_MEASURED: Final = Link(math.nan, math.nan, math.nan)
 
 
 def _slowest_link(transport: Transport, mine: Link) -> Link | None:
-    """Return the worst of what was measured; None where nobody had a partner."""
-    latency, per_byte, minus_burst = agree_on_slowest(transport, [*mine[:2], -mine.burst_bytes])
-    return None if math.isnan(latency) else Link(latency, per_byte, -minus_burst)
+    """Return the worst of what was measured; None where nobody had a partner.
+
+    Of a burst the largest: what is in the way of a swap can only hide some of it.
+    """
+    found = Link(*agree_on_slowest(transport, mine))
+    return None if math.isnan(found.latency_seconds) else found
 
 
 def _probe(

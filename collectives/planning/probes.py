@@ -114,14 +114,22 @@ def _later_seconds_per_byte(arrivals: Sequence[Sequence[float]], size: int) -> f
 
 
 def _burst_bytes(go: Callable[[int], float], link: Link, largest: int) -> float:
-    """Return how many bytes pass at once after a rest, as far as that shows in smaller swaps."""
+    """Return how many bytes pass at once after a rest, from swaps twice as large each time.
+
+    Until most of a swap has to wait. Less than an eighth may be an error of the bandwidth.
+    """
     burst, size = 0.0, SMALLEST_IN_PIECES
     while size <= largest / 4 and link.seconds_per_byte > 0:
-        time.sleep(size * link.seconds_per_byte)
-        passed = size - (go(size) - 2 * link.latency_seconds) / link.seconds_per_byte
-        if passed > size / GROWTH:  # else it may be an error of the bandwidth
+        seconds = []
+        for _ in range(2):  # what holds one up makes it longer, and never shorter
+            time.sleep(size * link.seconds_per_byte)
+            seconds.append(go(size))
+        passed = size - (min(seconds) - 2 * link.latency_seconds) / link.seconds_per_byte
+        if passed > size / 8:
             burst = max(burst, passed)
-        size *= GROWTH
+        if passed < size / 2:
+            break
+        size *= 2
     return burst
 
 
