@@ -61,6 +61,7 @@ class Prediction:
     select_seconds:      accumulate, select, apply.
     code_seconds:        encode and decode.
     communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
+    rounds:              of messages, one after the other.
     merge_seconds:       merge, and keep track of what is alive.
     updated:             coordinates that the update holds.
     """
@@ -71,6 +72,7 @@ class Prediction:
     communicate_seconds: float
     merge_seconds: float
     latency_seconds: float
+    rounds: int
     sent: Traffic
     updated: float
 
@@ -104,6 +106,7 @@ def predict(
     k = length if is_dense else candidate.selected(length)
     order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, candidate.widening)
     communicate = latency = code = merge = messages = sent = most = 0.0
+    rounds = 0
     bucket = Bucket(network.between.burst_bytes)
 
     def bytes_of(step: Round) -> float:
@@ -126,6 +129,7 @@ def predict(
         if is_dense and network.allreduce is not None:
             link = network.allreduce
         latency += times * link.latency_seconds
+        rounds += times
         passed = bucket.pass_on(times, each, link, coded + merged)
         communicate += times * link.latency_seconds + passed * link.seconds_per_byte
         messages += times * step.senders
@@ -139,6 +143,7 @@ def predict(
         communicate,
         merge,
         latency,
+        rounds,
         Traffic(messages / network.ranks, sent / network.ranks, most),
         updated(candidate, length, network.ranks),
     )

@@ -99,7 +99,7 @@ def lead_swaps(transport: Transport, peer: int, budget_seconds: float, clock: Cl
     latency /= 2  # of a word, and of the swap that answers it
     if (largest := max(samples)) >= SMALLEST_IN_PIECES:
         per_byte = _later_seconds_per_byte(arrivals[largest], largest)
-        burst = _burst_bytes(go, Link(latency, per_byte), largest)
+        burst = _burst_bytes(go, Link(latency, per_byte), largest, budget_seconds / 2)
     if burst:  # the small swaps' bytes took no time either
         latency = min(samples[SMALLEST_BYTES]) / 2
     transport.send(np.empty(0, np.uint8), peer)()  # the game is over
@@ -113,16 +113,24 @@ def _later_seconds_per_byte(arrivals: Sequence[Sequence[float]], size: int) -> f
     return max(0.0, seconds) / (half * ((size - WORD_BYTES) // PIECES))
 
 
-def _burst_bytes(go: Callable[[int], float], link: Link, largest: int) -> float:
+def _burst_bytes(
+    go: Callable[[int], float], link: Link, largest: int, budget_seconds: float
+) -> float:
     """Return how many bytes pass at once after a rest, from swaps twice as large each time.
 
-    Until most of a swap has to wait. Less than an eighth may be an error of the bandwidth.
+    Until most of a swap has to wait, or the time is over. Less than an eighth may be an error of
+    the bandwidth.
     """
     burst, size = 0.0, SMALLEST_IN_PIECES
+    goes = 2  # the shorter one counts: what holds up a swap makes it longer
     while size <= largest / 4 and link.seconds_per_byte > 0:
+        rest_seconds = size * link.seconds_per_byte
+        budget_seconds -= 2 * goes * rest_seconds
+        if budget_seconds < 0:
+            break
         seconds = []
-        for _ in range(2):  # what holds one up makes it longer, and never shorter
-            time.sleep(size * link.seconds_per_byte)
+        for _ in range(goes):
+            time.sleep(rest_seconds)
             seconds.append(go(size))
         passed = size - (min(seconds) - 2 * link.latency_seconds) / link.seconds_per_byte
         if passed > size / 8:

@@ -21,7 +21,8 @@ def test_ten_times_the_bandwidth_is_about_a_tenth_of_the_time(
     plot = tmp_path / "scaling.svg"
     asked = ["--methods", "gtopk", "--ranks", "2", "4", "--rates", "1mbit", "10mbit"]
     assert main([*asked, "--plot", str(plot)]) == 0
-    slow, fast = capsys.readouterr().out.splitlines()[2:]
+    printed = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    slow, fast = printed.splitlines()[2:]
     assert slow == "| 1mbit | gtopk | 1.64 s | 3.27 s |"
     assert fast == "| 10mbit | gtopk | 164 ms | 327 ms |"
     lines = ElementTree.parse(plot).findall(".//*[@class='line']")

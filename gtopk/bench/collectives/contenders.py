@@ -46,10 +46,11 @@ class Outcome(NamedTuple):
 
 
 class Modelled(NamedTuple):
-    """Seconds on the wire, and of encode, decode and merge."""
+    """Seconds on the wire, and of encode, decode and merge; rounds of messages on the way."""
 
     wire_seconds: float
     code_seconds: float
+    rounds: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
         if algorithm not in SCHEDULES or options:
             return None
         found = predict(Candidate(algorithm, k / length, format), length, network, rates)
-        return Modelled(found.communicate_seconds, found.code_seconds + found.merge_seconds)
+        code_seconds = found.code_seconds + found.merge_seconds
+        return Modelled(found.communicate_seconds, code_seconds, found.rounds)
 
     words = [f"{name}={value}" for name, value in options.items()]
     if algorithm != "dense":

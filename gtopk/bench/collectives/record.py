@@ -45,7 +45,7 @@ class Record(TypedDict):
                    were given them.
     modelled_wire_seconds: latency and bandwidth alone; None where there is no model.
     modelled_code_seconds: encode, decode, merge; where all ranks share cores, as many times longer
-                           as there are ranks to a core.
+                           as there are ranks to a core, with the work on the others' messages.
     cpu_seconds: of a rank's process.
     measured_over_modelled: the median over modelled_wire_seconds.
     measured_over_wire_and_code: the median over both.

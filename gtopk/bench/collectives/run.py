@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from collectives.cost import Link
+from collectives.cost import rounds as rounds_of
 from collectives.planning import Calibration, CodingRate, Format, Network, Rates
 from collectives.planning.calibration import measure_network, measure_rates
 from collectives.planning.probes import agree_on_slowest
@@ -23,7 +26,34 @@ from .library import Reckoning, open_library
 from .plan import Plan
 from .record import Record, Results
 
+_GATHERS: Final = 32
 _WARM_UP = Case(ranks=0, length=4096, density=0.01, distribution="uniform")
+
+
+class Sharing(NamedTuple):
+    """What ranks that share a core have to wait for.
+
+    message_seconds: of a core, for the message that each sends and the one that it gets in a round.
+    """
+
+    ranks_to_a_core: float
+    message_seconds: float
+
+    @property
+    def round_seconds(self) -> float:
+        """Return what the others' messages take of a round; the own one is in its latency."""
+        return (self.ranks_to_a_core - 1) * self.message_seconds
+
+
+def message_seconds(transport: Transport) -> float:
+    """Return the processor time of a rank to send an empty message and get one; the same on all."""
+    transport.barrier()
+    begun = time.process_time()
+    for _ in range(_GATHERS):
+        transport.barrier()
+    mine = (time.process_time() - begun) / _GATHERS / max(1, rounds_of(transport.size))
+    told = transport.allgather(np.array([mine]).view(np.uint8))
+    return statistics.fmean(float(message.view(np.float64)[0]) for message in told)
 
 
 def run(plan: Plan, transport: Transport) -> Results:
@@ -78,6 +108,8 @@ def on_these_ranks(
     """Return the records of all cases with this number of ranks."""
     records: list[Record] = []
     network, rates = calibration.network, calibration.rates
+    ranks_to_a_core = max(1.0, transport.size / (plan.shared_cores or transport.size))
+    sharing = Sharing(ranks_to_a_core, message_seconds(transport))
     for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
         contenders = chosen(plan, case, first, calibration)
         for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
@@ -93,8 +125,7 @@ def on_these_ranks(
                 say,
             )
         reference = reference_of(contenders, case.length, case.k, network, rates)
-        ranks_to_a_core = max(1.0, transport.size / (plan.shared_cores or transport.size))
-        records += [_record(each, case, calibration, reference, ranks_to_a_core) for each in found]
+        records += [_record(each, case, calibration, reference, sharing) for each in found]
     return records
 
 
@@ -160,14 +191,14 @@ def _record(
     case: Case,
     calibration: Calibration,
     reference: str | None,
-    ranks_to_a_core: float,
+    sharing: Sharing,
 ) -> Record:
     contender = measured.contender
     seconds = record.spread(measured.seconds)
-    rates = calibration.rates.scaled(ranks_to_a_core)
+    rates = calibration.rates.scaled(sharing.ranks_to_a_core)
     modelled = contender.modelled(case.length, case.k, calibration.network, rates)
     wire = modelled and modelled.wire_seconds
-    code = modelled and modelled.code_seconds
+    code = modelled and modelled.code_seconds + modelled.rounds * sharing.round_seconds
     on_interface = measured.interface_bytes
     return Record(
         contender=contender.name,
