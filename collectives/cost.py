@@ -11,10 +11,15 @@ from typing import NamedTuple
 
 
 class Link(NamedTuple):
-    """One link between two ranks: alpha seconds a message and beta seconds a byte."""
+    """One link between two ranks: alpha seconds a message and beta seconds a byte.
+
+    burst_bytes: that pass at once after a pause: a token bucket's, which fills again at the link's
+                 own rate.
+    """
 
     latency_seconds: float
     seconds_per_byte: float
+    burst_bytes: float = 0.0
 
     @classmethod
     def of(cls, bits_per_second: float, latency_seconds: float) -> Link:
@@ -28,7 +33,10 @@ class Link(NamedTuple):
 
     def scaled(self, factor: float) -> Link:
         """Return the link on which everything takes `factor` times as long."""
-        return Link(factor * self.latency_seconds, factor * self.seconds_per_byte)
+        return self._replace(
+            latency_seconds=factor * self.latency_seconds,
+            seconds_per_byte=factor * self.seconds_per_byte,
+        )
 
 
 def dense_bytes(length: int, ranks: int, value_bytes: int = 4) -> int:

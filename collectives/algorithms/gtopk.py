@@ -1,8 +1,8 @@
 """gtopk: the global top-k by recursive doubling; every pair swaps and merges the same two lists.
 
     P = 4     round 0     round 1          P = 6: ranks 4 and 5 hand their picks to 0 and 1 first,
-              0 <-> 1     0 <-> 2          and get the result back last
-              2 <-> 3     1 <-> 3
+              0 <-> 1     0 <-> 2          and get the result back last; 2 and 3, who are ahead of
+              2 <-> 3     1 <-> 3          them, wait for a word before round 1 (`turns`)
 
 log2(P) rounds of one message, where the paper's tree takes 2 log2(P) (Shi et al. 2019, section
 III, give this cost; their code does not reach it).
@@ -27,6 +27,7 @@ from .refusal import examine, lowest
 from .rounding import rounding_error
 from .swap import swap_and_merge
 from .terms import Terms
+from .turns import take_turns
 
 
 def reduce(
@@ -74,7 +75,8 @@ def _as_host(
     terms: Terms,
 ) -> Outcome:
     rank = transport.rank
-    guest = rank + (1 << len(kept))
+    paired = 1 << len(kept)
+    guest = rank + paired
     folds = guest < transport.size
     accounts = [Account(picks, terms.put_back)]
     guests = picks.at(slice(0))
@@ -90,9 +92,9 @@ def _as_host(
 
     holders = 1
     for keep in kept:
-        swapped = swap_and_merge(
-            merged, refused_by, keep, transport, rank ^ holders, terms, holders
-        )
+        peer = rank ^ holders
+        take_turns(transport, peer, holders, transport.size - paired, k)
+        swapped = swap_and_merge(merged, refused_by, keep, transport, peer, terms, holders)
         accounts[0].note_rounding(swapped.error)
         holders *= 2
         finder = transport.ranks[rank & -holders]  # all who hold this list name the same rank

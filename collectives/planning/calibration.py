@@ -2,7 +2,7 @@
 
     phase       who, all at the same time                          seconds at most
     within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
-    between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4
+    between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
     allreduce   all                                                0.4, and to agree on its time
     rates       each for itself                                    0.5
 
@@ -32,8 +32,8 @@ from .probes import (
     Clock,
     Prepare,
     agree_on_slowest,
-    answer_ping_pong,
-    lead_ping_pong,
+    follow_swaps,
+    lead_swaps,
     seconds_per_unit,
     time_allreduce,
 )
@@ -104,13 +104,10 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     in_order = all(first == rank - rank % ranks_per_node for rank, (first, _) in enumerate(places))
 
     heads = nodes if place == 0 else []  # of a node one rank: what its link carries at all
-    inside = _ping_pong(transport, node, place, WITHIN_SECONDS, clock)
+    inside = _probe(transport, node, place, WITHIN_SECONDS, clock)
     transport.barrier()
-    across = _ping_pong(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
-    numbers = agree_on_slowest(transport, [*inside, *across])
-    within, between = (
-        None if math.isnan(pair[0]) else Link(*pair) for pair in (numbers[:2], numbers[2:])
-    )
+    across = _probe(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
+    within, between = (_slowest_link(transport, link) for link in (inside, across))
     if transport.size == 1:
         return Network(1, Link(0.0, 0.0)), 1
     link = between or within
@@ -130,10 +127,19 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     return Network(size, shared, 1, None, allreduce), len(nodes)
 
 
-_NOT_MEASURED: Final = Link(math.nan, math.nan)
+_NOT_MEASURED: Final = Link(math.nan, math.nan, math.nan)
 
 
-def _ping_pong(
+def _slowest_link(transport: Transport, mine: Link) -> Link | None:
+    """Return the worst of what was measured; None where nobody had a partner.
+
+    Of a burst the largest: what is in the way of a swap can only hide some of it.
+    """
+    found = Link(*agree_on_slowest(transport, mine))
+    return None if math.isnan(found.latency_seconds) else found
+
+
+def _probe(
     transport: Transport, ranks: Sequence[int], place: int, budget_seconds: float, clock: Clock
 ) -> Link:
     """Return the link between this rank, at `place` in `ranks`, and its partner there.
@@ -144,9 +150,9 @@ def _ping_pong(
     if place >= len(ranks) or partner >= len(ranks):
         return _NOT_MEASURED
     if place > partner:
-        answer_ping_pong(transport, ranks[partner])
+        follow_swaps(transport, ranks[partner])
         return _NOT_MEASURED
-    return lead_ping_pong(transport, ranks[partner], budget_seconds, clock)
+    return lead_swaps(transport, ranks[partner], budget_seconds, clock)
 
 
 def measure_rates(

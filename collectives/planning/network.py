@@ -25,7 +25,8 @@ class Network(NamedTuple):
         """Return what a rank gets of the link when `leaving` ranks of its node use it at once."""
         if leaving == 0 and self.within is not None:
             return self.within
-        return Link(self.between.latency_seconds, self.between.seconds_per_byte * max(1, leaving))
+        sharing = max(1, leaving)
+        return self.between._replace(seconds_per_byte=self.between.seconds_per_byte * sharing)
 
     def scaled(self, factor: float) -> Network:
         """Return the network on which every message takes `factor` times as long."""

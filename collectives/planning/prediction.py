@@ -5,6 +5,7 @@
 along the rounds: each takes as long as its largest message. alpha is a message's latency, beta the
 seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry. A rank sends
 and receives at once (full duplex); nodes do not share a link (a switch), the ranks of a node do.
+Where a link lets a burst pass, it has rested before the first round, and rests while ranks compute.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..wire import EXACT, Format
+from .bucket import Bucket
 from .formats import message_bytes
 from .lag import lag_steps
 from .network import Network
@@ -60,6 +62,7 @@ class Prediction:
     select_seconds:      accumulate, select, apply.
     code_seconds:        encode and decode.
     communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
+    rounds:              of messages, one after the other.
     merge_seconds:       merge, and keep track of what is alive.
     updated:             coordinates that the update holds.
     lag_steps:           by which its training is behind one that updates all (see `lag`).
@@ -71,6 +74,7 @@ class Prediction:
     communicate_seconds: float
     merge_seconds: float
     latency_seconds: float
+    rounds: int
     sent: Traffic
     updated: float
     lag_steps: float
@@ -105,25 +109,32 @@ def predict(
     k = length if is_dense else candidate.selected(length)
     order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, candidate.widening)
     communicate = latency = code = merge = messages = sent = most = 0.0
+    rounds = 0
+    bucket = Bucket(network.between.burst_bytes)
 
     def bytes_of(step: Round) -> float:
         if not step.lists:
             return step.plain_bytes
-        each = message_bytes(step.entries, length, candidate.format, value_bytes)
+        format = Format(candidate.format.indices) if step.exact else candidate.format
+        each = message_bytes(step.entries, length, format, value_bytes)
         return step.plain_bytes + step.lists * each
 
     for step in SCHEDULES[candidate.algorithm](order):
         each, times = bytes_of(step), step.times
+        coded = 0.0
         if step.lists:
             rate = rates.coding[candidate.format]
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
-            code += times * coded
+        merged = step.merged * rates.merge_seconds
+        code += times * coded
+        merge += times * merged
         link = network.link(step.leaving)
         if is_dense and network.allreduce is not None:
             link = network.allreduce
-        communicate += times * (link.latency_seconds + each * link.seconds_per_byte)
         latency += times * link.latency_seconds
-        merge += times * step.merged * rates.merge_seconds
+        rounds += times
+        passed = bucket.pass_on(times, each, link, coded + merged)
+        communicate += times * link.latency_seconds + passed * link.seconds_per_byte
         messages += times * step.senders
         sent += times * step.senders * each
         most += times * each
@@ -136,6 +147,7 @@ def predict(
         communicate,
         merge,
         latency,
+        rounds,
         Traffic(messages / network.ranks, sent / network.ranks, most),
         wide,
         lag_steps(length, wide),

@@ -1,25 +1,43 @@
 """Probes: small measurements that grow only as long as their time lasts.
 
 Each goes to the next size, GROWTH times the last, only if the time left is enough for GROWTH times
-what the last one took: a slow link or machine is measured at a smaller size, never for longer. One
-go at the smallest size is always made, and what a go is held up by others can come on top.
+what the last one took; else the last one is as large as the time allows. A slow link or machine is
+measured at a smaller size, never for longer. One go at the smallest size is always made, and what a
+go is held up by others can come on top.
+
+A link is measured by swaps, as the rounds of a reduction use it: both ways at once. Long ones come
+in pieces, and the bandwidth is that of the later ones:
+
+    bytes that have come                     A link behind a token bucket, as many a cloud's or a
+      |                      ..''           switch's is, lets the first bytes after a pause pass at
+      |                ..''                 once. Who divides all bytes by all seconds finds it
+      |          ..''      bandwidth:        faster than it is.
+      |    ..''            of this half
+      | .-'
+      |/ <- burst
+      +------------------------------ seconds
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
 from ..cost import Link
 from ..transports.transport import Transport
+from ..vector import Array
 
 GROWTH: Final = 8
 REPEATS: Final = 7  # at the smallest and the largest size, as far as the time lasts
 SMALLEST_BYTES: Final = 64
 LARGEST_BYTES: Final = 1 << 22
+WORD_BYTES: Final = 16
+PIECES: Final = 16  # of a swap whose bandwidth is looked at
+SMALLEST_IN_PIECES: Final = 1 << 12
 SMALLEST_ALLREDUCE_BYTES: Final = 1 << 13  # smaller ones may take fewer messages
 LONG_ALLREDUCE_BYTES: Final = 1 << 19
 
@@ -44,7 +62,11 @@ def grow(go: Callable[[int], float], smallest: int, largest: int, budget_seconds
             seconds.append(go(size))
             left -= seconds[-1]
         grown = min(GROWTH * size, largest)
-        if grown == size or grown / size * min(seconds) > left:
+        if grown / size * min(seconds) > left:
+            grown = int(size * left / min(seconds)) // smallest * smallest
+            if grown < 2 * size:
+                return samples
+        if grown == size:
             return samples
         size = grown
 
@@ -59,24 +81,77 @@ def link_of(samples: Samples) -> Link:
     return Link(max(0.0, latency - sizes[0] * max(0.0, slope)), max(0.0, slope))
 
 
-def lead_ping_pong(transport: Transport, peer: int, budget_seconds: float, clock: Clock) -> Link:
-    """Return the link to a peer that runs `answer_ping_pong`: half of each round trip."""
+def lead_swaps(transport: Transport, peer: int, budget_seconds: float, clock: Clock) -> Link:
+    """Return the link to a peer that runs `follow_swaps`; half as long comes on top, for rests."""
+    arrivals: dict[int, list[list[float]]] = {}
 
     def go(size: int) -> float:
-        ball = np.zeros(size, np.uint8)
+        pieces = PIECES if size >= SMALLEST_IN_PIECES else 1
         begun = clock()
-        transport.exchange(ball, peer)
-        return clock() - begun
+        word = np.array([pieces, (size - WORD_BYTES) // pieces], np.int64)
+        transport.send(word.view(np.uint8), peer)()
+        come = [clock() - begun for _ in _swap(transport, peer, *word.tolist())]
+        arrivals.setdefault(size, []).append(come)
+        return come[-1]
 
     samples = grow(go, SMALLEST_BYTES, LARGEST_BYTES, budget_seconds)
-    transport.send(np.empty(0, np.uint8), peer)()  # game over
-    return link_of({size: [s / 2 for s in seconds] for size, seconds in samples.items()})
+    latency, per_byte, burst = link_of(samples)
+    latency /= 2  # of a word, and of the swap that answers it
+    if (largest := max(samples)) >= SMALLEST_IN_PIECES:
+        per_byte = _later_seconds_per_byte(arrivals[largest], largest)
+        burst = _burst_bytes(go, Link(latency, per_byte), largest, budget_seconds / 2)
+    if burst:  # the small swaps' bytes took no time either
+        latency = min(samples[SMALLEST_BYTES]) / 2
+    transport.send(np.empty(0, np.uint8), peer)()  # the game is over
+    return Link(latency, per_byte, burst)
 
 
-def answer_ping_pong(transport: Transport, peer: int) -> None:
-    """Send back what comes from a peer, until that is empty."""
-    while (ball := transport.receive(peer)).size:
-        transport.send(ball, peer)()
+def _later_seconds_per_byte(arrivals: Sequence[Sequence[float]], size: int) -> float:
+    """Return the median of the later halves of swaps in pieces."""
+    half = PIECES // 2
+    seconds = statistics.median(come[-1] - come[half - 1] for come in arrivals)
+    return max(0.0, seconds) / (half * ((size - WORD_BYTES) // PIECES))
+
+
+def _burst_bytes(
+    go: Callable[[int], float], link: Link, largest: int, budget_seconds: float
+) -> float:
+    """Return how many bytes pass at once after a rest, from swaps twice as large each time.
+
+    Until most of a swap has to wait, or the time is over. Less than an eighth may be an error of
+    the bandwidth.
+    """
+    burst, size = 0.0, SMALLEST_IN_PIECES
+    goes = 2  # the shorter one counts: what holds up a swap makes it longer
+    while size <= largest / 4 and link.seconds_per_byte > 0:
+        rest_seconds = size * link.seconds_per_byte
+        budget_seconds -= 2 * goes * rest_seconds
+        if budget_seconds < 0:
+            break
+        seconds = []
+        for _ in range(goes):
+            time.sleep(rest_seconds)
+            seconds.append(go(size))
+        passed = size - (min(seconds) - 2 * link.latency_seconds) / link.seconds_per_byte
+        if passed > size / 8:
+            burst = max(burst, passed)
+        if passed < size / 2:
+            break
+        size *= 2
+    return burst
+
+
+def follow_swaps(transport: Transport, peer: int) -> None:
+    """Swap as a peer says, until it says nothing more."""
+    while (word := transport.receive(peer)).size:
+        pieces, size = word.view(np.int64).tolist()
+        for _ in _swap(transport, peer, pieces, size):
+            pass
+
+
+def _swap(transport: Transport, peer: int, pieces: int, size: int) -> Iterator[Array]:
+    piece = np.zeros(size, np.uint8)
+    return transport.exchange_all([(piece, peer)] * pieces, [peer] * pieces)
 
 
 def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) -> Link | None:

@@ -8,7 +8,7 @@ the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
     dense            2 log2 P                      2(P-1)/P n values
     topk-allgather   log2 P (Bruck)                (P-1) lists of k entries
     gtopk-tree       2 log2 P                      a list up, and one down to every child
-    gtopk            log2 P, and 2 to fold         log2 P lists, the last ones longer with growth
+    gtopk            log2 P, 2 to fold, and turns  log2 P lists, the last ones longer with growth
     oktopk           P-1 + some log2 P             2(P-1)/P k entries
     hierarchical     as gtopk on one rank a node   k entries inside its node twice, k/m across
 """
@@ -24,6 +24,7 @@ import numpy as np
 
 from ..algorithms.alive import alive_bytes
 from ..algorithms.growth import kept_sizes
+from ..algorithms.turns import turns
 from ..cost import rounds
 from ..transports.reductions import travels_whole
 from ..vector import Array, index_dtype
@@ -36,6 +37,7 @@ class Round(NamedTuple):
     senders: how many ranks send one.
     leaving: how many of those, on one node, send to other nodes; 0: all stay inside their node.
     lists:   sparse lists in a message, each with a header, of `entries` entries.
+    exact:   whether their values travel as they are, whatever the format rounds.
     plain_bytes: what else is in it: values without indices, bits, sizes.
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
     times:   how many rounds like this one there are.
@@ -50,6 +52,7 @@ class Round(NamedTuple):
     decoded: int = 0
     merged: int = 0
     times: int = 1
+    exact: bool = False
 
 
 class Order(NamedTuple):
@@ -117,7 +120,7 @@ def gtopk_tree(order: Order) -> Iterator[Round]:
         distance *= 2
     yield from up
     for step in reversed(up):
-        yield step._replace(plain_bytes=alive_bytes(k), merged=0)
+        yield step._replace(plain_bytes=alive_bytes(k), merged=0, exact=True)
 
 
 def gtopk(order: Order) -> Iterator[Round]:
@@ -131,10 +134,13 @@ def gtopk(order: Order) -> Iterator[Round]:
         yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k)
     for number, size in enumerate(sizes[:-1]):
         outside = leaving(everyone, everyone ^ (1 << number), m)
+        if words := turns(1 << number, guests.size, k):
+            yield Round(words, min(outside, words), lists=0)
         yield Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size)
     if guests.size:
         size = sizes[-1]
-        yield Round(guests.size, folded, 1, size, alive_bytes(k), encoded=size, decoded=size)
+        back = Round(guests.size, folded, 1, size, alive_bytes(k), encoded=size, decoded=size)
+        yield back._replace(exact=True)
 
 
 def oktopk(order: Order) -> Iterator[Round]:

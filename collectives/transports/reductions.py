@@ -16,12 +16,17 @@ same, shifted by their rank:
 Either way each block but the own one is sent once: the fewest rounds and the fewest bytes there
 can be. A block is reduced on its owner and copied from there, so that all ranks get the same bits.
 
-A long message is followed by its checksum: what changes on the way ends the reduction.
+A message of some length is followed by its checksum: what changes on the way ends the reduction.
+
+A rank that got its message early would send the next one while its last is still in the host's
+queue, and whatever of the last the queue has not taken yet comes behind. Who waits for that is
+late, its next message, too, and so on around: a link idles while another has two messages to carry.
+So the receiver of a long message says that it is here, and only then its sender sends the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -37,6 +42,9 @@ REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "min": np.minimum,
     "max": np.maximum,
 }
+# From here on a message is long: it takes many times as long as the word that it has come.
+LONG_BYTES: Final = 1 << 17
+_WORD: Final = np.empty(0, np.uint8)
 # Up to here a rank gets everyone's whole array in half the rounds: latency is all that counts.
 _WHOLE_BYTES: Final = 4096
 # From here on the checksum's own message takes no time that counts; below are votes and the like.
@@ -86,11 +94,10 @@ def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], redu
     for distance in reversed(_distances(size)):
         blocks = min(distance, size - distance)
         to, source = (rank + distance) % size, (rank - distance) % size
-        sent = _send(endpoint, to, _parts(array, bounds, to, blocks))
+        message = _joined(_parts(array, bounds, to, blocks))
         parts = _parts(array, bounds, rank, blocks)
-        for mine, theirs in _received(endpoint, source, parts):
+        for mine, theirs in _shifted(endpoint, message, to, source, parts):
             mine[...] = combine(mine.astype(wide, copy=False), theirs.astype(wide, copy=False))
-        sent()
 
 
 def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> None:
@@ -99,10 +106,10 @@ def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> N
     for distance in _distances(size):
         blocks = min(distance, size - distance)
         to, source = (rank - distance) % size, (rank + distance) % size
-        sent = _send(endpoint, to, _parts(array, bounds, rank, blocks))
-        for mine, theirs in _received(endpoint, source, _parts(array, bounds, source, blocks)):
+        message = _joined(_parts(array, bounds, rank, blocks))
+        parts = _parts(array, bounds, source, blocks)
+        for mine, theirs in _shifted(endpoint, message, to, source, parts):
             mine[...] = theirs
-        sent()
 
 
 def _distances(size: int) -> list[int]:
@@ -118,40 +125,48 @@ def _parts(array: Array, bounds: Sequence[int], first: int, blocks: int) -> list
     return [array[bounds[first] : bounds[size]], array[bounds[0] : bounds[last - size]]]
 
 
-def _send(endpoint: Endpoint, to: int, parts: list[Array]) -> Callable[[], None]:
-    """Begin to send parts of the array; return the function that waits until they are gone."""
+def _joined(parts: list[Array]) -> Array:
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    message = np.ascontiguousarray(whole).view(np.uint8)
-    sent = endpoint.send(message, to)
-    if message.size < _CHECKED_BYTES:
-        return sent
-    checked = endpoint.send(_checksum(message), to)
+    return np.ascontiguousarray(whole).view(np.uint8)
 
-    def finish() -> None:
-        sent()
-        checked()
 
-    return finish
+def _shifted(
+    endpoint: Endpoint, message: Array, to: int, source: int, parts: list[Array]
+) -> Iterator[tuple[Array, Array]]:
+    """Send a message, and yield each part of the array with its share of the one that comes."""
+    sent = [endpoint.send(message, to)]
+    if message.size >= _CHECKED_BYTES:
+        sent.append(endpoint.send(_checksum(message), to))
+    theirs = endpoint.receive(source)
+    if theirs.size >= LONG_BYTES:
+        sent.append(endpoint.send(_WORD, source))
+    shares = _shares(endpoint, source, theirs, parts)
+    if theirs.size >= _CHECKED_BYTES and bytes(endpoint.receive(source)) != bytes(_checksum(theirs)):
+        raise MessageError(
+            f"the message from rank {endpoint.ranks[source]} is malformed: a part of a dense "
+            "collective does not match its checksum; start again from the last checkpoint"
+        )
+    yield from shares
+    for is_gone in sent:
+        is_gone()
+    if message.size >= LONG_BYTES:
+        endpoint.receive(to)
 
 
 def _checksum(message: Array) -> Array:
     return np.array([codes.checksum(message)], np.uint64).view(np.uint8)
 
 
-def _received(endpoint: Endpoint, source: int, parts: list[Array]) -> list[tuple[Array, Array]]:
-    """Receive what belongs to these parts of the array; return each with its share."""
-    message = endpoint.receive(source)
+def _shares(
+    endpoint: Endpoint, source: int, message: Array, parts: list[Array]
+) -> list[tuple[Array, Array]]:
+    """Return each part with its share of a message; raise MessageError where they do not fit."""
     expected = sum(part.nbytes for part in parts)
     if message.size != expected:
         raise MessageError(
             f"the message from rank {endpoint.ranks[source]} is malformed: a part of a dense "
             f"collective has {message.size} bytes where rank {endpoint.ranks[endpoint.rank]}'s "
             f"has {expected}; every rank must pass an array of one size and dtype"
-        )
-    if expected >= _CHECKED_BYTES and bytes(endpoint.receive(source)) != bytes(_checksum(message)):
-        raise MessageError(
-            f"the message from rank {endpoint.ranks[source]} is malformed: a part of a dense "
-            "collective does not match its checksum; start again from the last checkpoint"
         )
     theirs = message.view(parts[0].dtype)
     pairs, start = [], 0

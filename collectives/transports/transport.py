@@ -313,7 +313,8 @@ class Transport(Endpoint):
         """Reduce a one-dimensional array over the ranks in place; the same bits on every rank.
 
         reduction: "sum", "product", "min" or "max". 2 ceil(log2 P) messages and 2(P-1)/P of the
-        array's bytes per rank; up to 4096/(P-1) bytes, half the messages and P-1 times the bytes.
+        array's bytes per rank, and a word for each message from 128 KiB on; up to 4096/(P-1) bytes,
+        half the messages and P-1 times the bytes.
         float16 is added in float32, and rounded per hop.
         """
         reductions.allreduce(self, array, reduction)

@@ -11,6 +11,7 @@ Picks are synthetic: uniform positions, each rank's own, that hardly overlap.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -106,9 +107,31 @@ def _record(reduction: Reduction) -> Trace:
 
     usual = threading.stack_size(_STACK_BYTES)
     try:
-        return run_ranks(local_world(reduction.ranks, _TIMEOUT_SECONDS, kind=Recorder), program)
+        trace = run_ranks(local_world(reduction.ranks, _TIMEOUT_SECONDS, kind=Recorder), program)
     finally:
         threading.stack_size(usual)
+    return _without_words(trace) if reduction.algorithm == "dense" else trace
+
+
+def _without_words(trace: Trace) -> Trace:
+    """Return the trace without the words that a long message has come.
+
+    They keep a host's messages in order, as those of the simulation are in any case; and whether a
+    message is long hangs on the size of the vector.
+    """
+    sizes: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+    for rank, events in enumerate(trace):
+        for peer, size in events:
+            if size != RECEIVED:
+                sizes[rank, peer].append(size)
+
+    def is_word(rank: int, peer: int, size: int) -> bool:
+        return (sizes[peer, rank].popleft() if size == RECEIVED else size) == 0
+
+    return [
+        [(peer, size) for peer, size in events if not is_word(rank, peer, size)]
+        for rank, events in enumerate(trace)
+    ]
 
 
 def _extrapolated(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.cli import main as gtopk
+from gtopk.replay.simulate import SimulationError, find_python
 from mpi_scripts.predictions import Forecast, main, row
 
 
@@ -25,4 +26,10 @@ def test_files_of_the_benchmark_are_read(
     assert gave == 0
     capsys.readouterr()
     assert main([str(file)]) == 0
+    assert capsys.readouterr().out.count("\n| gtopk") == 1
+    try:
+        find_python()
+    except SimulationError as error:
+        pytest.skip(str(error))
+    assert main(["--simulate", str(file)]) == 0
     assert capsys.readouterr().out.count("\n| gtopk") == 1

@@ -46,10 +46,11 @@ class Outcome(NamedTuple):
 
 
 class Modelled(NamedTuple):
-    """Seconds on the wire, and of encode, decode and merge."""
+    """Seconds on the wire, and of encode, decode and merge; rounds of messages on the way."""
 
     wire_seconds: float
     code_seconds: float
+    rounds: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
         if algorithm not in SCHEDULES or options:
             return None
         found = predict(Candidate(algorithm, k / length, format), length, network, rates)
-        return Modelled(found.communicate_seconds, found.code_seconds + found.merge_seconds)
+        code_seconds = found.code_seconds + found.merge_seconds
+        return Modelled(found.communicate_seconds, code_seconds, found.rounds)
 
     words = [f"{name}={value}" for name, value in options.items()]
     if algorithm != "dense":
@@ -205,7 +207,7 @@ def plain_allgather() -> Contender:
         )
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        alpha, beta = network.link(1)
+        alpha, beta, _ = network.link(1)
         ranks = network.ranks
         return Modelled(rounds(ranks) * alpha + (ranks - 1) * k * 8 * beta, 0.0)
 
@@ -232,7 +234,7 @@ def published_tree(broadcast: str) -> Contender:
         )
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        alpha, beta = network.link(1)
+        alpha, beta, _ = network.link(1)
         steps = rounds(network.ranks)
         barriers = steps * steps * alpha
         return Modelled(barriers + 2 * steps * (alpha + 16 * k * beta), 0.0)

@@ -33,6 +33,7 @@ class Link(TypedDict):
 
     latency_seconds: float
     bits_per_second: float
+    burst_bytes: float  # that pass at once after a pause
     bandwidth_from: str  # "measured", or "given"
     latency_from: str
 
@@ -40,9 +41,11 @@ class Link(TypedDict):
 class Record(TypedDict):
     """One contender in one case.
 
+    modelled_link: seconds of latency, seconds per byte, and burst bytes, as these ranks measured or
+                   were given them.
     modelled_wire_seconds: latency and bandwidth alone; None where there is no model.
     modelled_code_seconds: encode, decode, merge; where all ranks share cores, as many times longer
-                           as there are ranks to a core.
+                           as there are ranks to a core, with the work on the others' messages.
     cpu_seconds: of a rank's process.
     measured_over_modelled: the median over modelled_wire_seconds.
     measured_over_wire_and_code: the median over both.
@@ -72,6 +75,7 @@ class Record(TypedDict):
     counted: bool  # message by message; else reckoned
     interface_bytes: PerRank | None
     updated: int  # coordinates that the update holds
+    modelled_link: list[float]
     modelled_wire_seconds: float | None
     modelled_code_seconds: float | None
     measured_over_modelled: float | None
@@ -86,7 +90,7 @@ class Run(TypedDict):
     library: str
     ranks: int  # that were launched
     hosts: int
-    link: Link
+    link: Link  # of all that were launched
     calibration: str
     shared_cores: int | None  # by all ranks, on hosts that one machine emulates
     seed: int

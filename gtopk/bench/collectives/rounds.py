@@ -3,10 +3,11 @@
     round 1   gtopk   topk-allgather   dense-library   ...
     round 2   gtopk   topk-allgather   dense-library   ...
 
-    a go      barrier | reduce | tell the time      begun behind the barrier, each by its own clock
+    a go      rest | barrier | reduce | tell the time     begun behind the barrier, by its own clock
 
 So all of them see the same moods of machine and network. Who has used up its budget of seconds
-sits out the rest of the rounds.
+sits out the rest of the rounds. Links rest before a go, as they do while gradients are computed:
+what a token bucket lets pass at once, it has ready.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -26,6 +28,8 @@ from .cases import Case
 from .checks import check_agreement, check_conservation, digest
 from .contenders import Contender, Task
 from .library import Reckoning
+
+REST_SECONDS: Final = 0.02
 
 
 @dataclass
@@ -83,6 +87,7 @@ def go(
     counters = transport.traffic if own else task.library.traffic
     prepared = contender.prepare(task)
     interface_before = interface_bytes(interface)
+    time.sleep(REST_SECONDS)
     transport.barrier()
     counters.take()
     begun, cpu_begun = time.perf_counter(), time.process_time()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from collectives.cost import Link
+from collectives.cost import rounds as rounds_of
 from collectives.planning import Calibration, CodingRate, Format, Network, Rates
 from collectives.planning.calibration import measure_network, measure_rates
 from collectives.planning.probes import agree_on_slowest
@@ -23,7 +26,34 @@ from .library import Reckoning, open_library
 from .plan import Plan
 from .record import Record, Results
 
+_GATHERS: Final = 32
 _WARM_UP = Case(ranks=0, length=4096, density=0.01, distribution="uniform")
+
+
+class Sharing(NamedTuple):
+    """What ranks that share a core have to wait for.
+
+    message_seconds: of a core, for the message that each sends and the one that it gets in a round.
+    """
+
+    ranks_to_a_core: float
+    message_seconds: float
+
+    @property
+    def round_seconds(self) -> float:
+        """Return what the others' messages take of a round; the own one is in its latency."""
+        return (self.ranks_to_a_core - 1) * self.message_seconds
+
+
+def message_seconds(transport: Transport) -> float:
+    """Return the processor time of a rank to send an empty message and get one; the same on all."""
+    transport.barrier()
+    begun = time.process_time()
+    for _ in range(_GATHERS):
+        transport.barrier()
+    mine = (time.process_time() - begun) / _GATHERS / max(1, rounds_of(transport.size))
+    told = transport.allgather(np.array([mine]).view(np.uint8))
+    return statistics.fmean(float(message.view(np.float64)[0]) for message in told)
 
 
 def run(plan: Plan, transport: Transport) -> Results:
@@ -34,7 +64,7 @@ def run(plan: Plan, transport: Transport) -> Results:
     formats = [*dict.fromkeys(format for word in plan.formats for format in spelled(word))]
     say("the link, and what coding and merging take")
     calibration = calibrate(transport, formats)
-    network, link = modelled_network(plan, calibration)
+    _, link = modelled_network(plan, calibration.network)
     sizes = plan.ranks or (transport.size,)
     library_name = ""
     records: list[Record] = []
@@ -44,7 +74,8 @@ def run(plan: Plan, transport: Transport) -> Results:
         with transport.operation(f"the benchmark of {size} ranks"):
             if transport.rank < size:
                 some = transport.subset(range(size)) if size < transport.size else transport
-                here = replace(calibration, network=network._replace(ranks=size))
+                found = measure_network(some)[0] if size < transport.size else calibration.network
+                here = replace(calibration, network=modelled_network(plan, found)[0])
                 records += on_these_ranks(plan, some, library, here, say)
             transport.barrier()
     machine["load_after"] = load()
@@ -77,6 +108,8 @@ def on_these_ranks(
     """Return the records of all cases with this number of ranks."""
     records: list[Record] = []
     network, rates = calibration.network, calibration.rates
+    ranks_to_a_core = max(1.0, transport.size / (plan.shared_cores or transport.size))
+    sharing = Sharing(ranks_to_a_core, message_seconds(transport))
     for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
         contenders = chosen(plan, case, first, calibration)
         for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
@@ -92,8 +125,7 @@ def on_these_ranks(
                 say,
             )
         reference = reference_of(contenders, case.length, case.k, network, rates)
-        ranks_to_a_core = max(1.0, transport.size / (plan.shared_cores or transport.size))
-        records += [_record(each, case, calibration, reference, ranks_to_a_core) for each in found]
+        records += [_record(each, case, calibration, reference, sharing) for each in found]
     return records
 
 
@@ -132,16 +164,16 @@ def _warm_up(case: Case) -> Case:
     return _WARM_UP._replace(ranks=case.ranks, length=min(case.length, _WARM_UP.length))
 
 
-def modelled_network(plan: Plan, calibration: Calibration) -> tuple[Network, record.Link]:
+def modelled_network(plan: Plan, network: Network) -> tuple[Network, record.Link]:
     """Return the network of the model: one rank a host, its link given or measured."""
-    network = calibration.network
     measured = network.link(1)
     latency = measured.latency_seconds if plan.latency is None else plan.latency
     seconds_per_byte = 8.0 / plan.bandwidth if plan.bandwidth else measured.seconds_per_byte
-    link = Link(latency, seconds_per_byte)
+    link = Link(latency, seconds_per_byte, measured.burst_bytes)
     told = record.Link(
         latency_seconds=latency,
         bits_per_second=8.0 / seconds_per_byte if seconds_per_byte else 0.0,
+        burst_bytes=measured.burst_bytes,
         bandwidth_from="given" if plan.bandwidth else "measured",
         latency_from="measured" if plan.latency is None else "given",
     )
@@ -159,13 +191,14 @@ def _record(
     case: Case,
     calibration: Calibration,
     reference: str | None,
-    ranks_to_a_core: float,
+    sharing: Sharing,
 ) -> Record:
     contender = measured.contender
     seconds = record.spread(measured.seconds)
-    modelled = contender.modelled(case.length, case.k, calibration.network, calibration.rates)
+    rates = calibration.rates.scaled(sharing.ranks_to_a_core)
+    modelled = contender.modelled(case.length, case.k, calibration.network, rates)
     wire = modelled and modelled.wire_seconds
-    code = modelled and ranks_to_a_core * modelled.code_seconds
+    code = modelled and modelled.code_seconds + modelled.rounds * sharing.round_seconds
     on_interface = measured.interface_bytes
     return Record(
         contender=contender.name,
@@ -190,6 +223,7 @@ def _record(
         counted=measured.counted,
         interface_bytes=None if on_interface is None else record.per_rank(on_interface),
         updated=measured.updated,
+        modelled_link=list(calibration.network.between),
         modelled_wire_seconds=wire,
         modelled_code_seconds=code,
         measured_over_modelled=seconds["median"] / wire if wire else None,

@@ -16,7 +16,8 @@ class VirtualWorld:
     """Ranks with a clock each, on nodes of `ranks_per_node`.
 
     A message leaves its sender when the last one is gone, takes latency + bytes * seconds per byte,
-    waits where the receiver's link is busy, and sets the receiver's clock on to its end.
+    waits where the receiver's link is busy, and sets the receiver's clock on to its end. Bytes that
+    are in the sender's token bucket take no seconds.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class VirtualWorld:
         self.between, self.within, self.ranks_per_node = between, within, ranks_per_node
         self._gone = [0.0] * size  # when the last message of a rank had left it
         self._come = [0.0] * size  # when the last message to a rank had reached it
+        self._buckets = [between.burst_bytes] * size
         self._flights: dict[tuple[int, int], deque[tuple[float, float]]] = defaultdict(deque)
         for transport in self.world:
             self._slow_down(transport)
@@ -39,6 +41,18 @@ class VirtualWorld:
         """Return the clock of a rank."""
         return lambda: self.seconds[rank]
 
+    def _beyond_bucket(self, rank: int, size: int, begun: float, link: Link) -> float:
+        """Return how many bytes of a message its sender's bucket does not hold; take out the rest.
+
+        The bucket has filled since the last message was gone.
+        """
+        if not link.burst_bytes:
+            return size
+        filled = (begun - self._gone[rank]) / link.seconds_per_byte
+        held = min(link.burst_bytes, self._buckets[rank] + filled)
+        self._buckets[rank] = max(0.0, held - size)
+        return max(0.0, size - held)
+
     def _slow_down(self, transport: LocalTransport) -> None:
         rank, send, receive = transport.rank, transport.send, transport.receive
         first = rank // self.ranks_per_node * self.ranks_per_node
@@ -50,7 +64,7 @@ class VirtualWorld:
         def slow_send(message: np.ndarray, to: int) -> Callable[[], None]:
             link = self.link(rank, to)
             begun = max(self.seconds[rank], self._gone[rank])
-            taken = message.size * link.seconds_per_byte
+            taken = self._beyond_bucket(rank, message.size, begun, link) * link.seconds_per_byte
             self._gone[rank] = begun + taken
             self._flights[rank, to].append((begun + link.latency_seconds, taken))
             return send(message, to)

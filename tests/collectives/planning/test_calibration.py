@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from collectives import run_ranks
 from collectives.cost import Link
-from collectives.planning import Network
+from collectives.planning import Network, probes
 from collectives.planning.calibration import (
     ALLREDUCE_SECONDS,
     BETWEEN_SECONDS,
@@ -46,6 +47,29 @@ def test_the_link_that_is_there_is_found_by_every_rank(virtual, size, link):
     assert everyones[0].ranks_per_node == 1
 
 
+@pytest.mark.parametrize("link", [Link.of(5e6, 2e-4), Link.of(8e7, 2e-4), ETHERNET], ids=repr)
+@pytest.mark.parametrize("burst_bytes", [3000, 12_000])
+def test_a_token_bucket_is_found_and_makes_no_link_faster(virtual, link, burst_bytes, monkeypatch):
+    link = link._replace(burst_bytes=burst_bytes)
+    world = virtual(2, link)
+
+    def rest(seconds: float) -> None:
+        world.seconds[0] += seconds
+
+    monkeypatch.setattr(probes, "time", SimpleNamespace(sleep=rest))
+
+    def program(transport) -> Link | None:
+        if transport.rank == 1:
+            return probes.follow_swaps(transport, 0)
+        return probes.lead_swaps(transport, 1, BETWEEN_SECONDS, world.clock(0))
+
+    found, _ = run_ranks(world.world, program)
+    assert found.seconds_per_byte == pytest.approx(link.seconds_per_byte, rel=1e-6)
+    assert found.latency_seconds == pytest.approx(link.latency_seconds, rel=0.05)
+    assert found.burst_bytes == pytest.approx(burst_bytes, rel=0.05)
+    assert world.seconds[0] < 1.6 * BETWEEN_SECONDS
+
+
 @pytest.mark.parametrize("size", [4, 6, 9])
 def test_links_within_and_between_nodes_are_told_apart(virtual, size):
     network, *_ = found_on(virtual(size, ETHERNET, FAST, ranks_per_node=3))
@@ -69,7 +93,7 @@ def test_ranks_that_are_not_in_node_order_share_their_link_always(virtual):
 def test_the_allreduce_is_worth_its_link(virtual, size):
     """Its messages and bytes are known."""
     network, *_ = found_on(virtual(size, ETHERNET))
-    latency_seconds, seconds_per_byte = network.allreduce
+    latency_seconds, seconds_per_byte, _ = network.allreduce
     assert seconds_per_byte == pytest.approx(ETHERNET.seconds_per_byte, rel=0.01)
     # Where agreeing takes an odd number of ranks unequally long, they do not begin together.
     assert latency_seconds == pytest.approx(ETHERNET.latency_seconds, rel=0.3)
@@ -128,11 +152,11 @@ def test_growing_keeps_its_budget_whatever_a_go_takes(alpha, beta, smallest, lar
 
 def test_a_hold_up_changes_neither_latency_nor_bandwidth():
     link = link_of({64: [1.0, 9.0, 1.0], 512: [1.0], 1064: [3.0, 2.0, 2.0, 50.0, 2.0]})
-    assert link == pytest.approx((1.0 - 64 * 1e-3, 1e-3))
+    assert link == pytest.approx(Link(1.0 - 64 * 1e-3, 1e-3))
 
 
 def test_a_link_too_slow_for_a_second_size_is_taken_at_its_worst():
-    assert link_of({64: [0.64]}) == (0.64, 0.01)
+    assert link_of({64: [0.64]}) == Link(0.64, 0.01)
 
 
 def test_the_rate_is_that_of_the_work_without_its_preparation():

@@ -115,6 +115,18 @@ def test_seconds_are_those_of_a_network_with_such_links(virtual, algorithm, rank
     assert communicate <= max(world.seconds) * slack
 
 
+@pytest.mark.parametrize("algorithm", ["dense", "topk-allgather", "gtopk"])
+@pytest.mark.parametrize("burst_bytes", [100, 300, 10_000])
+def test_what_a_full_bucket_lets_pass_is_no_wait(virtual, algorithm, burst_bytes):
+    ranks, link = 8, Link(1e-4, 1e-6, burst_bytes)  # in a latency a bucket gets 100 bytes
+    world = virtual(ranks, link)
+    run_ranks(world.world, lambda t: reduce(own_picks(t.rank, ranks), K, t, algorithm))
+    network, at_once = Network(ranks, link), DEFAULT_RATES.scaled(0)
+    candidate, length = Candidate(algorithm, K / length_for(ranks)), length_for(ranks)
+    found = predict(candidate, length, network, at_once).communicate_seconds
+    assert found == pytest.approx(max(world.seconds), rel=1e-6)
+
+
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_messages_within_a_node_take_its_own_link(virtual, ranks_per_node):
     within, ranks = Link(1e-6, 1e-9), 8

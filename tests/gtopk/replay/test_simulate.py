@@ -52,6 +52,17 @@ def test_who_hears_from_two_at_once_hears_each_at_half_the_speed(python: str) ->
     assert found == pytest.approx(modelled + list_seconds, rel=0.02)
 
 
+def test_ranks_beyond_a_power_of_two_take_their_turns(python: str) -> None:
+    for ranks in (3, 6, 11):
+        network, selected = Network(ranks, LINK), 4 * SELECTED
+        found = simulate(
+            trace_of(Reduction("gtopk", ranks, LENGTH, selected)), Platform(network), python
+        )
+        candidate = Candidate("gtopk", selected / LENGTH)
+        modelled = predict(candidate, LENGTH, network, DEFAULT_RATES).communicate_seconds
+        assert found == pytest.approx(modelled, rel=0.02)
+
+
 def test_a_narrow_uplink_and_a_far_site_cost_what_they_let_through(python: str) -> None:
     trace = [[(1, 100_000)], [(0, -1)]]
     seconds = {

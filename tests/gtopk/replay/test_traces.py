@@ -30,6 +30,15 @@ def test_every_message_that_is_sent_is_received(algorithm: str) -> None:
             assert sum(sent.values()) == reduction(algorithm, ranks).messages
 
 
+def test_the_words_between_long_messages_are_left_out() -> None:
+    wanted = reduction("dense", 3, 400_000)
+    trace = trace_of(wanted)
+    sent = [size for events in trace for _, size in events if size != RECEIVED]
+    assert len(sent) == wanted.messages
+    assert min(sent) > 0
+    assert sum(map(len, trace)) == 2 * len(sent)
+
+
 def test_recursive_doubling_swaps_with_every_distance_in_turn() -> None:
     for rank, events in enumerate(trace_of(reduction("gtopk", 8))):
         assert [peer for peer, _ in events] == [rank ^ d for d in (1, 1, 2, 2, 4, 4)]

@@ -59,11 +59,12 @@ def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
     format = Format("blocks", "bf16")
     found = own(algorithm, {}, format).modelled(LENGTH, K, SLOW, RATES)
     expected = predict(Candidate(algorithm, K / LENGTH, format), LENGTH, SLOW, RATES)
-    assert found == (expected.communicate_seconds, expected.code_seconds + expected.merge_seconds)
+    code_seconds = expected.code_seconds + expected.merge_seconds
+    assert found == (expected.communicate_seconds, code_seconds, expected.rounds)
 
 
 def test_baselines_are_modelled_by_what_they_send() -> None:
-    alpha, beta = SLOW.between
+    alpha, beta, _ = SLOW.between
     wire = {
         contender.name: contender.modelled(LENGTH, K, SLOW, RATES)[0]
         for contenders in BASELINES.values()

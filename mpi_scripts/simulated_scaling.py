@@ -1,0 +1,137 @@
+"""What reductions take on trees of many hosts: every message of the real code, replayed by SimGrid.
+
+python mpi_scripts/simulated_scaling.py --ranks 8 64 512 --rates 1gbit 10gbit --plot FILE.svg
+
+Simulated, not measured: of the wire alone, without selecting, coding and merging. As
+`gtopk plan --simulate` does for one cluster; here a trace is recorded once for all bandwidths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+# By path, Python would find no gtopk that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from collectives.cost import Link
+from collectives.planning import Network
+from gtopk.charts import svg
+from gtopk.charts.units import count_text, seconds_text
+from gtopk.plan.models import PARAMETERS
+from gtopk.plan.quantities import bandwidth
+from gtopk.replay.platform import Platform
+from gtopk.replay.simulate import find_python, simulate
+from gtopk.replay.traces import Reduction, trace_of
+
+METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk")
+DENSITY: Final = 0.001
+LATENCY_SECONDS: Final = 50e-6
+# By rate, method and ranks; None where the messages are too many.
+Found = Mapping[str, Mapping[str, Mapping[int, float | None]]]
+
+STYLE: Final = """
+svg { color-scheme: light dark; --ground: #fff; --text: #1b2026; --rule: #e4e8ec; }
+@media (prefers-color-scheme: dark) { svg { --ground: #12161b; --text: #e6eaee; --rule: #303943; } }
+.ground { fill: var(--ground); } .grid, .axis { stroke: var(--rule); fill: none; }
+text { font: 13px system-ui, Helvetica, Arial, sans-serif; fill: var(--text); }
+.middle { text-anchor: middle; } .end { text-anchor: end; }
+.line { fill: none; stroke: var(--ink); stroke-width: 2; } .label { fill: var(--ink); }
+.m0 { --ink: #8a6d00; } .m1 { --ink: #c2452d; } .m2 { --ink: #7b61c9; } .m3 { --ink: #0072b2; }
+.m4 { --ink: #00855f; }
+@media (prefers-color-scheme: dark) { .m0 { --ink: #e0b84c; } .m1 { --ink: #ff8a70; }
+  .m2 { --ink: #b9a6ff; } .m3 { --ink: #5ab4ee; } .m4 { --ink: #3fcf9f; } }
+"""
+
+
+def simulated(
+    methods: Sequence[str],
+    ranks: Sequence[int],
+    rates: Sequence[str],
+    oversubscription: float,
+    python: str,
+) -> Found:
+    """Return the seconds of every method at every rate on every number of hosts."""
+    length = PARAMETERS["resnet50"]
+    found: dict[str, dict[str, dict[int, float | None]]] = {
+        rate: {method: {} for method in methods} for rate in rates
+    }
+    for method in methods:
+        for size in ranks:
+            k = length if method == "dense" else round(DENSITY * length)
+            try:
+                trace = trace_of(Reduction(method, size, length, k))
+            except ValueError:
+                trace = None
+            for rate in rates:
+                network = Network(size, Link.of(bandwidth(rate), LATENCY_SECONDS))
+                platform = Platform(network, oversubscription=oversubscription)
+                seconds = simulate(trace, platform, python) if trace else None
+                found[rate][method][size] = seconds
+    return found
+
+
+def table(found: Found, ranks: Sequence[int]) -> list[str]:
+    """Return the rows of a table in Markdown."""
+    lines = [
+        f"| | |{''.join(f' {size:,} hosts |' for size in ranks)}",
+        "|---|---|" + "---|" * len(ranks),
+    ]
+    for rate, methods in found.items():
+        for method, seconds in methods.items():
+            cells = (seconds_text(s) if s else "too many messages" for s in seconds.values())
+            lines.append(f"| {rate} | {method} | {' | '.join(cells)} |")
+    return lines
+
+
+def picture(found: Found, ranks: Sequence[int]) -> str:
+    """Return one SVG: a panel for each rate, side by side, on common axes."""
+    everything = [s for m in found.values() for of in m.values() for s in of.values() if s]
+    x = svg.horizontal(min(ranks), max(ranks), logarithmic=True)
+    y = svg.vertical(min(everything) / 1.5, 1.5 * max(everything), logarithmic=True)
+    panels = []
+    for place, (rate, methods) in enumerate(found.items()):
+        x_ticks = {float(size): count_text(size) for size in ranks}
+        y_ticks = {tick: seconds_text(tick) for tick in y.ticks()}
+        parts = [svg.frame(x, y, x_ticks, y_ticks, ("hosts", f"{rate}, simulated"))]
+        for method, seconds in methods.items():
+            points = [(x.place(size), y.place(s)) for size, s in seconds.items() if s]
+            parts.append(f'<g class="m{METHODS.index(method)}">{svg.line(points)}</g>')
+        panels.append(f'<g transform="translate({svg.WIDTH * place} 24)">{"".join(parts)}</g>')
+    words = [
+        f'<g class="m{number}">{svg.text((58 + 140 * number, 18), method, "label")}</g>'
+        for number, method in enumerate(METHODS)
+    ]
+    width, height = svg.WIDTH * len(found), svg.HEIGHT + 24
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'aria-label="Simulated seconds of each method over hosts, a panel for each bandwidth">'
+        f'<style>{STYLE}</style><rect class="ground" width="{width}" height="{height}"/>'
+        + "".join([*words, *panels])
+        + "</svg>\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table, draw the picture, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit", "25gbit", "100gbit"])
+    parser.add_argument("--oversubscription", type=float, default=1.0, help="of a switch's uplink")
+    parser.add_argument("--plot", type=Path, help="SVG to write")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    options = parser.parse_args(arguments)
+    found = simulated(
+        options.methods, options.ranks, options.rates, options.oversubscription, find_python()
+    )
+    print("\n".join(table(found, options.ranks)))
+    if options.plot:
+        options.plot.write_text(picture(found, options.ranks), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

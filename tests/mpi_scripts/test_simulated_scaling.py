@@ -1,0 +1,29 @@
+"""Trees of hosts are simulated at every rate, and drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from gtopk.replay.simulate import SimulationError, find_python
+from mpi_scripts.simulated_scaling import main
+
+
+def test_ten_times_the_bandwidth_is_about_a_tenth_of_the_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        find_python()
+    except SimulationError as error:
+        pytest.skip(str(error))
+    plot = tmp_path / "scaling.svg"
+    asked = ["--methods", "gtopk", "--ranks", "2", "4", "--rates", "1mbit", "10mbit"]
+    assert main([*asked, "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    slow, fast = printed.splitlines()[2:]
+    assert slow == "| 1mbit | gtopk | 1.64 s | 3.27 s |"
+    assert fast == "| 10mbit | gtopk | 164 ms | 327 ms |"
+    lines = ElementTree.parse(plot).findall(".//*[@class='line']")
+    assert len(lines) == 2  # a panel each
