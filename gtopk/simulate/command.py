@@ -134,6 +134,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seeds", type=as_argument(count), default=1)
     add("--batch", type=as_argument(count), default=256, help="of all ranks; default: %(default)s")
     add("--micro-batch", type=as_argument(count), default=8, help="of abs; default: %(default)s")
+    add("--max-batch", type=as_argument(count), default=0, help="of goodput; default: 8 b")
     add("--mega-batch", type=as_argument(count), default=0, help="of adaptive-sgd; default: 100 b")
     add(
         "--fast",
@@ -220,6 +221,7 @@ def _setting(options: argparse.Namespace, cluster: Cluster, seed: int) -> Settin
         options.density,
         interval=options.interval,
         micro_batch=options.micro_batch,
+        max_batch=options.max_batch,
         mega_batch=options.mega_batch,
         classes=_classes(options),
     )

@@ -18,6 +18,7 @@ class Setting:
     """A cluster, a task, and how it is trained.
 
     density: of gTop-k; None: dense.
+    max_batch: the largest that goodput may choose, of all ranks; 0: 8 global batches.
     mega_batch: samples between two merges of adaptive-sgd; 0: 100 batches.
     evaluate_every: samples, of replicas; 0: after every epoch.
     classes: of ranks, for hogbatch.
@@ -33,6 +34,7 @@ class Setting:
     density: float | None
     interval: int = 20
     micro_batch: int = 16
+    max_batch: int = 0
     mega_batch: int = 0
     evaluate_every: int = 0
     classes: Classes = field(default_factory=Classes)
@@ -54,3 +56,8 @@ class Setting:
         else:
             candidate = Candidate("dense")
         return self.cluster.reduce_seconds(candidate, self.task.length)
+
+    @property
+    def probe_seconds(self) -> float:
+        """Return what a dense exchange of a gradient is modelled to take."""
+        return self.cluster.reduce_seconds(Candidate("dense"), self.task.length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from collectives.transports import LocalTransport, local_world, run_ranks
 from .. import world
 from ..adaptive.adapt import adapt
 from ..optimizer import DistributedOptimizer
+from ..telemetry import StepReport
 from .cluster import Cluster
 from .record import Record
 from .setting import Setting
@@ -22,12 +24,23 @@ NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
 
 
 class Clock:
-    """The simulated seconds of ranks that wait for each other after every batch."""
+    """The simulated seconds of ranks that wait for each other after every batch.
 
-    def __init__(self, cluster: Cluster, reduce_seconds: float, record: Record) -> None:
+    probes: every so many steps a dense allreduce measures the noise.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        reduce_seconds: float,
+        record: Record,
+        probes: int,
+        probe_seconds: float,
+    ) -> None:
         self.cluster = cluster
         self.record = record
         self._reduce_seconds = reduce_seconds
+        self._probes, self._probe_seconds = probes, probe_seconds
         self._batches = [(0, 0.0)] * cluster.ranks
         # Nobody waits for a rank that has failed: it breaks the barrier.
         self._barrier = threading.Barrier(cluster.ranks, self._advance)
@@ -40,8 +53,11 @@ class Clock:
 
     def _advance(self) -> None:
         record = self.record
-        record.seconds += max(seconds for _, seconds in self._batches) + self._reduce_seconds
-        record.exchange += self._reduce_seconds
+        waited = self._reduce_seconds
+        if self._probes != NEVER and record.steps % self._probes == 0:
+            waited += self._probe_seconds
+        record.seconds += max(seconds for _, seconds in self._batches) + waited
+        record.exchange += waited
         record.steps += 1
         for rank, (samples, seconds) in enumerate(self._batches):
             record.busy[rank] += seconds
@@ -70,12 +86,32 @@ class ModelledTimer:
         """Return what it took."""
         return self.seconds
 
+    def exchanged(self, step: StepReport) -> float:
+        """Return what a step has waited for the wire so far, on average."""
+        return self._clock.record.exchange / self._clock.record.steps
+
+
+def adapting(setting: Setting, mode: str) -> dict[str, Any]:
+    """Return how the sizes of a mode's batches change."""
+    if mode == "equal":
+        return {"interval": NEVER}
+    if mode == "balanced":
+        return {"interval": setting.interval}
+    return {
+        "interval": setting.interval,
+        "policy": "goodput",
+        "lr_scaling": "adascale",
+        "max_global_batch": setting.max_batch or 8 * setting.global_batch,
+        "noise_every": 2 * setting.interval,
+    }
+
 
 def simulate(setting: Setting, mode: str) -> Record:
     """Train with equal or balanced batches, and return what happened."""
     record = Record(mode, setting.seed)
     cluster, task = setting.cluster, setting.task
-    clock = Clock(cluster, setting.reduce_seconds, record)
+    probes = adapting(setting, mode).get("noise_every", NEVER)
+    clock = Clock(cluster, setting.reduce_seconds, record, probes, setting.probe_seconds)
     noises = cluster.noises(setting.seed)
 
     def rank(transport: LocalTransport) -> None:
@@ -95,7 +131,7 @@ def simulate(setting: Setting, mode: str) -> Record:
                     DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
                     optimizer,
                     global_batch=setting.global_batch,
-                    interval=setting.interval if mode == "balanced" else NEVER,
+                    **adapting(setting, mode),
                     seed=1000 * setting.seed,
                     timer=timer,
                 )
