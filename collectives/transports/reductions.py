@@ -47,8 +47,8 @@ LONG_BYTES: Final = 1 << 17
 _WORD: Final = np.empty(0, np.uint8)
 # Up to here a rank gets everyone's whole array in half the rounds: latency is all that counts.
 _WHOLE_BYTES: Final = 4096
-# From here on the checksum's own message takes no time that counts; below are votes and the like.
-_CHECKED_BYTES: Final = 4096
+# From here on a checksum's own message takes no time that counts; below are votes and the like.
+_CHECKED_BYTES: Final = 1 << 14
 
 
 def travels_whole(array_bytes: int, size: int) -> bool:
@@ -136,12 +136,12 @@ def _shifted(
     """Send a message, and yield each part of the array with its share of the one that comes."""
     sent = [endpoint.send(message, to)]
     if message.size >= _CHECKED_BYTES:
-        sent.append(endpoint.send(_checksum(message), to))
+        sent.append(endpoint.send(np.frombuffer(_checksum(message), np.uint8), to))
     theirs = endpoint.receive(source)
     if theirs.size >= LONG_BYTES:
         sent.append(endpoint.send(_WORD, source))
     shares = _shares(endpoint, source, theirs, parts)
-    if theirs.size >= _CHECKED_BYTES and bytes(endpoint.receive(source)) != bytes(_checksum(theirs)):
+    if theirs.size >= _CHECKED_BYTES and endpoint.receive(source).tobytes() != _checksum(theirs):
         raise MessageError(
             f"the message from rank {endpoint.ranks[source]} is malformed: a part of a dense "
             "collective does not match its checksum; start again from the last checkpoint"
@@ -153,8 +153,8 @@ def _shifted(
         endpoint.receive(to)
 
 
-def _checksum(message: Array) -> Array:
-    return np.array([codes.checksum(message)], np.uint64).view(np.uint8)
+def _checksum(message: Array) -> bytes:
+    return codes.checksum(message).to_bytes(8, "little")
 
 
 def _shares(

@@ -44,11 +44,11 @@ def adapt(
         loader's sampler has it, over all samples.
     timer: what tells a batch's seconds in place of the clock, in simulations.
     options: min_batch=8, max_batch=None, grain=1, lr_scaling="none", loss_reduction="mean", seed=0;
-        of "balanced" also interval=20, policy="equal_finish", noise_every=0; of "abs"
-        micro_batch=16: see `options`. Of "adaptive-sgd" min_batch=0, lr_scaling="linear",
-        algorithm="adaptive", mega_batch=0, batch_rule="multiplicative", merge_weights="updates",
-        perturbation=0.0, merge_momentum=0.0, local_steps=8, record=False, replay=None:
-        see `merging_options`. Of the hogbatch modes min_batch=1, lr_scaling="linear",
+        of "balanced" also interval=20, policy="equal_finish", noise_every=0, min_global_batch=0,
+        max_global_batch=0; of "abs" micro_batch=16: see `options`. Of "adaptive-sgd" min_batch=0,
+        lr_scaling="linear", algorithm="adaptive", mega_batch=0, batch_rule="multiplicative",
+        merge_weights="updates", perturbation=0.0, merge_momentum=0.0, local_steps=8, record=False,
+        replay=None: see `merging_options`. Of the hogbatch modes min_batch=1, lr_scaling="linear",
         device_class=None, sizes=None, alpha=2.0, beta=1.0, merge_every=None, nodes=None,
         lock_step=False, ranks_may_leave=False, audit=False: see `hogbatch.options`.
     Raises ValueError for an argument out of its range, TypeError for an option that the mode has

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,17 +19,19 @@ from collectives.transports import Transport
 from .controller import Controller, Window
 from .cuts import Cut, Plan
 from .epochs import Epochs
+from .goodput import Seen, next_total
 from .learning_rate import LearningRate
 from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
-from .policies import POLICIES
+from .policies import POLICIES, Measured, equal_finish
 from .shares import Limits, whole
 from .sources import open_source
 from .speed import summarise
 from .timing import GradientTimer
 
 _log = logging.getLogger("gtopk")
+_NO_BOUND: Final = 1 << 40  # samples
 
 
 class Decision(NamedTuple):
@@ -52,16 +54,8 @@ class BalancedLoader:
         options, world = job.options, job.world
         self._options, self._world, self._optimizer = options, world, job.optimizer
         self._name = f"adapt.{next(world.sets[0].unnamed)}"
-        equal = whole(
-            [options.global_batch / world.size] * world.size,
-            Limits(
-                options.global_batch,
-                [0] * world.size,
-                [options.global_batch] * world.size,
-                options.grain,
-            ),
-        )
-        self._plan = Plan(equal)
+        self._most = [_NO_BOUND] * world.size  # of every rank, for its memory
+        self._plan = Plan(self._equal(options.global_batch))
         self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
         self._epochs = Epochs(job.loader)
         self.dataset = job.loader.dataset
@@ -70,24 +64,28 @@ class BalancedLoader:
         self._timer = job.timer or GradientTimer(parameters)
         self._rate = LearningRate(job.optimizer, options.lr_scaling, options.global_batch)
         self._noise = NoiseAverage()
-        probes = options.noise_every or (100 if options.lr_scaling == "adascale" else 0)
+        self._aims = options.policy == "goodput"
+        needed = self._aims or options.lr_scaling == "adascale"
+        if self._aims and job.optimizer.backward_passes_per_step != 1:
+            raise ValueError(
+                "policy 'goodput' goes by what a step of one backward pass takes: use "
+                "backward_passes_per_step=1 and a larger global_batch, got "
+                f"{job.optimizer.backward_passes_per_step}"
+            )
+        probes = options.noise_every or (100 if needed else 0)
         self._noise_every = probes if world.size > 1 else 0
         self._copy = GradientCopy(parameters) if self._noise_every else None
-        self._lead, most = self._meet()
-        self._limits = Limits(
-            options.global_batch,
-            [min(options.min_batch, *each) for each in zip(equal, most, strict=True)],
-            most,
-            options.grain,
-        )
+        self._lead, self._most = self._meet()
+        self._limits = self._limits_of(options.global_batch)
         self._limits.check()
-        sizes = whole([float(size) for size in equal], self._limits)
+        sizes = whole([float(size) for size in self._plan.at(0)], self._limits)
         self._plan.change(0, sizes)
         self._controller = Controller(
             sizes, self._limits, options.interval, POLICIES[options.policy]
         )
         self.step = 0  # batches handed out and done with, through all epochs
         self._seconds: list[float] = []  # of the window that is open
+        self._exchanges: list[float] = []  # of its steps, where they are asked for
         self._cut: Cut | None = None  # of the batch in hand
         self.num_samples = 0
         self.decisions: list[Decision] = []
@@ -95,8 +93,7 @@ class BalancedLoader:
     def _meet(self) -> tuple[int, list[int]]:
         """Return the most that any rank prefetches, and every rank's largest size."""
         options = self._options
-        most = options.max_batch or options.global_batch
-        mine = np.array([self._source.lead, min(most, options.global_batch)], np.int64)
+        mine = np.array([self._source.lead, options.max_batch or _NO_BOUND], np.int64)
 
         def work(transport: Transport, votes: list[int]) -> list[list[int]]:
             return [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
@@ -104,6 +101,19 @@ class BalancedLoader:
         facts = ["mode='balanced'", self._source.facts, *options.facts()]
         records = self._world.engine.submit(self._name, facts, work).wait()
         return max(lead for lead, _ in records), [most for _, most in records]
+
+    def _equal(self, samples: int) -> list[int]:
+        """Return a global batch in shares that are as equal as the grain allows."""
+        ranks = self._world.size
+        limits = Limits(samples, [0] * ranks, [samples] * ranks, self._options.grain)
+        return whole([samples / ranks] * ranks, limits)
+
+    def _limits_of(self, samples: int) -> Limits:
+        """Return what the sizes of a global batch must keep to."""
+        most = [min(each, samples) for each in self._most]
+        equal, least = self._equal(samples), self._options.min_batch
+        low = [min(least, *each) for each in zip(equal, most, strict=True)]
+        return Limits(samples, low, most, self._options.grain)
 
     @property
     def sizes(self) -> list[int]:
@@ -159,6 +169,8 @@ class BalancedLoader:
         regular = self._cut.sizes == self._plan.at(self._cut.step)
         if seconds is not None and regular and self._controller.counts(self.step):
             self._seconds.append(seconds)
+            if self._aims and (step := self._optimizer.last_step) is not None:
+                self._exchanges.append(self._timer.exchanged(step))
         self._cut = None
         self.step += 1
         passes = self._optimizer.backward_passes_per_step
@@ -177,9 +189,10 @@ class BalancedLoader:
         """Gather every rank's window, and change the sizes where nothing is cut yet."""
         before = self._plan.at(self.step - 1)
         seconds = summarise(self._seconds) if self._seconds else 0.0
+        exchange = summarise(self._exchanges) if self._exchanges else 0.0
         self._seconds.clear()
-        most = self._memory.most or self._options.global_batch
-        mine = np.array([seconds, most], np.float64)
+        self._exchanges.clear()
+        mine = np.array([seconds, self._memory.most or _NO_BOUND, exchange], np.float64)
 
         def work(transport: Transport, votes: list[int]) -> list[list[float]]:
             return [m.view(np.float64).tolist() for m in transport.allgather(mine.view(np.uint8))]
@@ -187,14 +200,35 @@ class BalancedLoader:
         records = self._world.engine.submit(f"{self._name}.window", [], work).wait()
         windows = [
             Window(size, seconds, int(most))
-            for size, (seconds, most) in zip(before, records, strict=True)
+            for size, (seconds, most, _) in zip(before, records, strict=True)
         ]
         if any(window.size and not window.seconds for window in windows):
             return  # a rank computed no gradients, or only a partial step
         takes_effect = -(-(self.step + self._lead) // passes) * passes
         sizes = self._controller.decide(windows, self.step, takes_effect)
+        self._most = [min(a, window.most) for a, window in zip(self._most, windows, strict=True)]
+        if self._aims and self._noise.is_sure:
+            # Who came last waited for nobody: the least is the exchange's own.
+            sizes = self._aim(min(each for *_, each in records), takes_effect)
         if tuple(sizes) != before:
             self._change(takes_effect, sizes, [window.seconds for window in windows])
+
+    def _aim(self, exchange_seconds: float, takes_effect: int) -> list[int]:
+        """Return the sizes from a step on, of the global batch that goodput asks for."""
+        assert self._noise.value is not None
+        costs, now = self._controller.costs(), self._limits.total
+        reference = self._options.global_batch
+        seen = Seen(costs, exchange_seconds, self._noise.value.scale, reference)
+        feasible = sum(self._limits_of(self._options.totals()[-1]).highest())
+        totals = self._options.totals()
+        totals = range(totals.start, min(totals.stop, feasible + 1), totals.step)
+        total = next_total(seen, self._limits_of, totals, now)
+        if total == now:
+            return self._controller.sizes
+        self._limits = self._limits_of(total)
+        sizes = equal_finish(Measured([], [], costs), self._limits)
+        self._controller.resize(self._limits, sizes, takes_effect)
+        return sizes
 
     def _change(self, step: int, sizes: Sequence[int], seconds: list[float]) -> None:
         self._plan.change(step, sizes)
@@ -233,18 +267,15 @@ class BalancedLoader:
 
         Raises ValueError where the ranks' bounds do not allow it.
         """
-        old = self._limits
-        high = [samples if most == old.total else most for most in old.high]
-        limits = Limits(
-            samples, [min(low, samples // self._world.size) for low in old.low], high, old.grain
-        )
-        scale = samples / old.total
+        limits = self._limits_of(samples)
+        scale = samples / self._limits.total
         sizes = whole([scale * size for size in self._controller.sizes], limits)
         passes = self._optimizer.backward_passes_per_step
         step = -(-(self.step + (self._cut is not None) + self._lead) // passes) * passes
         self._limits = limits
         self._controller.resize(limits, sizes, step)
         self._seconds.clear()
+        self._exchanges.clear()
         self._plan.change(step, sizes)
 
     def backward(self, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
@@ -273,11 +304,13 @@ class BalancedLoader:
         return {
             "mode": "balanced",
             "ranks": self._world.size,
+            "global_batch": self._limits.total,
             "step": done,
             "epochs": self._epochs.state_dict(),
             "plan": self._plan.state_dict(done),
             "controller": self._controller.state_dict(),
             "seconds": list(self._seconds),
+            "exchanges": list(self._exchanges),
             "noise": self._noise.state_dict(),
         }
 
@@ -297,5 +330,8 @@ class BalancedLoader:
             return
         self.step = state["step"]
         self._plan.load_state_dict(state["plan"], self.step)
+        self._limits = self._limits_of(state["global_batch"])
+        self._controller.limits = self._limits
         self._controller.load_state_dict(state["controller"])
         self._seconds = list(state["seconds"])
+        self._exchanges = list(state["exchanges"])

@@ -106,7 +106,7 @@ class Controller:
         if self._stays(spread):
             return self._refined(now, seconds, limits)
         self._held.clear()
-        measured = Measured(now, seconds, self._costs())
+        measured = Measured(now, seconds, self.costs())
         wanted = self.policy(measured, limits)
         if spread > APART and not self._fine_left:
             self._fine_left = FINE_WINDOWS
@@ -130,7 +130,7 @@ class Controller:
         self._held.clear()
         costs = [
             Cost(cost.fixed, (mean - cost.fixed) / size) if size and mean > cost.fixed else cost
-            for cost, mean, size in zip(self._costs(), means, now, strict=True)
+            for cost, mean, size in zip(self.costs(), means, now, strict=True)
         ]
         sizes = self.policy(Measured(now, means, costs), limits)
         return sizes if self._gain(now, sizes, costs) >= LEAST_GAIN_HELD else now
@@ -164,7 +164,7 @@ class Controller:
             targets.append(size + min(max(step, -most), most))
         return whole(targets, limits)
 
-    def _costs(self) -> list[Cost]:
+    def costs(self) -> list[Cost]:
         """Return every rank's cost; one that had no sample yet counts as the slowest known."""
         known = [model.cost for model in self._models if model.known]
         slowest = max(known, key=lambda cost: cost.per_sample)

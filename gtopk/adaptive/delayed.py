@@ -97,6 +97,7 @@ class DelayedLoader:
         optimizer.step = MethodType(step, optimizer)
         # Scripts call it to clip or unscale: here these do so to what is added to the round.
         optimizer.synchronize = lambda: None
+        optimizer.set_num_samples = refuse_tokens
 
     @property
     def round(self) -> int:
@@ -218,7 +219,7 @@ class DelayedLoader:
     def _await_drains(self, order: Sequence[int]) -> Iterator[Any]:
         """Go on when all ranks do; where some drain, hand out a batch for the script to do so."""
         while not self._agree(drains=False):
-            self._mine[:] = [[order[0]]]
+            self._mine[:] = [list(order[: self._options.micro_batch])]
             for batch in self._loader:
                 yield from self._hand_over(batch, 0)
 
@@ -299,6 +300,14 @@ class DelayedLoader:
         self._passes.load_state_dict(state["passes"])
         self.rounds.load(state["round"], state["samples"])
         self.exchange.load_state_dict(state)
+
+
+def refuse_tokens(*said: Any) -> None:
+    """Raise ValueError: what a rank would say of its micro-batches is not in a round's weights."""
+    raise ValueError(
+        "mode 'abs' weighs micro-batches by their samples and takes no set_num_samples: for a loss "
+        "per token use loss_reduction='sum', and divide by the mean number of tokens in a sample"
+    )
 
 
 def check(job: Job[RoundOptions]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 REMEMBERED: Final = 0.8  # of the averages, at every new probe
+SURE: Final = 0.6  # of the averages' weight: five probes
 
 
 class Noise(NamedTuple):
@@ -61,6 +62,11 @@ class NoiseAverage:
         if not self._weight:
             return None
         return Noise(max(self._variance / self._weight, 0.0), max(self._square / self._weight, 0.0))
+
+    @property
+    def is_sure(self) -> bool:
+        """Tell whether there were enough estimates to go by."""
+        return self._weight >= SURE
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages."""

@@ -72,20 +72,47 @@ class BalancedOptions(Options):
     """What mode "balanced" knows besides.
 
     interval:       steps of a window: more => steadier, slower to follow.
-    noise_every:    steps between probes of the gradient noise; 0: never. One costs a dense
-                    allreduce.
+    noise_every:    steps between probes of the gradient noise; 0: never, or 100 where it is
+                    needed. One costs a dense allreduce.
+    min_global_batch, max_global_batch: between which policy "goodput" chooses; 0: global_batch.
     """
 
     interval: int = 20
     policy: str = "equal_finish"
     noise_every: int = 0
+    min_global_batch: int = 0
+    max_global_batch: int = 0
 
     def check(self) -> None:
         """Raise ValueError for an option out of its range."""
         super().check()
         self._require(1, "interval")
-        self._require(0, "noise_every")
+        self._require(0, "noise_every", "min_global_batch", "max_global_batch")
         self._choose("policy", POLICIES)
+        least, most = self.min_global_batch, self.max_global_batch
+        if self.policy != "goodput":
+            if least or most:
+                raise ValueError(
+                    f"min_global_batch and max_global_batch are of policy='goodput', got "
+                    f"{self.policy!r}; another keeps global_batch as it is"
+                )
+            return
+        if not (least or self.global_batch) <= self.global_batch < most:
+            raise ValueError(
+                "policy 'goodput' needs min_global_batch <= global_batch < max_global_batch, got "
+                f"{least}, {self.global_batch} and {most}"
+            )
+        if self.lr_scaling == "none":
+            raise ValueError(
+                "policy 'goodput' changes the global batch, and the learning rate has to follow: "
+                "use lr_scaling='adascale' for SGD, 'sqrt' for Adam"
+            )
+
+    def totals(self) -> range:
+        """Return the global batches that may be chosen."""
+        low = self.min_global_batch or self.global_batch
+        high = self.max_global_batch or self.global_batch
+        return range(-(-low // self.grain) * self.grain, high + 1, self.grain)
 
 
 @dataclass(frozen=True)

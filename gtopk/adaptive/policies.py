@@ -43,28 +43,41 @@ def equal_finish(measured: Measured, limits: Limits) -> list[int]:
     """
     limits.check()
     low, high, grain = limits.lowest(), limits.highest(), limits.grain
-
-    def filled(level: float) -> list[float]:
-        return [
-            min(max((level - cost.fixed) / cost.per_sample, a), b)
-            for cost, a, b in zip(measured.costs, low, high, strict=True)
-        ]
-
-    below, above = 0.0, max(cost.seconds(b) for cost, b in zip(measured.costs, high, strict=True))
-    for _ in range(200):
-        middle = (below + above) / 2
-        if math.fsum(filled(middle)) < limits.total:
-            below = middle
-        else:
-            above = middle
-    sizes = [
-        max(math.floor(size / grain) * grain, a) for size, a in zip(filled(below), low, strict=True)
-    ]
+    exact = _filled(measured.costs, limits)
+    sizes = [max(math.floor(size / grain) * grain, a) for size, a in zip(exact, low, strict=True)]
     for _ in range((limits.total - sum(sizes)) // grain):
         open_ranks = [rank for rank, size in enumerate(sizes) if size + grain <= high[rank]]
         first = min(open_ranks, key=lambda rank: measured.costs[rank].seconds(sizes[rank] + grain))
         sizes[first] += grain
     return sizes
+
+
+def finish_seconds(costs: Sequence[Cost], limits: Limits) -> float:
+    """Return when the slowest rank ends its batch at best, in real sizes."""
+    sizes = _filled(costs, limits)
+    return max(cost.seconds(size) for cost, size in zip(costs, sizes, strict=True))
+
+
+def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
+    """Return the sizes that end at the highest level whose sum is below the total."""
+    low, high = limits.lowest(), limits.highest()
+
+    def at(level: float) -> list[float]:
+        return [
+            min(max((level - cost.fixed) / cost.per_sample, a), b)
+            for cost, a, b in zip(costs, low, high, strict=True)
+        ]
+
+    below, above = 0.0, max(cost.seconds(b) for cost, b in zip(costs, high, strict=True))
+    while above - below > 1e-15 * above:
+        middle = (below + above) / 2
+        if middle in (below, above):
+            break
+        if math.fsum(at(middle)) < limits.total:
+            below = middle
+        else:
+            above = middle
+    return at(below)
 
 
 def proportional(measured: Measured, limits: Limits) -> list[int]:
@@ -135,4 +148,5 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "proportional": proportional,
     "omnilearn": omnilearn,
     "lbb": lbb,
+    "goodput": equal_finish,  # of a global batch that `goodput` chooses
 }

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from ..telemetry import StepReport
+
 
 class Timer(Protocol):
     """Tells what the batches took; a modelled one takes its place in simulations."""
@@ -23,6 +25,9 @@ class Timer(Protocol):
 
     def take(self) -> float | None:
         """Return the seconds from the hand-over to the last gradient; None where none came."""
+
+    def exchanged(self, step: StepReport) -> float:
+        """Return what this rank waited for the exchange of a step, for other ranks included."""
 
 
 class GradientTimer:
@@ -74,3 +79,7 @@ class GradientTimer:
             milliseconds: float = self._events[0].elapsed_time(self._events[1])
             return milliseconds / 1e3
         return ended - began
+
+    def exchanged(self, step: StepReport) -> float:
+        """Return what backward did not hide."""
+        return step.synchronize_seconds

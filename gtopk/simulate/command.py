@@ -151,6 +151,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seeds", type=as_argument(count), default=1)
     add("--batch", type=as_argument(count), default=256, help="of all ranks; default: %(default)s")
     add("--micro-batch", type=as_argument(count), default=8, help="of abs; default: %(default)s")
+    add("--max-batch", type=as_argument(count), default=0, help="of goodput; default: 8 b")
     add("--mega-batch", type=as_argument(count), default=0, help="of adaptive-sgd; default: 100 b")
     add(
         "--fast",
@@ -277,6 +278,7 @@ def _setting(
         options.density,
         interval=options.interval,
         micro_batch=options.micro_batch,
+        max_batch=options.max_batch,
         mega_batch=options.mega_batch,
         evaluate_every=options.evaluate_every,
         overlap=options.overlap,

@@ -32,6 +32,7 @@ SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     "equal-dense": equal_dense,
     "equal": partial(synchronous.simulate, mode="equal"),
     "balanced": partial(synchronous.simulate, mode="balanced"),
+    "goodput": partial(synchronous.simulate, mode="goodput"),
     "abs": delayed.simulate,
     "join": joined.simulate,
     "local-sgd": partial(merged, mode="local-sgd", algorithm="k-step"),

@@ -22,6 +22,7 @@ class Setting:
     """A cluster, a task, and how it is trained.
 
     density: of gTop-k; None: dense.
+    max_batch: the largest that goodput may choose, of all ranks; 0: 8 global batches.
     mega_batch: samples between two merges of adaptive-sgd; 0: 100 batches.
     evaluate_every: samples; 0: after every epoch. Of hogbatch always so.
     overlap: the share of a batch's computation beside which synchronous modes exchange gradients,
@@ -41,6 +42,7 @@ class Setting:
     density: float | None
     interval: int = 20
     micro_batch: int = 16
+    max_batch: int = 0
     mega_batch: int = 0
     evaluate_every: int = 0
     overlap: float = 0.0
@@ -83,3 +85,8 @@ class Setting:
         else:
             candidate = Candidate("dense")
         return self.cluster.reduce_seconds(candidate, self.task.length)
+
+    @property
+    def probe_seconds(self) -> float:
+        """Return what a dense exchange of a gradient is modelled to take."""
+        return self.cluster.reduce_seconds(Candidate("dense"), self.task.length)

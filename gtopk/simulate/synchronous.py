@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from functools import partial
+=======
+import threading
+from typing import Any
+>>>>>>> abs
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -12,6 +17,11 @@ from collectives.transports import Transport
 from .. import world
 from ..adaptive.adapt import adapt
 from ..optimizer import DistributedOptimizer
+<<<<<<< HEAD
+=======
+from ..telemetry import StepReport
+from .cluster import Cluster
+>>>>>>> abs
 from .record import Record
 from .setting import Setting
 from .tasks import mean_loss
@@ -20,6 +30,7 @@ NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
 
 
 class Clock:
+<<<<<<< HEAD
     """One rank's view of the simulated seconds: ranks wait for each other after every batch."""
 
     def __init__(self, setting: Setting, record: Record) -> None:
@@ -35,6 +46,41 @@ class Clock:
         record, longest = self.record, max(taken for _, taken in batches)
         waited = self._setting.wait_seconds(longest, self._reduce_seconds)
         record.seconds += longest + waited
+=======
+    """The simulated seconds of ranks that wait for each other after every batch.
+
+    probes: every so many steps a dense allreduce measures the noise.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        reduce_seconds: float,
+        record: Record,
+        probes: int,
+        probe_seconds: float,
+    ) -> None:
+        self.cluster = cluster
+        self.record = record
+        self._reduce_seconds = reduce_seconds
+        self._probes, self._probe_seconds = probes, probe_seconds
+        self._batches = [(0, 0.0)] * cluster.ranks
+        # Nobody waits for a rank that has failed: it breaks the barrier.
+        self._barrier = threading.Barrier(cluster.ranks, self._advance)
+        record.busy = [0.0] * cluster.ranks
+
+    def end_step(self, rank: int, samples: int, seconds: float) -> None:
+        """Return when every rank is at the end of its step."""
+        self._batches[rank] = samples, seconds
+        self._barrier.wait()
+
+    def _advance(self) -> None:
+        record = self.record
+        waited = self._reduce_seconds
+        if self._probes != NEVER and record.steps % self._probes == 0:
+            waited += self._probe_seconds
+        record.seconds += max(seconds for _, seconds in self._batches) + waited
+>>>>>>> abs
         record.exchange += waited
         record.steps += 1
         sizes = [int(size) for size, _ in batches]
@@ -71,6 +117,25 @@ class ModelledTimer:
         """Return what it took."""
         return self.seconds
 
+    def exchanged(self, step: StepReport) -> float:
+        """Return what a step has waited for the wire so far, on average."""
+        return self._clock.record.exchange / self._clock.record.steps
+
+
+def adapting(setting: Setting, mode: str) -> dict[str, Any]:
+    """Return how the sizes of a mode's batches change."""
+    if mode == "equal":
+        return {"interval": NEVER}
+    if mode == "balanced":
+        return {"interval": setting.interval}
+    return {
+        "interval": setting.interval,
+        "policy": "goodput",
+        "lr_scaling": "adascale",
+        "max_global_batch": setting.max_batch or 8 * setting.global_batch,
+        "noise_every": 2 * setting.interval,
+    }
+
 
 def simulate(setting: Setting, mode: str) -> Record:
     """Train with equal or balanced batches, and return what happened."""
@@ -83,6 +148,7 @@ def train(setting: Setting, mode: str) -> Record:
     Rank 0 alone evaluates its model, and knows how good it is.
     """
     cluster, task = setting.cluster, setting.task
+<<<<<<< HEAD
     record = Record(mode, setting.seed)
     clock = Clock(setting, record)
     rank = world.current().rank
@@ -111,4 +177,45 @@ def train(setting: Setting, mode: str) -> Record:
                 record.accuracy.append((record.seconds, task.accuracy(model)))
                 if setting.losses:
                     record.loss.append((record.seconds, mean_loss(task, model)))
+=======
+    probes = adapting(setting, mode).get("noise_every", NEVER)
+    clock = Clock(cluster, setting.reduce_seconds, record, probes, setting.probe_seconds)
+    noises = cluster.noises(setting.seed)
+
+    def rank(transport: LocalTransport) -> None:
+        number = transport.rank
+        timer = ModelledTimer(clock, number, noises[number])
+        try:
+            with world.entered(transport):
+                model = task.model()
+                optimizer = DistributedOptimizer(
+                    torch.optim.SGD(
+                        model.parameters(), setting.learning_rate, momentum=setting.momentum
+                    ),
+                    model.named_parameters(),
+                    setting.compression,
+                )
+                loader = adapt(
+                    DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
+                    optimizer,
+                    global_batch=setting.global_batch,
+                    **adapting(setting, mode),
+                    seed=1000 * setting.seed,
+                    timer=timer,
+                )
+                for _ in range(setting.epochs):
+                    for indices in loader:
+                        optimizer.zero_grad()
+                        task.loss(model, indices).backward()
+                        optimizer.step()
+                        clock.end_step(number, loader.num_samples, timer.seconds)
+                    if number == 0:
+                        record.accuracy.append((record.seconds, task.accuracy(model)))
+                        record.loss.append((record.seconds, mean_loss(task, model)))
+        except BaseException:
+            clock.abort()
+            raise
+
+    run_ranks(local_world(cluster.ranks), rank)
+>>>>>>> abs
     return record

@@ -76,7 +76,8 @@ def save_checkpoint(
 ) -> Saving:
     """Save a training run in a folder; every rank calls it, at the same place.
 
-    It is saved between two steps: after `optimizer.step()`, before the next backward pass.
+    It is saved between two steps: after `optimizer.step()`, before the next backward pass. A loader
+    that has drain() is drained first.
 
     loader: that has state_dict(): what `gtopk.torch.adapt` returned, an ElasticSampler, say; None:
         the next run begins its epoch anew.
@@ -94,11 +95,11 @@ def save_checkpoint(
     """
     if keep < 1 or step < 0:
         raise ValueError(f"keep must be at least 1 and step at least 0, got {keep} and {step}")
+    if hasattr(loader, "drain"):
+        loader.drain()  # first: other ranks may be in the loader until they drain, too
     opened = _open(Path(folder), keep)
     while opened.under_way:
         opened.under_way.pop().wait()
-    if hasattr(loader, "drain"):
-        loader.drain()
     taken, own = on_all(
         lambda: take(model, optimizer, loader, others, copy=asynchronous),
         f"what is to be saved in {folder} at step {step} has no state to save",

@@ -363,6 +363,8 @@ def test_a_state_within_an_epoch_is_taken_when_drained_only() -> None:
     def program(here: World) -> None:
         loader, model, optimizer = adapted(here, 64)
         loader.drain()  # between epochs there is nothing to do
+        with pytest.raises(ValueError, match="takes no set_num_samples"):
+            optimizer.set_num_samples(7)
         for _, x in loader:
             with pytest.raises(RuntimeError, match=r"under way.*call loader.drain\(\)"):
                 loader.state_dict()
