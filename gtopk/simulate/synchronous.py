@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 from functools import partial
-=======
-import threading
 from typing import Any
->>>>>>> abs
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -17,11 +13,7 @@ from collectives.transports import Transport
 from .. import world
 from ..adaptive.adapt import adapt
 from ..optimizer import DistributedOptimizer
-<<<<<<< HEAD
-=======
 from ..telemetry import StepReport
-from .cluster import Cluster
->>>>>>> abs
 from .record import Record
 from .setting import Setting
 from .tasks import mean_loss
@@ -30,14 +22,17 @@ NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
 
 
 class Clock:
-<<<<<<< HEAD
-    """One rank's view of the simulated seconds: ranks wait for each other after every batch."""
+    """One rank's view of the simulated seconds: ranks wait for each other after every batch.
 
-    def __init__(self, setting: Setting, record: Record) -> None:
+    probes: every so many steps a dense allreduce measures the noise.
+    """
+
+    def __init__(self, setting: Setting, record: Record, probes: int) -> None:
         self.cluster = setting.cluster
         self.record = record
         self._setting = setting
         self._reduce_seconds = setting.reduce_seconds
+        self._probes, self._probe_seconds = probes, setting.probe_seconds
         record.busy = [0.0] * self.cluster.ranks
 
     def end_step(self, samples: int, seconds: float) -> None:
@@ -45,42 +40,9 @@ class Clock:
         batches = gathered("simulated.step", samples, seconds)
         record, longest = self.record, max(taken for _, taken in batches)
         waited = self._setting.wait_seconds(longest, self._reduce_seconds)
-        record.seconds += longest + waited
-=======
-    """The simulated seconds of ranks that wait for each other after every batch.
-
-    probes: every so many steps a dense allreduce measures the noise.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        reduce_seconds: float,
-        record: Record,
-        probes: int,
-        probe_seconds: float,
-    ) -> None:
-        self.cluster = cluster
-        self.record = record
-        self._reduce_seconds = reduce_seconds
-        self._probes, self._probe_seconds = probes, probe_seconds
-        self._batches = [(0, 0.0)] * cluster.ranks
-        # Nobody waits for a rank that has failed: it breaks the barrier.
-        self._barrier = threading.Barrier(cluster.ranks, self._advance)
-        record.busy = [0.0] * cluster.ranks
-
-    def end_step(self, rank: int, samples: int, seconds: float) -> None:
-        """Return when every rank is at the end of its step."""
-        self._batches[rank] = samples, seconds
-        self._barrier.wait()
-
-    def _advance(self) -> None:
-        record = self.record
-        waited = self._reduce_seconds
         if self._probes != NEVER and record.steps % self._probes == 0:
             waited += self._probe_seconds
-        record.seconds += max(seconds for _, seconds in self._batches) + waited
->>>>>>> abs
+        record.seconds += longest + waited
         record.exchange += waited
         record.steps += 1
         sizes = [int(size) for size, _ in batches]
@@ -148,9 +110,9 @@ def train(setting: Setting, mode: str) -> Record:
     Rank 0 alone evaluates its model, and knows how good it is.
     """
     cluster, task = setting.cluster, setting.task
-<<<<<<< HEAD
     record = Record(mode, setting.seed)
-    clock = Clock(setting, record)
+    options = adapting(setting, mode)
+    clock = Clock(setting, record, options.get("noise_every", NEVER))
     rank = world.current().rank
     timer = ModelledTimer(clock, rank, cluster.noises(setting.seed)[rank])
     model = task.model()
@@ -163,7 +125,7 @@ def train(setting: Setting, mode: str) -> Record:
         DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
         optimizer,
         global_batch=setting.global_batch,
-        interval=setting.interval if mode == "balanced" else NEVER,
+        **options,
         seed=1000 * setting.seed,
         timer=timer,
     )
@@ -177,45 +139,4 @@ def train(setting: Setting, mode: str) -> Record:
                 record.accuracy.append((record.seconds, task.accuracy(model)))
                 if setting.losses:
                     record.loss.append((record.seconds, mean_loss(task, model)))
-=======
-    probes = adapting(setting, mode).get("noise_every", NEVER)
-    clock = Clock(cluster, setting.reduce_seconds, record, probes, setting.probe_seconds)
-    noises = cluster.noises(setting.seed)
-
-    def rank(transport: LocalTransport) -> None:
-        number = transport.rank
-        timer = ModelledTimer(clock, number, noises[number])
-        try:
-            with world.entered(transport):
-                model = task.model()
-                optimizer = DistributedOptimizer(
-                    torch.optim.SGD(
-                        model.parameters(), setting.learning_rate, momentum=setting.momentum
-                    ),
-                    model.named_parameters(),
-                    setting.compression,
-                )
-                loader = adapt(
-                    DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
-                    optimizer,
-                    global_batch=setting.global_batch,
-                    **adapting(setting, mode),
-                    seed=1000 * setting.seed,
-                    timer=timer,
-                )
-                for _ in range(setting.epochs):
-                    for indices in loader:
-                        optimizer.zero_grad()
-                        task.loss(model, indices).backward()
-                        optimizer.step()
-                        clock.end_step(number, loader.num_samples, timer.seconds)
-                    if number == 0:
-                        record.accuracy.append((record.seconds, task.accuracy(model)))
-                        record.loss.append((record.seconds, mean_loss(task, model)))
-        except BaseException:
-            clock.abort()
-            raise
-
-    run_ranks(local_world(cluster.ranks), rank)
->>>>>>> abs
     return record
