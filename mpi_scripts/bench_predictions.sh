@@ -2,6 +2,7 @@
 # How well is a reduction's time foretold? 30 emulated networks of 2 to 8 hosts: some minutes.
 #
 #   sudo mpi_scripts/bench_predictions.sh [FOLDER]     writes RATE.json for each rate; prints the table
+#   mpi_scripts/predictions.py --simulate FOLDER/*     what SimGrid would have foretold of the same
 #
 # Nothing is told of the links: their latency and bandwidth are measured, as they are when a training
 # begins, and what follows from that is held against the clock.

@@ -29,6 +29,7 @@ from gtopk.replay.traces import Reduction, trace_of
 
 METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk")
 DENSITY: Final = 0.001
+HEAD: Final = 36  # above the panels
 LATENCY_SECONDS: Final = 50e-6
 # By rate, method and ranks; None where the messages are too many.
 Found = Mapping[str, Mapping[str, Mapping[int, float | None]]]
@@ -88,7 +89,7 @@ def table(found: Found, ranks: Sequence[int]) -> list[str]:
 
 
 def picture(found: Found, ranks: Sequence[int]) -> str:
-    """Return one SVG: a panel for each rate, side by side, on common axes."""
+    """Return one SVG: a panel for each rate, two in a row, on common axes."""
     everything = [s for m in found.values() for of in m.values() for s in of.values() if s]
     x = svg.horizontal(min(ranks), max(ranks), logarithmic=True)
     y = svg.vertical(min(everything) / 1.5, 1.5 * max(everything), logarithmic=True)
@@ -100,12 +101,18 @@ def picture(found: Found, ranks: Sequence[int]) -> str:
         for method, seconds in methods.items():
             points = [(x.place(size), y.place(s)) for size, s in seconds.items() if s]
             parts.append(f'<g class="m{METHODS.index(method)}">{svg.line(points)}</g>')
-        panels.append(f'<g transform="translate({svg.WIDTH * place} 24)">{"".join(parts)}</g>')
-    words = [
-        f'<g class="m{number}">{svg.text((58 + 140 * number, 18), method, "label")}</g>'
-        for number, method in enumerate(METHODS)
+        row, column = divmod(place, 2)
+        at = f"{svg.WIDTH * column} {HEAD + svg.HEIGHT * row}"
+        panels.append(f'<g transform="translate({at})">{"".join(parts)}</g>')
+    drawn = next(iter(found.values()))
+    labels = [
+        svg.text((58 + 140 * place, 20), method, "label") for place, method in enumerate(drawn)
     ]
-    width, height = svg.WIDTH * len(found), svg.HEIGHT + 24
+    words = [
+        f'<g class="m{METHODS.index(method)}">{label}</g>'
+        for method, label in zip(drawn, labels, strict=True)
+    ]
+    width, height = 2 * svg.WIDTH + 12, HEAD + svg.HEIGHT * -(-len(found) // 2)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'aria-label="Simulated seconds of each method over hosts, a panel for each bandwidth">'
