@@ -108,6 +108,10 @@ class Guard:
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    def misses_a_rank(self) -> bool:
+        """Tell whether a rank is lost, waiting a little for word of one."""
+        return self._heartbeat is not None and self._heartbeat.lost(_WORD_SECONDS) is not None
+
     def farewell(self, how: str) -> str:
         """Return what the peers are told when this rank leaves."""
         return f"{how} at step {self.member.step}; {self.place}"
