@@ -41,6 +41,7 @@ class Member(Protocol):
     engine: Engine
     step: int
     advice: str
+    told_here: bool
 
     def note_end(self, how: str) -> None: ...
 
@@ -180,6 +181,8 @@ class Guard:
         self.member.transport.lose(lost.rank, lost.why)
         if self.member.engine.ranks_may_leave:
             return
+        if self.member.told_here:  # to end, and it waits for a step in which all hear of it
+            os.kill(os.getpid(), signal.SIGTERM)
         threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
 
     def _end_if_stuck(self, lost: Lost) -> None:

@@ -100,10 +100,10 @@ class Termination:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, self._before)
         here = self._here()
+        here.told_here = True  # a rank that is lost later ends this one
         if world.misses_a_rank():  # the launcher ends those that are left: nothing can be saved
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        here.told_here = True
         self._say(
             f"had SIGTERM at step {here.step}: all ranks will know after one of the next two "
             "steps; a second one ends this rank at once"
