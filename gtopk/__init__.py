@@ -13,6 +13,10 @@ starts ranks itself and calls a function on them, as horovod.run does.
 
 keep a training run on all ranks: see `torch.checkpoint`.
 
+    with gtopk.termination() as told: ...
+
+turns SIGTERM on any rank into word that all ranks have after the same step, in time to save.
+
     gtopk.record(folder)
     gtopk.log(loss=..., accuracy=...)
 
@@ -33,6 +37,7 @@ from .runner import RankError, run
 if TYPE_CHECKING:
     from .local_sgd import LocalSGD
     from .run_record import log, record
+    from .told_to_end import termination
     from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
 
 __all__ = [
@@ -44,6 +49,7 @@ __all__ = [
     "record",
     "run",
     "save_checkpoint",
+    "termination",
 ]
 
 __version__ = "0.1.0"
@@ -67,6 +73,7 @@ _HOMES = {
     "log": ".run_record",
     "record": ".run_record",
     "save_checkpoint": ".torch.checkpoint",
+    "termination": ".told_to_end",
 }
 
 

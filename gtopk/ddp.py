@@ -31,7 +31,7 @@ from .exchange import Progress
 from .hook_steps import HookSteps
 from .lanes import Lane, open_lane
 from .objects import decode, encode
-from .one_step import NOT_FINITE, OneStep
+from .one_step import NOT_FINITE, TOLD, OneStep
 from .optimizer_checkpoint import FORMAT, share_of
 from .process_sets import ProcessSet, global_process_set
 from .residual_state import Held
@@ -87,7 +87,9 @@ class GTopKState:
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
-        self._steps = HookSteps(world.current(), self._engine, self._name)
+        self._told: set[int] = set()  # in the step, which ranks to end: the engine's thread's own
+        self._world = world.current()
+        self._steps = HookSteps(self._world, self._engine, self._name)
         self._counted = True  # the last step
 
     @property
@@ -110,11 +112,12 @@ class GTopKState:
         lane.parameters[0].grad = buffer
         lane.take(1.0 / (len(self._members.ranks) * scale), scale)
         number = self._steps.hand_over(lane)
+        told = TOLD if self._world.told_here else 0
         operation = self._engine.submit(
             f"{self._name}.bucket.{bucket.index()}",
             [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
             partial(self._work, lane, number, bucket.index() + 1 if bucket.is_last() else 0),
-            vote=0 if lane.all_finite() else NOT_FINITE,
+            vote=told | (0 if lane.all_finite() else NOT_FINITE),
         )
         self._steps.submitted(number, operation)
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
@@ -128,6 +131,7 @@ class GTopKState:
         """Run on the engine's thread, in an order that is equal on all ranks."""
         began = time.perf_counter()
         self._buckets = buckets or self._buckets
+        self._told |= {self._members.ranks[r] for r, vote in enumerate(votes) if vote & TOLD}
         self._steps.ran(number, began, self._step.run(lane, transport, votes))
         if self._step.buckets == self._buckets:
             self._counted = self._step.close()
@@ -152,6 +156,7 @@ class GTopKState:
         if is_last:  # and so are all before it
             self._steps.arrived()
             self._steps.close(self._counted, overlapped=True)
+            self._world.hear([*self._told])
         with lane.bucket.on_stream():
             future.set_result(buffer)
 

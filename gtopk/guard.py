@@ -42,6 +42,7 @@ class Member(Protocol):
     engine: Engine
     step: int
     advice: str
+    told_here: bool
 
     def note_end(self, how: str) -> None: ...
 
@@ -108,6 +109,10 @@ class Guard:
             threading.excepthook = self._threading_excepthook
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def misses_a_rank(self) -> bool:
+        """Tell whether a rank is lost, waiting a little for word of one."""
+        return self._heartbeat is not None and self._heartbeat.lost(_WORD_SECONDS) is not None
 
     def farewell(self, how: str) -> str:
         """Return what the peers are told when this rank leaves."""
@@ -192,6 +197,8 @@ class Guard:
         self.member.transport.lose(lost.rank, lost.why)
         if self.member.engine.ranks_may_leave:
             return
+        if self.member.told_here:  # to end, and it waits for a step in which all hear of it
+            os.kill(os.getpid(), signal.SIGTERM)
         threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
 
     def _end_if_stuck(self, lost: Lost) -> None:

@@ -45,6 +45,7 @@ __all__ = ["LocalSGD", "averaging", "nesterov"]
 _log = logging.getLogger("gtopk")
 _KEY: Final = "local_sgd"
 _FORMAT: Final = 1
+_FINITE, _TOLD = 1, 2  # of a vote, below the steps: this rank's replica is, and was told to end
 
 # What makes the outer optimizer of these parameters; the model's own, which are z when it steps.
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -64,11 +65,13 @@ class _Outcome(NamedTuple):
     """What an exchange came to, the same on every rank.
 
     steps:     by rank, of the round; 0 for a replica that is lost, or made none.
+    told:      the ranks that were told to end.
     culprits:  by rank, the parameters that are not finite; empty where all are.
     exchanged: None: there was nothing to exchange.
     """
 
     steps: list[int]
+    told: list[int]
     culprits: list[list[str]]
     exchanged: Exchanged | None
 
@@ -225,6 +228,7 @@ class _LocalSGD(Wrapping):
                 parameter.grad = gradient
         if outcome.culprits and outcome.culprits[self._place]:
             self.state.clear()
+        self._world.hear(outcome.told)
         self._center = []
         self.steps_made = 0
         self.outer_steps += 1
@@ -246,7 +250,8 @@ class _LocalSGD(Wrapping):
             f"{self._name}.outer",
             self._facts(lane),
             partial(self._reduce, lane, mine),
-            vote=0 if mine else self.steps_made << 1 | 1,
+            vote=(0 if mine else self.steps_made << 2 | _FINITE)
+            | (_TOLD if self._world.told_here else 0),
         )
         try:
             return operation, operation.wait()
@@ -258,13 +263,14 @@ class _LocalSGD(Wrapping):
         self, lane: Lane, mine: list[str], transport: Transport, votes: list[int]
     ) -> _Outcome:
         """Run on the engine's thread, on every rank."""
-        steps = [vote >> 1 for vote in votes]
-        culprits = [] if all(vote & 1 for vote in votes) else gather_words(transport, mine)
+        steps = [vote >> 2 for vote in votes]
+        told = [transport.ranks[place] for place, vote in enumerate(votes) if vote & _TOLD]
+        culprits = [] if all(vote & _FINITE for vote in votes) else gather_words(transport, mine)
         if not any(steps):
-            return _Outcome(steps, culprits, None)
+            return _Outcome(steps, told, culprits, None)
         lane.remember()
         lane.weigh(steps[transport.rank] / sum(steps))
-        return _Outcome(steps, culprits, lane.reduce(transport))
+        return _Outcome(steps, told, culprits, lane.reduce(transport))
 
     def _count_lost(self, outcome: _Outcome, moved: bool) -> None:
         """Warn, on every rank, of replicas that are not finite; raise where that is too often."""

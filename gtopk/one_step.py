@@ -13,6 +13,7 @@ from .exchange import Exchanged
 from .lanes import Lane
 
 NOT_FINITE: Final = 1  # a vote: this rank's gradients of the bucket are not
+TOLD: Final = 2  # this rank was told to end
 
 
 class OneStep:

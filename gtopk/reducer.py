@@ -144,9 +144,10 @@ class Reducer:
         while True:
             round = round or self._open()
             try:
-                round.finish(unplanned=self._has_unplanned())
+                round.finish(self._has_unplanned(), told=self._world.told_here)
             finally:
                 self._await_all()
+            self._world.hear(round.told)
             if not round.void:
                 return round
             round.drop()
@@ -235,6 +236,7 @@ class Reducer:
 
         def work(transport: Transport, votes: list[int]) -> None:
             self.progress.steps += reduce(transport, votes)
+            self._world.hear(ghost.told)
 
         return work
 

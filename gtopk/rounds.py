@@ -6,7 +6,8 @@
 
 A vote says whether this rank's gradients are finite, which of them are missing, of how many samples
 they are, and, in lanes that `synchronize` submits, whether the round is void: because gradients
-were changed after their lane was submitted, or belong to no lane. So all ranks apply a round, or
+were changed after their lane was submitted, or belong to no lane. The last one also says whether
+this rank was told to end (`told_to_end`). So all ranks apply a round, or
 skip the step, or undo the round and try again with what is there by then; and residuals that a
 round began to change are, where it does not count, to the bit what they were.
 """
@@ -36,7 +37,8 @@ _CHANGED: Final = 2
 _UNPLANNED: Final = 4
 _RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
 _HERE: Final = 8  # not of a rank that has joined, whose vote is 0
-_MISSING_SHIFT: Final = 4  # a checksum of the names, 32 bits; above it, the samples
+_TOLD: Final = 16  # to end
+_MISSING_SHIFT: Final = 5  # a checksum of the names, 31 bits; above it, the samples
 _MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
 
 
@@ -83,6 +85,7 @@ class Round:
     unplanned: some rank has a gradient that belongs to no lane: the round is void.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are.
     spans:   when the engine worked on a lane: begin and end, on the clock of time.perf_counter.
+    told:    the ranks that were told to end, once the last lane was run.
     ready:   when all of this rank's gradients were there, on that clock.
     """
 
@@ -101,6 +104,7 @@ class Round:
         self.changed = self.unplanned = False
         self.culprits: list[list[str]] = []
         self.spans: list[tuple[float, float]] = []
+        self.told: list[int] = []
         self.ready = time.perf_counter()
         self.exchanged: dict[int, Exchanged] = {}
         self.operations: dict[int, Operation] = {}
@@ -127,22 +131,23 @@ class Round:
         """Tell whether the round does not count, on any rank."""
         return self.changed or self.unplanned
 
-    def finish(self, unplanned: bool) -> None:
+    def finish(self, unplanned: bool, told: bool) -> None:
         """Exchange what is left, and know on every rank what becomes of the round.
 
         unplanned: this rank has a gradient that belongs to no lane.
+        told: it was told to end.
         Raises HorovodInternalError, on every rank alike, where the ranks disagree; the residuals
         are then what they were.
         """
         try:
-            self._submit_the_rest(unplanned)
+            self._submit_the_rest(unplanned, told)
             for index in sorted(self.operations):
                 self.operations[index].wait()
         except BaseException:
             self.drop()
             raise
 
-    def _submit_the_rest(self, unplanned: bool) -> None:
+    def _submit_the_rest(self, unplanned: bool, told: bool) -> None:
         changed = self._invalid or not all(
             self.lanes[index].is_as_taken() for index in self.operations
         )
@@ -162,7 +167,7 @@ class Round:
         for index in others:
             self._submit(index, bits)
         self.settle()  # what becomes ready together with the last lane may be run after it
-        self._submit(last, bits)
+        self._submit(last, bits | (_TOLD if told else 0))
         self.settle()
 
     def invalidate(self) -> None:
@@ -239,7 +244,7 @@ class Round:
     def _submit(self, index: int, bits: int) -> None:
         lane = self.lanes[index]
         missing = lane.missing()
-        checksum = zlib.crc32("\n".join(missing).encode())
+        checksum = zlib.crc32("\n".join(missing).encode()) >> 1
         self.operations[index] = self._engine.submit(
             lane.name,
             [self._facts, self.samples.facts, lane.facts],
@@ -264,6 +269,9 @@ class Round:
         self, index: int, missing: list[str], transport: Transport, votes: list[int]
     ) -> None:
         last = index == len(self.lanes) - 1
+        if last:
+            places = enumerate(votes)
+            self.told = [transport.ranks[place] for place, vote in places if vote & _TOLD]
         if last and self._done < index:  # the ranks disagree about another lane
             return
         self.changed |= any(vote & _CHANGED for vote in votes)

@@ -46,6 +46,8 @@ class World:
     clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
     advice:     how the job can go on when it ends before its time; errors end with it.
     advised:    whether it was said what compression saves.
+    told_here:  whether this rank was told to end; told: which ranks were, as all ranks know after
+                the same step. See `told_to_end`.
     optimizers: how many distributed optimizers it has made, by the name of a parameter.
     sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
                 their operations without a name, anew: where ranks left the last one at different
@@ -63,6 +65,8 @@ class World:
         self.recordings = settings_from()
         self.advice = ""
         self.advised = False
+        self.told_here = False
+        self.told: list[int] = []
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
@@ -126,6 +130,10 @@ class World:
         recording.stop(self, reason)
         return staying
 
+    def hear(self, told: Sequence[int]) -> None:
+        """Take note of ranks that were told to end, as all ranks do in the same step."""
+        self.told = sorted({*self.told, *told})
+
     def note_end(self, how: str) -> None:
         """Have the record say how this rank ends, before it does."""
         if self.recorder is not None:
@@ -188,6 +196,11 @@ def shutdown() -> None:
     atexit.unregister(_at_exit)
 
 
+def misses_a_rank() -> bool:
+    """Tell whether a rank is lost, so that the job is at its end."""
+    return _guard is not None and _guard.misses_a_rank()
+
+
 def rejoin() -> None:
     """Leave the world and join it anew, as every rank of it must, whatever failed on some of them.
 
@@ -214,6 +227,7 @@ def rejoin() -> None:
     _process = _guard = None
     init(_communicator)
     current().step, current().advice = here.step, here.advice
+    current().told_here, current().told = here.told_here, here.told
 
 
 def _at_exit() -> None:

@@ -6,31 +6,42 @@ counts only the restarts that it has seen itself.
 
     rank r    here-r = a word of its own              in the call?    WORD-r = here
     rank 0                  call = WORD, all of those words           all here?     WORD-go = begin
+
+Two processes that are told the same number write over each other's word again and again: whoever
+sees it first tells the other, and both end.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from ..errors import PeerTimeoutError
+from ..errors import CollectiveError, MismatchError, PeerTimeoutError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _CALL: Final = "call"
 _LOOK_SECONDS: Final = 0.01  # between two looks at the store
+_TIMES: Final = 10  # as often a process that is ending does not write
 
 
 def call_roll(store: Store, rank: int, size: int, timeout_seconds: float) -> str:
     """Return a word that all ranks of this start get, and they alone.
 
-    Raises PeerTimeoutError, which names the ranks that did not come.
+    Raises PeerTimeoutError, which names the ranks that did not come; MismatchError where another
+    process is this rank, too.
     """
-    begun, own, called = time.monotonic(), secrets.token_hex(8), ""
+    begun, called = time.monotonic(), ""
+    own = f"{secrets.token_hex(8)}@{socket.gethostname()}:{os.getpid()}"
+    seen: Counter[str] = Counter()
     here = [f"here-{each}" for each in range(size)]
     try:
+        before = _last_call(store)
         store.set(here[rank], own)
         while True:
             answers = [f"{called}-{each}" for each in range(size)]
@@ -47,14 +58,39 @@ def call_roll(store: Store, rank: int, size: int, timeout_seconds: float) -> str
                 if store.check([f"{called}-go"]):
                     return called
             else:
+                seen[store.get(here[rank]).decode()] += 1
+                del seen[own]
+                began = len(words) == size and store.check([f"{called}-go"])
+                if began and [called, *words] != before:
+                    seen[words[rank]] += _TIMES  # it was called in this start, and answered
+                _require_no_twin(store, f"rank {rank} of {size}", own, seen)
                 store.set(here[rank], own)  # a rank that is ending may have written over it
             if time.monotonic() - begun > timeout_seconds:
                 raise not_all_here(store, rank, begun, here, answers)
             time.sleep(_LOOK_SECONDS)
     except RuntimeError as error:
-        if isinstance(error, PeerTimeoutError):
+        if isinstance(error, CollectiveError):
             raise
         raise not_all_here(store, rank, begun, here) from None
+
+
+def _require_no_twin(store: Store, name: str, own: str, seen: Counter[str]) -> None:
+    """Raise MismatchError where another process writes its word in the place of this one's.
+
+    seen: how often each other word was found there.
+    """
+    twin = next((word for word, times in seen.items() if times >= _TIMES), "")
+    if twin:
+        store.set(f"twin of {twin}", own)
+    elif store.check([f"twin of {own}"]):
+        twin = store.get(f"twin of {own}").decode()
+    if twin:
+        here, there = (word.rpartition("@")[2].replace(":", ", pid ") for word in (own, twin))
+        raise MismatchError(
+            f"two processes are {name}: this one (host {here}) and another (host {there}); give "
+            "each a number of its own, 0 to the number of ranks - 1 (RANK), and each job a port of "
+            "its own (MASTER_PORT)"
+        )
 
 
 def _last_call(store: Store) -> list[str]:

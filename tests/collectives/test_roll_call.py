@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from collectives.errors import PeerTimeoutError
+from collectives.errors import CollectiveError, MismatchError, PeerTimeoutError
 from collectives.transports.roll_call import call_roll
 
 torch = pytest.importorskip("torch")
@@ -18,7 +19,7 @@ def start(store, size: int, ranks: list[int] | None = None, timeout_seconds: flo
     def rank(number: int):
         try:
             return call_roll(store, number, size, timeout_seconds)
-        except PeerTimeoutError as error:
+        except CollectiveError as error:
             return error
 
     chosen = list(range(size)) if ranks is None else ranks
@@ -77,6 +78,23 @@ def test_the_last_word_of_a_rank_that_is_ending_does_not_keep_the_others_apart(s
     found = start(Written(), 3)
     assert len(set(found)) == 1
     assert isinstance(found[0], str)
+
+
+def test_a_number_that_two_processes_have_is_told_by_both_at_once(store) -> None:
+    """RANK=0, 1, 1 in place of 0, 1, 2: who waits for rank 2 says so when its time is over."""
+    first, *twins = start(store, 3, ranks=[0, 1, 1], timeout_seconds=2.0)
+    for twin in twins:
+        assert isinstance(twin, MismatchError)
+        assert str(twin).startswith("two processes are rank 1 of 3: this one (host ")
+        assert str(twin).count(f"pid {os.getpid()}") == 2
+    assert "at the start for rank 2: " in str(first)
+
+
+def test_one_process_too_many_does_not_keep_silent(store) -> None:
+    found = start(store, 3, ranks=[0, 1, 1, 2], timeout_seconds=2.0)
+    assert any(isinstance(each, MismatchError) for each in found[1:3])
+    words = {each for each in found if isinstance(each, str)}
+    assert len(words) <= 1  # the others begin with one of them, or with none
 
 
 def test_a_store_that_is_gone_is_told(store) -> None:

@@ -171,7 +171,8 @@ class Job:
         named = re.compile(
             rf"rank {culprit} (is lost|left) \(.*host {host}"
             rf"|as rank {culprit} ended the job: it failed at step \d+ \(host {host}"
-            rf"|CheckpointError: checkpoint \d+ cannot be written .*: rank {culprit}: "
+            r"|CheckpointError: checkpoint \d+ cannot be written .*: "
+            rf"rank {culprit} \(host {host}\): "
         )
         for rank in set(range(self.ranks)) - {culprit}:
             begin = re.compile(rf"gtopk: rank {rank} (of {self.ranks} \(|ends)")

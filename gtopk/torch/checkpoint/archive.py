@@ -9,6 +9,7 @@ The folder may be one that all hosts share, or each host's own.
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -172,7 +173,9 @@ class Archive:
         except (OSError, DamagedError, RecursionError) as error:
             problem = str(error)
         attempts = {content.attempt for content in contents.values()}
-        told = allgather_object((problem, refusal, sorted(attempts)), "checkpoint.read")
+        told = allgather_object(
+            (_told(problem), _told(refusal), sorted(attempts)), "checkpoint.read"
+        )
         if refusals := _by_rank([refusal for _, refusal, _ in told]):
             raise CheckpointError(f"{refusals}; load it with the version of gtopk that saved it")
         if problems := _by_rank([problem for problem, _, _ in told]):
@@ -215,7 +218,7 @@ class Archive:
         Raises CheckpointError, on every rank alike, when a rank could not write its part; what the
         others wrote is removed.
         """
-        problems = allgather_object(writing.outcome.result(), "checkpoint.written")
+        problems = allgather_object(_told(writing.outcome.result()), "checkpoint.written")
         if not any(problems):
             self.number = writing.number
             self._whole = [*self._whole, writing.number][-self.kept :]
@@ -239,7 +242,7 @@ def on_all(take: Callable[[], T], what: str) -> T:
         taken = take()
     except Exception as error:  # of any kind
         problem = f"{type(error).__name__}: {error}"
-    if problems := _by_rank(allgather_object(problem, "checkpoint.problem")):
+    if problems := _by_rank(allgather_object(_told(problem), "checkpoint.problem")):
         raise CheckpointError(f"{what}: {problems}")
     return cast(T, taken)
 
@@ -267,7 +270,12 @@ def _reader(place: int, holders: Sequence[int]) -> int:
 
 
 def _by_rank(problems: Sequence[str]) -> str:
-    return "; ".join(f"{name_ranks([r])}: {text}" for r, text in enumerate(problems) if text)
+    return "; ".join(f"{name_ranks([r])} {text}" for r, text in enumerate(problems) if text)
+
+
+def _told(problem: str) -> str:
+    """Return what this rank tells the others of a problem: where it is, and what; "": of none."""
+    return f"(host {socket.gethostname()}): {problem}" if problem else ""
 
 
 def _at_once(task: Callable[[], str]) -> Future[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 from concurrent.futures import Future
 from itertools import chain
 
@@ -101,7 +102,9 @@ def test_one_ranks_damage_moves_all_to_the_one_before(ranks, tmp_path, capfd, da
     assert value_of(found[0]) == "old"
     assert owned(found) == [[(rank, "old", rank)] for rank in range(2)]
     said = capfd.readouterr().err
-    where = "" if damage == "absent" and file.endswith("json") else f"rank {int('1' in file)}: "
+    where = (
+        "" if damage == "absent" and file.endswith("json") else rf"rank {int('1' in file)} \(host "
+    )
     assert re.search(rf"checkpoint 2 in .* is not whole: .*{where}.*{file}", said), said
     assert "going on from checkpoint 1" in said
 
@@ -113,7 +116,7 @@ def test_where_all_are_damaged_nobody_begins_anew_unasked(ranks, tmp_path):
 
     def program(rank):
         with pytest.raises(
-            CheckpointError, match=r"no checkpoint in .* is whole: rank 1: "
+            CheckpointError, match=r"no checkpoint in .* is whole: rank 1 \(host .*\): "
         ) as error:
             Archive(tmp_path, 2).find()
         return str(error.value)
@@ -139,7 +142,7 @@ def test_a_later_format_is_refused_and_stays(ranks, tmp_path):
     path.write_bytes(seal({**unseal(path.read_bytes()), "format": 2}))
 
     def program(rank):
-        with pytest.raises(CheckpointError, match=r"rank 1: .*format is 2.*version of gtopk"):
+        with pytest.raises(CheckpointError, match=r"rank 1 .*format is 2.*version of gtopk"):
             Archive(tmp_path, 2).find()
 
     ranks(2, program)
@@ -228,8 +231,11 @@ def test_who_cannot_write_is_named_on_every_rank_and_the_last_one_stays(ranks, t
         return str(error.value)
 
     said = ranks(3, program)
-    expected = f"checkpoint 2 cannot be written to {tmp_path}: rank 2: no space left; "
-    assert said == [expected + "checkpoint 1 is whole"] * 3
+    expected = (
+        f"checkpoint 2 cannot be written to {tmp_path}: rank 2 (host {socket.gethostname()}): "
+        "no space left; checkpoint 1 is whole"
+    )
+    assert said == [expected] * 3
     assert numbers(tmp_path) == [1]
     assert value_of(ranks(3, find(tmp_path))[0]) == "good"
 
@@ -240,7 +246,7 @@ def test_a_full_disk_is_named(ranks, tmp_path):
         (tmp_path / "checkpoint-00000001-step-10").mkdir()
         file = tmp_path / "checkpoint-00000001-step-10" / "all-of-1.safetensors.part"
         file.symlink_to("/dev/full")
-        with pytest.raises(CheckpointError, match=r"rank 0: .*No space left.*there is no other"):
+        with pytest.raises(CheckpointError, match=r"rank 0 .*No space left.*there is no other"):
             archive.finish(archive.write(snapshot(rank, "x")))
 
     ranks(1, program)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from gtopk.torch.checkpoint import CheckpointError
@@ -50,9 +52,9 @@ def test_what_cannot_be_written_is_named_on_every_rank(ranks, folder):
     assert others == [(said, number)] * 2
     assert number == 1
     assert "GTOPK_ELASTIC_DIR" in said
-    assert "rank 0: TypeError: value: " in said
-    assert "rank 2: TypeError: own: " in said
-    assert "rank 1: " not in said
+    assert f"rank 0 (host {socket.gethostname()}): TypeError: value: " in said
+    assert f"rank 2 (host {socket.gethostname()}): TypeError: own: " in said
+    assert "rank 1 " not in said
 
 
 def test_wrong_settings_are_refused(ranks, folder, monkeypatch):
