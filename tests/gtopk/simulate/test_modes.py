@@ -63,6 +63,21 @@ def test_a_rank_that_slows_fourfold_is_relieved_within_two_windows() -> None:
     assert spread_of(seconds) < 0.15
 
 
+def test_goodput_hides_a_long_exchange_behind_larger_batches() -> None:
+    at = replace(
+        setting([400, 200, 100, 100], 0.3, epochs=3),
+        global_batch=64,
+        learning_rate=0.125,
+        interval=3,
+        max_batch=200,
+    )
+    balanced, goodput = (SIMULATED[mode](at) for mode in ("balanced", "goodput"))
+    assert steady(goodput) > 1.2 * steady(balanced)
+    assert 64 < max(sum(sizes) for _, sizes in goodput.sizes) <= 200
+    probes = -(-goodput.steps // 6)  # dense exchanges, every two windows
+    assert goodput.exchange == pytest.approx(0.3 * (goodput.steps + probes))
+
+
 def test_delayed_rounds_hide_an_exchange_as_long_as_the_computation() -> None:
     at = setting([400, 200, 100, 100], 0.32, epochs=6)
     balanced, rounds = synchronous.simulate(at, "balanced"), delayed.simulate(at)
