@@ -10,7 +10,9 @@ from checks import run_tests
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import gtopk
 import gtopk.torch as hvd
+from gtopk import world
 from gtopk.ddp import GTopKState, gtopk_hook
 
 torch.distributed.init_process_group("gloo")
@@ -244,6 +246,21 @@ def test_ranks_that_mean_different_things_are_told_so() -> None:
     model = wrapped(GTopKState(0.5 if RANK else 0.25))
     with pytest.raises(RuntimeError, match=r"(?s)density=0.25.*density=0.5"):
         train(model, range(1))
+
+
+def test_a_rank_that_is_told_to_end_tells_the_others_in_its_next_step() -> None:
+    state = GTopKState(0.05)
+    model, here = wrapped(state), world.current()
+    told = gtopk.termination()
+    known = []
+    for step in range(8):
+        here.told_here = RANK == SIZE - 1 and step >= 3
+        train(model, range(step, step + 1))
+        known.append(told.ranks)
+    assert known == [[]] * 3 + [[SIZE - 1]] * 5
+    assert state.straggler_scores is not None  # since the sixth step
+    assert max(state.straggler_scores) == 1
+    here.told_here, here.told = False, []
 
 
 def test_a_compiled_model_trains() -> None:
