@@ -49,6 +49,7 @@ _WORD: Final = np.empty(0, np.uint8)
 _WHOLE_BYTES: Final = 4096
 # From here on a checksum's own message takes no time that counts; below are votes and the like.
 _CHECKED_BYTES: Final = 1 << 14
+CHECKSUM_BYTES: Final = 8
 
 
 def travels_whole(array_bytes: int, size: int) -> bool:
@@ -154,7 +155,7 @@ def _shifted(
 
 
 def _checksum(message: Array) -> bytes:
-    return codes.checksum(message).to_bytes(8, "little")
+    return codes.checksum(message).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _shares(

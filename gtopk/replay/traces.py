@@ -23,6 +23,7 @@ from collectives.algorithms import ALGORITHMS
 from collectives.planning.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.recorder import RECEIVED, Event, Recorder
+from collectives.transports.reductions import CHECKSUM_BYTES
 from collectives.wire import EXACT, Format
 
 from ..invented_picks import picks
@@ -114,10 +115,10 @@ def _record(reduction: Reduction) -> Trace:
 
 
 def _without_words(trace: Trace) -> Trace:
-    """Return the trace without the words that a long message has come.
+    """Return the trace without checksums, and without the words that a long message has come.
 
-    They keep a host's messages in order, as those of the simulation are in any case; and whether a
-    message is long hangs on the size of the vector.
+    Words keep a host's messages in order, as those of the simulation are in any case; and whether a
+    message has either hangs on the size of the vector.
     """
     sizes: dict[tuple[int, int], deque[int]] = defaultdict(deque)
     for rank, events in enumerate(trace):
@@ -126,7 +127,8 @@ def _without_words(trace: Trace) -> Trace:
                 sizes[rank, peer].append(size)
 
     def is_word(rank: int, peer: int, size: int) -> bool:
-        return (sizes[peer, rank].popleft() if size == RECEIVED else size) == 0
+        size = sizes[peer, rank].popleft() if size == RECEIVED else size
+        return size in (0, CHECKSUM_BYTES)
 
     return [
         [(peer, size) for peer, size in events if not is_word(rank, peer, size)]

@@ -7,7 +7,7 @@ import pytest
 
 from collectives import local_world, run_ranks
 from collectives.transports.recorder import RECEIVED, Event, Recorder
-from collectives.transports.reductions import LONG_BYTES
+from collectives.transports.reductions import CHECKSUM_BYTES, LONG_BYTES
 
 
 def events_of(size: int, block_bytes: int) -> list[list[Event]]:
@@ -20,11 +20,13 @@ def events_of(size: int, block_bytes: int) -> list[list[Event]]:
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_every_long_message_is_answered_before_the_next_is_sent(size: int) -> None:
     for events in events_of(size, LONG_BYTES):
-        assert len(events) == 4 * 2 * (size - 1).bit_length()
-        for sent, received, word, answer in zip(*(events[i::4] for i in range(4)), strict=True):
+        assert len(events) == 6 * 2 * (size - 1).bit_length()
+        rounds = zip(*(events[i::6] for i in range(6)), strict=True)
+        for sent, checksum, received, word, its_checksum, answer in rounds:
             to, source = sent[0], received[0]
-            assert sent[1] > 0
-            assert received == (source, RECEIVED)
+            assert sent[1] >= LONG_BYTES
+            assert checksum == (to, CHECKSUM_BYTES)
+            assert received == its_checksum == (source, RECEIVED)
             assert word == (source, 0)
             assert answer == (to, RECEIVED)
 

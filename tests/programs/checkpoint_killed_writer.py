@@ -21,15 +21,27 @@ from gtopk.torch.checkpoint.tree import take_apart
 
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 dice = random.Random(rounds)
+
+
+def write(number: int, step: int) -> None:
+    state = take_apart({"round": number, "values": torch.full((100_000,), float(number))})
+    write_part(folder, Part(number, step, 1, "all"), Content("word", state))
+
+
+begun = time.perf_counter()
+write(0, 0)
+# A disk may take ten times as long as another: what is killed is within its first few parts.
+write_seconds = time.perf_counter() - begun
+shutil.rmtree(folder)
+folder.mkdir()
 within = whole = 0
 for number in range(rounds):
     pid = os.fork()
     if pid == 0:
-        state = take_apart({"round": number, "values": torch.full((100_000,), float(number))})
         for step in range(1000):
-            write_part(folder, Part(number, step, 1, "all"), Content("word", state))
+            write(number, step)
         os._exit(1)
-    time.sleep(dice.uniform(0.003, 0.03))
+    time.sleep(dice.uniform(0.3, 5) * write_seconds)
     os.kill(pid, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     within += any(folder.glob("*/*.part"))

@@ -193,7 +193,7 @@ def test_a_rank_that_never_connects_is_missed(cuda: Any) -> None:
             done.wait(30)
             return
         try:
-            with pytest.raises(PeerTimeoutError, match="rank 0 has waited 0 s for its peers"):
+            with pytest.raises(PeerTimeoutError, match=r"rank 0 has waited \d s for its peers"):
                 transport.channel(7).connect()
         finally:
             done.set()
