@@ -19,6 +19,7 @@ import torch
 from gtopk.torch.checkpoint.files import Content, Part, list_parts, read_part, write_part
 from gtopk.torch.checkpoint.tree import take_apart
 
+torch.set_num_threads(1)  # a pool of threads would not survive the fork
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 dice = random.Random(rounds)
 
@@ -28,20 +29,26 @@ def write(number: int, step: int) -> None:
     write_part(folder, Part(number, step, 1, "all"), Content("word", state))
 
 
+def start(number: int, steps: int) -> int:
+    """Fork a process that writes parts."""
+    pid = os.fork()
+    if pid == 0:
+        for step in range(steps):
+            write(number, step)
+        os._exit(0)
+    return pid
+
+
 begun = time.perf_counter()
-write(0, 0)
-# A disk may take ten times as long as another: what is killed is within its first few parts.
-write_seconds = time.perf_counter() - begun
+os.waitpid(start(0, steps=3), 0)
+# A disk may take ten times as long as another: what is killed is within its first parts.
+write_seconds = (time.perf_counter() - begun) / 3
 shutil.rmtree(folder)
 folder.mkdir()
 within = whole = 0
 for number in range(rounds):
-    pid = os.fork()
-    if pid == 0:
-        for step in range(1000):
-            write(number, step)
-        os._exit(1)
-    time.sleep(dice.uniform(0.3, 5) * write_seconds)
+    pid = start(number, steps=1000)
+    time.sleep(dice.uniform(1, 8) * write_seconds)
     os.kill(pid, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     within += any(folder.glob("*/*.part"))
