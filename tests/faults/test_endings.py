@@ -80,7 +80,8 @@ def train(launcher: str, folder: Path, steps: int, **more: int) -> tuple[int, st
         ends = {match.groups() for match in digests}
         assert job.process.wait(60) == 0
         job.assert_nothing_is_left()
-        assert not re.search(r"gtopk: rank \d+ (of \d+ \(|\(host|ends)", job.text()), job.text()
+        trouble = r"gtopk: rank \d+ (of \d+ \(|ends)|stopped for|silent for|is lost"
+        assert not re.search(trouble, job.text()), job.text()
     ((step, digest),) = ends
     return int(step), digest
 
