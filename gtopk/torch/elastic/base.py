@@ -17,6 +17,7 @@ from ..checkpoint.tree import put_together
 from ..functions import broadcast_object
 from ..mpi_ops import Max, allreduce, rank, size
 from .archive import ADVICE, FOLDER, Commit, advice_of, open_archive, write
+from .left_out import left_out
 
 
 class HostUpdateResult(IntFlag):
@@ -102,15 +103,15 @@ class State:
 
     def save(self) -> None:
         """Copy the state, for `restore`."""
-        raise NotImplementedError
+        raise left_out(self, "save")
 
     def restore(self) -> None:
         """Return to what was saved last."""
-        raise NotImplementedError
+        raise left_out(self, "restore")
 
     def sync(self) -> None:
         """Make the state that of rank 0, on every rank."""
-        raise NotImplementedError
+        raise left_out(self, "sync")
 
     def reset(self) -> None:
         """Reset what depends on the ranks, which have come together anew."""

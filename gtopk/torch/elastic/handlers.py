@@ -10,6 +10,7 @@ from ...optimizer_checkpoint import KEY
 from ..checkpoint.archive import Owned
 from ..checkpoint.residuals import share
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .left_out import WHERE_KEPT, left_out
 
 
 class StateHandler:
@@ -23,15 +24,15 @@ class StateHandler:
 
     def save(self) -> None:
         """Copy the value, for `restore`."""
-        raise NotImplementedError
+        raise left_out(self, "save")
 
     def restore(self) -> None:
         """Return the value to what was saved last."""
-        raise NotImplementedError
+        raise left_out(self, "restore")
 
     def sync(self) -> None:
         """Make the value that of rank 0, on every rank."""
-        raise NotImplementedError
+        raise left_out(self, "sync")
 
     def set_value(self, value: Any) -> None:
         """Handle another value from now on."""
@@ -43,10 +44,7 @@ class StateHandler:
 
     def saved(self) -> Any:
         """Return what was saved and is the same on every rank, in types that gtopk.objects has."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define saved() and resume() for GTOPK_ELASTIC_DIR, "
-            "where commits are written to disk"
-        )
+        raise left_out(self, "saved() and resume", WHERE_KEPT)
 
     def saved_here(self) -> Any:
         """Return what was saved and is this rank's alone; None: nothing."""
@@ -54,7 +52,7 @@ class StateHandler:
 
     def resume(self, saved: Any) -> None:
         """Take over what `saved` returned in a job that ended."""
-        raise NotImplementedError
+        raise left_out(self, "saved() and resume", WHERE_KEPT)
 
     def resume_here(self, owned: Sequence[Owned], ranks: int) -> None:
         """Take over what `saved_here` returned on none, one or more ranks of that job.

@@ -10,7 +10,7 @@ from gtopk.torch.elastic import ObjectState, State
 
 def test_a_state_says_what_a_subclass_must_do():
     for method in ("save", "restore", "sync"):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(NotImplementedError, match=rf"State must define {method}\(\)"):
             getattr(State(), method)()
 
 
