@@ -168,7 +168,7 @@ class AutomaticExchange:
             momentum_correction=self.compression.momentum_correction,
             wire=candidate.format.indices,
             values=candidate.format.values,
-        )
+        ).widened(candidate.widening)
         self._exchange = SparseExchange(bucket, compression, self._progress, self.residual)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -147,6 +147,12 @@ class SparseCompression(ErrorFeedback):
         """Return how many times the entries selected the update may have; 1 is as many."""
         return 1.0
 
+    def widened(self, widening: float) -> SparseCompression:
+        """Return it with such updates; raise ValueError where their width is given."""
+        if widening != 1.0:
+            raise ValueError(f"{self.algorithm} has no widening, got {widening:g}")
+        return self
+
     def options(self, k: int, length: int) -> dict[str, Any]:
         """Return what the algorithm takes besides k and the format."""
         return {}
@@ -188,6 +194,9 @@ class GTopK(SparseCompression):
     def widening(self) -> float:
         return self.growth
 
+    def widened(self, widening: float) -> SparseCompression:
+        return replace(self, growth=widening)
+
     def options(self, k: int, length: int) -> dict[str, Any]:
         return {"growth": self.growth, "put_back": self.put_back, "pieces": self.pieces}
 
@@ -209,6 +218,9 @@ class OkTopK(SparseCompression):
 
     def widening(self) -> float:
         return self.k_out
+
+    def widened(self, widening: float) -> SparseCompression:
+        return replace(self, k_out=widening)
 
     def options(self, k: int, length: int) -> dict[str, Any]:
         """Return the options; `regions` are new, and keep the boundaries from step to step."""

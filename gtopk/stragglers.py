@@ -7,6 +7,7 @@
 
 So 1 is the fastest, and a rank of score 0.25 takes four times as long: the others wait for it. The
 votes are an operation of their own, beside the steps, which waits for nothing and sends no arrays.
+Where programs share cores a rank may be slow now and then: it is told of once a minute at most.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import socket
 import statistics
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -32,18 +34,18 @@ _WINDOW: Final = 5  # one step that evaluates or saves is no straggler
 SLOW: Final = 0.25
 CAUGHT_UP: Final = 0.5
 _LEAST_SECONDS: Final = 0.01  # the noise of shorter steps is nobody's delay
+QUIET_SECONDS: Final = 60.0  # after a rank was told of
 
 
 class Told(NamedTuple):
     """What all ranks know after a vote.
 
     seconds: by place among the ranks; 0 where a rank had none.
-    slowed, caught_up: the places of those that changed, and hosts: of all, where some did.
+    slow:    the places of those that are, and hosts: of all, where these are others than before.
     """
 
     seconds: list[float]
-    slowed: list[int]
-    caught_up: list[int]
+    slow: list[int]
     hosts: list[str]
 
     def scores(self) -> list[float | None]:
@@ -65,7 +67,10 @@ class Stragglers:
         self._name = f"{name}.speed"
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._telling: Operation | None = None
-        self._slow: set[int] = set()  # the engine's thread's own; equal on all ranks
+        self._slow: list[int] = []  # the engine's thread's own; equal on all ranks
+        self._hosts: list[str] = []
+        self._warned: set[int] = set()  # of these, and not yet that they have caught up
+        self._quiet_until: dict[int, float] = {}
 
     def note(self, steps: int, seconds: float | None) -> None:
         """Take note of a step; where it is time, begin to tell the others.
@@ -89,45 +94,55 @@ class Stragglers:
 
     def _take(self, transport: Transport, votes: Sequence[int]) -> Told:
         """Run on the engine's thread, on all ranks alike."""
-        told = Told([vote / 1e6 for vote in votes], [], [], [])
+        told = Told([vote / 1e6 for vote in votes], [], [])
         for place, score in enumerate(told.scores()):
-            if score is None:
-                continue
-            late = told.seconds[place] >= _LEAST_SECONDS
-            if score <= SLOW and late and place not in self._slow:
-                told.slowed.append(place)
-            elif score >= CAUGHT_UP and place in self._slow:
-                told.caught_up.append(place)
-        self._slow = self._slow.union(told.slowed).difference(told.caught_up)
-        if told.slowed or told.caught_up:
+            is_slow = place in self._slow
+            if score is not None and is_slow:
+                is_slow = score < CAUGHT_UP
+            elif score is not None:
+                is_slow = score <= SLOW and told.seconds[place] >= _LEAST_SECONDS
+            if is_slow:
+                told.slow.append(place)
+        if told.slow != self._slow:
             told.hosts.extend(host for (host,) in gather_words(transport, [socket.gethostname()]))
+        self._slow = told.slow
         return told
 
     def _hear(self, told: Told) -> None:
         self.scores = told.scores()
-        transport = self._engine.transport
-        score = self.scores[transport.rank]
+        self._hosts = told.hosts or self._hosts
+        score = self.scores[self._engine.transport.rank]
         if (recorder := self._world.recorder) is not None and score is not None:
             recorder.note_score(score)
-        if transport.rank != 0:
-            return
-        for place in told.slowed:
+        if self._engine.transport.rank == 0:
+            self._say(told)
+
+    def _say(self, told: Told) -> None:
+        """Warn of who is slow, and of who no more."""
+        ranks, scores, now = self._engine.transport.ranks, told.scores(), time.monotonic()
+        for place in told.slow:
+            waits = now < self._quiet_until.get(place, now) or scores[place] is None
+            if place in self._warned or waits:
+                continue
+            self._warned.add(place)
+            self._quiet_until[place] = now + QUIET_SECONDS
             _log.warning(
                 "rank %d (host %s) slows the others down: straggler score %.2g at step %d, it "
                 "computes for %.3g ms where the fastest rank does for %.3g ms; give each rank what "
                 "it can do (loader = hvd.adapt(loader, optimizer)), or see what else runs there",
-                transport.ranks[place],
-                told.hosts[place],
-                self.scores[place],
+                ranks[place],
+                self._hosts[place],
+                scores[place],
                 self._world.step,
                 1e3 * told.seconds[place],
                 1e3 * min(each for each in told.seconds if each),
             )
-        for place in told.caught_up:
+        for place in sorted(self._warned.difference(told.slow)):
+            self._warned.remove(place)
             _log.warning(
                 "rank %d (host %s) has caught up: straggler score %.2g at step %d",
-                transport.ranks[place],
-                told.hosts[place],
-                self.scores[place],
+                ranks[place],
+                self._hosts[place],
+                scores[place],
                 self._world.step,
             )

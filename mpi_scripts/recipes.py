@@ -116,7 +116,16 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "gtopk, momentum after, spread, int8": lambda s: Recipe(
         Compression.gtopk(s.density, put_back="spread", wire="packed", values="int8")
     ),
+    "gtopk, momentum after, int8, growth 2": lambda s: Recipe(
+        Compression.gtopk(s.density, wire="packed", values="int8", growth=2.0)
+    ),
+    "gtopk, momentum after, int8, growth 4": lambda s: Recipe(
+        Compression.gtopk(s.density, wire="packed", values="int8", growth=4.0)
+    ),
     "gtopk, no momentum": lambda s: plain(Compression.gtopk(s.density)),
+    "gtopk, no momentum, growth 2": lambda s: plain(Compression.gtopk(s.density, growth=2.0)),
+    "gtopk, no momentum, growth 4": lambda s: plain(Compression.gtopk(s.density, growth=4.0)),
+    "oktopk, no momentum, k_out 4": lambda s: plain(Compression.oktopk(s.density, k_out=4.0)),
     "gtopk": lambda s: corrected(Compression.gtopk, s.density),
     "gtopk, warm-up": lambda s: corrected(Compression.gtopk, s.density, warmup_steps=tenth(s)),
     "gtopk, vectors dense": lambda s: corrected(Compression.gtopk, s.density, dense_vectors=True),

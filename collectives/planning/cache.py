@@ -82,11 +82,11 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
         raise ValueError("a network needs a rank")
     coding = {
         Format(indices, values): CodingRate(_seconds(encode), _seconds(decode))
-        for indices, values, encode, decode in rates["coding"]
+        for indices, values, encode, decode in rates.pop("coding")
     }
     return Calibration(
         Network(**network),
-        Rates(_seconds(rates["select_seconds"]), _seconds(rates["merge_seconds"]), coding),
+        Rates(coding=coding, **{name: _seconds(number) for name, number in rates.items()}),
         str(record["origin"]),
     )
 

@@ -4,7 +4,7 @@
     within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
     between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
     allreduce   all                                                0.4, and to agree on its time
-    rates       each for itself                                    0.5
+    rates       each for itself                                    0.6
 
 The slowest pair and the slowest rank count: they are what a collective waits for. What is added is
 the latency of a few allgathers, and of a probe's first message.
@@ -13,6 +13,7 @@ the latency of a few allgathers, and of a probe's first message.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,17 @@ from typing import Final
 import numpy as np
 
 from .. import wire
+from ..algorithms.gtopk import reduce
+from ..algorithms.terms import Terms
 from ..cost import Link, dense_bytes, rounds
 from ..kernels import accumulate_and_select, contains, merge
+from ..transports.local import local_world
 from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, Format
 from .network import Network
 from .probes import (
+    REPEATS,
     SMALLEST_ALLREDUCE_BYTES,
     Clock,
     Prepare,
@@ -48,6 +53,9 @@ CODE_SECONDS: Final = 0.2  # all formats together
 
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
 _DENSITY: Final = 0.001
+_FEW: Final = 16  # entries
+_REST_SECONDS: Final = 0.01
+_RANDOM: Final = np.random.default_rng(0)
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
@@ -75,22 +83,22 @@ def measure(
     """Return what is measured here and now; every rank must call it, and gets the same."""
     begun = clock()
     network, nodes = measure_network(transport, clock)
-    mine = measure_rates(formats, clock)
-    numbers = [mine.select_seconds, mine.merge_seconds]
-    for format in formats:
-        numbers += mine.coding[format]
-    numbers.append(clock() - begun)
-    select_seconds, merge_seconds, *coding, took = agree_on_slowest(transport, numbers)
-    pairs = zip(coding[::2], coding[1::2], strict=True)
-    rates = Rates(
-        select_seconds,
-        merge_seconds,
-        {format: CodingRate(*pair) for format, pair in zip(formats, pairs, strict=True)},
-    )
+    rates = agree_on_rates(transport, measure_rates(formats, clock))
+    (took,) = agree_on_slowest(transport, [clock() - begun])
     where = (
         f"on {transport.size} rank{'s' * (transport.size > 1)} of {nodes} host{'s' * (nodes > 1)}"
     )
     return Calibration(network, rates, f"measured {where} in {took:.1f} s")
+
+
+def agree_on_rates(transport: Transport, mine: Rates) -> Rates:
+    """Return what is the slowest of every rank's; all of them measured the same formats."""
+    coding = [seconds for rate in mine.coding.values() for seconds in rate]
+    numbers = [mine.select_seconds, mine.merge_seconds, mine.swap_seconds, mine.list_seconds]
+    select, merge, swap, another, *coding = agree_on_slowest(transport, [*numbers, *coding])
+    pairs = zip(coding[::2], coding[1::2], strict=True)
+    agreed = {f: CodingRate(*pair) for f, pair in zip(mine.coding, pairs, strict=True)}
+    return Rates(select, merge, agreed, swap, another)
 
 
 def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> tuple[Network, int]:
@@ -161,10 +169,9 @@ def measure_rates(
     stopwatch: Clock = time.thread_time,
 ) -> Rates:
     """Return this process's own rates, in processor time: others' load does not count."""
-    random = np.random.default_rng(0)
 
     def selection(size: int) -> Callable[[], object]:
-        residual = random.random(size, np.float32) - np.float32(0.5)
+        residual = _RANDOM.random(size, np.float32) - np.float32(0.5)
         gradient = np.roll(residual, 1) / np.float32(100)  # a residual's next step
         update = np.zeros(size, np.float32)
         k = max(1, round(size * _DENSITY))
@@ -181,7 +188,7 @@ def measure_rates(
 
     def merging(entries: int) -> Callable[[], object]:
         k = max(1, entries // 2)
-        a, b = picks(k), picks(k)
+        a, b = _picks(k), _picks(k)
 
         def go() -> None:
             merged, _ = merge(a, b, k)
@@ -189,21 +196,16 @@ def measure_rates(
 
         return go
 
-    def picks(k: int) -> SparseVector:
-        length = round(k / _DENSITY)
-        indices = np.unique(random.integers(0, length, k)).astype(np.int32)
-        return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
-
     def encoding(format: Format) -> Prepare:
         def prepare(entries: int) -> Callable[[], object]:
-            vector = picks(entries)
+            vector = _picks(entries)
             return lambda: wire.encode(vector, vector.entries, format)
 
         return prepare
 
     def decoding(format: Format) -> Prepare:
         def prepare(entries: int) -> Callable[[], object]:
-            vector = picks(entries)
+            vector = _picks(entries)
             message, _ = wire.encode(vector, vector.entries, format)
             return lambda: wire.decode(message, vector, vector.entries, 0, format)
 
@@ -221,4 +223,38 @@ def measure_rates(
             f: CodingRate(rate(encoding(f), most, each), rate(decoding(f), most, each))
             for f in formats
         },
+        *_call_seconds(stopwatch),
     )
+
+
+def _picks(k: int) -> SparseVector:
+    length = round(k / _DENSITY)
+    indices = np.unique(_RANDOM.integers(0, length, k)).astype(np.int32)
+    return SparseVector(indices, _RANDOM.random(indices.size, np.float32) + 1, length)
+
+
+def _call_seconds(stopwatch: Clock) -> tuple[float, float]:
+    """Return what a swap of two very short lists takes, and what it takes to decode one more.
+
+    A reduction comes after a backward pass, a swap after a wait: its calls find nothing of theirs
+    in the caches. Lists that are decoded one after the other do.
+    """
+    here, there = local_world(2)
+    mine = _picks(_FEW)
+    message = wire.encode(mine, mine.entries, EXACT, extra=Terms().stamp()).message
+
+    def swap() -> float:
+        there.send(message, 0)()
+        time.sleep(_REST_SECONDS)
+        begun = stopwatch()
+        reduce(mine, mine.entries, here)
+        there.receive(0)
+        return stopwatch() - begun
+
+    def read() -> float:
+        begun = stopwatch()
+        wire.decode(message, mine, mine.entries, 0, EXACT, Terms().stamp().size)
+        return stopwatch() - begun
+
+    swaps, reads = ([go() for _ in range(REPEATS)] for go in (swap, read))
+    return statistics.median(swaps), statistics.median(reads)

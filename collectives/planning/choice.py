@@ -14,6 +14,7 @@ comes first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ..wire import Format
@@ -24,6 +25,9 @@ from .prediction import Candidate, Prediction, predict
 
 # Dense is the baseline; gtopk-tree does what gtopk does in twice the rounds, and is never offered.
 SPARSE: Final = ("topk-allgather", "gtopk", "oktopk", "hierarchical")
+# Entries of the update over those selected, by algorithm; 1 for the others. Twice as many cost
+# gtopk nothing on the wire, where ranks are a power of two.
+WIDENINGS: Final[Mapping[str, Sequence[float]]] = {"gtopk": (1.0, 2.0, 4.0), "oktopk": (1.0, 4.0)}
 LARGEST_DENSITY: Final = 0.5  # beyond, indices alone cost what dense does
 LEAST_DENSITY: Final = 1e-4  # what a budget of time does not go below: little would be learnt
 SAME: Final = 1.05  # costs apart by less are taken for the same
@@ -71,24 +75,26 @@ def choose(
         return found.scaled(*(corrections or {}).get(candidate.algorithm, NO_CORRECTION))
 
     dense = expected(Candidate("dense"))
-    found = [
-        expected(Candidate(algorithm, density, format))
+    of_one = [
+        Candidate(algorithm, 1.0 / length, format, widening)
         for algorithm in offered(calibration.network)
         for format in formats
-        for density in [_density(algorithm, format, length, budget, expected)]
+        for widening in WIDENINGS.get(algorithm, (1.0,))
+        if widening == 1.0 or widening < calibration.network.ranks
+    ]
+    found = [
+        expected(replace(candidate, density=density))
+        for candidate in of_one
+        for density in [_density(candidate, length, budget, expected)]
         if density is not None
     ]
     if budget.bytes_per_step is None or keeps(dense, budget):
         found.append(dense)
     if not found:
-        one = [
-            expected(Candidate(algorithm, 1.0 / length, format))
-            for algorithm in offered(calibration.network)
-            for format in formats
-        ]
+        least = min(expected(candidate).sent.most_bytes for candidate in of_one)
         raise ValueError(
-            f"bytes_per_step must be at least {min(each.sent.most_bytes for each in one):.0f} on "
-            f"{calibration.network.ranks} ranks (one entry), got {budget.bytes_per_step:g}"
+            f"bytes_per_step must be at least {least:.0f} on {calibration.network.ranks} ranks "
+            f"(one entry), got {budget.bytes_per_step:g}"
         )
 
     def cost(each: Prediction) -> float:
@@ -125,18 +131,17 @@ def keeps(found: Prediction, budget: Budget) -> bool:
 
 
 def _density(
-    algorithm: str,
-    format: Format,
+    candidate: Candidate,
     length: int,
     budget: Budget,
     expected: Callable[[Candidate], Prediction],
 ) -> float | None:
-    """Return the density that a budget leaves to an algorithm; None where that is none."""
+    """Return the density that a budget leaves to a candidate; None where that is none."""
     if budget.density is not None:
         return budget.density
 
     def fits(k: int) -> bool:
-        return keeps(expected(Candidate(algorithm, k / length, format)), budget)
+        return keeps(expected(replace(candidate, density=k / length)), budget)
 
     least = 1
     if budget.seconds is not None:

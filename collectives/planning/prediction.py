@@ -1,9 +1,10 @@
 """Prediction: the seconds and bytes of a reduction, from its schedule, the network and the rates.
 
-    seconds = messages * alpha + bytes * beta + entries * gamma
+    seconds = messages * alpha + bytes * beta + entries * gamma + lists * delta
 
 along the rounds: each takes as long as its largest message. alpha is a message's latency, beta the
-seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry. A rank sends
+seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry, delta what a
+list takes in calls, however short. A rank sends
 and receives at once (full duplex); nodes do not share a link (a switch), the ranks of a node do.
 Where a link lets a burst pass, it has rested before the first round, and rests while ranks compute.
 """
@@ -63,7 +64,7 @@ class Prediction:
     code_seconds:        encode and decode.
     communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
     rounds:              of messages, one after the other.
-    merge_seconds:       merge, and keep track of what is alive.
+    merge_seconds:       merge, keep track of what is alive, and what lists take in calls.
     updated:             coordinates that the update holds.
     lag_steps:           by which its training is behind one that updates all (see `lag`).
     """
@@ -126,6 +127,7 @@ def predict(
             rate = rates.coding[candidate.format]
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
         merged = step.merged * rates.merge_seconds
+        merged += step.swaps * rates.swap_seconds + step.others * rates.list_seconds
         code += times * coded
         merge += times * merged
         link = network.link(step.leaving)
@@ -158,6 +160,8 @@ def updated(candidate: Candidate, length: int, ranks: int) -> float:
     """Return how many coordinates an update holds, for picks that are independent by rank."""
     if candidate.algorithm == "dense":
         return float(length)
-    if candidate.algorithm == "topk-allgather":
-        return float(length * (1.0 - (1.0 - candidate.selected(length) / length) ** ranks))
-    return min(float(length), candidate.widening * candidate.selected(length))
+    k = candidate.selected(length)
+    picked = float(length * (1.0 - (1.0 - k / length) ** ranks))
+    return (
+        picked if candidate.algorithm == "topk-allgather" else min(picked, candidate.widening * k)
+    )

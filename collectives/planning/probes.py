@@ -122,9 +122,10 @@ def _burst_bytes(
     the bandwidth.
     """
     burst, size = 0.0, SMALLEST_IN_PIECES
-    goes = 2  # the shorter one counts: what holds up a swap makes it longer
     while size <= largest / 4 and link.seconds_per_byte > 0:
         rest_seconds = size * link.seconds_per_byte
+        # The shortest counts, since what holds up a swap makes it longer; larger ones need time.
+        goes = max(2, min(REPEATS, int(budget_seconds / 4 / (2 * rest_seconds))))
         budget_seconds -= 2 * goes * rest_seconds
         if budget_seconds < 0:
             break
@@ -187,7 +188,7 @@ def seconds_per_unit(
     clock: Clock,
     stopwatch: Clock,
 ) -> float:
-    """Return the median seconds per unit of work, at the largest size that the time allows.
+    """Return the least seconds per unit of work, at the largest size that the time allows.
 
     Preparing counts against the time, as if it were done before every go. The budget is kept by the
     clock; work is timed by the stopwatch, which may stand still while others have the processor.
@@ -208,4 +209,4 @@ def seconds_per_unit(
 
     grow(go, smallest, largest, budget_seconds)
     size = max(timed)
-    return statistics.median(timed[size]) / size
+    return min(timed[size]) / size  # what holds up a go makes it longer

@@ -22,16 +22,27 @@ class Rates(NamedTuple):
     select_seconds: per element of the gradient: accumulate, select, clear the update's vector.
     merge_seconds:  per entry that goes into a merge, and to find out whose picks are alive.
     coding:         per entry, by format; a format that is not there is not offered.
+    swap_seconds:   of each list that is sent and merged with one that comes, whatever their
+                    lengths: what the calls take.
+    list_seconds:   of each list that is decoded besides.
     """
 
     select_seconds: float
     merge_seconds: float
     coding: Mapping[Format, CodingRate]
+    swap_seconds: float = 0.0
+    list_seconds: float = 0.0
 
     def scaled(self, factor: float) -> Rates:
         """Return the rates of a machine that takes `factor` times as long."""
         coding = {f: CodingRate(*(factor * s for s in rate)) for f, rate in self.coding.items()}
-        return Rates(factor * self.select_seconds, factor * self.merge_seconds, coding)
+        return Rates(
+            factor * self.select_seconds,
+            factor * self.merge_seconds,
+            coding,
+            factor * self.swap_seconds,
+            factor * self.list_seconds,
+        )
 
 
 # What the C++ core takes on one core of a server of the 2020s, rounded; where nothing is measured.
@@ -46,4 +57,6 @@ DEFAULT_RATES: Final = Rates(
         )
         for format in FORMATS
     },
+    3e-4,
+    3e-5,
 )

@@ -40,6 +40,7 @@ class Round(NamedTuple):
     exact:   whether their values travel as they are, whatever the format rounds.
     plain_bytes: what else is in it: values without indices, bits, sizes.
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
+    swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
     times:   how many rounds like this one there are.
     """
 
@@ -51,6 +52,8 @@ class Round(NamedTuple):
     encoded: int = 0
     decoded: int = 0
     merged: int = 0
+    swaps: int = 0
+    others: int = 0
     times: int = 1
     exact: bool = False
 
@@ -105,7 +108,7 @@ def topk_allgather(order: Order) -> Iterator[Round]:
     if ranks > 1:
         *gathered, last = _allgather(ranks, order.ranks_per_node, 0, k)
         yield from gathered
-        yield last._replace(decoded=ranks * k, merged=ranks * k)
+        yield last._replace(decoded=ranks * k, merged=ranks * k, swaps=1, others=ranks - 1)
 
 
 def gtopk_tree(order: Order) -> Iterator[Round]:
@@ -116,11 +119,12 @@ def gtopk_tree(order: Order) -> Iterator[Round]:
     while distance < ranks:
         sources = np.arange(distance, ranks, 2 * distance)
         outside = leaving(sources, sources - distance, order.ranks_per_node)
-        up.append(Round(sources.size, outside, 1, k, encoded=k, decoded=k, merged=2 * k))
+        up.append(Round(sources.size, outside, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1))
         distance *= 2
     yield from up
     for step in reversed(up):
-        yield step._replace(plain_bytes=alive_bytes(k), merged=0, exact=True)
+        down = step._replace(plain_bytes=alive_bytes(k), merged=0, swaps=0, others=1)
+        yield down._replace(exact=True)
 
 
 def gtopk(order: Order) -> Iterator[Round]:
@@ -131,16 +135,16 @@ def gtopk(order: Order) -> Iterator[Round]:
     sizes = [k, *kept_sizes(k, order.widening, paired.bit_length() - 1, order.length)]
     folded = leaving(guests, guests - paired, m)
     if guests.size:
-        yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k)
+        yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1)
     for number, size in enumerate(sizes[:-1]):
         outside = leaving(everyone, everyone ^ (1 << number), m)
         if words := turns(1 << number, guests.size, k):
             yield Round(words, min(outside, words), lists=0)
-        yield Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size)
+        yield Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size, swaps=1)
     if guests.size:
         size = sizes[-1]
         back = Round(guests.size, folded, 1, size, alive_bytes(k), encoded=size, decoded=size)
-        yield back._replace(exact=True)
+        yield back._replace(others=1, exact=True)
 
 
 def oktopk(order: Order) -> Iterator[Round]:
@@ -150,19 +154,22 @@ def oktopk(order: Order) -> Iterator[Round]:
         return
     part = -(-k // ranks)
     for outside, times in _splits(ranks, m):
-        yield Round(ranks, outside, 1, part, encoded=part, decoded=part, times=times)
+        yield Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, times=times)
     # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
     wanted, undecided = round(order.widening * k), k
     told = HEADER_BYTES + 24 + min(64, wanted) * order.value_bytes
     while True:
-        yield from _allgather(ranks, m, told)
+        *asked, last = _allgather(ranks, m, told)
+        yield from asked
+        yield last._replace(swaps=1)
         if undecided <= 64:
             break
         undecided = -(-undecided // 32)
     block = -(-wanted // ranks)
     *gathered, last = _allgather(ranks, m, 0, block)
     yield from gathered
-    yield last._replace(decoded=ranks * block, merged=k + ranks * block)
+    decoded = last._replace(decoded=ranks * block, merged=k + ranks * block)
+    yield decoded._replace(swaps=2, others=ranks - 1)
 
 
 @lru_cache
@@ -179,14 +186,14 @@ def hierarchical(order: Order) -> Iterator[Round]:
     part = -(-order.k // m)
     if m > 1:
         inside = Round(order.ranks, 0, 1, part, encoded=part, decoded=part, merged=2 * part)
-        yield inside._replace(times=m - 1)
+        yield inside._replace(swaps=1, times=m - 1)
     shard = order._replace(length=-(-order.length // m), k=part, ranks=nodes, ranks_per_node=1)
     for step in gtopk(shard):
         yield step._replace(senders=m * step.senders, leaving=m)
     result = round(order.widening * part)
     if m > 1:
         back = Round(order.ranks, 0, 1, result, alive_bytes(part), encoded=result, decoded=result)
-        yield back._replace(times=m - 1)
+        yield back._replace(others=1, times=m - 1)
 
 
 def _allgather(

@@ -187,6 +187,7 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
         return {
             "algorithm": found.candidate.algorithm,
             "density": found.candidate.density,
+            "widening": found.candidate.widening,
             "format": found.candidate.format._asdict(),
             "select_seconds": found.select_seconds,
             "code_seconds": found.code_seconds,

@@ -76,13 +76,19 @@ def build(platform: dict[str, Any]) -> dict[int, Any]:
     return hosts
 
 
-def replay(rank: int, events: list[list[int]]) -> None:
-    """Do what one rank did."""
+def replay(rank: int, events: list[list[int]], burst: list[float]) -> None:
+    """Do what one rank did; what its token bucket holds, full at first, takes no bandwidth."""
+    most, rate = burst
+    held, gone = most, 0.0
     for peer, size in events:
         if size < 0:
             Mailbox.by_name(f"{peer}>{rank}").get()
-        else:
-            Mailbox.by_name(f"{rank}>{peer}").put(size, size)
+            continue
+        held = min(most, held + rate * (Engine.clock - gone))
+        slow = max(0.0, size - held)
+        held = max(0.0, held - size)
+        Mailbox.by_name(f"{rank}>{peer}").put(size, int(slow))
+        gone = Engine.clock
 
 
 def main() -> None:
@@ -90,8 +96,9 @@ def main() -> None:
     order = json.load(sys.stdin)
     engine = Engine(["replay", _QUIET, *(f"--cfg={setting}" for setting in SETTINGS)])
     hosts = build(order["platform"])
+    burst = order["platform"]["burst"]
     for rank, events in enumerate(order["trace"]):
-        actor = Actor.create(f"rank{rank}", hosts[rank], replay, rank, events)
+        actor = Actor.create(f"rank{rank}", hosts[rank], replay, rank, events, burst)
         for peer in {peer for peer, size in events if size < 0}:
             Mailbox.by_name(f"{peer}>{rank}").set_receiver(actor)  # sent before it is asked for
     engine.run()

@@ -61,7 +61,17 @@ class Platform(NamedTuple):
             "link": link,
             "uplink": [link[0] * self.nodes_per_switch / self.oversubscription, 0.0],
             "far": _hop(self.far) if self.far else None,
+            "burst": self._burst(),
         }
+
+    def _burst(self) -> list[float]:
+        """Return bytes that pass at once after a pause, and bytes a second that fill it again."""
+        link = self.network.between
+        if not link.burst_bytes:
+            return [0.0, 0.0]
+        if self.network.ranks_per_node > 1:
+            raise ValueError("a link's burst is replayed for one rank a node only")
+        return [link.burst_bytes, 1.0 / link.seconds_per_byte]
 
 
 def _hop(link: Link) -> list[float]:

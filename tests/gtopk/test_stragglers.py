@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import gtopk
 from collectives.transports import LocalTransport
-from gtopk import world
+from gtopk import stragglers, world
 from gtopk.engine import Engine
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.recording.reading import read_run
@@ -26,12 +27,12 @@ RANKS = 3
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20))
 def test_the_fastest_is_1_and_who_takes_four_times_as_long_a_quarter(seconds):
-    scores = Told(seconds, [], [], []).scores()
+    scores = Told(seconds, [], []).scores()
     assert max(scores) == 1
     assert all(0 < score <= 1 for score in scores)
-    assert Told([1.0, 4.0], [], [], []).scores() == [1.0, SLOW]
-    assert Told([0.0, 4.0, 0.0], [], [], []).scores() == [None, 1.0, None]
-    assert Told([0.0], [], [], []).scores() == [None]
+    assert Told([1.0, 4.0], [], []).scores() == [1.0, SLOW]
+    assert Told([0.0, 4.0, 0.0], [], []).scores() == [None, 1.0, None]
+    assert Told([0.0], [], []).scores() == [None]
 
 
 def steps(
@@ -40,14 +41,14 @@ def steps(
     """Return the scores after each of 40 steps, of which rank 1 is slow in some."""
     found = []
     with world.entered(transport) as here:
-        stragglers = Stragglers(here, here.engine, "test")
+        told = Stragglers(here, here.engine, "test")
         for step in range(1, 41):
             slow = transport.rank == 1 and slow_from <= step < slow_until
-            stragglers.note(step, seconds * (times if slow else 1))
+            told.note(step, seconds * (times if slow else 1))
             # A step ends when all have exchanged something.
             here.engine.submit("a step", [], lambda transport, votes: None).wait()
             here.step += 1
-            found.append(stragglers.scores)
+            found.append(told.scores)
     return found
 
 
@@ -76,6 +77,28 @@ def test_it_is_told_within_ten_steps_wherever_it_begins(threads, caplog, slow_fr
 def test_what_is_no_straggler_is_not_told_of(threads, caplog, why, until, times, seconds):
     threads(RANKS, lambda t: steps(t, 10, until, times, seconds))
     assert not caplog.records, why
+
+
+def test_who_is_slow_now_and_then_is_told_of_once_a_minute(threads, caplog, monkeypatch):
+    """Slow for 12 steps of every 24, each of which takes a second: 240 seconds, 10 times slow."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(stragglers, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport) as here:
+            told = Stragglers(here, here.engine, "test")
+            for step in range(1, 241):
+                slow = transport.rank == 1 and step % 24 < 12
+                told.note(step, 0.1 if slow else 0.02)
+                here.engine.submit("a step", [], lambda transport, votes: None).wait()
+                if transport.rank == 0:
+                    clock.now += 1.0
+
+    threads(RANKS, program)
+    said = [record.getMessage() for record in caplog.records]
+    slowed = [text for text in said if "slows the others down" in text]
+    assert len(slowed) == 4
+    assert len(said) == 2 * len(slowed)
 
 
 def test_an_optimizers_ranks_tell_without_adapt(threads, caplog, tmp_path: Path, monkeypatch):
@@ -116,10 +139,10 @@ def test_a_rank_alone_tells_nobody(threads):
         with world.entered(transport) as here:
             engine: Engine = here.engine
             before = engine.cycles
-            stragglers = Stragglers(here, engine, "test")
+            told = Stragglers(here, engine, "test")
             for step in range(20):
-                stragglers.note(step, 1.0)
-            assert stragglers.scores is None
+                told.note(step, 1.0)
+            assert told.scores is None
             assert engine.cycles == before
 
     threads(1, program)

@@ -13,9 +13,8 @@ import numpy as np
 
 from collectives.cost import Link
 from collectives.cost import rounds as rounds_of
-from collectives.planning import Calibration, CodingRate, Format, Network, Rates
-from collectives.planning.calibration import measure_network, measure_rates
-from collectives.planning.probes import agree_on_slowest
+from collectives.planning import Calibration, Format, Network
+from collectives.planning.calibration import agree_on_rates, measure_network, measure_rates
 from collectives.transports import Transport
 
 from ...machine import load, this_machine
@@ -136,14 +135,8 @@ def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
     use the machine, the clock would tell more of that than of the codes, and decide on the format.
     """
     network, _ = measure_network(transport)
-    mine = measure_rates(formats, time.thread_time)
-    numbers = [mine.select_seconds, mine.merge_seconds]
-    for format in formats:
-        numbers += mine.coding[format]
-    select_seconds, merge_seconds, *coding = agree_on_slowest(transport, numbers)
-    pairs = zip(coding[::2], coding[1::2], strict=True)
-    rates = {format: CodingRate(*pair) for format, pair in zip(formats, pairs, strict=True)}
-    return Calibration(network, Rates(select_seconds, merge_seconds, rates), "measured in this run")
+    rates = agree_on_rates(transport, measure_rates(formats, time.thread_time))
+    return Calibration(network, rates, "measured in this run")
 
 
 def chosen(

@@ -92,8 +92,26 @@ def test_the_shorter_a_training_the_wider_its_updates():
         for steps in (1e9, 1e5, 1e4, 1e3, 100, 10)
     ]
     assert updated == sorted(updated)
-    assert updated[0] == round(0.001 * RESNET50)
-    assert updated[-1] > 50 * updated[0]
+    assert updated[0] == 2 * round(0.001 * RESNET50)  # what costs nothing on the wire
+    assert updated[-1] > 25 * updated[0]
+
+
+def test_updates_are_offered_wider_where_more_ranks_have_picked_more():
+    """Two ranks' picks are no more than twice as many: an allgather updates them all."""
+    for ranks, expected in ((2, {1.0}), (3, {1.0, 2.0}), (8, {1.0, 2.0, 4.0})):
+        found = [each.candidate for each in chosen(on(ranks, 1e9))]
+        assert {each.widening for each in found if each.algorithm == "gtopk"} == expected
+        assert {each.widening for each in found if each.algorithm == "topk-allgather"} == {1.0}
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_updates_twice_as_wide_send_no_byte_more(ranks):
+    sent = {
+        each.candidate.widening: each.sent.bytes
+        for each in chosen(on(ranks, 1e9))
+        if each.candidate.algorithm == "gtopk"
+    }
+    assert sent[1.0] == sent[2.0] < sent[4.0]
 
 
 def test_one_rank_has_nothing_to_compress():
@@ -104,7 +122,11 @@ def test_packing_pays_on_a_slow_link_and_not_on_a_fast_one():
     formats = (EXACT, BLOCKS)
     assert chosen(on(8, 1e8), formats=formats)[0].candidate.format == BLOCKS
     fastest = chosen(on(8, 1e11, rates=RATES._replace(select_seconds=0.0)), formats=formats)
-    order = [e.candidate.format for e in fastest if e.candidate.algorithm == "gtopk"]
+    order = [
+        each.candidate.format
+        for each in fastest
+        if (each.candidate.algorithm, each.candidate.widening) == ("gtopk", 1.0)
+    ]
     assert order == [EXACT, BLOCKS]
 
 

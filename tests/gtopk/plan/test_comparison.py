@@ -47,7 +47,10 @@ def test_a_speedup_is_of_backward_and_exchange_together():
 def test_equal_bytes_are_no_more_than_those_of_gtopk():
     comparison = ask(1e9)
     gtopk = next(each for each in comparison.sparse if each.candidate.algorithm == "gtopk")
-    sent = {each.candidate.algorithm: each for each in comparison.equal_bytes}
-    assert sent.keys() == {"gtopk", "topk-allgather", "oktopk"}
-    assert all(each.sent.most_bytes <= gtopk.sent.most_bytes for each in sent.values())
-    assert sent["gtopk"].candidate.selected(25_557_032) == gtopk.candidate.selected(25_557_032)
+    of = {(e.candidate.algorithm, e.candidate.widening): e for e in comparison.equal_bytes}
+    wider = {("gtopk", 2.0), ("gtopk", 4.0), ("oktopk", 4.0)}
+    assert of.keys() == {("gtopk", 1.0), ("topk-allgather", 1.0), ("oktopk", 1.0)} | wider
+    assert all(each.sent.most_bytes <= gtopk.sent.most_bytes for each in of.values())
+    selected = of["gtopk", 1.0].candidate.selected(25_557_032)
+    assert selected == gtopk.candidate.selected(25_557_032)
+    assert of["gtopk", 4.0].candidate.selected(25_557_032) < selected
