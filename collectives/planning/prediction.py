@@ -11,6 +11,7 @@ Where a link lets a burst pass, it has rested before the first round, and rests 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -103,9 +104,17 @@ class Prediction:
 
 
 def predict(
-    candidate: Candidate, length: int, network: Network, rates: Rates, value_bytes: int = 4
+    candidate: Candidate,
+    length: int,
+    network: Network,
+    rates: Rates,
+    value_bytes: int = 4,
+    cores: float = math.inf,
 ) -> Prediction:
-    """Return what a candidate takes for a gradient of `length` values of `value_bytes`."""
+    """Return what a candidate takes for a gradient of `length` values of `value_bytes`.
+
+    cores: that all ranks share, where one machine emulates their hosts.
+    """
     is_dense = candidate.algorithm == "dense"
     k = length if is_dense else candidate.selected(length)
     order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, candidate.widening)
@@ -122,12 +131,14 @@ def predict(
 
     for step in SCHEDULES[candidate.algorithm](order):
         each, times = bytes_of(step), step.times
+        held_up = max(1.0, step.senders / cores)
         coded = 0.0
         if step.lists:
             rate = rates.coding[candidate.format]
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
         merged = step.merged * rates.merge_seconds
         merged += step.swaps * rates.swap_seconds + step.others * rates.list_seconds
+        coded, merged = held_up * coded, held_up * merged
         code += times * coded
         merge += times * merged
         link = network.link(step.leaving)

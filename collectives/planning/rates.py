@@ -33,17 +33,6 @@ class Rates(NamedTuple):
     swap_seconds: float = 0.0
     list_seconds: float = 0.0
 
-    def scaled(self, factor: float) -> Rates:
-        """Return the rates of a machine that takes `factor` times as long."""
-        coding = {f: CodingRate(*(factor * s for s in rate)) for f, rate in self.coding.items()}
-        return Rates(
-            factor * self.select_seconds,
-            factor * self.merge_seconds,
-            coding,
-            factor * self.swap_seconds,
-            factor * self.list_seconds,
-        )
-
 
 # What the C++ core takes on one core of a server of the 2020s, rounded; where nothing is measured.
 _INDEX_SECONDS: Final = {"raw": (2e-9, 3e-9), "blocks": (2e-9, 3e-9), "packed": (4.5e-9, 5e-9)}

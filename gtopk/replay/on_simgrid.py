@@ -87,8 +87,8 @@ def replay(rank: int, events: list[list[int]], burst: list[float]) -> None:
         held = min(most, held + rate * (Engine.clock - gone))
         slow = max(0.0, size - held)
         held = max(0.0, held - size)
+        gone = Engine.clock + (slow / rate if rate else 0.0)  # it fills while bytes travel on
         Mailbox.by_name(f"{rank}>{peer}").put(size, int(slow))
-        gone = Engine.clock
 
 
 def main() -> None:

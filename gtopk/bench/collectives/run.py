@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -30,18 +31,19 @@ _WARM_UP = Case(ranks=0, length=4096, density=0.01, distribution="uniform")
 
 
 class Sharing(NamedTuple):
-    """What ranks that share a core have to wait for.
+    """What ranks that share cores have to wait for.
 
     message_seconds: of a core, for the message that each sends and the one that it gets in a round.
     """
 
-    ranks_to_a_core: float
+    ranks: int
+    cores: float
     message_seconds: float
 
     @property
     def round_seconds(self) -> float:
         """Return what the others' messages take of a round; the own one is in its latency."""
-        return (self.ranks_to_a_core - 1) * self.message_seconds
+        return max(0.0, self.ranks / self.cores - 1.0) * self.message_seconds
 
 
 def message_seconds(transport: Transport) -> float:
@@ -107,8 +109,7 @@ def on_these_ranks(
     """Return the records of all cases with this number of ranks."""
     records: list[Record] = []
     network, rates = calibration.network, calibration.rates
-    ranks_to_a_core = max(1.0, transport.size / (plan.shared_cores or transport.size))
-    sharing = Sharing(ranks_to_a_core, message_seconds(transport))
+    sharing = Sharing(transport.size, plan.shared_cores or math.inf, message_seconds(transport))
     for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
         contenders = chosen(plan, case, first, calibration)
         for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
@@ -188,8 +189,8 @@ def _record(
 ) -> Record:
     contender = measured.contender
     seconds = record.spread(measured.seconds)
-    rates = calibration.rates.scaled(sharing.ranks_to_a_core)
-    modelled = contender.modelled(case.length, case.k, calibration.network, rates)
+    network, rates = calibration.network, calibration.rates
+    modelled = contender.modelled(case.length, case.k, network, rates, sharing.cores)
     wire = modelled and modelled.wire_seconds
     code = modelled and modelled.code_seconds + modelled.rounds * sharing.round_seconds
     on_interface = measured.interface_bytes
@@ -216,7 +217,7 @@ def _record(
         counted=measured.counted,
         interface_bytes=None if on_interface is None else record.per_rank(on_interface),
         updated=measured.updated,
-        modelled_link=list(calibration.network.between),
+        modelled_link=list(network.between),
         modelled_wire_seconds=wire,
         modelled_code_seconds=code,
         measured_over_modelled=seconds["median"] / wire if wire else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,15 @@ from hypothesis import strategies as st
 from collectives import SparseVector, reduce, run_ranks
 from collectives.algorithms import Regions
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from collectives.planning import (
+    DEFAULT_RATES,
+    EXACT,
+    Candidate,
+    CodingRate,
+    Network,
+    Rates,
+    predict,
+)
 from collectives.planning.schedules import SCHEDULES, leaving, leaving_by_shift
 from collectives.transports import local_world
 
@@ -121,7 +131,7 @@ def test_what_a_full_bucket_lets_pass_is_no_wait(virtual, algorithm, burst_bytes
     ranks, link = 8, Link(1e-4, 1e-6, burst_bytes)  # in a latency a bucket gets 100 bytes
     world = virtual(ranks, link)
     run_ranks(world.world, lambda t: reduce(own_picks(t.rank, ranks), K, t, algorithm))
-    network, at_once = Network(ranks, link), DEFAULT_RATES.scaled(0)
+    network, at_once = Network(ranks, link), Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)})
     candidate, length = Candidate(algorithm, K / length_for(ranks)), length_for(ranks)
     found = predict(candidate, length, network, at_once).communicate_seconds
     assert found == pytest.approx(max(world.seconds), rel=1e-6)
@@ -186,3 +196,21 @@ def test_a_shift_leaves_a_node_as_often_as_counted(ranks, distance, ranks_per_no
     everyone = np.arange(ranks)
     counted = leaving(everyone, (everyone + distance) % ranks, ranks_per_node)
     assert leaving_by_shift(distance, ranks, ranks_per_node) == counted
+
+
+@pytest.mark.parametrize("algorithm", SCHEDULES)
+def test_short_lists_take_their_calls_and_more_of_them_where_ranks_share_a_core(algorithm):
+    calls = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)}, swap_seconds=1.0, list_seconds=0.1)
+    candidate = Candidate(algorithm, 1e-4)
+
+    def seconds(ranks: int, cores: float) -> float:
+        network = Network(ranks, LINK)
+        return predict(candidate, 10**5, network, calls, cores=cores).merge_seconds
+
+    expected = {"dense": 0.0, "topk-allgather": 1.7, "gtopk-tree": 3.3, "oktopk": 4.4}
+    assert seconds(8, math.inf) == pytest.approx(expected.get(algorithm, 3.0))
+    if algorithm != "gtopk-tree":  # of which not all ranks send in every round
+        assert seconds(8, 2) == pytest.approx(4 * seconds(8, 8))
+    if algorithm == "gtopk":  # folded in, two rounds, and back: only one rank in the first and last
+        assert seconds(5, math.inf) == pytest.approx(1.0 + 2.0 + 0.1)
+        assert seconds(5, 1) == pytest.approx(1.0 + 4 * 2.0 + 0.1)

@@ -8,7 +8,15 @@ import sys
 import pytest
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from collectives.planning import (
+    DEFAULT_RATES,
+    EXACT,
+    Candidate,
+    CodingRate,
+    Network,
+    Rates,
+    predict,
+)
 from gtopk.cli import main
 from gtopk.replay.platform import Platform
 from gtopk.replay.simulate import SimulationError, find_python, simulate
@@ -61,6 +69,23 @@ def test_ranks_beyond_a_power_of_two_take_their_turns(python: str) -> None:
         candidate = Candidate("gtopk", selected / LENGTH)
         modelled = predict(candidate, LENGTH, network, DEFAULT_RATES).communicate_seconds
         assert found == pytest.approx(modelled, rel=0.02)
+
+
+def test_what_a_bucket_holds_passes_at_once(python: str) -> None:
+    """Bytes are whole in SimGrid; a round waits for nothing but the bytes beyond the bucket."""
+    at_once = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)})
+    for algorithm in ("topk-allgather", "gtopk"):
+        trace = trace_of(Reduction(algorithm, 8, LENGTH, SELECTED))
+        for burst_bytes in (3_000.0, 12_000.0):
+            network = Network(8, LINK._replace(burst_bytes=burst_bytes))
+            candidate = Candidate(algorithm, SELECTED / LENGTH)
+            modelled = predict(candidate, LENGTH, network, at_once).communicate_seconds
+            found = simulate(trace, Platform(network), python)
+            assert found == pytest.approx(modelled, rel=0.01)
+            without = simulate(trace, Platform(Network(8, LINK)), python)
+            assert without - found > 0.9 * burst_bytes * LINK.seconds_per_byte
+    with pytest.raises(ValueError, match="one rank a node"):
+        simulate(trace, Platform(network._replace(ranks_per_node=2)), python)
 
 
 def test_a_narrow_uplink_and_a_far_site_cost_what_they_let_through(python: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from collectives import ALGORITHMS
@@ -57,7 +59,7 @@ def test_ratios_are_told_against_the_gtopk_that_is_modelled_quickest() -> None:
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk-tree", "gtopk"])
 def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
     format = Format("blocks", "bf16")
-    found = own(algorithm, {}, format).modelled(LENGTH, K, SLOW, RATES)
+    found = own(algorithm, {}, format).modelled(LENGTH, K, SLOW, RATES, math.inf)
     expected = predict(Candidate(algorithm, K / LENGTH, format), LENGTH, SLOW, RATES)
     code_seconds = expected.code_seconds + expected.merge_seconds
     assert found == (expected.communicate_seconds, code_seconds, expected.rounds)
@@ -66,7 +68,7 @@ def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
 def test_baselines_are_modelled_by_what_they_send() -> None:
     alpha, beta, _ = SLOW.between
     wire = {
-        contender.name: contender.modelled(LENGTH, K, SLOW, RATES)[0]
+        contender.name: contender.modelled(LENGTH, K, SLOW, RATES, math.inf)[0]
         for contenders in BASELINES.values()
         for contender in contenders
     }
