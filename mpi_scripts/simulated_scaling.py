@@ -1,6 +1,7 @@
 """What reductions take on trees of many hosts: every message of the real code, replayed by SimGrid.
 
 python mpi_scripts/simulated_scaling.py --ranks 8 64 512 --rates 1gbit 10gbit --plot FILE.svg
+python mpi_scripts/simulated_scaling.py --ranks 64 512 --sites 2 --far 1gbit --far-latency 20ms
 
 Simulated, not measured: of the wire alone, without selecting, coding and merging. As
 `gtopk plan --simulate` does for one cluster; here a trace is recorded once for all bandwidths.
@@ -12,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 # By path, Python would find no gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,8 +23,8 @@ from collectives.planning import Network
 from gtopk.charts import svg
 from gtopk.charts.units import count_text, seconds_text
 from gtopk.plan.models import PARAMETERS
-from gtopk.plan.quantities import bandwidth
-from gtopk.replay.platform import Platform
+from gtopk.plan.quantities import bandwidth, duration
+from gtopk.replay.platform import NODES_PER_SWITCH, Platform
 from gtopk.replay.simulate import find_python, simulate
 from gtopk.replay.traces import Reduction, trace_of
 
@@ -31,6 +32,17 @@ METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk")
 DENSITY: Final = 0.001
 HEAD: Final = 36  # above the panels
 LATENCY_SECONDS: Final = 50e-6
+
+
+class Tree(NamedTuple):
+    """Of what the hosts hang on; see `Platform`."""
+
+    nodes_per_switch: int = NODES_PER_SWITCH
+    oversubscription: float = 1.0
+    sites: int = 1
+    far: Link | None = None
+
+
 # By rate, method and ranks; None where the messages are too many.
 Found = Mapping[str, Mapping[str, Mapping[int, float | None]]]
 
@@ -52,7 +64,7 @@ def simulated(
     methods: Sequence[str],
     ranks: Sequence[int],
     rates: Sequence[str],
-    oversubscription: float,
+    tree: Tree,
     python: str,
 ) -> Found:
     """Return the seconds of every method at every rate on every number of hosts."""
@@ -69,7 +81,7 @@ def simulated(
                 trace = None
             for rate in rates:
                 network = Network(size, Link.of(bandwidth(rate), LATENCY_SECONDS))
-                platform = Platform(network, oversubscription=oversubscription)
+                platform = Platform(network, **tree._asdict())
                 seconds = simulate(trace, platform, python) if trace else None
                 found[rate][method][size] = seconds
     return found
@@ -127,13 +139,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit", "25gbit", "100gbit"])
+    parser.add_argument("--nodes-per-switch", type=int, default=NODES_PER_SWITCH)
     parser.add_argument("--oversubscription", type=float, default=1.0, help="of a switch's uplink")
+    parser.add_argument("--sites", type=int, default=1, help="over which the switches are dealt")
+    parser.add_argument("--far", default="1gbit", help="bandwidth of a site's link to the others")
+    parser.add_argument("--far-latency", default="20ms", help="between sites")
     parser.add_argument("--plot", type=Path, help="SVG to write")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     options = parser.parse_args(arguments)
-    found = simulated(
-        options.methods, options.ranks, options.rates, options.oversubscription, find_python()
-    )
+    sites: int = options.sites
+    far = Link.of(bandwidth(options.far), duration(options.far_latency)) if sites > 1 else None
+    tree = Tree(options.nodes_per_switch, options.oversubscription, sites, far)
+    try:
+        found = simulated(options.methods, options.ranks, options.rates, tree, find_python())
+    except ValueError as error:
+        parser.error(str(error))
     print("\n".join(table(found, options.ranks)))
     if options.plot:
         options.plot.write_text(picture(found, options.ranks), encoding="utf-8")
