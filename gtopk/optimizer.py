@@ -17,7 +17,7 @@ from .agreement import name_ranks
 from .compression import Compression, ErrorFeedback
 from .healing import pack, put_in, spread_majority
 from .logs import EVERYWHERE
-from .optimizer_options import Groups, Options, warn_of_few_entries
+from .optimizer_options import Groups, Options, warn_of_few_entries, warn_of_second_moments
 from .parameters import name_parameters, refuse_complex
 from .process_sets import ProcessSet, global_process_set
 from .recording import looks
@@ -72,6 +72,7 @@ class _DistributedOptimizer(Wrapping):
         self.set_backward_passes_per_step(backward_passes_per_step)
         if self._world.rank == 0:
             warn_of_few_entries(options, elements)
+            warn_of_second_moments(options, self.param_groups)
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -163,4 +163,14 @@ def warn_of_few_entries(options: Options, elements: int) -> None:
             elements,
             FEW_ENTRIES,
             FEW_ENTRIES / elements,
+        )
+
+
+def warn_of_second_moments(options: Options, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn of Adam and its kin under sparse gradients."""
+    if isinstance(options.compression, ErrorFeedback) and any("betas" in each for each in groups):
+        _log.warning(
+            "Adam and its kin divide by the size of past gradients, which compression leaves zero "
+            "for most steps: they lose more accuracy than SGD does (measured in docs/tuning.md); "
+            "give them a higher density or warmup_steps, and compare with a dense run"
         )

@@ -266,6 +266,22 @@ def test_a_density_that_leaves_too_few_entries_is_warned_of(caplog, density, war
     assert ("leaves 10 of 10000 entries" in caplog.text) == warned
 
 
+@pytest.mark.parametrize(
+    ("kind", "compression", "warned"),
+    [
+        (torch.optim.AdamW, Compression.gtopk(0.1), True),
+        (torch.optim.Adamax, Compression.auto(), True),
+        (torch.optim.AdamW, Compression.fp16, False),
+        (torch.optim.SGD, Compression.topk(0.1), False),
+    ],
+)
+def test_adam_under_sparse_gradients_is_warned_of(caplog, kind, compression, warned):
+    parameter = torch.nn.Parameter(torch.zeros(10_000))
+    with world.entered(local_world(1)[0]):
+        DistributedOptimizer(kind([parameter], lr=0.1), compression=compression)
+    assert ("Adam and its kin" in caplog.text) == warned
+
+
 def test_compiled_models_and_autocast_train_alike_on_every_rank(threads):
     def program(transport: LocalTransport, compiles: bool) -> torch.Tensor:
         model = network().float()

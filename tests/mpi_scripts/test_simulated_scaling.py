@@ -31,7 +31,9 @@ def test_ten_times_the_bandwidth_is_about_a_tenth_of_the_time(
     far = ["--sites", "2", "--nodes-per-switch", "2", "--far", "100kbit", "--far-latency", "1s"]
     assert main([*asked[:2], "--ranks", "4", "--rates", "10mbit", *far]) == 0
     # The second round crosses, two ranks of a site at once: 20 times 164 ms, and a second.
-    assert "| 10mbit | gtopk | 33.9 s |" in capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    assert "| 10mbit | gtopk | 33.9 s |" in capsys.readouterr().out.replace(
+        "\N{NO-BREAK SPACE}", " "
+    )
     with pytest.raises(SystemExit, match="2"):
         main([*asked[:2], "--ranks", "4", "--sites", "3"])
     assert "sites must lie in 1..1" in capsys.readouterr().err
