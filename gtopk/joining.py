@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from collectives.environment import number
 from collectives.errors import PeerTimeoutError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from .communicators import communicator_of, is_communicator
 from .launch import Launched, carried_by, launched_by
-from .launch.deadline import deadline
+from .launch.deadline import deadline, start_timeout_seconds
 from .launch.meeting import Address, horovodrun_server, master, srun_address
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _OVER_ANOTHER: Final = ("nccl", "staged")
-
-# The longest a rank waits for a peer in an operation, and at the start for all to arrive.
-TIMEOUT_SECONDS: Final = {"GTOPK_TIMEOUT": 600.0, "GTOPK_START_TIMEOUT": 120.0}
 
 
 def join(comm: MPI.Intracomm | Sequence[int] | None = None) -> Transport:
@@ -43,7 +41,7 @@ def join(comm: MPI.Intracomm | Sequence[int] | None = None) -> Transport:
     when the launcher does not say enough, PeerTimeoutError (or, inside MPI's start, ends the
     process) when a rank is missing.
     """
-    timeouts = _seconds("GTOPK_TIMEOUT"), _seconds("GTOPK_START_TIMEOUT")
+    timeouts = _timeouts_seconds()
     those = comm if is_communicator(comm) else _ranks(comm)
     job = launched_by()
     over = os.environ.get("GTOPK_TRANSPORT", "")
@@ -55,7 +53,7 @@ def join(comm: MPI.Intracomm | Sequence[int] | None = None) -> Transport:
 
 def join_over(name: str) -> Transport:
     """Return the transport of this name, whatever the launcher and the environment say."""
-    return open_transport(name, _seconds("GTOPK_TIMEOUT"), _seconds("GTOPK_START_TIMEOUT"))
+    return open_transport(name, *_timeouts_seconds())
 
 
 def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, float]) -> Transport:
@@ -176,13 +174,6 @@ def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
     return connect(*address, job.rank, start_timeout_seconds)
 
 
-def _seconds(variable: str) -> float:
-    """Return the seconds an environment variable asks for, or its default."""
-    text = os.environ.get(variable, str(TIMEOUT_SECONDS[variable]))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"{variable} must be a number of seconds above 0, got {text!r}")
-    return seconds
+def _timeouts_seconds() -> tuple[float, float]:
+    """Return the longest a rank waits for a peer in an operation, and for all at the start."""
+    return number("GTOPK_TIMEOUT", 600.0, "seconds"), start_timeout_seconds()

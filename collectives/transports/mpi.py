@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 
 from .. import cost
+from ..environment import whole_number
 from ..errors import PeerTimeoutError
 from ..vector import Array
 from .carrier import Carrier
@@ -65,7 +66,7 @@ def launched_ranks() -> int | None:
     """Return how many ranks an MPI launcher says it started; None when none started us."""
     for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if variable in os.environ:
-            return int(os.environ[variable])
+            return whole_number(variable, None)
     return None
 
 

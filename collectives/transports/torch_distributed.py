@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from .. import cost
+from ..environment import whole_number
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
 from .carrier import Carrier
@@ -352,10 +353,10 @@ def open_torch_distributed(
                 "transport 'torch.distributed' needs a process group, or torchrun's environment; "
                 f"{', '.join(absent)} not set: start the ranks with torchrun"
             )
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, size = whole_number("RANK", None, least=0), whole_number("WORLD_SIZE", None)
         store = connect(
             os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+            whole_number("MASTER_PORT", None, least=0),
             rank,
             start_timeout_seconds,
             hosted=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

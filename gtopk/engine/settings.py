@@ -7,12 +7,15 @@ import os
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-_DEFAULTS: Final = {
-    "HOROVOD_CYCLE_TIME": 1.0,
-    "HOROVOD_CACHE_CAPACITY": 1024.0,
-    "HOROVOD_FUSION_THRESHOLD": float(64 << 20),
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": 60.0,
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": 0.0,
+from collectives.environment import number
+
+# The default of each, and its unit.
+_NUMBERS: Final = {
+    "HOROVOD_CYCLE_TIME": (1.0, "milliseconds"),
+    "HOROVOD_CACHE_CAPACITY": (1024.0, "names"),
+    "HOROVOD_FUSION_THRESHOLD": (float(64 << 20), "bytes"),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": (60.0, "seconds"),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": (0.0, "seconds"),
 }
 _SHORTEST_IDLE_SECONDS: Final = 0.02
 
@@ -44,27 +47,19 @@ class Settings(NamedTuple):
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings; raise ValueError for a number that is none, or below 0."""
-    number = {name: _number(environ, name) for name in _DEFAULTS}
+    said = {
+        name: number(name, default, unit, environ, may_be_zero=True)
+        for name, (default, unit) in _NUMBERS.items()
+    }
     unchecked = environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
     return Settings(
-        cycle_seconds=number["HOROVOD_CYCLE_TIME"] / 1e3,
-        cache_capacity=int(number["HOROVOD_CACHE_CAPACITY"]),
-        fusion_threshold_bytes=int(number["HOROVOD_FUSION_THRESHOLD"]),
+        cycle_seconds=said["HOROVOD_CYCLE_TIME"] / 1e3,
+        cache_capacity=int(said["HOROVOD_CACHE_CAPACITY"]),
+        fusion_threshold_bytes=int(said["HOROVOD_FUSION_THRESHOLD"]),
         stall_warning_seconds=(
-            math.inf if unchecked else number["HOROVOD_STALL_CHECK_TIME_SECONDS"] or math.inf
+            math.inf if unchecked else said["HOROVOD_STALL_CHECK_TIME_SECONDS"] or math.inf
         ),
         stall_shutdown_seconds=(
-            math.inf if unchecked else number["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] or math.inf
+            math.inf if unchecked else said["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] or math.inf
         ),
     )
-
-
-def _number(environ: Mapping[str, str], name: str) -> float:
-    text = environ.get(name) or str(_DEFAULTS[name])
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a number, 0 or above, got {text!r}")
-    return value

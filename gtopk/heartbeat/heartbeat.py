@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import secrets
 import socket
@@ -18,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from collectives.environment import number
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
@@ -46,14 +46,7 @@ class Lost(NamedTuple):
 
 def timeout_from(environ: Mapping[str, str] = os.environ) -> float:
     """Return after how many seconds a rank is given up; 0: never, and there is no heartbeat."""
-    text = environ.get(TIMEOUT, str(_DEFAULT_SECONDS))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"{TIMEOUT} must be a number of seconds, or 0 for none, got {text!r}")
-    return seconds
+    return number(TIMEOUT, _DEFAULT_SECONDS, "seconds", environ, may_be_zero=True)
 
 
 class Heartbeat:

@@ -9,12 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from collectives.environment import number
+
+START_TIMEOUT: Final = "GTOPK_START_TIMEOUT"
+
 # Ends its parent, with a word, unless its stdin is closed in time.
 _WATCH: Final = (
     "import os, select, sys; seconds, text, parent = sys.argv[1:]\n"
     "if not select.select([0], [], [], float(seconds))[0]:\n"
     "    os.write(2, text.encode(errors='replace')); os.kill(int(parent), 9)"
 )
+
+
+def start_timeout_seconds() -> float:
+    """Return the longest that a rank waits at the start for all to arrive."""
+    return number(START_TIMEOUT, 120.0, "seconds")
 
 
 @contextmanager

@@ -15,6 +15,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from collectives.environment import whole_number
+
 _KEY: Final = "/gtopk/store"
 _ASK_SECONDS: Final = 0.1  # between two looks for rank 0's address
 _REQUEST_SECONDS: Final = 5.0
@@ -32,10 +34,14 @@ class Address(NamedTuple):
 
 
 def master(environ: Mapping[str, str]) -> Address | None:
-    """Return the address that MASTER_ADDR and MASTER_PORT name; None without them."""
+    """Return the address that MASTER_ADDR and MASTER_PORT name; None without them.
+
+    Raises ValueError for a port that is no number.
+    """
     if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
         return None
-    return Address(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    port = whole_number("MASTER_PORT", None, environ=environ, least=0)
+    return Address(environ["MASTER_ADDR"], port)
 
 
 def srun_address(environ: Mapping[str, str]) -> Address:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from collectives.environment import whole_number
+
 from .endpoint import Address, parse_address
 
 
@@ -24,10 +26,6 @@ class Settings:
     tensorboard: str = ""
     prometheus: Address | None = None
 
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"GTOPK_RUN_EVERY must be at least 1, got {self.every}")
-
     @property
     def asked(self) -> bool:
         """Tell whether anything is to be recorded."""
@@ -36,13 +34,10 @@ class Settings:
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return what the environment asks for; raise ValueError for what makes no sense."""
-    every = environ.get("GTOPK_RUN_EVERY", "1")
-    if not every.isdigit():
-        raise ValueError(f"GTOPK_RUN_EVERY must be a number of steps, got {every!r}")
     address = environ.get("GTOPK_PROMETHEUS", "")
     return Settings(
         environ.get("GTOPK_RUN", ""),
-        int(every),
+        whole_number("GTOPK_RUN_EVERY", 1, "steps", environ),
         environ.get("GTOPK_TENSORBOARD", ""),
         parse_address(address) if address else None,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -81,7 +80,8 @@ def run(
         raise ValueError(f"num_proc must be at least 1, got {ranks}")
     refuse_inside_a_job()
 
-    # These import torch, which `import gtopk` needs not.
+    # These import torch or collectives, which `import gtopk` needs not.
+    from ..launch.deadline import START_TIMEOUT, start_timeout_seconds
     from ..objects import pickle_allowed
     from .call import pack
     from .collect import collect
@@ -102,8 +102,8 @@ def run(
     )
     desk = Desk(ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1")
     try:
-        seconds = start_timeout or float(os.environ.get("GTOPK_START_TIMEOUT", "120"))
-        variables = {**desk.environment(), "GTOPK_START_TIMEOUT": str(seconds)}
+        seconds = start_timeout or start_timeout_seconds()
+        variables = {**desk.environment(), START_TIMEOUT: str(seconds)}
         start = start_of(places, variables)
         if verbose:
             print("gtopk.run:", " ".join(start.command), file=sys.stderr)

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import process_sets, world
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Average, Sum
+from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers
 from tests.gtopk.held import held
 
-EACH_ALONE = {"bucket_bytes": 1}
 STEPS = 4
 
 
@@ -48,10 +47,6 @@ def backward(model: Branches, used: list[int], rank: int, step: int, passes: int
     for each in range(passes):
         generator = torch.Generator().manual_seed(100 * step + 10 * each + rank)
         model(torch.randn(4, 3, generator=generator, dtype=torch.float64), used).backward()
-
-
-def flat(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 @settings(max_examples=15, deadline=None)
@@ -147,28 +142,6 @@ def test_nothing_is_lost_in_any_buckets(data):
         np.testing.assert_allclose(
             updates[0] + after.sum(0), before.sum(0) + added.sum(0), rtol=0, atol=1e-12
         )
-
-
-def layers() -> torch.nn.Sequential:
-    generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(4))).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
-    return model
-
-
-def inputs(rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(5, 3, generator=generator, dtype=torch.float64)
-
-
-def distribute(model: torch.nn.Module, compression: Any = None, **options: Any) -> Any:
-    return DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model.named_parameters(),
-        compression or Compression.gtopk(0.3),
-        **{**EACH_ALONE, **options},
-    )
 
 
 class CallInBackward(torch.autograd.Function):
@@ -610,130 +583,6 @@ def test_what_was_held_back_goes_into_the_next_world():
         np.testing.assert_array_equal(before, left[rank])
         assert after_one.any()
     assert torch.equal(flat(models[0]), flat(models[1]))
-
-
-def samples_of(rank: int, step: int) -> int:
-    """Return how many a rank has: in turn none, and never as many as in the step before."""
-    return (2 * rank + step) % 5
-
-
-def batch_of(rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    count = samples_of(rank, step)
-    return torch.randn(count, 3, generator=generator, dtype=torch.float64)
-
-
-def mean_loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().sum(1).mean()
-
-
-@pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("told_late", [False, True])
-@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(1.0)], ids=repr)
-def test_unequal_batches_train_as_one_process_on_all_samples(
-    threads, compression, told_late, summed
-):
-    """A rank without samples has NaN for gradients, or none; told late, nothing may overlap."""
-    size, steps = 3, 8
-
-    def program(transport: LocalTransport) -> Any:
-        model, rank = layers(), transport.rank
-        overlapping = 0
-        with world.entered(transport):
-            optimizer = distribute(model, compression)
-            for step in range(steps):
-                optimizer.zero_grad()
-                x = batch_of(rank, step)
-                count = len(x)
-                if not told_late:
-                    optimizer.set_num_samples(count, "sum" if summed else "mean")
-                if count:
-                    (mean_loss(model, x) * (count if summed else 1)).backward()
-                elif step % 2:
-                    mean_loss(model, torch.full((1, 3), torch.nan, dtype=torch.float64)).backward()
-                overlapping += len(optimizer._handles) > 0
-                optimizer.set_num_samples(count, "sum" if summed else "mean")
-                optimizer.step()
-                assert not optimizer.last_step.skipped
-        with_samples = sum(samples_of(rank, step) > 0 for step in range(1, steps))
-        return flat(model), overlapping, with_samples
-
-    alone = layers()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        mean_loss(alone, torch.cat([batch_of(rank, step) for rank in range(size)])).backward()
-        optimizer.step()
-    for parameters, overlapping, with_samples in threads(size, program):
-        torch.testing.assert_close(parameters, flat(alone), rtol=1e-12, atol=1e-14)
-        assert overlapping <= 1 if told_late else overlapping == with_samples
-
-
-def test_nothing_is_lost_while_unequal_batches_overlap(threads):
-    """Sent so far + residuals = weighted gradients so far."""
-    size = 3
-
-    def program(transport: LocalTransport) -> Any:
-        model, rank = layers(), transport.rank
-        sent = torch.zeros_like(flat(model))
-        weighted = sent.clone()
-        with world.entered(transport):
-            optimizer = distribute(model, Compression.gtopk(0.2))
-            for step in range(8):
-                optimizer.zero_grad()
-                x = batch_of(rank, step)
-                optimizer.set_num_samples(len(x))
-                if len(x):
-                    mean_loss(model, x).backward()
-                    share = len(x) / sum(samples_of(other, step) for other in range(size))
-                    weighted += share * torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-                optimizer.synchronize()
-                sent += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            return sent, weighted, torch.from_numpy(held(optimizer).copy())
-
-    ranks = threads(size, program)
-    together = ranks[0][0] + sum(residual for *_, residual in ranks)
-    expected = sum(weighted for _, weighted, _ in ranks)
-    torch.testing.assert_close(together, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_ranks_that_disagree_about_samples_while_they_overlap_get_an_error_and_go_on(threads):
-    def program(transport: LocalTransport) -> Any:
-        model = layers()
-        with world.entered(transport):
-            optimizer = distribute(model)
-            for step in range(5):
-                optimizer.zero_grad()
-                optimizer.set_num_samples(5 if step == 2 and transport.rank == 1 else None)
-                model(inputs(transport.rank, step)).square().sum().backward()
-                if step != 2:
-                    optimizer.step()
-                    continue
-                before = held(optimizer).tobytes()
-                with pytest.raises(HorovodInternalError, match="gradients weighted alike"):
-                    optimizer.step()
-                assert held(optimizer).tobytes() == before
-        return flat(model)
-
-    ranks = threads(3, program)
-    assert all(torch.equal(parameters, ranks[0]) for parameters in ranks)
-
-
-def test_sparse_gradients_are_weighted_by_samples(threads):
-    def program(transport: LocalTransport) -> torch.Tensor:
-        rows = torch.nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
-        with world.entered(transport):
-            optimizer = distribute(rows)
-            optimizer.set_num_samples(transport.rank)
-            factor = transport.rank or float("nan")
-            (rows(torch.tensor([transport.rank, 3])) * factor).sum().backward()
-            optimizer.synchronize()
-        return rows.weight.grad.to_dense()[:, 0]
-
-    for gradient in threads(3, program):
-        torch.testing.assert_close(gradient, torch.tensor([0, 1, 4, 5]).double() / 3)
 
 
 @pytest.mark.parametrize(

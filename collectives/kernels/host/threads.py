@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
+from ...environment import whole_number
+
 # Ranks on this machine: Open MPI, MPICH and Intel MPI, MVAPICH, torchrun, Horovod.
 _LOCAL_RANKS: Final = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -45,11 +47,8 @@ def default_threads() -> int:
 
     Raises ValueError for a GTOPK_THREADS that is no positive number.
     """
-    asked = os.environ.get("GTOPK_THREADS")
-    if asked is not None:
-        if not (asked.isdecimal() and int(asked) > 0):
-            raise ValueError(f"GTOPK_THREADS must be a number of threads, 1 or more, got {asked!r}")
-        return int(asked)
+    if asked := whole_number("GTOPK_THREADS", 0, "threads"):
+        return asked
     said = [os.environ.get(name, "") for name in _LOCAL_RANKS]
     ranks = max([1, *(int(text) for text in said if text.isdecimal())])
     return max(1, min(_MOST, _cores() // ranks))

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from collectives.environment import whole_number
+
 from ... import world
 from ..checkpoint.archive import Archive, Snapshot, on_all
 from ..checkpoint.tree import take_apart
@@ -64,7 +66,7 @@ def open_archive() -> Archive | None:
 
     Raises ValueError, on every rank alike, when the ranks are asked for different things.
     """
-    folder, kept = os.environ.get(FOLDER, ""), os.environ.get(KEEP, str(_KEPT))
+    folder, kept = os.environ.get(FOLDER, ""), os.environ.get(KEEP) or str(_KEPT)
     asked = allgather_object((bool(folder), kept), "elastic.asked")
     if len(set(asked)) > 1:
         raise ValueError(
@@ -73,8 +75,7 @@ def open_archive() -> Archive | None:
         )
     if not folder:
         return None
-    if not kept.isdecimal() or int(kept) < 1:
-        raise ValueError(f"{KEEP} must be a number of commits of at least 1, got {kept!r}")
+    newest = whole_number(KEEP, _KEPT, "commits")
     here = world.current()
     archive = _open[here]() if here in _open else None
     if archive is not None and archive.folder == Path(folder):
@@ -82,6 +83,6 @@ def open_archive() -> Archive | None:
             f"{FOLDER}={folder} keeps one state, and this is the second on rank {rank()}; put what "
             "both hold into one TorchState, models and optimizers by keywords of your choice"
         )
-    archive = Archive(Path(folder), int(kept))
+    archive = Archive(Path(folder), newest)
     _open[here] = weakref.ref(archive)
     return archive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,31 +14,22 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 import gtopk.torch as hvd
-from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
 from gtopk.world import World
-
-FEATURES = 5
-
-
-class Modelled:
-    """A timer in which a rank computes so many samples a second."""
-
-    def __init__(self, speed: float) -> None:
-        self.speed = speed
-        self.samples = 0
-
-    def hand_over(self, samples: int) -> None:
-        self.samples = samples
-
-    def take(self) -> float | None:
-        return self.samples / self.speed
+from tests.gtopk.adaptive.modelled_ranks import (
+    Modelled,
+    data,
+    mean_loss,
+    network,
+    on_ranks,
+    sgd,
+    some_optimizer,
+    step_on,
+)
 
 
 class Indices(Dataset[int]):
@@ -52,55 +43,8 @@ class Indices(Dataset[int]):
         return index
 
 
-def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
-    def rank(transport: LocalTransport) -> Any:
-        with world.entered(transport) as here:
-            return program(here)
-
-    return run_ranks(local_world(size, timeout_seconds=30), rank)
-
-
-def data(length: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(length, FEATURES, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
-
-
-def network() -> torch.nn.Module:
-    model = torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
-    )
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
-    return model
-
-
-def sgd(model: torch.nn.Module, compression: Any = hvd.Compression.none) -> Any:
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    each_alone = {"bucket_bytes": 1}  # so that exchanges begin while backward goes on
-    return hvd.DistributedOptimizer(inner, model.named_parameters(), compression, **each_alone)
-
-
-def some_optimizer() -> Any:
-    return sgd(network())
-
-
-def step_on(
-    model: torch.nn.Module, optimizer: Any, batch: Any, loss: Callable[..., torch.Tensor]
-) -> None:
-    x, y = batch
-    optimizer.zero_grad()
-    loss(model(x), y).backward()
-    optimizer.step()
-
-
 def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def mean_loss(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return ((prediction - y) ** 2).mean()
 
 
 def sum_loss(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -431,71 +375,6 @@ def test_a_batch_of_another_total_scales_the_rate() -> None:
         assert totals == [10, 10, 10, 20, 20, 10]
         assert rates == pytest.approx([0.1 * total / 10 for total in totals])
         assert rate_after == 0.1
-
-
-class Waiting(Modelled):
-    """A timer whose exchanges take long, and this rank waits for others besides."""
-
-    def exchanged(self, step: Any) -> float:
-        return 20.0 + 1 / self.speed
-
-
-def test_the_global_batch_goes_where_goodput_is() -> None:
-    def program(here: World, resumed: Any = None) -> Any:
-        model = network()
-        optimizer = sgd(model, hvd.Compression.gtopk(density=0.2))
-        # So much noise that all samples count whole, and exchanges that batches should hide.
-        loader = hvd.adapt(
-            DataLoader(TensorDataset(torch.arange(900), *noisy.tensors), 4, shuffle=True),
-            optimizer,
-            policy="goodput",
-            max_global_batch=50,
-            max_batch=30 if here.rank == 0 else None,
-            lr_scaling="sqrt",
-            noise_every=1,
-            interval=3,
-            min_batch=1,
-            timer=Waiting(10.0 + 10 * here.rank),
-        )
-        if resumed is not None:
-            loader.load_state_dict(resumed)
-        seen, totals = [], []
-        for indices, *batch in loader:
-            seen += indices.tolist() if loader.num_samples else []
-            totals.append(sum(loader.sizes))
-            step_on(model, optimizer, batch, mean_loss)
-        return seen, totals, loader.sizes, loader.state_dict()
-
-    x = torch.randn(900, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    y = torch.randn(900, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    noisy = TensorDataset(x, 30 * y)
-    results = on_ranks(2, program)
-    assert sorted(i for seen, *_ in results for i in seen) == list(range(900))
-    totals, sizes = results[0][1:3]
-    assert results[1][1:3] == (totals, sizes)
-    assert totals[0] == 8
-    assert sum(sizes) == 50
-    assert all(b <= 2 * a for a, b in itertools.pairwise(totals[:-1]))
-    assert sizes[0] < sizes[1] <= 2 * sizes[0] + 1
-    saved = [json.loads(json.dumps(state)) for *_, state in results]
-    (_, totals, *_), _ = on_ranks(2, lambda here: program(here, saved[here.rank]))
-    assert totals[0] == 50
-
-
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ({"policy": "goodput", "lr_scaling": "sqrt"}, "needs min_global_batch <="),
-        ({"policy": "goodput", "max_global_batch": 99}, "learning rate has to follow"),
-        ({"max_global_batch": 99}, "are of policy='goodput'"),
-    ],
-)
-def test_what_goodput_needs_is_said(options: dict[str, Any], wrong: str) -> None:
-    def program(here: World) -> None:
-        with pytest.raises(ValueError, match=wrong):
-            hvd.adapt(DataLoader(data(80), 8), some_optimizer(), **options)
-
-    on_ranks(1, program)
 
 
 def test_the_noise_is_probed_now_and_then() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -9,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
+import gtopk.torch as hvd
 from gtopk.adaptive.goodput import (
     LEAST_GAIN,
     MOST_CHANGE,
@@ -23,6 +27,18 @@ from gtopk.adaptive.goodput import (
 )
 from gtopk.adaptive.shares import Limits
 from gtopk.adaptive.speed import Cost
+from gtopk.world import World
+from tests.gtopk.adaptive.modelled_ranks import (
+    FEATURES,
+    Modelled,
+    data,
+    mean_loss,
+    network,
+    on_ranks,
+    sgd,
+    some_optimizer,
+    step_on,
+)
 
 
 def limits_of(ranks: int, low: int = 0, high: int = 1 << 30) -> Callable[[int], Limits]:
@@ -93,3 +109,68 @@ def test_it_settles_in_few_decisions_and_noise_moves_nothing_then() -> None:
 
 
 SLOPES = [1 / speed for speed in (400, 200, 100, 100)]
+
+
+class Waiting(Modelled):
+    """A timer whose exchanges take long, and this rank waits for others besides."""
+
+    def exchanged(self, step: Any) -> float:
+        return 20.0 + 1 / self.speed
+
+
+def test_the_global_batch_goes_where_goodput_is() -> None:
+    def program(here: World, resumed: Any = None) -> Any:
+        model = network()
+        optimizer = sgd(model, hvd.Compression.gtopk(density=0.2))
+        # So much noise that all samples count whole, and exchanges that batches should hide.
+        loader = hvd.adapt(
+            DataLoader(TensorDataset(torch.arange(900), *noisy.tensors), 4, shuffle=True),
+            optimizer,
+            policy="goodput",
+            max_global_batch=50,
+            max_batch=30 if here.rank == 0 else None,
+            lr_scaling="sqrt",
+            noise_every=1,
+            interval=3,
+            min_batch=1,
+            timer=Waiting(10.0 + 10 * here.rank),
+        )
+        if resumed is not None:
+            loader.load_state_dict(resumed)
+        seen, totals = [], []
+        for indices, *batch in loader:
+            seen += indices.tolist() if loader.num_samples else []
+            totals.append(sum(loader.sizes))
+            step_on(model, optimizer, batch, mean_loss)
+        return seen, totals, loader.sizes, loader.state_dict()
+
+    x = torch.randn(900, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    y = torch.randn(900, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    noisy = TensorDataset(x, 30 * y)
+    results = on_ranks(2, program)
+    assert sorted(i for seen, *_ in results for i in seen) == list(range(900))
+    totals, sizes = results[0][1:3]
+    assert results[1][1:3] == (totals, sizes)
+    assert totals[0] == 8
+    assert sum(sizes) == 50
+    assert all(b <= 2 * a for a, b in pairwise(totals[:-1]))
+    assert sizes[0] < sizes[1] <= 2 * sizes[0] + 1
+    saved = [json.loads(json.dumps(state)) for *_, state in results]
+    (_, totals, *_), _ = on_ranks(2, lambda here: program(here, saved[here.rank]))
+    assert totals[0] == 50
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"policy": "goodput", "lr_scaling": "sqrt"}, "needs min_global_batch <="),
+        ({"policy": "goodput", "max_global_batch": 99}, "learning rate has to follow"),
+        ({"max_global_batch": 99}, "are of policy='goodput'"),
+    ],
+)
+def test_what_goodput_needs_is_said(options: dict[str, Any], wrong: str) -> None:
+    def program(here: World) -> None:
+        with pytest.raises(ValueError, match=wrong):
+            hvd.adapt(DataLoader(data(80), 8), some_optimizer(), **options)
+
+    on_ranks(1, program)

@@ -58,7 +58,7 @@ def test_what_cannot_be_written_is_named_on_every_rank(ranks, folder):
 
 
 def test_wrong_settings_are_refused(ranks, folder, monkeypatch):
-    for wrong in ("0", "-1", "many", ""):
+    for wrong in ("0", "-1", "many"):
         monkeypatch.setenv("GTOPK_ELASTIC_KEEP", wrong)
         with pytest.raises(ValueError, match=f"GTOPK_ELASTIC_KEEP .* at least 1, got '{wrong}'"):
             ranks(1, lambda rank: open_archive())

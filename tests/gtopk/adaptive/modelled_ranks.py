@@ -1,0 +1,77 @@
+"""A small training on ranks that are threads, and compute as fast as a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import world
+from gtopk.world import World
+
+FEATURES = 5
+
+
+class Modelled:
+    """A timer in which a rank computes so many samples a second."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+        self.samples = 0
+
+    def hand_over(self, samples: int) -> None:
+        self.samples = samples
+
+    def take(self) -> float | None:
+        return self.samples / self.speed
+
+
+def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
+    def rank(transport: LocalTransport) -> Any:
+        with world.entered(transport) as here:
+            return program(here)
+
+    return run_ranks(local_world(size, timeout_seconds=30), rank)
+
+
+def data(length: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(length, FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.sin(x.sum(1, keepdim=True)))
+
+
+def network() -> torch.nn.Module:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+    )
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    return model
+
+
+def sgd(model: torch.nn.Module, compression: Any = hvd.Compression.none) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    each_alone = {"bucket_bytes": 1}  # so that exchanges begin while backward goes on
+    return hvd.DistributedOptimizer(inner, model.named_parameters(), compression, **each_alone)
+
+
+def some_optimizer() -> Any:
+    return sgd(network())
+
+
+def step_on(
+    model: torch.nn.Module, optimizer: Any, batch: Any, loss: Callable[..., torch.Tensor]
+) -> None:
+    x, y = batch
+    optimizer.zero_grad()
+    loss(model(x), y).backward()
+    optimizer.step()
+
+
+def mean_loss(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((prediction - y) ** 2).mean()
