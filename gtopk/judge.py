@@ -131,13 +131,14 @@ class Judge:
         if moved:
             self._backward_seconds = backward_seconds
         probed = self.probing
-        best, *others = choices = self._choices()
+        choices = self._choices()
         if (dense := self._probe(choices, cost)) is not None:
             return dense.candidate
         dense_wins = any(
             each.candidate.algorithm == "dense" and each.seconds < WORTH_DENSE * cost
-            for each in (best, *others)
+            for each in choices
         )
+        best = choices[0]
         doubtful = apart or moved or probed or (dense_wins and "dense" in self.corrections)
         if not (doubtful and self._is_worth(best, cost, moved)):
             self.window = FIRST_WINDOW if probed else min(2 * self.window, LONGEST_WINDOW)

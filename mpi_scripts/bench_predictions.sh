@@ -16,7 +16,7 @@ export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys these
 for rate in 5mbit 10mbit 20mbit 40mbit 80mbit 160mbit; do
     "$here/emulated_network.sh" 8 "$rate" mpirun "${PYTHON:-python3}" -m gtopk.cli bench collectives \
-        --ranks 2,3,4,6,8 --lengths 500000 --densities 0.01 --formats exact,packed+int8 \
+        --ranks 2 3 4 6 8 --lengths 500000 --densities 0.01 --formats exact packed+int8 \
         --algorithms dense topk-allgather gtopk --baselines --rounds 7 --shared-cores "$cores" \
         --json "$folder/$rate.json"
 done

@@ -74,7 +74,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 def calibration_from(record: Mapping[str, Any]) -> Calibration:
     """Return what `as_json` wrote; raise ValueError, TypeError or KeyError for anything else."""
-    network, rates = dict(record["network"]), dict(record["rates"])
+    network, rates = dict(record["network"]), record["rates"]
     for name in ("between", "within", "allreduce"):
         if network[name] is not None:
             network[name] = Link(*map(_seconds, network[name]))
@@ -82,11 +82,12 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
         raise ValueError("a network needs a rank")
     coding = {
         Format(indices, values): CodingRate(_seconds(encode), _seconds(decode))
-        for indices, values, encode, decode in rates.pop("coding")
+        for indices, values, encode, decode in rates["coding"]
     }
+    seconds = {name: _seconds(rates[name]) for name in Rates._fields if name != "coding"}
     return Calibration(
         Network(**network),
-        Rates(coding=coding, **{name: _seconds(number) for name, number in rates.items()}),
+        Rates(coding=coding, **seconds),
         str(record["origin"]),
     )
 

@@ -54,7 +54,6 @@ _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache
 _DENSITY: Final = 0.001
 _FEW: Final = 16  # entries
 _REST_SECONDS: Final = 0.01
-_RANDOM: Final = np.random.default_rng(0)
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
@@ -168,9 +167,10 @@ def measure_rates(
     stopwatch: Clock = time.thread_time,
 ) -> Rates:
     """Return this process's own rates, in processor time: others' load does not count."""
+    random = np.random.default_rng(0)
 
     def selection(size: int) -> Callable[[], object]:
-        residual = _RANDOM.random(size, np.float32) - np.float32(0.5)
+        residual = random.random(size, np.float32) - np.float32(0.5)
         gradient = np.roll(residual, 1) / np.float32(100)  # a residual's next step
         update = np.zeros(size, np.float32)
         k = max(1, round(size * _DENSITY))
@@ -187,7 +187,7 @@ def measure_rates(
 
     def merging(entries: int) -> Callable[[], object]:
         k = max(1, entries // 2)
-        a, b = _picks(k), _picks(k)
+        a, b = _picks(k, random), _picks(k, random)
 
         def go() -> None:
             merged, _ = merge(a, b, k)
@@ -197,14 +197,14 @@ def measure_rates(
 
     def encoding(format: Format) -> Prepare:
         def prepare(entries: int) -> Callable[[], object]:
-            vector = _picks(entries)
+            vector = _picks(entries, random)
             return lambda: wire.encode(vector, vector.entries, format)
 
         return prepare
 
     def decoding(format: Format) -> Prepare:
         def prepare(entries: int) -> Callable[[], object]:
-            vector = _picks(entries)
+            vector = _picks(entries, random)
             message, _ = wire.encode(vector, vector.entries, format)
             return lambda: wire.decode(message, vector, vector.entries, 0, format)
 
@@ -222,24 +222,24 @@ def measure_rates(
             f: CodingRate(rate(encoding(f), most, each), rate(decoding(f), most, each))
             for f in formats
         },
-        *_call_seconds(stopwatch),
+        *_call_seconds(stopwatch, random),
     )
 
 
-def _picks(k: int) -> SparseVector:
+def _picks(k: int, random: np.random.Generator) -> SparseVector:
     length = round(k / _DENSITY)
-    indices = np.unique(_RANDOM.integers(0, length, k)).astype(np.int32)
-    return SparseVector(indices, _RANDOM.random(indices.size, np.float32) + 1, length)
+    indices = np.unique(random.integers(0, length, k)).astype(np.int32)
+    return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
 
 
-def _call_seconds(stopwatch: Clock) -> tuple[float, float]:
+def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float]:
     """Return what a swap of two very short lists takes, and what it takes to decode one more.
 
     A reduction comes after a backward pass, a swap after a wait: its calls find nothing of theirs
     in the caches. Lists that are decoded one after the other do.
     """
     here, there = local_world(2)
-    mine = _picks(_FEW)
+    mine = _picks(_FEW, random)
     message = wire.encode(mine, mine.entries, EXACT, extra=Terms().stamp()).message
 
     def swap() -> float:

@@ -4,9 +4,9 @@
 
 along the rounds: each takes as long as its largest message. alpha is a message's latency, beta the
 seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry, delta what a
-list takes in calls, however short. A rank sends
-and receives at once (full duplex); nodes do not share a link (a switch), the ranks of a node do.
-Where a link lets a burst pass, it has rested before the first round, and rests while ranks compute.
+list takes in calls, however short. A rank sends and receives at once (full duplex); nodes do not
+share a link (a switch), the ranks of a node do. Where a link lets a burst pass, it has rested
+before the first round, and rests while ranks compute.
 """
 
 from __future__ import annotations

@@ -71,6 +71,11 @@ class Order(NamedTuple):
     value_bytes: int = 4
     widening: float = 1.0
 
+    @property
+    def wanted(self) -> int:
+        """Return how many entries the update may have: there are no more than the length."""
+        return min(self.length, round(self.widening * self.k))
+
 
 def leaving(sources: Array, targets: Array, ranks_per_node: int) -> int:
     """Return the most messages that leave one node, for messages from ranks to ranks (int [m])."""
@@ -156,8 +161,8 @@ def oktopk(order: Order) -> Iterator[Round]:
     for outside, times in _splits(ranks, m):
         yield Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, times=times)
     # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
-    wanted, undecided = round(order.widening * k), k
-    told = HEADER_BYTES + 24 + min(64, wanted) * order.value_bytes
+    undecided = k
+    told = HEADER_BYTES + 24 + min(64, order.wanted) * order.value_bytes
     while True:
         *asked, last = _allgather(ranks, m, told)
         yield from asked
@@ -165,7 +170,7 @@ def oktopk(order: Order) -> Iterator[Round]:
         if undecided <= 64:
             break
         undecided = -(-undecided // 32)
-    block = -(-wanted // ranks)
+    block = -(-order.wanted // ranks)
     *gathered, last = _allgather(ranks, m, 0, block)
     yield from gathered
     decoded = last._replace(decoded=ranks * block, merged=k + ranks * block)
@@ -190,8 +195,8 @@ def hierarchical(order: Order) -> Iterator[Round]:
     shard = order._replace(length=-(-order.length // m), k=part, ranks=nodes, ranks_per_node=1)
     for step in gtopk(shard):
         yield step._replace(senders=m * step.senders, leaving=m)
-    result = round(order.widening * part)
     if m > 1:
+        result = shard.wanted
         back = Round(order.ranks, 0, 1, result, alive_bytes(part), encoded=result, decoded=result)
         yield back._replace(others=1, times=m - 1)
 
@@ -233,7 +238,7 @@ def surplus(algorithm: str, order: Order) -> Round:
         return nothing
     others = order.ranks - 1
     if algorithm == "oktopk":
-        entries = -(-order.k // order.ranks) + round(order.widening * order.k)
+        entries = -(-order.k // order.ranks) + order.wanted
         entry = index_dtype(order.length).itemsize + order.value_bytes
         quantiles = HEADER_BYTES + 4 * order.ranks * entry
         told = others * (quantiles + 8) + 8 * rounds(order.ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import sys
@@ -18,6 +19,7 @@ from collectives.wire.values import VALUE_CODES
 
 from ...invented_picks import DISTRIBUTIONS
 from ...launch import launched_by
+from ..words import add_words, one_of, share, whole_number
 from .contenders import BASELINES, parse, spelled
 from .picture import picture
 from .plan import Plan
@@ -40,23 +42,32 @@ def parser() -> argparse.ArgumentParser:
     )
     add = described.add_argument
     add("--transport", choices=TRANSPORTS, help="default: the launcher's; without one, local")
-    add("--ranks", type=whole_numbers, help="subsets to measure, as 2,4,8; default: all ranks")
-    add("--lengths", type=whole_numbers, default=[1_000_000], help="n, as 1000000,25557032")
-    add("--densities", type=shares, default=[0.001], help="k / n, as 0.001,0.01")
-    add("--picks", type=words, default=["uniform"], help=f"of {', '.join(DISTRIBUTIONS)}")
-    add(
+    words = functools.partial(add_words, described)
+    words("--ranks", whole_number, metavar="N", help="subsets to measure; default: all ranks")
+    words("--lengths", whole_number, [1_000_000], metavar="N", help="n; default: 1000000")
+    words("--densities", share, [0.001], metavar="D", help="k / n; default: 0.001")
+    picks = f"of {', '.join(DISTRIBUTIONS)}; default: uniform"
+    words("--picks", one_of(DISTRIBUTIONS), ["uniform"], help=picks)
+    words(
         "--algorithms",
-        nargs="*",
-        default=list(ALGORITHMS),
-        help=f"of {', '.join(ALGORITHMS)}; options as gtopk:growth=2.0; default: all",
+        known_algorithm,
+        list(ALGORITHMS),
+        may_be_none=True,
+        help=f"of {', '.join(ALGORITHMS)}; options as gtopk:growth=2.0,pieces=4; default: all",
     )
-    add("--baselines", nargs="*", default=list(BASELINES), help=f"of {', '.join(BASELINES)}")
-    add(
+    words(
+        "--baselines",
+        one_of(BASELINES),
+        list(BASELINES),
+        may_be_none=True,
+        help=f"of {', '.join(BASELINES)}; default: all",
+    )
+    words(
         "--formats",
-        type=words,
-        default=["exact"],
+        known_format,
+        ["exact"],
         help=f"a code of values ({', '.join(VALUE_CODES)}) with the code of indices that the model "
-        f"picks, or both, as packed+bf16 (indices: {', '.join(INDEX_CODES)})",
+        f"picks, or both, as packed+bf16 (indices: {', '.join(INDEX_CODES)}); default: exact",
     )
     add("--rounds", type=int, default=9)
     add("--budget-seconds", type=float, default=20.0, help="of a contender in a case")
@@ -67,20 +78,21 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="file to write")
     add("--plot", type=Path, help="SVG to write; default: next to the JSON")
-    add("--markdown", type=Path, nargs="+", help="measure nothing, print these JSON files' tables")
+    printed = "measure nothing, print these JSON files' tables"
+    words("--markdown", Path, metavar="FILE", help=printed)
     return described
 
 
-def whole_numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
+def known_algorithm(word: str) -> str:
+    """Return the name of an algorithm, with its options; ValueError for what is none."""
+    parse(word)
+    return word
 
 
-def shares(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
-
-
-def words(text: str) -> list[str]:
-    return text.split(",")
+def known_format(word: str) -> str:
+    """Return the name of a format, or of its code of values; ValueError for what is none."""
+    spelled(word)
+    return word
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,10 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.markdown:
             print(markdown([read(path) for path in options.markdown]))
             return 0
-        plan = plan_of(options, given)
     except (OSError, ValueError) as error:
         print(f"gtopk bench collectives: {error}", file=sys.stderr)
         return 2
+    plan = plan_of(options, given)
     name = options.transport or default_transport()
     if name == "local":
         size = max(plan.ranks or (4,))
@@ -134,17 +146,7 @@ def default_transport() -> str:
 
 
 def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
-    """Return the plan; raise ValueError for what cannot be measured."""
-    for asked, known in (
-        (options.picks, DISTRIBUTIONS),
-        (options.baselines, BASELINES),
-    ):
-        if strange := [word for word in asked if word not in known]:
-            raise ValueError(f"expected some of {', '.join(known)}; got {', '.join(strange)}")
-    for word in options.algorithms:
-        parse(word)
-    for word in options.formats:
-        spelled(word)
+    """Return the plan that the options describe."""
     return Plan(
         command=shlex.join(["gtopk", "bench", "collectives", *given]),
         ranks=tuple(options.ranks or ()),

@@ -15,6 +15,7 @@ from collectives.transports import Transport, local_world, run_ranks
 from ...joining import join
 from ...launch import launched_by
 from ...machine import Machine, load, this_machine
+from ..words import add_words, one_of
 from .gradients import resnet50, small
 from .measure import GOAL_RATIO, Record, measure, table
 
@@ -33,12 +34,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     described.add_argument("--rounds", type=int, default=21, help="default: %(default)s")
-    described.add_argument(
+    add_words(
+        described,
         "--gradients",
-        nargs="*",
-        default=list(_GRADIENTS),
-        choices=list(_GRADIENTS),
-        help="default: all",
+        one_of(_GRADIENTS),
+        list(_GRADIENTS),
+        may_be_none=True,
+        help=f"of {', '.join(_GRADIENTS)}; default: all",
     )
     described.add_argument("--json", type=Path, help="file to write")
     return described

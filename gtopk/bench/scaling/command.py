@@ -26,6 +26,7 @@ from ...machine import load, this_machine
 from ..collectives.library import open_library
 from ..collectives.run import count_hosts
 from ..optimizer.networks import NETWORKS
+from ..words import add_words, one_of
 from . import record
 from .compute import emulated, real
 from .contenders import ALONE, CONTENDERS, Setting
@@ -65,14 +66,16 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=32, help="of a rank, with --compute real")
     add("--density", type=float, default=0.001, help="default: %(default)s")
     others = [name for name in CONTENDERS if name != ALONE]
-    add("--contenders", nargs="+", choices=others, default=others, metavar="NAME")
+    listed = f"of {', '.join(others)}; default: all"
+    add_words(described, "--contenders", one_of(others), others, help=listed)
     add("--rounds", type=int, default=5, help="steps that are timed; default: %(default)s")
     add("--budget-seconds", type=float, default=20.0, help="of a contender; default: %(default)s")
     add("--bandwidth", type=float, help="bits per second that the link was set to, to be told")
     add("--shared-cores", type=int, help="of all ranks together, where one machine emulates hosts")
     add("--interface", help="network interface whose sent bytes to note, as eth0")
     add("--json", type=Path, help="file to write")
-    add("--markdown", type=Path, nargs="+", help="measure nothing, print these JSON files' tables")
+    printed = "measure nothing, print these JSON files' tables"
+    add_words(described, "--markdown", Path, metavar="FILE", help=printed)
     return described
 
 

@@ -18,6 +18,7 @@ from collectives.kernels.device.timing import Row
 from collectives.kernels.device.timing import table as gpu_table
 
 from ...launch import usable_cores
+from ..words import add_words, one_of, whole_number
 from .gpu import gpu_name, measure_on_gpu, why_no_gpu
 from .gradients import open_source
 from .measure import MergeRecord, Record, measure, measure_merges
@@ -35,10 +36,13 @@ def parser() -> argparse.ArgumentParser:
         epilog="example:\n  gtopk bench selection --json selection.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    described.add_argument("--elements", type=int, nargs="+", default=[25_600_000], metavar="N")
+    add_words(
+        described, "--elements", whole_number, [25_600_000], metavar="N", help="default: 25600000"
+    )
     described.add_argument("--density", type=float, default=0.001, help="default: %(default)s")
-    described.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
-    described.add_argument("--methods", nargs="+", metavar="NAME", help="default: all")
+    data = f"of {', '.join(DATA)}; default: all"
+    add_words(described, "--data", one_of(DATA), DATA, help=data)
+    add_words(described, "--methods", str, help="default: all")
     described.add_argument("--rounds", type=int, default=7, help="timed; default: %(default)s")
     described.add_argument(
         "--warm-up", type=int, default=20, help="not timed; default: %(default)s"
@@ -57,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, name) < 1:
             option = name.replace("_", "-")
             return _refuse(f"--{option} must be at least 1, got {getattr(options, name)}")
-    if min(options.elements) < 1 or not 0.0 < options.density <= 1.0:
-        return _refuse("--elements must be at least 1, and --density lie in (0, 1]")
+    if not 0.0 < options.density <= 1.0:
+        return _refuse(f"--density must lie in (0, 1], got {options.density}")
     known = [method.name for method in all_methods(options.threads)]
     unknown = set(options.methods or known) - set(known)
     if unknown:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..selection.command import describe
+from ..words import add_words, share
 from .lists import Entries, from_file, trained, uniform
 from .measure import Record, measure, table
 
@@ -24,8 +25,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     described.add_argument("--entries", type=int, default=25_600, help="default: %(default)s")
-    described.add_argument(
-        "--densities", type=float, nargs="+", default=[1e-4, 1e-3, 1e-2, 1e-1], metavar="D"
+    add_words(
+        described,
+        "--densities",
+        share,
+        [1e-4, 1e-3, 1e-2, 1e-1],
+        metavar="D",
+        help="default: 0.0001 0.001 0.01 0.1",
     )
     described.add_argument(
         "--elements",
@@ -34,9 +40,8 @@ def parser() -> argparse.ArgumentParser:
         help="of the network in training, whose picks are encoded too; 0: none; "
         "default: %(default)s",
     )
-    described.add_argument(
-        "--files", type=Path, nargs="+", default=[], help=".npz: indices, values, length"
-    )
+    files = ".npz: indices, values, length"
+    add_words(described, "--files", Path, [], metavar="FILE", help=files)
     described.add_argument("--rounds", type=int, default=21, help="timed; default: %(default)s")
     described.add_argument("--json", type=Path, help="file to write the records to")
     return described
@@ -47,8 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if min(options.entries, options.rounds) < 1 or options.elements < 0:
         return _refuse("--entries and --rounds must be at least 1, --elements at least 0")
-    if not all(0.0 < density <= 1.0 for density in options.densities):
-        return _refuse("--densities must lie in (0, 1]")
     try:
         given = [from_file(path) for path in options.files]
     except ValueError as error:

@@ -112,6 +112,16 @@ def test_lists_that_grow_are_counted_as_grown(ranks, growth):
     assert sent.bytes * ranks == pytest.approx(sum(t.traffic.sent_bytes for t in world))
 
 
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_oktopk_is_not_taken_to_send_more_entries_than_there_are(ranks):
+    all_of_them, more = (
+        predict(Candidate("oktopk", 0.5, widening=wide), 4000, Network(ranks, LINK), DEFAULT_RATES)
+        for wide in (2.0, 4.0)
+    )
+    assert more.sent == all_of_them.sent
+    assert more.seconds == all_of_them.seconds
+
+
 @pytest.mark.parametrize("algorithm", FLAT)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 11, 16])
 def test_seconds_are_those_of_a_network_with_such_links(virtual, algorithm, ranks):

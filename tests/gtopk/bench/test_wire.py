@@ -57,7 +57,6 @@ def test_lists_are_as_long_as_asked_for() -> None:
     ("words", "reason"),
     [
         (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--densities", "0"], "--densities must lie in (0, 1]"),
         (["--files", "absent.npz"], "absent.npz must be an .npz of indices"),
     ],
 )
@@ -66,6 +65,12 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     assert main([*SMALL, *words]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_densities_are_shares(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, "--densities", "0"])
+    assert "--densities: must lie in (0, 1], got '0'" in capsys.readouterr().err
 
 
 def test_a_file_with_indices_out_of_order_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collectives import ALGORITHMS
-from gtopk.bench.collectives.command import main, read
+from gtopk.bench.collectives.command import main, parser, read
 from gtopk.bench.collectives.record import Results
 
 
@@ -59,7 +59,7 @@ def test_exact_messages_are_counted_to_the_byte(results: Results) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_under_mpirun(mpirun: Callable[..., object], tmp_path: Path, ranks: int) -> None:
     path = tmp_path / "mpi.json"
-    words = "--lengths 5000 --densities 0.01 --rounds 2 --formats exact,bf16 --picks clustered"
+    words = "--lengths 5000 --densities 0.01 --rounds 2 --formats exact bf16 --picks clustered"
     job = mpirun(ranks, "bench_collectives.py", *words.split(), "--json", str(path))
     assert job.returncode == 0, job.stderr
     assert f"{ranks} ranks, n = 5,000" in job.stdout
@@ -72,16 +72,35 @@ def test_under_mpirun(mpirun: Callable[..., object], tmp_path: Path, ranks: int)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--picks random", "random"),
-        ("--algorithms gtpok", "gtpok"),
-        ("--formats zip", "zip"),
-        ("--baselines dense", "dense"),
-        ("--markdown /nowhere/there.json", "/nowhere/there.json"),
+        ("--picks random", "--picks: must be one of uniform, "),
+        ("--algorithms gtpok", "--algorithms: an algorithm must be one of "),
+        ("--algorithms gtopk:growth", "--algorithms: an option must be written name=value"),
+        ("--algorithms dense,gtopk", "give several with spaces: dense gtopk"),
+        ("--formats zip", "--formats: the code of values must be one of "),
+        ("--formats exact,bf16", "give several with spaces: exact bf16"),
+        ("--baselines dense", "--baselines: must be one of "),
+        ("--ranks 2,4,8", "--ranks: must be a whole number, at least 1, got '2,4,8'; give"),
+        ("--lengths 0", "--lengths: must be a whole number, at least 1, got '0'"),
+        ("--densities 0.1 1.5", "--densities: must lie in (0, 1], got '1.5'"),
     ],
 )
 def test_what_cannot_be_measured_is_said(capsys, words: str, said: str) -> None:
-    assert main(words.split()) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
     assert said in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_said(capsys) -> None:
+    assert main(["--markdown", "/nowhere/there.json"]) == 2
+    assert "/nowhere/there.json" in capsys.readouterr().err
+
+
+def test_an_algorithms_options_have_commas_and_baselines_may_be_none() -> None:
+    words = "--algorithms gtopk:growth=2.0,pieces=4 dense --baselines --ranks 2 3"
+    options = parser().parse_args(words.split())
+    assert options.algorithms == ["gtopk:growth=2.0,pieces=4", "dense"]
+    assert options.baselines == []
+    assert options.ranks == [2, 3]
 
 
 def test_a_file_of_another_program_is_refused(tmp_path: Path, json_file: Path) -> None:
