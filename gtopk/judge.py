@@ -152,7 +152,8 @@ class Judge:
         new, old = best.candidate, self.chosen.candidate
         if new == old:
             return False
-        if self.compression.density is None and new.algorithm == old.algorithm:
+        same = (new.algorithm, new.widening) == (old.algorithm, old.widening)
+        if self.compression.density is None and same:
             return moved or abs(new.density - old.density) > APART * old.density
         if self.compression.density is None:
             return True

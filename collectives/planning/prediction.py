@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..wire import EXACT, Format
 from .bucket import Bucket
@@ -22,6 +22,9 @@ from .lag import lag_steps
 from .network import Network
 from .rates import Rates
 from .schedules import SCHEDULES, Order, Round, surplus
+
+# What the algorithms call it.
+WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out"}
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,14 @@ class Candidate:
         """Return it in words."""
         if self.algorithm == "dense":
             return "dense"
-        wider = f" widening={self.widening:g}" if self.widening != 1.0 else ""
-        return f"{self.algorithm} density={self.density:.3g}{wider} {'+'.join(self.format)}"
+        return f"{self.algorithm} density={self.density:.3g}{self.wider} {'+'.join(self.format)}"
+
+    @property
+    def wider(self) -> str:
+        """Return " growth=2", say, by the algorithm's own word; nothing where it is not wider."""
+        if self.widening == 1.0:
+            return ""
+        return f" {WIDENING_OPTIONS[self.algorithm]}={self.widening:g}"
 
 
 class Traffic(NamedTuple):

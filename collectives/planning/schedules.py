@@ -166,7 +166,7 @@ def oktopk(order: Order) -> Iterator[Round]:
     while True:
         *asked, last = _allgather(ranks, m, told)
         yield from asked
-        yield last._replace(swaps=1)
+        yield last._replace(swaps=1, others=ranks - 1)
         if undecided <= 64:
             break
         undecided = -(-undecided // 32)

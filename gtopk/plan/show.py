@@ -93,10 +93,8 @@ def _row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
 
 def _equal_row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
     candidate = found.candidate
-    option = {"gtopk": "growth", "oktopk": "k_out"}.get(candidate.algorithm)
-    wider = f", {option}={candidate.widening:g}" if candidate.widening != 1.0 else ""
     return (
-        "  " + LABELS[candidate.algorithm] + wider,
+        "  " + LABELS[candidate.algorithm] + candidate.wider,
         f"{candidate.density:.3g}",
         count_text(found.updated),
         _time(comparison.exposed_seconds(found)),
