@@ -6,28 +6,16 @@ engine                  [ a ] [ b ] [ c ]                       waits when it ha
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, field
 
 from .engine import Engine, Operation
 from .exchange import Exchanged
 from .lanes import Lane
 from .recording import looks
-from .samples import Samples
 from .stragglers import Stragglers
-from .telemetry import StepReport, report
+from .telemetry import Seen, StepReport, report
 from .world import World
-
-
-@dataclass
-class _Seen:
-    """What was seen of the step under way: a Round's, as far as a report goes."""
-
-    operations: dict[int, Operation] = field(default_factory=dict)
-    exchanged: dict[int, Exchanged] = field(default_factory=dict)
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    lanes: list[Lane] = field(default_factory=list)
-    samples: Samples = field(default_factory=Samples)
 
 
 class HookSteps:
@@ -40,7 +28,7 @@ class HookSteps:
     def __init__(self, here: World, engine: Engine, name: str) -> None:
         self._world = here
         self.stragglers = Stragglers(here, engine, name)
-        self._seen = _Seen()
+        self._seen = Seen()
         self._counted = 0  # steps that were not skipped
         self._waited_since: float | None = None
         self._waited_seconds = 0.0
@@ -80,14 +68,15 @@ class HookSteps:
             self._seen,
             step=self._world.step,
             compute_seconds=max(0.0, ended - before - self._waited_seconds) if before else 0.0,
-            synchronize_began=(self._waited_since or 0.0) if overlapped else 0.0,
+            waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
             synchronize_seconds=self._waited_seconds,
             apply_seconds=0.0,  # the engine's thread does it
             predicted_seconds=None,
             skipped=not counted,
+            samples=None,
         )
         lanes = self._seen.lanes
-        self._seen, self._waited_seconds, self._ended_before = _Seen(), 0.0, ended
+        self._seen, self._waited_seconds, self._ended_before = Seen(), 0.0, ended
         self._world.step += 1
         self._counted += counted
         if counted:

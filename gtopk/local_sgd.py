@@ -230,10 +230,10 @@ class _LocalSGD(Wrapping):
             self.state.clear()
         self._world.hear(outcome.told)
         self._center = []
-        self.steps_made = 0
+        made, self.steps_made = self.steps_made, 0
         self.outer_steps += 1
         self.skipped_steps += not moved
-        self._report(operation, outcome, begun, moved)
+        self._report(operation, outcome, begun, moved, made)
         self._count_lost(outcome, moved)
         return moved
 
@@ -296,12 +296,14 @@ class _LocalSGD(Wrapping):
                 f"max_skipped_steps={self._max_skipped_steps} allows as many"
             )
 
-    def _report(self, operation: Operation, outcome: _Outcome, begun: float, moved: bool) -> None:
+    def _report(
+        self, operation: Operation, outcome: _Outcome, begun: float, moved: bool, made: int
+    ) -> None:
         """Fill in `last_step`: compute_seconds are those of all steps of the round."""
         done, began, self._ended = outcome.exchanged, self._ended, time.perf_counter()
         coded = done.coded if done else NOTHING_CODED
         self.last_step = StepReport(
-            step=self._world.step,
+            step=self._world.step - 1,
             algorithm=done.algorithm if done else "",
             compute_seconds=begun - began,
             synchronize_seconds=self._ended - begun,
@@ -327,6 +329,8 @@ class _LocalSGD(Wrapping):
             selected=done.selected if done else 0,
             updated=done.updated if done else 0,
             skipped=not moved,
+            local_steps=made,
+            covers="outer step",
         )
         if self._world.recorder is not None:
             self._world.recorder.note_step(self.last_step)

@@ -191,11 +191,12 @@ class _DistributedOptimizer(Wrapping):
             round,
             step=self._world.step,
             compute_seconds=compute_seconds,
-            synchronize_began=begun,
+            waits=[(begun, self._exchange_ended)],
             synchronize_seconds=self._exchange_ended - begun,
             apply_seconds=self._exchange_ended - reduced,
             predicted_seconds=self._reducer.predicted_seconds,
             skipped=self._skip,
+            samples=round.samples.count,
         )
         if not self._skip:
             seconds = round.ready - ended_before if ended_before else None

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from .engine import Operation
     from .exchange import Exchanged
-    from .samples import Samples
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step of this rank.
+    """One optimizer step of this rank, or what stands for one: see `covers`.
 
+    step:                which one, from 0 on; the last one that it covers.
     algorithm:           what reduced the gradients; "" where nothing did.
     compute_seconds:     since the last exchange ended: forward, backward, the optimizer's own step.
     synchronize_seconds: all that the program waited for the update; with compute, the whole step.
@@ -36,11 +36,19 @@ class StepReport:
     sent_messages:       by this rank.
     bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
     coded_entries, coded_bytes: of the sparse messages that this rank wrote, headers included.
-    elements:            values of all gradients.
+    elements:            values of all gradients that were exchanged.
     samples:             that this rank's gradients come from; None where nobody said.
     selected:            entries this rank picked (dense: all).
     updated:             coordinates that the agreed update holds.
-    skipped:             a rank's gradient was not finite: nothing was applied anywhere.
+    skipped:             a rank's gradient was not finite: nothing was applied anywhere. Of a
+                         "period": some of this rank's own were not, and left out.
+    local_steps:         of this rank's optimizer, in what is covered; what was skipped may be none.
+    covers:              "step". Of mode "abs" a "round": its micro-batches, and their reduction,
+                         which goes on while the next round computes. Of LocalSGD an "outer step",
+                         with the steps before it; of mode "adaptive-sgd" a "mega-batch": this
+                         rank's batches in it, and the merge that ends it. Of the hogbatch modes a
+                         "period": what this worker did in a quarter of a second, and no less than a
+                         batch; the rest of an epoch is one, too.
     """
 
     step: int
@@ -68,6 +76,8 @@ class StepReport:
     selected: int
     updated: int
     skipped: bool
+    local_steps: int = 1
+    covers: str = "step"
 
 
 PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")
@@ -97,6 +107,18 @@ def parts(step: StepReport) -> dict[str, float]:
     return {"compute": step.compute_seconds, "wait": max(0.0, wait), **seconds}
 
 
+def density(step: StepReport) -> float | None:
+    """Return the share of the values that this rank has sent; None where none were exchanged."""
+    return step.selected / step.elements if step.elements else None
+
+
+def batch(step: StepReport) -> float | None:
+    """Return the samples of a step of this rank's optimizer; None where nobody said, or none."""
+    if step.samples is None or not step.local_steps:
+        return None
+    return step.samples / step.local_steps
+
+
 class Sized(Protocol):
     """A lane, as far as its size goes."""
 
@@ -115,8 +137,16 @@ class Reported(Protocol):
     def spans(self) -> Sequence[tuple[float, float]]: ...
     @property
     def lanes(self) -> Sequence[Sized]: ...
-    @property
-    def samples(self) -> Samples: ...
+
+
+@dataclass
+class Seen:
+    """What was seen of a step that is no Round: as much of one as a report goes by."""
+
+    operations: dict[int, Operation] = field(default_factory=dict)
+    exchanged: dict[int, Exchanged] = field(default_factory=dict)
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    lanes: list[Any] = field(default_factory=list)
 
 
 def report(
@@ -124,14 +154,18 @@ def report(
     *,
     step: int,
     compute_seconds: float,
-    synchronize_began: float,
+    waits: Sequence[tuple[float, float]],
     synchronize_seconds: float,
     apply_seconds: float,
     predicted_seconds: float | None,
     skipped: bool,
+    samples: int | None,
+    local_steps: int = 1,
+    covers: str = "step",
 ) -> StepReport:
     """Return what a round, which is over, was for its step.
 
+    waits: from when to when the program waited; they do not overlap.
     predicted_seconds: of the step, where the exchanges themselves predict nothing.
     """
     operations, exchanged = round.operations.values(), list(round.exchanged.values())
@@ -152,9 +186,7 @@ def report(
         agree_seconds=agree_seconds,
         merge_seconds=sum(each.merge_seconds for each in exchanged),
         code_seconds=sum(each.coded.seconds for each in exchanged),
-        hidden_seconds=sum(
-            max(0.0, min(ended, synchronize_began) - begun) for begun, ended in round.spans
-        ),
+        hidden_seconds=sum(_outside(span, waits) for span in round.spans),
         working_seconds=sum(ended - begun for begun, ended in round.spans),
         buckets=len(round.lanes),
         exchange_seconds=exchange_seconds if exchanged else 0.0,
@@ -165,8 +197,17 @@ def report(
         coded_entries=sum(each.coded.entries for each in exchanged),
         coded_bytes=sum(each.coded.bytes for each in exchanged),
         elements=sum(lane.elements for lane in round.lanes),
-        samples=round.samples.count,
+        samples=samples,
         selected=sum(each.selected for each in exchanged),
         updated=sum(each.updated for each in exchanged),
         skipped=skipped,
+        local_steps=local_steps,
+        covers=covers,
     )
+
+
+def _outside(span: tuple[float, float], waits: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds of a span in which the program did not wait."""
+    begun, ended = span
+    waited = sum(max(0.0, min(ended, until) - max(begun, since)) for since, until in waits)
+    return max(0.0, ended - begun - waited)

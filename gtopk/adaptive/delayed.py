@@ -23,6 +23,7 @@ from .dealing import Passes
 from .epochs import Epochs
 from .learning_rate import LearningRate
 from .options import Job, RoundOptions
+from .own_steps import OwnSteps
 from .round_exchange import RoundExchange
 from .round_wire import RoundWire
 from .rounds import Rounds
@@ -38,6 +39,10 @@ class DelayedLoader:
 
     The script stays as it is, a `step` for every batch; most steps only add up. What the last
     rounds of an iteration computed is applied before the iteration ends.
+
+    A round is a step of the run's record, when its update has arrived: with the micro-batches that
+    it is of, the time they took, and all that this rank then waited, for others to be ready or for
+    the update. A round in which no rank had samples is none; its time is the next one's.
 
     num_samples: of the micro-batch in hand; 0 where it stands in for none and weighs nothing.
     drain_wanted: other ranks drain, and wait for this one to do so.
@@ -64,6 +69,7 @@ class DelayedLoader:
         trained = [parameter for parameter in names if parameter.requires_grad]
         asked = optimizer._options
         self.exchange = RoundExchange(trained, optimizer._compression)
+        self._steps = OwnSteps(world, optimizer, "round")
         self._wire = RoundWire(
             name,
             self.exchange,
@@ -71,6 +77,7 @@ class DelayedLoader:
             world.engine,
             world.size,
             asked.local_clip_norm,
+            self._steps,
         )
         self.rounds = Rounds(
             trained,
@@ -106,6 +113,7 @@ class DelayedLoader:
 
     def _apply(self, samples: int) -> None:
         """Step with the update that is in the gradients."""
+        self._report(skipped=False)
         self._rate.scale(samples, None)
         self._optimizer._skipped_in_a_row = 0
         self._optimizer._clip(1.0)
@@ -114,7 +122,14 @@ class DelayedLoader:
 
     def _skip(self, culprits: Sequence[int]) -> None:
         """Count a round that is not applied, on all ranks alike."""
+        self._report(skipped=True)
         self._optimizer._count_skip("; ".join(f"rank {rank}" for rank in culprits))
+        self._world.step += 1
+
+    def _report(self, skipped: bool) -> None:
+        """Report the round whose outcome has just arrived."""
+        self._steps.arrived(self.exchange)
+        self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the micro-batch's gradients into the round; steps where a round has ended.
@@ -168,6 +183,7 @@ class DelayedLoader:
         if self._in_epoch:  # a script broke the last iteration off, on all ranks
             self._in_hand = False
             self._close_pass()
+        self._steps.spent.begin()
         epoch, start = self._epochs.begin()
         order = self._order(epoch)
         self._length = len(order)

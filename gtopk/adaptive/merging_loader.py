@@ -25,6 +25,7 @@ from collectives.transports import Counter, Transport
 from collectives.vector import Array
 
 from ..compression import ErrorFeedback
+from ..engine import Operation
 from ..logs import EVERYWHERE
 from ..replicas import checksums, require_the_same
 from .cursor import Cursor, ReplayedCursor, Stretch, in_step, open_cursor, record_of
@@ -34,8 +35,10 @@ from .mega_batches import MegaBatches
 from .merge_weights import Report
 from .merging_options import MergingOptions
 from .options import Job
+from .own_steps import OwnSteps
 from .replica import Replica
 from .sources import order_of, rebuilt
+from .spent import Spent, Waited
 from .strategies import STRATEGIES
 
 _log = logging.getLogger("gtopk")
@@ -52,8 +55,8 @@ class Merge(NamedTuple):
 class TakenBatches(Sampler[list[int]]):
     """The indices of the batches that this rank takes of a stretch; `taken` says which they are."""
 
-    def __init__(self, cursor: Cursor) -> None:
-        self.cursor = cursor
+    def __init__(self, cursor: Cursor, spent: Spent) -> None:
+        self.cursor, self._spent = cursor, spent
         self.order: Sequence[int] = ()
         self.stretch = Stretch([])
         self.size = 0
@@ -61,13 +64,21 @@ class TakenBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.taken.clear()
-        while take := self.cursor.take(self.size):
+        while take := self._take():
             self.taken.append(take)
             yield [self.order[place] for part in self.stretch.places(take) for place in part]
+
+    def _take(self) -> range:
+        with self._spent.waiting():
+            return self.cursor.take(self.size)
 
 
 class MergingLoader:
     """An iterable of this rank's batches, each of which the script makes a local step with.
+
+    A mega-batch is a step of the run's record, with its merge: this rank's batches and local steps
+    in it, also where the others went on without its replica, and what it waited: for takes, for
+    the others to be ready, and for the merge.
 
     num_samples: of the batch in hand.
     merges:      so far; where the number has grown, the replicas have just been merged.
@@ -92,7 +103,8 @@ class MergingLoader:
             if self._batches.strategy.is_dynamic
             else ReplayedCursor(rank, in_step)
         )
-        self._taken = TakenBatches(self._cursor)
+        self._steps = OwnSteps(self._world, self._optimizer, "mega-batch")
+        self._taken = TakenBatches(self._cursor, self._steps.spent)
         self._loader = rebuilt(job.loader, batch_sampler=self._taken)
         self._rate = LearningRate(self._optimizer, job.options.lr_scaling, self._batches.first_size)
         self._replica: Replica | None = None
@@ -142,6 +154,7 @@ class MergingLoader:
         """Yield this rank's batches until every sample was in one, on one rank, and merged."""
         if self._finished is not None:
             self._merge()  # a script broke the last iteration off, on all ranks
+        self._steps.spent.begin()
         epoch, start = self._epochs.begin()
         order = self._order(epoch)
         if start == 0:
@@ -168,8 +181,13 @@ class MergingLoader:
             lambda transport, votes: max(votes),
             vote=self._cursor.count,
         )
-        count: int = operation.wait()
+        count: int = self._await(operation)
         return count
+
+    def _await(self, operation: Operation) -> Any:
+        """Wait for an operation, on the account of the mega-batch under way."""
+        self._steps.submitted(operation)
+        return Waited(operation, self._steps.spent).wait()
 
     def _open_replica(self) -> Replica:
         """Return this rank's replica, once it is sure that all begin as the same model."""
@@ -182,11 +200,12 @@ class MergingLoader:
             self._loaded = None
         with replica.at_center():
             own = checksums(named)
-        self._world.engine.submit(
+        operation = self._world.engine.submit(
             f"{self._name}.replicas",
             [replica.facts, *facts],
             lambda transport, votes: require_the_same(transport, own, list(named.values())),
-        ).wait()
+        )
+        self._await(operation)
         return replica
 
     def _mega_batch(self) -> Iterator[Any]:
@@ -247,7 +266,8 @@ class MergingLoader:
             return reports, weights, max(count for _, count in told), update
 
         operation = self._world.engine.submit(f"{self._name}.merge", [replica.facts], work)
-        reports, weights, count, update = operation.wait()
+        reports, weights, count, update = self._await(operation)
+        self._report(skipped=update is None)
         weight = weights[self._world.rank]
         (replica.pull if batches.strategy.force else replica.merge)(update, weight)
         batches.close(reports)
@@ -255,6 +275,15 @@ class MergingLoader:
         self._epochs.start = len(self._taken.order) - sum(map(len, batches.left))
         self._note(Merge(reports, weights, batches.sizes), update is not None)
         return int(count)
+
+    def _report(self, skipped: bool) -> None:
+        """Report the mega-batch whose merge has just arrived."""
+        assert self._replica is not None
+        assert self._finished is not None
+        steps, samples = self._steps, sum(map(len, self._finished))
+        steps.computed()
+        steps.arrived(self._replica.reduction)
+        steps.close(self._world.step - 1, samples, self._updates, skipped)
 
     def _note(self, merge: Merge, merged: bool) -> None:
         """Count the merge, and the replicas that it went without; say what has changed."""
@@ -323,7 +352,7 @@ class MergingLoader:
             return any(votes)
 
         keeps = not replica.was_center
-        moved = self._world.engine.submit(f"{self._name}.drain", [], work, vote=keeps).wait()
+        moved = self._await(self._world.engine.submit(f"{self._name}.drain", [], work, vote=keeps))
         replica.collapse(offset if moved else None)
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Replica:
 
     center: z, by parameter; the same bits on every rank.
     was_center: whether it was the center after the last merge; else it keeps an offset.
+    reduction: what offsets become S by.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Replica:
         self.was_center = True
         self._momentum = momentum
         self._before = self._copy() if momentum else []
-        self._exchange = RoundExchange(self.parameters, compression)
+        self.reduction = RoundExchange(self.parameters, compression)
 
     def _copy(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self.parameters]
@@ -63,7 +64,7 @@ class Replica:
     @property
     def facts(self) -> str:
         """Return what must be equal on all ranks."""
-        return self._exchange.facts
+        return self.reduction.facts
 
     def norm(self) -> float:
         """Return |w|_2 / n of its n parameters; not finite where one is not."""
@@ -82,15 +83,15 @@ class Replica:
 
     def prepare(self) -> bool:
         """Take the offsets for a merge; return whether they are finite: else become the center."""
-        finite = self._exchange.take(self.offsets())
+        finite = self.reduction.take(self.offsets())
         if not finite:
             self.reset()
-            self._exchange.take(self.offsets())
+            self.reduction.take(self.offsets())
         return finite
 
     def exchange(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:
         """Return S, of all ranks' offsets times their weights; None where it is not finite."""
-        return self._exchange.reduce(transport, weight)
+        return self.reduction.reduce(transport, weight)
 
     @torch.no_grad()
     def merge(self, update: list[torch.Tensor] | None, weight: float) -> None:
@@ -102,27 +103,27 @@ class Replica:
         if update is not None:
             self._move_center(update)
         self.reset()
-        unsent = self._exchange.unsent
+        unsent = self.reduction.unsent
         self.was_center = update is None or unsent is None or not weight
         if unsent is not None and not self.was_center:
             torch._foreach_add_(list(self.parameters), _like(unsent, self.center), alpha=1 / weight)
-        self._exchange.forget()
+        self.reduction.forget()
 
     @torch.no_grad()
     def pull(self, update: list[torch.Tensor] | None, force: float) -> None:
         """Move the center by S, and the replica by what it has sent of the force."""
         self.was_center = update is None
         if update is None:
-            self._exchange.forget()
+            self.reduction.forget()
             self.reset()
             return
         moved = torch._foreach_mul(self.offsets(), force)
-        unsent = self._exchange.unsent
+        unsent = self.reduction.unsent
         if unsent is not None:
             torch._foreach_sub_(moved, _like(unsent, self.center))
         torch._foreach_sub_(list(self.parameters), moved)
         self._move_center(update)
-        self._exchange.forget()
+        self.reduction.forget()
 
     def _move_center(self, update: list[torch.Tensor]) -> None:
         if not self._momentum:

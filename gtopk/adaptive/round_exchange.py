@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,9 +14,18 @@ from collectives.transports import Transport
 
 from ..arrays import view_tensor
 from ..buckets import Bucket
-from ..exchange import Progress, SparseExchange
+from ..exchange import Exchanged, Progress, SparseExchange
 from ..exchanges import open_exchange
+from ..residual import Withheld
 from ..weights import local_clip
+
+
+class Ran(NamedTuple):
+    """What a reduction did, apply included, and from when to when; by time.perf_counter."""
+
+    exchanged: Exchanged
+    began: float
+    ended: float
 
 
 class RoundExchange:
@@ -25,6 +36,12 @@ class RoundExchange:
         self._clip = 1.0  # what this rank's gradients are shortened by
         self._progress = Progress()
         self._exchange = open_exchange(self._bucket, compression, self._progress)
+        self._ran: Ran | None = None
+
+    @property
+    def elements(self) -> int:
+        """Return how many values are exchanged."""
+        return self._bucket.length
 
     @property
     def facts(self) -> str:
@@ -110,9 +127,26 @@ class RoundExchange:
         """Return the update: the sum of weight * sums of all ranks; None where it overflows."""
         bucket = self._bucket
         bucket.weight = weight * self._clip
+        began = time.perf_counter()
         with bucket.on_stream():
-            if not self._exchange(bucket, transport).finite:
-                return None
-            self._exchange.apply(bucket)
+            exchanged = self._exchange(bucket, transport)
+            reduced = time.perf_counter()
+            if exchanged.finite:
+                self._exchange.apply(bucket)
+        ended = time.perf_counter()
+        select_seconds = exchanged.select_seconds + ended - reduced
+        self._ran = Ran(replace(exchanged, select_seconds=select_seconds), began, ended)
+        if not exchanged.finite:
+            return None
         self._progress.steps += 1
         return bucket.gradients
+
+    def take_ran(self) -> Ran | None:
+        """Return what the last reduction did, once; None where nothing was reduced since then."""
+        ran, self._ran = self._ran, None
+        return ran
+
+    def withheld(self) -> Withheld | None:
+        """Return how much is held back after the last reduction; reads all of it."""
+        residual = self._exchange.residual
+        return None if residual is None else residual.withheld(self._exchange.sent_mass())

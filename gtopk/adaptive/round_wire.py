@@ -9,9 +9,11 @@ import torch
 
 from collectives.transports import Transport
 
-from ..engine import Engine, Operation
+from ..engine import Engine, Work
+from .own_steps import OwnSteps
 from .round_exchange import RoundExchange
 from .rounds import Ready, Reduced
+from .spent import Waited
 
 _COUNT_BITS: Final = 31
 _COUNTS: Final = (1 << _COUNT_BITS) - 1
@@ -20,6 +22,7 @@ _COUNTS: Final = (1 << _COUNT_BITS) - 1
 class RoundWire:
     """One rank's end of the wire.
 
+    steps: what the rounds cost is counted to.
     local_clip_norm: what each rank's part of a round is shortened to its share of.
     """
 
@@ -31,6 +34,7 @@ class RoundWire:
         engine: Engine,
         ranks: int,
         local_clip_norm: float | None,
+        steps: OwnSteps,
     ) -> None:
         self.exchange = exchange
         self._name = name
@@ -38,16 +42,18 @@ class RoundWire:
         self._engine = engine
         self._ranks = ranks
         self._local_clip_norm = local_clip_norm
+        self._steps = steps
+        self.samples = 0  # of this rank, in the round that is reduced
 
-    def ready(self, samples: int, is_last: bool) -> Operation:
+    def ready(self, samples: int, is_last: bool) -> Waited:
         """Say that this rank may end the round."""
 
         def work(transport: Transport, votes: list[int]) -> Ready:
             return Ready(sum(vote >> 1 for vote in votes), any(vote & 1 for vote in votes))
 
-        return self._engine.submit(f"{self._name}.ready", [], work, vote=samples << 1 | is_last)
+        return self._submit("ready", [], work, samples << 1 | is_last)
 
-    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Operation:
+    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Waited:
         """Reduce the sums of a round to their mean."""
         finite = self.exchange.take(sums, self._local_clip_norm, self._ranks, samples)
 
@@ -60,11 +66,13 @@ class RoundWire:
                 update = self.exchange.reduce(transport, 1.0 / sum(counts))
             return Reduced(update, counts, done, culprits)
 
-        return self._engine.submit(
-            f"{self._name}.gradients",
+        self._steps.computed()
+        self.samples = samples
+        return self._submit(
+            "gradients",
             [self.exchange.facts, *self._facts],
             work,
-            vote=finite | samples << 1 | batches << 1 + _COUNT_BITS,
+            finite | samples << 1 | batches << 1 + _COUNT_BITS,
         )
 
     def meet(self, facts: Sequence[str], drains: bool) -> list[int]:
@@ -73,7 +81,10 @@ class RoundWire:
         def work(transport: Transport, votes: list[int]) -> list[int]:
             return list(votes)
 
-        votes: list[int] = self._engine.submit(
-            f"{self._name}.pass", facts, work, vote=int(drains)
-        ).wait()
+        votes: list[int] = self._submit("pass", facts, work, int(drains)).wait()
         return votes
+
+    def _submit(self, what: str, facts: Sequence[str], work: Work, vote: int) -> Waited:
+        operation = self._engine.submit(f"{self._name}.{what}", facts, work, vote=vote)
+        self._steps.submitted(operation)
+        return Waited(operation, self._steps.spent)

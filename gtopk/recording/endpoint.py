@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, NamedTuple
 
-from ..telemetry import PARTS, parts
+from ..telemetry import PARTS, batch, density, parts
 from .lines import Line, report_of
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -88,7 +88,8 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "gtopk_density": ("gauge", "Share of the values that this rank has sent in the last step."),
     "gtopk_predicted_seconds": ("gauge", "What the last step's exchange was expected to take."),
     "gtopk_exchange_seconds": ("gauge", "What it took."),
-    "gtopk_batch_samples": ("gauge", "Samples of this rank in the last step."),
+    "gtopk_batch_samples": ("gauge", "Samples of this rank in an optimizer step, last."),
+    "gtopk_local_steps": ("gauge", "Optimizer steps of this rank in the last one recorded."),
     "gtopk_straggler_score": ("gauge", "How fast this rank computes beside the fastest, 1."),
     "gtopk_residual_norm": ("gauge", "Norm of what this rank holds back."),
     "gtopk_residual_age_steps": ("gauge", "How many steps that is worth."),
@@ -154,10 +155,11 @@ def _metrics_of(line: Line) -> dict[tuple[str, str], float]:
     found = {
         "gtopk_sent_bytes_total": line["bytes_so_far"],
         "gtopk_hidden_seconds": step.hidden_seconds,
-        "gtopk_density": step.selected / step.elements if step.elements else None,
+        "gtopk_density": density(step),
         "gtopk_predicted_seconds": step.predicted_seconds,
         "gtopk_exchange_seconds": step.exchange_seconds,
-        "gtopk_batch_samples": step.samples,
+        "gtopk_batch_samples": batch(step),
+        "gtopk_local_steps": None if step.covers == "step" else step.local_steps,
     }
     return {
         **{("gtopk_step_seconds", f'part="{part}"'): seconds[part] for part in PARTS},

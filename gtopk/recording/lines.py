@@ -28,7 +28,7 @@ _DIGITS: Final = 7  # a tenth of a microsecond
 
 Line = dict[str, Any]
 
-_FIELDS: Final = tuple(field.name for field in dataclasses.fields(StepReport))
+_FIELDS: Final = {field.name: field.default for field in dataclasses.fields(StepReport)}
 
 
 def path_of(folder: str | Path, rank: int) -> Path:
@@ -43,8 +43,16 @@ def step_line(report: StepReport, seconds: float, bytes_so_far: int) -> Line:
 
 
 def report_of(line: Line) -> StepReport:
-    """Return the step of a line; raise KeyError where it lacks something."""
-    return StepReport(**{name: line[name] for name in _FIELDS})
+    """Return the step of a line; raise KeyError where it lacks something.
+
+    What a step did not say in earlier versions is as it was then: the field's default.
+    """
+    known = {
+        name: line[name]
+        for name, default in _FIELDS.items()
+        if name in line or default is dataclasses.MISSING
+    }
+    return StepReport(**known)
 
 
 def as_text(line: Line) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..telemetry import parts
+from ..telemetry import batch, density, parts
 from .lines import Line, report_of
 
 
@@ -47,12 +47,14 @@ def scalars_of(line: Line) -> Iterator[tuple[str, float]]:
         yield "gtopk/sent bytes", step.sent_bytes
         yield "gtopk/sent bytes so far", line["bytes_so_far"]
         yield "gtopk/hidden seconds", step.hidden_seconds
-        if step.elements:
-            yield "gtopk/density", step.selected / step.elements
+        if (share := density(step)) is not None:
+            yield "gtopk/density", share
         if step.coded_entries:
             yield "gtopk/bits per entry", 8 * step.coded_bytes / step.coded_entries
-        if step.samples is not None:
-            yield "gtopk/samples", step.samples
+        if (samples := batch(step)) is not None:
+            yield "gtopk/samples", samples
+        if step.covers != "step":
+            yield "gtopk/local steps", step.local_steps
         if step.predicted_seconds is not None:
             yield "gtopk/exchange, predicted seconds", step.predicted_seconds
             yield "gtopk/exchange, measured seconds", step.exchange_seconds

@@ -9,8 +9,9 @@ from ..charts.markup import prose
 from ..charts.page import legend
 from ..charts.units import digits, percent_text, seconds_text
 from ..recording.reading import Run, Step
-from ..telemetry import PARTS
+from ..telemetry import PARTS, batch
 from . import plots, series
+from .covered import MEANINGS, a, several
 from .series import Point
 
 _MANY_RANKS = 64  # bars beyond are left out
@@ -90,20 +91,22 @@ def parts_figure(run: Run) -> str:
     steps = [step for rank in run.ranks for step in series.settled(rank.steps)]
     hidden = sum(step.report.hidden_seconds for step in steps)
     working = sum(step.report.working_seconds for step in steps)
+    covers = series.covers(run)
     reading = (
-        "A bar is a rank's mean step, and all of its wall clock. Compute is forward, backward and "
+        f"{MEANINGS.get(covers, '')}A bar is a rank's mean {covers}, and all of its wall clock. "
+        "Compute is forward, backward and "
         "the optimizer's own step; wait is for the other ranks to be ready, and for the exchange's "
         "turn; select is accumulate, select, and the gradients in and out of their bucket; pack is "
         "encode and decode; exchange is messages on their way. "
     )
-    if working:
+    if hidden:
         reading += (
-            f"{percent_text(hidden / working)} of the exchange went on while backward did, and is "
-            "no part of the bars. "
+            f"{percent_text(hidden / working)} of the exchange went on while ranks computed, and "
+            "is no part of the bars. "
         )
     reading += f"The first steps are left out{f', and {left_out} ranks' if left_out else ''}."
     return figure(
-        "A step of each rank",
+        f"{a(covers).capitalize()} of each rank",
         legend((plots.part_key(part), part) for part in PARTS) + plots.parts_of_ranks(by_rank),
         reading,
     )
@@ -114,9 +117,11 @@ def over_steps_figure(run: Run) -> str:
     found = series.parts_over_steps(run)
     if len(found) < 2:
         return ""
+    covers = series.covers(run)
     return figure(
-        "Steps, one after the other",
-        legend((plots.part_key(part), part) for part in PARTS) + plots.parts_over_steps(found),
+        f"{several(covers).capitalize()}, one after the other",
+        legend((plots.part_key(part), part) for part in PARTS)
+        + plots.parts_over_steps(found, covers),
         "Means over the ranks, and over neighbouring steps where there are more than a line can "
         "show. A place where it rises for good is where the machines or the network changed.",
     )
@@ -154,7 +159,7 @@ def prediction_figure(run: Run) -> str:
 def batches_figure(run: Run) -> str:
     """Show the samples of each rank's steps."""
     found = {
-        f"rank {rank.rank}": series.binned((s.report.step, s.report.samples) for s in rank.steps)
+        f"rank {rank.rank}": series.binned((s.report.step, batch(s.report)) for s in rank.steps)
         for rank in run.ranks
     }
     found = {name: points for name, points in found.items() if points}
@@ -167,8 +172,9 @@ def batches_figure(run: Run) -> str:
         + plots.lines_plot(
             "Samples of each rank's steps", shown, "samples", from_zero=True, bands=False
         ),
-        "Samples of a rank's step, as the loader that follows the ranks' speeds has dealt them, or "
-        "the script has told."
+        "Samples of a step of a rank's optimizer, as the loader that follows the ranks' speeds has "
+        "dealt them, or the script has told."
+        + (" A mean over what is recorded as one." if series.is_of_several(run) else "")
         + (f" The first {plots.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
     )
 
@@ -220,16 +226,17 @@ def density_figure(run: Run) -> str:
             logarithmic=plots.are_apart([*sent, *updated], 30),
             from_zero=True,
         ),
-        "Of all the gradient's values: what a rank selects in a step, and what the agreed update "
-        "holds. Parameters that are kept dense count in both.",
+        "Of all values that are exchanged: what a rank selects, and what the agreed update holds. "
+        "Parameters that are kept dense count in both.",
     )
 
 
 def _share_of(what: str) -> Callable[[Step], float | None]:
     def share(step: Step) -> float | None:
-        elements = step.report.elements
-        skipped = step.report.skipped
-        return getattr(step.report, what) / elements if elements and not skipped else None
+        report = step.report
+        if not report.elements or report.skipped:
+            return None
+        return float(getattr(report, what)) / report.elements
 
     return share
 

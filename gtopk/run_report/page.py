@@ -8,10 +8,10 @@ from importlib.resources import files
 from ..charts.markup import prose
 from ..charts.page import facts
 from ..charts.page import page as shared_page
-from ..charts.units import count_text, seconds_text
+from ..charts.units import seconds_text
 from ..recording.reading import Run
 from .figures import figures
-from .words import Tile, happenings, tiles, what_was_run
+from .words import Tile, happenings, steps_taken, tiles, what_was_run
 
 
 def page(run: Run, name: str) -> str:
@@ -37,11 +37,10 @@ def opening(run: Run) -> str:
     """Return the page's opening sentence."""
     begin = run.first.begin
     ranks, hosts = int(begin["ranks"]), len({rank.begin["host"] for rank in run.ranks})
-    steps = max((rank.steps[-1].report.step + 1 for rank in run.ranks if rank.steps), default=0)
     where = "one host" if hosts == 1 else f"{hosts} hosts"
     return (
         f"{ranks} rank{'s' * (ranks > 1)} on {where}, over {begin['transport']}, took "
-        f"{count_text(steps)} steps in {seconds_text(run.seconds)}. All of it is as the ranks "
+        f"{steps_taken(run)} in {seconds_text(run.seconds)}. All of it is as the ranks "
         "measured it, unless it is called predicted."
     )
 

@@ -20,6 +20,7 @@ from ..charts.svg import (
 )
 from ..charts.units import SPACE, bytes_text, percent_text, seconds_text
 from ..telemetry import PARTS
+from .covered import a
 from .series import Point
 
 ROW, BAR = 54, 16  # units of the drawing
@@ -152,8 +153,10 @@ def series_key(place: int) -> str:
     )
 
 
-def parts_over_steps(found: Sequence[tuple[float, Mapping[str, float]]]) -> str:
-    """Draw the parts of a step over the steps, one area on the other."""
+def parts_over_steps(
+    found: Sequence[tuple[float, Mapping[str, float]]], covers: str = "step"
+) -> str:
+    """Draw the parts of a step over the steps, one area on the other; covers: what is one."""
     x = horizontal(found[0][0], found[-1][0])
     y = vertical(0.0, 1.05 * max(sum(seconds.values()) for _, seconds in found))
     places = [x.place(step) for step, _ in found]
@@ -166,8 +169,11 @@ def parts_over_steps(found: Sequence[tuple[float, Mapping[str, float]]]) -> str:
         if any(high > low for high, low in zip(above, below, strict=True)):
             drawn.append(f'<path class="part {part}" d="M{path(lower)}L{path(upper[::-1])}Z"/>')
         below = above
-    axes = frame(x, y, _ticks(x, steps_text), _ticks(y, seconds_text), ("step", "a step takes"))
-    return drawing("Time of a step by part, over the steps, mean of the ranks", [*drawn, axes])
+    axes = frame(
+        x, y, _ticks(x, steps_text), _ticks(y, seconds_text), ("step", f"{a(covers)} takes")
+    )
+    title = f"Time of {a(covers)} by part, over the steps, mean of the ranks"
+    return drawing(title, [*drawn, axes])
 
 
 def shares_of_ranks(shares: Mapping[int, float]) -> str:

@@ -102,6 +102,31 @@ def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
     ]
 
 
+def covers(run: Run) -> str:
+    """Return what a recorded step of this run is: what the last ones cover; see `StepReport`."""
+    return next((rank.steps[-1].report.covers for rank in run.ranks if rank.steps), "step")
+
+
+def is_of_several(run: Run) -> bool:
+    """Tell whether what is recorded as a step may be several of a rank's optimizer."""
+    return covers(run) not in ("step", "round")
+
+
+def values(run: Run) -> int:
+    """Return how many values are exchanged at a time; 0 where none were.
+
+    Of a period, in which there may have been several merges, each is a bucket of all values.
+    """
+    reports = (step.report for rank in run.ranks for step in rank.steps)
+    return max(
+        (
+            each.elements // max(each.buckets, 1) if each.covers == "period" else each.elements
+            for each in reports
+        ),
+        default=0,
+    )
+
+
 def utilisation(steps: Sequence[Step]) -> float:
     """Return the share of the time that a rank computed."""
     computed = sum(step.report.compute_seconds for step in steps)

@@ -12,6 +12,7 @@ from collectives.cost import dense_bytes
 from ..charts.units import bytes_text, count_text, digits, percent_text, seconds_text
 from ..recording.reading import RankRecord, Run
 from . import series
+from .covered import a, several
 
 _FEW = 12  # messages shown
 
@@ -53,10 +54,11 @@ def _sent(run: Run) -> Tile | None:
     ranks = int(run.first.begin["ranks"])
     if not steps or ranks == 1:
         return None
-    sent = statistics.fmean(step.sent_bytes for step in steps)
-    dense = dense_bytes(max(step.elements for step in steps), ranks)
+    # Of an optimizer's own step, which a dense allreduce would follow each time.
+    sent = sum(step.sent_bytes for step in steps) / max(sum(s.local_steps for s in steps), 1)
+    dense = dense_bytes(series.values(run), ranks)
     counted = "" if all(step.bytes_counted for step in steps) else ", by a formula"
-    if not sent:
+    if not sent or not dense:
         return None
     value = f"1/{digits(dense / sent)}" if dense > sent else f"{digits(sent / dense)} times"
     detail = (
@@ -72,23 +74,34 @@ def _step(run: Run) -> Tile:
     total = sum(seconds.values())
     computed = seconds["compute"] / total if total else 0.0
     longest = max((part for part in seconds if part != "compute"), key=lambda part: seconds[part])
+    covers = series.covers(run)
     detail = f"mean of the ranks: {percent_text(computed)} of it compute"
     if total and seconds[longest] > 0.01 * total:
         detail += f", {percent_text(seconds[longest] / total)} {longest}"
-    return Tile("A step takes", seconds_text(total), detail)
+    if series.is_of_several(run):
+        own = statistics.fmean(step.report.local_steps for step in steps)
+        detail += f"; {own:.3g} steps of a rank by itself are in one"
+    return Tile(f"{a(covers).capitalize()} takes", seconds_text(total), detail)
 
 
 def _ranks(run: Run) -> Tile:
     started, ranks = len(run.ranks), int(run.first.begin["ranks"])
     amiss = [rank for rank in run.ranks if how_it_left(rank, run) is not None]
-    steps = max((rank.steps[-1].report.step + 1 for rank in run.ranks if rank.steps), default=0)
     goes_on = " so far" if _goes_on(run) else ""
-    detail = f"{count_text(steps)} steps in {seconds_text(run.seconds)}{goes_on}"
+    detail = f"{steps_taken(run)} in {seconds_text(run.seconds)}{goes_on}"
     if started < ranks:
         detail += f"; {ranks - started} of them have no record here"
     if amiss:
         detail += f"; {len(amiss)} did not end in order, see below"
     return Tile("Ranks", str(ranks), detail, loss=bool(amiss) or started < ranks)
+
+
+def steps_taken(run: Run) -> str:
+    """Return how many steps the ranks took, which each may count by itself."""
+    taken = [rank.steps[-1].report.step + 1 for rank in run.ranks if rank.steps] or [0]
+    if series.is_of_several(run) and min(taken) < max(taken):
+        return f"{count_text(min(taken))} to {count_text(max(taken))} steps each"
+    return f"{count_text(max(taken))} steps"
 
 
 def _goes_on(run: Run) -> bool:
@@ -116,10 +129,15 @@ def happenings(run: Run) -> list[tuple[str, str]]:
         if (said := how_it_left(rank, run)) is not None
     ]
     skipped = sorted({s.report.step for rank in run.ranks for s in rank.steps if s.report.skipped})
-    if skipped:
+    if skipped and series.covers(run) == "period":
+        count = sum(s.report.skipped for rank in run.ranks for s in rank.steps)
+        where = f"{count} {several('period', count)}"
+        found.append((where, "held updates that were not finite, and are left out"))
+    elif skipped:
         shown = ", ".join(map(count_text, skipped[:_FEW]))
         more = f" and {len(skipped) - _FEW} more" if len(skipped) > _FEW else ""
-        found.append((f"{len(skipped)} steps", f"were skipped on every rank: {shown}{more}"))
+        where = f"{len(skipped)} {several(series.covers(run), len(skipped))}"
+        found.append((where, f"skipped on every rank: {shown}{more}"))
     messages = sorted(
         ((note, rank.rank) for rank in run.ranks for note in rank.messages),
         key=lambda each: each[0].seconds,
@@ -142,7 +160,7 @@ def what_was_run(run: Run) -> dict[str, str]:
     hosts: dict[str, int] = {}
     for begin in begins:
         hosts[begin["host"]] = hosts.get(begin["host"], 0) + 1
-    steps = [rank.steps[-1].report for rank in run.ranks if rank.steps]
+    methods = {step.report.algorithm for rank in run.ranks for step in rank.steps} - {""}
     started = datetime.fromtimestamp(run.began_unix_seconds, timezone.utc)
     first = begins[0]
     uncertain = max(begin["clock_uncertain_seconds"] for begin in begins)
@@ -156,11 +174,11 @@ def what_was_run(run: Run) -> dict[str, str]:
         "PyTorch": first["torch"],
         "Python": first["python"],
     }
-    if steps:
-        found["Values of the gradient"] = count_text(max(step.elements for step in steps))
-        found["Reduced by"] = ", ".join(
-            sorted({step.algorithm for step in steps if step.algorithm})
-        )
+    if values := series.values(run):
+        of = "model" if series.is_of_several(run) else "gradient"
+        found[f"Values of the {of}"] = count_text(values)
+    if methods:
+        found["Reduced by"] = ", ".join(sorted(methods))
     if uncertain:
         found["Clocks"] = f"alike to within {seconds_text(uncertain)}"
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Final
 
 from ..recording.lines import path_of
 from ..recording.reading import RankRecord, Run
-from ..telemetry import PARTS, parts
+from ..telemetry import PARTS, batch, density, parts
 
 RECENT: Final = 50  # steps that figures are means of
 SILENT_SECONDS: Final = 10.0
@@ -20,6 +19,8 @@ SILENT_SECONDS: Final = 10.0
 @dataclasses.dataclass(frozen=True)
 class Status:
     """What a rank does now; figures are means of its last steps, None where there is none.
+
+    They are of steps of the rank's own optimizer, also where several are recorded as one.
 
     state:      "running", "silent" (for how long: silent_seconds), or how it ended.
     sent_bytes: a step.
@@ -56,15 +57,17 @@ def _silent_seconds(folder: Path, rank: int, now: float) -> float:
 def _status(rank: RankRecord, silent_seconds: float) -> Status:
     recent = rank.steps[-RECENT:]
     reports = [step.report for step in recent]
+    own = sum(report.local_steps for report in reports) or len(reports)
     means = None
     if reports:
         found = [parts(report) for report in reports]
-        means = {part: statistics.fmean(each[part] for each in found) for part in PARTS}
+        means = {part: sum(each[part] for each in found) / own for part in PARTS}
     seconds = recent[-1].seconds - recent[0].seconds if len(recent) > 1 else 0.0
     values: dict[str, float] = {}
     for note in rank.values:
         values |= note.content
-    state = "silent" if silent_seconds > SILENT_SECONDS else "running"
+    longest = max((each.compute_seconds + each.synchronize_seconds for each in reports), default=0)
+    state = "silent" if silent_seconds > max(SILENT_SECONDS, 2 * longest) else "running"
     last = reports[-1] if reports else None
     return Status(
         rank=rank.rank,
@@ -76,9 +79,9 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
         if seconds
         else None,
         step_seconds=means,
-        sent_bytes=statistics.fmean(each.sent_bytes for each in reports) if reports else None,
-        density=last.selected / last.elements if last and last.elements else None,
-        samples=last.samples if last else None,
+        sent_bytes=sum(each.sent_bytes for each in reports) / own if reports else None,
+        density=next((share for each in reversed(reports) if (share := density(each))), None),
+        samples=next((round(size) for each in reversed(reports) if (size := batch(each))), None),
         straggler_score=rank.scores[-1].content["score"] if rank.scores else None,
         residual_norm=rank.withheld[-1].content["norm"] if rank.withheld else None,
         skipped=sum(step.report.skipped for step in rank.steps),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -22,13 +23,14 @@ from ..epochs import Epochs
 from ..learning_rate import LearningRate
 from ..memory import Memory
 from ..options import Job
+from ..own_steps import OwnSteps
 from ..sources import order_of, rebuilt
 from .audit import Audit
 from .board import now_nanoseconds
 from .check import check
 from .device_classes import NAMES, class_of
 from .device_copy import DeviceCopy
-from .evaluation import mean_loss
+from .evaluation import evaluates, mean_loss
 from .node import join_node
 from .options import HogbatchOptions
 from .probe import fits
@@ -37,6 +39,7 @@ from .shared_model import SharedModel, layout_of, require_in_place, states_of
 from .sizes import Sizer, Thresholds, checked
 
 EVALUATED: int = 4096  # samples of a batch whose loss is evaluated
+PERIOD_NANOSECONDS: int = 250_000_000  # recorded as one step: batches may be short
 
 
 class Claims(Sampler[list[int]]):
@@ -59,6 +62,10 @@ def fetch(dataset: Any, samples: Sequence[int]) -> Any:
 class HogbatchLoader:
     """An iterable of this worker's batches, with one step for each.
 
+    A period is a step of the run's record: the batches that this worker has begun in a quarter of a
+    second, one at least, or until its epoch ends, whose end it waits for. Nothing is exchanged in
+    it, and no byte sent, but by the first worker of each of several nodes, which merges them.
+
     num_samples: of the batch in hand.
     """
 
@@ -80,7 +87,8 @@ class HogbatchLoader:
         self._class = class_of(trained, options.device_class)
         states = states_of(optimizer, trained)
         layout = layout_of(trained, [names[p] for p in trained], states)
-        self._node = join_node(job, self._mode, self._class, layout, trained, states)
+        self._steps = OwnSteps(world, optimizer, "period")
+        self._node = join_node(job, self._mode, self._class, layout, trained, states, self._steps)
         self._board, self._ledger = self._node.board, self._node.ledger
         self._shared = shared = SharedModel(self._node.model_bytes, layout)
         self._copy: DeviceCopy | None = None
@@ -111,6 +119,7 @@ class HogbatchLoader:
         optimizer.step = MethodType(step, optimizer)
         self._in_hand: Sequence[int] = ()
         self._began = self._seen = 0
+        self._reported = (0, 0, 0, 0)  # updates, samples, skipped so far, and when that was
         self.num_samples = 0
         self.last_staleness = 0
         self._ledger.end()
@@ -131,32 +140,61 @@ class HogbatchLoader:
         )
         epoch, _ = self._epochs.begin()
         order = self._order(epoch)
-        self._ledger.begin(len(order))
-        self._node.merging.begin()
+        self._begin(len(order))
         begun = now_nanoseconds()
         try:
             yield from self._pass(lambda: self._request(order))
-            while again := self._ledger.reclaim(self._sizer.size):
+            while again := self._reclaim():
                 yield from self._pass(lambda again=again: self._note(order, again))  # type: ignore[misc]
-            self._node.merging.end()
+            with self._steps.spent.waiting():
+                self._node.merging.end()
         except GeneratorExit:  # the script has broken it off
             self._give_back()
-            self._node.merging.end(self._ledger)
+            with self._steps.spent.waiting():
+                self._node.merging.end(self._ledger)
             raise
         finally:
             self._give_back()
             self._board.add("there", now_nanoseconds() - begun)
             self._ledger.end()
             self._epochs.finish()
+            self._report()
 
     def sit_out(self) -> None:
         """Take no part in an epoch; it begins and ends for this worker, too."""
         self._epochs.begin()
-        self._ledger.begin(len(self._order(self._epochs.epoch)))
-        self._node.merging.begin()
-        self._node.merging.end(self._ledger)
+        self._begin(len(self._order(self._epochs.epoch)))
+        with self._steps.spent.waiting():
+            self._node.merging.end(self._ledger)
         self._ledger.end()
         self._epochs.finish()
+        self._report()
+
+    def _begin(self, length: int) -> None:
+        self._steps.spent.begin()
+        with self._steps.spent.waiting():
+            self._ledger.begin(length)
+        self._node.merging.begin()
+        self._reported = *self._reported[:3], now_nanoseconds()
+
+    def _reclaim(self) -> list[int]:
+        with self._steps.spent.waiting():
+            return self._ledger.reclaim(self._sizer.size)
+
+    def _report(self) -> None:
+        """Report what this worker has done since the last report."""
+        board, (updates, samples, skipped, _) = self._board, self._reported
+        now = board["updates"], board["samples"], board["skipped"]
+        self._reported = *now, now_nanoseconds()
+        self._steps.computed()
+        self._steps.close(
+            self._world.step - 1, now[1] - samples, now[0] - updates, skipped=now[2] > skipped
+        )
+
+    def _report_if_due(self) -> None:
+        updates, _, _, then = self._reported
+        if now_nanoseconds() - then >= PERIOD_NANOSECONDS and self._board["updates"] > updates:
+            self._report()
 
     def _give_back(self) -> None:
         """Let others have what this worker has claimed and not stepped with."""
@@ -169,7 +207,8 @@ class HogbatchLoader:
         """Yield the indices of one batch after another, as long as there is anything to claim."""
         while True:
             if self._options.lock_step:
-                self._ledger.take_turn()
+                with self._steps.spent.waiting():
+                    self._ledger.take_turn()
             claim = self._ledger.claim(self._next_size())
             yield from self._note(order, claim)
             if not claim:
@@ -195,6 +234,7 @@ class HogbatchLoader:
         """Yield the batches of a source of indices, each to be stepped with."""
         self._claims.source = source
         for batch in self._loader:
+            self._report_if_due()
             self._in_hand = self._claimed.popleft()
             self.num_samples = len(self._in_hand)
             self._refresh()
@@ -303,7 +343,9 @@ class HogbatchLoader:
         def loss(samples: range) -> float:
             return float(loss_of(self._loader.collate_fn(fetch(data, samples))))
 
-        return mean_loss(self._node, len(data), batch, self._refresh, loss)
+        idles = not evaluates(self._node)
+        with self._steps.spent.waiting() if idles else nullcontext():
+            return mean_loss(self._node, len(data), batch, self._refresh, loss)
 
     def _refresh(self) -> None:
         if self._copy is not None:
@@ -331,8 +373,9 @@ class HogbatchLoader:
 
         All ranks call it together, between epochs.
         """
-        self._ledger.begin(0, between_nodes=False)
-        self._node.merging.drain()
+        with self._steps.spent.waiting():
+            self._ledger.begin(0, between_nodes=False)
+            self._node.merging.drain()
         self._refresh()
         self._ledger.end()
 

@@ -27,6 +27,7 @@ from collectives.transports.node_memory import NodeMemory
 from ...engine import Engine, Operation
 from ...world import World
 from ..merge_weights import shares
+from ..own_steps import OwnSteps
 from ..replica import Replica
 from .board import Board
 from .ledger import Ledger
@@ -75,9 +76,12 @@ class Merging:
         self._reported = 0  # samples of this node up to the last merge
         self.merges = 0
 
-    def open(self, world: World, compression: Any) -> None:
-        """Begin, with all nodes' models alike; all ranks call it together."""
-        self._world = world
+    def open(self, world: World, compression: Any, steps: OwnSteps) -> None:
+        """Begin, with all nodes' models alike; all ranks call it together.
+
+        steps: where the merges of this worker are counted, when they are through.
+        """
+        self._world, self._steps = world, steps
         if len(self._leaders) == 1:
             return
         world.sets_made += 1
@@ -152,6 +156,8 @@ class Merging:
         """Add what a merge has changed to the node's model."""
         assert self._pending is not None
         weight, update, count = self._pending.wait()
+        self._steps.submitted(self._pending)
+        self._steps.arrived(self._replica.reduction)
         self._pending = None
         self._replica.merge(update, weight)
         self._add_changes()

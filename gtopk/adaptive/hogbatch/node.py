@@ -20,6 +20,7 @@ from collectives.vector import Array
 
 from ...launch.cores import allowed_cores, core_quota
 from ..options import Job
+from ..own_steps import OwnSteps
 from .board import Board
 from .check import warn_of_few_cores
 from .device_classes import CLASSES, NAMES, DeviceClass
@@ -98,9 +99,11 @@ def join_node(
     layout: Layout,
     parameters: Sequence[torch.nn.Parameter],
     states: Sequence[dict[str, Any]],
+    steps: OwnSteps,
 ) -> Node:
     """Meet the others, share the memory with those of this node, and begin with rank 0's model.
 
+    steps: what merges between nodes cost is counted to.
     Every rank calls it. Raises HorovodInternalError where the ranks' arguments differ.
     """
     options, world = job.options, job.world
@@ -144,7 +147,7 @@ def join_node(
 
     facts = [f"mode={mode!r}", f"{length} samples", *options.facts(), *layout.facts]
     node: Node = world.engine.submit(f"adapt.{next(world.sets[0].unnamed)}", facts, work).wait()
-    node.merging.open(world, job.optimizer._compression)
+    node.merging.open(world, job.optimizer._compression, steps)
     if node.memory.place == 0:
         here = [rows[rank] for rank in node.ranks if rows[rank]["class"] != "gpu"]
         cores = {core for row in here for core in row["cores"]}

@@ -56,6 +56,21 @@ def test_a_rank_that_says_nothing_is_called_silent(tmp_path: Path) -> None:
     assert as_table([ended, other], "a run").row_count == 2
 
 
+def test_who_merges_once_a_minute_is_not_silent_in_between_and_has_steps_of_its_own(
+    tmp_path: Path,
+) -> None:
+    merges = {"covers": "mega-batch", "local_steps": 100, "samples": 3200, "compute_seconds": 60.0}
+    path = path_of(tmp_path, 0)
+    path.write_text("".join(map(as_text, lines_of(0, 1, 10, **merges)[:-1])))
+    written = os.stat(path).st_mtime
+    for later, state in ((100, "running"), (130, "silent")):
+        (status,) = status_of(read_run(tmp_path), tmp_path, lambda later=later: written + later)
+        assert status.state == state
+    assert status.samples == 32
+    assert status.sent_bytes == 12
+    assert sum(status.step_seconds.values()) == pytest.approx(0.60004)
+
+
 def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, ranks=2, steps=30))
     statuses = status_of(run, tmp_path)
