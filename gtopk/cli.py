@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import __version__
+
+if TYPE_CHECKING:
+    from .completion.grammar import Grammar
 
 # The module of each, with `main(arguments) -> exit code` and `parser()`. It is imported when it is
 # called: `gtopk doctor` works where torch is broken.
@@ -27,6 +29,7 @@ _COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "timeline": (".timeline_command", "put the traces of all ranks together"),
 }
 _COMPLETION: Final = "completion"
+_COMPLETES: Final = "what lets bash, zsh or fish complete these words"
 
 
 def usage() -> str:
@@ -34,7 +37,7 @@ def usage() -> str:
     listed = "\n".join(f"  {name:10} {what}" for name, (_, what) in _COMMANDS.items())
     return (
         f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n"
-        f"  {_COMPLETION:10} what lets bash, zsh or fish complete these words\n\n"
+        f"  {_COMPLETION:10} {_COMPLETES}\n\n"
         "`gtopk COMMAND --help` tells more, with an example. `gtopk --version` tells the version.\n"
         "Exit codes: 0 all is well, 1 it could not be done, 2 it was called the wrong way."
     )
@@ -61,34 +64,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def completable() -> dict[str, list[str]]:
+def completable() -> Grammar:
     """Return what may follow each command, as far as it can be imported here."""
-    from .completion import SHELLS, options_of
-
-    found = {"": [*_COMMANDS, _COMPLETION, "--help", "--version"], _COMPLETION: [*SHELLS]}
-    for name, (place, _) in _COMMANDS.items():
-        for words, grammar in _grammars(name, place).items():
-            found[words] = options_of(grammar) if grammar is not None else []
     from .bench import BENCHMARKS
+    from .completion import parser
+    from .completion.grammar import HELP, Command, Option, command_of
 
-    found["bench"] = [*BENCHMARKS, "--help"]
-    return found
-
-
-def _grammars(name: str, place: str) -> dict[str, argparse.ArgumentParser | None]:
-    if name != "bench":
-        return {name: _grammar(place)}
-    from .bench import BENCHMARKS
-
-    return {f"bench {what}": _grammar(f".bench.{what}.command") for what in BENCHMARKS}
-
-
-def _grammar(place: str) -> argparse.ArgumentParser | None:
-    try:
-        described: argparse.ArgumentParser = _module(place).parser()
-    except ImportError:
-        return None
-    return described
+    meanings = {name: meaning for name, (_, meaning) in _COMMANDS.items()}
+    words = meanings | {_COMPLETION: _COMPLETES}
+    found = {"": Command((HELP, Option(("--version",), "tell the version")), words)}
+    places = {name: place for name, (place, _) in _COMMANDS.items() if name != "bench"}
+    places |= {f"bench {what}": f".bench.{what}.command" for what in BENCHMARKS}
+    for name, place in places.items():
+        try:
+            found[name] = command_of(_module(place).parser())
+        except ImportError:
+            found[name] = Command((HELP,), takes_file=True)
+    return found | {"bench": Command((HELP,), BENCHMARKS), _COMPLETION: command_of(parser())}
 
 
 def _module(place: str) -> Any:

@@ -10,8 +10,8 @@ Argument: a JSON object.
                   the one it goes on from; rank null: every rank
     nan_every     steps there is one whose gradient is not finite on one rank; 0: none
 
-Prints for each rank "rank R is PID", from which step it goes on, "fired at TIME" where the fault
-happens, and a digest of the parameters at the end.
+Prints for each rank "rank R is PID", from which step it goes on, each step it has saved, "fired at
+TIME" where the fault happens, and a digest of the parameters at the end.
 
     PHASE        where
     start        before hvd.init
@@ -179,6 +179,7 @@ for current in range(begin, end := PLAN["steps"] or begin + PLAN["every"]):
     optimizer.step()
     if (current + 1) % PLAN["every"] == 0:
         save(current + 1)
+        print(f"rank {RANK} saved step {current + 1}\n", end="", flush=True)
 digest = hashlib.sha256()
 for parameter in model.parameters():
     digest.update(parameter.detach().numpy().tobytes())
