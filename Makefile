@@ -3,7 +3,8 @@
 # make test-matrix  what `make test` runs of every launcher and number of ranks a few of: all of it
 # make test-faults  ranks killed, frozen and cut off, many times: an hour or so; cut links need root
 # make soak   20,000 steps on 4 ranks: memory, descriptors and counters; then faults for half an hour
-#             over each launcher (SOAK_MINUTES=480 for a night)
+#             over each launcher (SOAK_MINUTES=480 for a night; SOAK_MINUTES=4
+#             ARGS="-k faults_for_a_long_time" for a quarter of an hour)
 # make check  linter, formatter, types, import directions, and the docs as a site
 # make docs   the site alone, in build/docs
 # make test-docs       types all that the docs tell people to type, and runs the notebook
