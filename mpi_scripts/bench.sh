@@ -50,7 +50,7 @@ measure "Recipes on 16 ranks" "$python" "$here/convergence.py" --ranks 16 --seed
     --recipes dense "PowerSGD, rank 2" topk published gtopk "gtopk, momentum after" "gtopk, int8" \
     --json "$folder/convergence.json"
 if "$here/emulated_network.sh" 1 1gbit mpirun true 2>/dev/null; then
-    measure "Collectives between emulated hosts" "$here/bench_network.sh" "$folder"
+    measure "Collectives between emulated hosts" "$here/bench_network.sh" "$folder/network"
     measure "Forecasts" "$here/bench_predictions.sh" "$folder/predictions"
     measure "Training on emulated hosts" "$python" "$here/bench_scaling.py" "$folder/scaling" \
         --rate 100mbit --scale 10

@@ -21,4 +21,4 @@ for launcher in mpirun torchrun; do
         --bandwidth 100e6 --shared-cores "$cores" --interface eth0 \
         --json "$folder/$launcher.json"
 done
-"${bench[@]}" --markdown "$folder/mpirun.json" "$folder/torchrun.json" >"$folder/results.md"
+"${bench[@]}" --markdown "$folder/mpirun.json" "$folder/torchrun.json" | tee "$folder/results.md"
