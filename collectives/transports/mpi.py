@@ -51,6 +51,8 @@ PIECE_BYTES: Final = 1 << 30
 # Below what MPIs send at once over TCP: 64 KiB with their own header in Open MPI.
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
+# Of an array that is reduced by hand: half of it is the longest message, and that is sent at once.
+_SEGMENT_BYTES: Final = 2 * _EAGER_PIECES * EAGER_BYTES
 # MPI's tags: of a farewell; of the word that one waits; of the stream with tag 0, and so on.
 _LEAVE, _HERE, _DATA = 0, 1, 2
 _LONG_SECONDS: Final = 0.5  # so long a wait is told to the others
@@ -205,7 +207,9 @@ class MpiTransport(Carrier):
             return
         by_hand = self._reduces_itself and array.nbytes >= _BY_HAND_BYTES
         if array.dtype == np.float16 or by_hand:
-            super().allreduce(array, reduction)
+            step = _SEGMENT_BYTES // array.itemsize
+            for start in range(0, array.size, step):
+                super().allreduce(array[start : start + step], reduction)
             return
         mpi_op = {
             "sum": self._mpi.SUM,

@@ -490,7 +490,7 @@ def check_mpi(transport: Transport) -> None:
 
     with (
         mock.patch.multiple(mpi, EAGER_BYTES=24, _EAGER_PIECES=2),
-        mock.patch.multiple(mpi, _SMALL_BYTES=64, _BY_HAND_BYTES=64),
+        mock.patch.multiple(mpi, _SMALL_BYTES=64, _BY_HAND_BYTES=64, _SEGMENT_BYTES=96),
         mock.patch.object(mpi, "piece_sizes", between_hosts),
         mock.patch.object(transport, "_reduces_itself", True),
     ):
