@@ -92,11 +92,13 @@ def measure(
 def agree_on_rates(transport: Transport, mine: Rates) -> Rates:
     """Return what is the slowest of every rank's; all of them measured the same formats."""
     coding = [seconds for rate in mine.coding.values() for seconds in rate]
-    numbers = [mine.select_seconds, mine.merge_seconds, mine.swap_seconds, mine.list_seconds]
-    select, merge, swap, another, *coding = agree_on_slowest(transport, [*numbers, *coding])
+    calls = [mine.swap_seconds, mine.again_seconds, mine.list_seconds]
+    numbers = [mine.select_seconds, mine.merge_seconds, *calls, *coding]
+    select, merge, *numbers = agree_on_slowest(transport, numbers)
+    calls, coding = numbers[: len(calls)], numbers[len(calls) :]
     pairs = zip(coding[::2], coding[1::2], strict=True)
     agreed = {f: CodingRate(*pair) for f, pair in zip(mine.coding, pairs, strict=True)}
-    return Rates(select, merge, agreed, swap, another)
+    return Rates(select, merge, agreed, *calls)
 
 
 def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> tuple[Network, int]:
@@ -232,8 +234,8 @@ def _picks(k: int, random: np.random.Generator) -> SparseVector:
     return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
 
 
-def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float]:
-    """Return what a swap of two very short lists takes, and what it takes to decode one more.
+def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float, float]:
+    """Return what a swap of two very short lists takes, after a rest and again, and one list more.
 
     A reduction comes after a backward pass, a swap after a wait: its calls find nothing of theirs
     in the caches. Lists that are decoded one after the other do.
@@ -242,9 +244,9 @@ def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float,
     mine = _picks(_FEW, random)
     message = wire.encode(mine, mine.entries, EXACT, extra=Terms().stamp()).message
 
-    def swap() -> float:
+    def swap(rest_seconds: float) -> float:
         there.send(message, 0)()
-        time.sleep(_REST_SECONDS)
+        time.sleep(rest_seconds)
         begun = stopwatch()
         reduce(mine, mine.entries, here)
         there.receive(0)
@@ -255,5 +257,7 @@ def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float,
         wire.decode(message, mine, mine.entries, 0, EXACT, Terms().stamp().size)
         return stopwatch() - begun
 
-    swaps, reads = ([go() for _ in range(REPEATS)] for go in (swap, read))
-    return min(swaps), min(reads)  # what holds up a go makes it longer
+    def least(go: Callable[[], float]) -> float:
+        return min(go() for _ in range(REPEATS))  # what holds up a go makes it longer
+
+    return least(lambda: swap(_REST_SECONDS)), least(lambda: swap(0.0)), least(read)

@@ -146,10 +146,13 @@ def predict(
             rate = rates.coding[candidate.format]
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
         merged = step.merged * rates.merge_seconds
-        merged += step.swaps * rates.swap_seconds + step.others * rates.list_seconds
+        merged += step.others * rates.list_seconds
         coded, merged = held_up * coded, held_up * merged
+        merged += step.swaps * (rates.swap_seconds + (held_up - 1.0) * rates.again_seconds)
         code += times * coded
         merge += times * merged
+        if step.fresh:
+            bucket = Bucket(network.between.burst_bytes)
         link = network.link(step.leaving)
         if is_dense and network.allreduce is not None:
             link = network.allreduce

@@ -23,7 +23,8 @@ class Rates(NamedTuple):
     merge_seconds:  per entry that goes into a merge, and to find out whose picks are alive.
     coding:         per entry, by format; a format that is not there is not offered.
     swap_seconds:   of each list that is sent and merged with one that comes, whatever their
-                    lengths: what the calls take.
+                    lengths: what the calls take, on a core that has rested.
+    again_seconds:  the same on a core that has done it before: where ranks share one.
     list_seconds:   of each list that is decoded besides.
     """
 
@@ -31,6 +32,7 @@ class Rates(NamedTuple):
     merge_seconds: float
     coding: Mapping[Format, CodingRate]
     swap_seconds: float = 0.0
+    again_seconds: float = 0.0
     list_seconds: float = 0.0
 
 
@@ -47,5 +49,6 @@ DEFAULT_RATES: Final = Rates(
         for format in FORMATS
     },
     3e-4,
+    1.5e-4,
     3e-5,
 )

@@ -42,6 +42,7 @@ class Round(NamedTuple):
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
     swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
     times:   how many rounds like this one there are.
+    fresh:   whether its senders send for the first time, where others have sent before.
     """
 
     senders: int
@@ -56,6 +57,7 @@ class Round(NamedTuple):
     others: int = 0
     times: int = 1
     exact: bool = False
+    fresh: bool = False
 
 
 class Order(NamedTuple):
@@ -124,12 +126,13 @@ def gtopk_tree(order: Order) -> Iterator[Round]:
     while distance < ranks:
         sources = np.arange(distance, ranks, 2 * distance)
         outside = leaving(sources, sources - distance, order.ranks_per_node)
-        up.append(Round(sources.size, outside, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1))
+        step = Round(sources.size, outside, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1)
+        up.append(step._replace(fresh=True))
         distance *= 2
     yield from up
     for step in reversed(up):
-        down = step._replace(plain_bytes=alive_bytes(k), merged=0, swaps=0, others=1)
-        yield down._replace(exact=True)
+        down = step._replace(plain_bytes=alive_bytes(k), merged=0, swaps=0, others=1, exact=True)
+        yield down._replace(fresh=step is up[-1])
 
 
 def gtopk(order: Order) -> Iterator[Round]:
@@ -145,7 +148,8 @@ def gtopk(order: Order) -> Iterator[Round]:
         outside = leaving(everyone, everyone ^ (1 << number), m)
         if words := turns(1 << number, guests.size, k):
             yield Round(words, min(outside, words), lists=0)
-        yield Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size, swaps=1)
+        both = Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size)
+        yield both._replace(swaps=1, fresh=number == 0)
     if guests.size:
         size = sizes[-1]
         back = Round(guests.size, folded, 1, size, alive_bytes(k), encoded=size, decoded=size)
