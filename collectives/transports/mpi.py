@@ -51,8 +51,9 @@ PIECE_BYTES: Final = 1 << 30
 # Below what MPIs send at once over TCP: 64 KiB with their own header in Open MPI.
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
-# Of an array that is reduced by hand: half of it is the longest message, and that is sent at once.
-_SEGMENT_BYTES: Final = 2 * _EAGER_PIECES * EAGER_BYTES
+# Of an array that is reduced by hand; half of it is the longest message. Two that are much longer
+# hold each other up: a tenth over the link's time became two fifths on two hosts of 100 Mbit/s.
+_SEGMENT_BYTES: Final = 8 << 20
 # MPI's tags: of a farewell; of the word that one waits; of the stream with tag 0, and so on.
 _LEAVE, _HERE, _DATA = 0, 1, 2
 _LONG_SECONDS: Final = 0.5  # so long a wait is told to the others
@@ -60,7 +61,7 @@ _HEAR_EVERY: Final = 100  # gathers, so that who never waits hears it, too
 _SMALL_BYTES: Final = 1 << 16
 # From here on, and between hosts on Ethernet, MPI's nonblocking allreduce sends more than one made
 # of send and receive, on 8 ranks nearly twice as much: below, it has fewer messages.
-_BY_HAND_BYTES: Final = 1 << 14
+_BY_HAND_BYTES: Final = 12 << 10
 # Where the kernel names the cards that reach another host's memory by themselves.
 _RDMA_DEVICES: Final = ("/sys/class/infiniband", "/sys/class/cxi")
 # From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 2 ranks and 100 MB.
@@ -200,7 +201,7 @@ class MpiTransport(Carrier):
 
         Its messages cannot be counted; they are reckoned as those of a bandwidth-optimal
         allreduce, the fewest bytes there can be. Between hosts on Ethernet Open MPI's sends more
-        and waits for rendezvous: from 16 kB on one made of send and receive takes its place
+        and waits for rendezvous: from 12 kB on one made of send and receive takes its place
         (docs/performance.md).
         """
         if self.size == 1:
