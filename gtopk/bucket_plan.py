@@ -23,7 +23,8 @@ from collectives.planning.calibration import assumed
 
 from .compression import Automatic, GTopK, SparseCompression
 
-OPERATION_SECONDS: Final = 5e-4  # to agree, hand over to the engine's thread and back
+# To agree, hand over to the engine's thread and back, with all the calls on the way.
+OPERATION_SECONDS: Final = 5e-4
 # What a bucket's contents take, over what it would take empty: the last ones, and the others.
 WORTH_AN_OPERATION: Final = 0.25
 WORTH_CLOSING: Final = 4.0
@@ -61,9 +62,10 @@ def _elements(worth: float, compression: object, ranks: int, value_bytes: int) -
     else:
         candidate = Candidate("dense")
     calibration = assumed(ranks)
+    network, rates = calibration.network, calibration.rates.without_calls()
     length = _SMALLEST
     while length < _LARGEST:
-        expected = predict(candidate, length, calibration.network, calibration.rates, value_bytes)
+        expected = predict(candidate, length, network, rates, value_bytes)
         latency = OPERATION_SECONDS + expected.latency_seconds
         if expected.seconds - expected.latency_seconds >= worth * latency:
             break

@@ -35,6 +35,10 @@ class Rates(NamedTuple):
     again_seconds: float = 0.0
     list_seconds: float = 0.0
 
+    def without_calls(self) -> Rates:
+        """Return what entries take alone."""
+        return self._replace(swap_seconds=0.0, again_seconds=0.0, list_seconds=0.0)
+
 
 # What the C++ core takes on one core of a server of the 2020s, rounded; where nothing is measured.
 _INDEX_SECONDS: Final = {"raw": (2e-9, 3e-9), "blocks": (2e-9, 3e-9), "packed": (4.5e-9, 5e-9)}

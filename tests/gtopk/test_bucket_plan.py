@@ -71,3 +71,8 @@ def test_the_more_entries_are_sent_the_smaller_buckets_pay():
 def test_groups_have_as_many_parameters_each_or_one_more():
     assert number_of_groups(list("abcdefg"), 3) == [list("abc"), list("de"), list("fg")]
     assert number_of_groups(["a"], 3) == [["a"]]
+
+
+def test_a_bucket_that_would_take_little_but_calls_is_not_worth_an_operation():
+    for ranks in (2, 4, 8, 32):
+        assert sizes_for(Compression.gtopk(0.001), 25_000_000, ranks).least > 50_000
