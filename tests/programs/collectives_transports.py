@@ -490,12 +490,14 @@ def check_mpi(transport: Transport) -> None:
 
     with (
         mock.patch.multiple(mpi, EAGER_BYTES=24, _EAGER_PIECES=2),
-        mock.patch.multiple(mpi, _SMALL_BYTES=64, _BY_HAND_BYTES=64, _SEGMENT_BYTES=96),
+        mock.patch.multiple(mpi, _SMALL_BYTES=64, _BY_HAND_BYTES=64),
         mock.patch.object(mpi, "piece_sizes", between_hosts),
         mock.patch.object(transport, "_reduces_itself", True),
     ):
         for law in LAWS:
             law(transport)
+        with mock.patch.object(mpi, "_SEGMENT_BYTES", 96):
+            test_a_reduction_is_that_of_all_ranks_arrays(transport)
 
     with mock.patch.object(transport, "_neighbours", [transport.rank]):  # as on hosts of their own
         test_what_ranks_add_to_a_counter_is_added_once_each(transport)
