@@ -10,19 +10,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gtopk.torch as hvd
-from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
 from gtopk.adaptive.round_exchange import RoundExchange
 from gtopk.adaptive.rounds import Ready, Reduced, Rounds
 from gtopk.world import World
-
-
-def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
-    def rank(transport: LocalTransport) -> Any:
-        with world.entered(transport) as here:
-            return program(here)
-
-    return run_ranks(local_world(size, timeout_seconds=30), rank)
+from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 
 def data(length: int) -> TensorDataset:

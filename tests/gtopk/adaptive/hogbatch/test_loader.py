@@ -14,37 +14,18 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gtopk.torch as hvd
 from collectives import PeerError
-from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
 from gtopk.world import World
+from tests.gtopk.adaptive.modelled_ranks import FEATURES, network, on_ranks
 
-FEATURES, BATCH = 5, 16
+BATCH = 16
 few_cores = pytest.mark.filterwarnings("ignore:.*workers of hogbatch on CPUs share")
 pytestmark = few_cores
-
-
-def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
-    def rank(transport: LocalTransport) -> Any:
-        with world.entered(transport) as here:
-            return program(here)
-
-    return run_ranks(local_world(size, timeout_seconds=30), rank)
 
 
 def data(length: int = 203) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(length, FEATURES, generator=generator, dtype=torch.float64)
     return TensorDataset(torch.arange(length), x, torch.sin(x.sum(1, keepdim=True)))
-
-
-def network() -> torch.nn.Module:
-    model = torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
-    )
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
-    return model
 
 
 def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
