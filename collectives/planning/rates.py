@@ -23,21 +23,19 @@ class Rates(NamedTuple):
     merge_seconds:  per entry that goes into a merge, and to find out whose picks are alive.
     coding:         per entry, by format; a format that is not there is not offered.
     swap_seconds:   of each list that is sent and merged with one that comes, whatever their
-                    lengths: what the calls take, on a core that has rested.
-    again_seconds:  the same on a core that has done it before: where ranks share one.
-    list_seconds:   of each list that is decoded besides.
+                    lengths: what the calls take, where all ranks make them at once.
+    list_seconds:   of each list that is decoded besides, by one rank.
     """
 
     select_seconds: float
     merge_seconds: float
     coding: Mapping[Format, CodingRate]
     swap_seconds: float = 0.0
-    again_seconds: float = 0.0
     list_seconds: float = 0.0
 
     def without_calls(self) -> Rates:
         """Return what entries take alone."""
-        return self._replace(swap_seconds=0.0, again_seconds=0.0, list_seconds=0.0)
+        return self._replace(swap_seconds=0.0, list_seconds=0.0)
 
 
 # What the C++ core takes on one core of a server of the 2020s, rounded; where nothing is measured.
@@ -53,6 +51,5 @@ DEFAULT_RATES: Final = Rates(
         for format in FORMATS
     },
     3e-4,
-    1.5e-4,
     3e-5,
 )
