@@ -24,6 +24,8 @@ import numpy as np
 
 from .. import wire
 from ..algorithms.gtopk import reduce
+from ..algorithms.outcome import among, put_together
+from ..algorithms.rounding import rounding_error
 from ..algorithms.terms import Terms
 from ..cost import Link, dense_bytes, rounds
 from ..kernels import accumulate_and_select, contains, merge
@@ -58,7 +60,7 @@ CODE_SECONDS: Final = 0.2  # all formats together
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
 _DENSITY: Final = 0.001
 _FEW: Final = 16  # entries
-_REST_SECONDS: Final = 0.01
+_REST_SECONDS: Final = 0.02
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
@@ -87,8 +89,7 @@ def measure(
     begun = clock()
     network, nodes = measure_network(transport, clock)
     rates = agree_on_rates(transport, measure_rates(formats, clock))
-    if transport.size > 1:
-        rates = rates._replace(swap_seconds=measure_swap(transport, network, rates, clock))
+    rates = rates._replace(swap_seconds=measure_swap(transport, network, rates, clock))
     (took,) = agree_on_slowest(transport, [clock() - begun])
     where = (
         f"on {transport.size} rank{'s' * (transport.size > 1)} of {nodes} host{'s' * (nodes > 1)}"
@@ -207,7 +208,13 @@ def measure_rates(
     def encoding(format: Format) -> Prepare:
         def prepare(entries: int) -> Callable[[], object]:
             vector = _picks(entries, random)
-            return lambda: wire.encode(vector, vector.entries, format)
+
+            def go() -> None:
+                rounded = wire.encode(vector, vector.entries, format).vector
+                error = rounding_error(vector, rounded, format)
+                among(put_together([error, error]), vector)  # that of this round, and of the last
+
+            return go
 
         return prepare
 
@@ -276,17 +283,20 @@ def measure_swap(
     """Return `swap_seconds` by what a reduction of a few entries takes all ranks, after a rest.
 
     That is the median of some, less the messages, entries and lists of it. Every rank must call it,
-    and gets the same.
+    and gets the same. A rank that is alone keeps what it measured of itself.
     """
+    if transport.size == 1:
+        return rates.swap_seconds
     mine = _picks(_FEW, np.random.default_rng(transport.rank))
+    format = next(iter(rates.coding))
     goes: list[float] = []
     while len(goes) < REPEATS and sum(goes) < CALLS_SECONDS:
         time.sleep(_REST_SECONDS)
         transport.barrier()
         begun = clock()
-        reduce(mine, _FEW, transport)
+        reduce(mine, _FEW, transport, format=format)
         goes += agree_on_slowest(transport, [clock() - begun])
-    candidate = Candidate("gtopk", _FEW / mine.length)
+    candidate = Candidate("gtopk", _FEW / mine.length, format)
     known = predict(candidate, mine.length, network, rates._replace(swap_seconds=0.0))
     order = Order(mine.length, _FEW, network.ranks, network.ranks_per_node)
     swaps = sum(step.times * step.swaps for step in SCHEDULES["gtopk"](order))

@@ -42,6 +42,7 @@ SMALLEST_IN_PIECES: Final = 1 << 12
 # Of a swap that looks for a burst: as few as can be, for each takes a processor's time, too; a
 # longer one would be announced before it is sent.
 LARGEST_PIECE_BYTES: Final = 1 << 15
+SHORT_REST_SECONDS: Final = 1e-3  # after which a processor takes as long as after any
 SMALLEST_ALLREDUCE_BYTES: Final = 1 << 13  # smaller ones may take fewer messages
 LONG_ALLREDUCE_BYTES: Final = 1 << 19
 
@@ -128,26 +129,28 @@ def _burst_bytes(
 ) -> float:
     """Return how many bytes pass at once after a rest, from swaps twice as large each time.
 
-    Until most of a swap has to wait, or the time is over. Less than an eighth may be an error of
-    the bandwidth.
+    What counts is by how much they take longer than one of a few bytes after a rest, the shortest
+    of each, since what holds up a swap makes it longer. Until most of two sizes had to wait, or the
+    time is over. Less than an eighth of a swap may be an error of the bandwidth.
     """
-    burst, size = 0.0, SMALLEST_IN_PIECES
-    while size <= largest / 2 and link.seconds_per_byte > 0:
+    burst, size, waited = 0.0, SMALLEST_IN_PIECES, 0
+    while size <= largest / 2 and link.seconds_per_byte > 0 and waited < 2:
         rest_seconds = size * link.seconds_per_byte
-        # The shortest counts, since what holds up a swap makes it longer; larger ones need time.
-        goes = max(2, min(REPEATS, int(budget_seconds / 4 / (2 * rest_seconds))))
-        budget_seconds -= 2 * goes * rest_seconds
+        both_seconds = 2 * rest_seconds + SHORT_REST_SECONDS + 4 * link.latency_seconds
+        goes = max(2, min(2 * REPEATS, int(budget_seconds / 6 / both_seconds)))
+        budget_seconds -= goes * both_seconds
         if budget_seconds < 0:
             break
-        seconds = []
+        small, large = [], []
         for _ in range(goes):
+            time.sleep(SHORT_REST_SECONDS)
+            small.append(go(SMALLEST_BYTES))
             time.sleep(rest_seconds)
-            seconds.append(go(size))
-        passed = size - (min(seconds) - 2 * link.latency_seconds) / link.seconds_per_byte
+            large.append(go(size))
+        passed = size - (min(large) - min(small)) / link.seconds_per_byte
         if passed > size / 8:
-            burst = max(burst, passed)
-        if passed < size / 2:
-            break
+            burst = max(burst, min(passed, size))
+        waited += passed < size / 2
         size *= 2
     return burst
 
