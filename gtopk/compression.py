@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from collectives.algorithms import Regions
+from collectives.algorithms import Regions, find_nodes
 from collectives.algorithms.account import PUT_BACK
 from collectives.algorithms.terms import MOST_PIECES
+from collectives.transports import Transport
 from collectives.wire import Format
 from collectives.wire.indices import INDEX_CODES
 from collectives.wire.values import VALUE_CODES
@@ -237,6 +238,8 @@ class Hierarchical(SparseCompression):
     # sum the node picks (Shi et al. 2021, HiTopKComm). Dense: better picks, more bytes inside; on
     # the host only.
     inside: str = "picks"
+    # Ranks that make a node, by their order: those of a site, say. None: those of each host.
+    node_size: int | None = None
 
     algorithm: ClassVar[str] = "hierarchical"
 
@@ -244,9 +247,20 @@ class Hierarchical(SparseCompression):
         super().__post_init__()
         check_choice("across", self.across, ("gtopk", "oktopk"))
         check_choice("inside", self.inside, ("picks", "dense"))
+        if self.node_size is not None:
+            check_count("node_size", self.node_size)
+            if self.node_size == 0:
+                raise ValueError("node_size must be at least 1, got 0; None takes hosts for nodes")
 
     def options(self, k: int, length: int) -> dict[str, Any]:
         return {"across": self.across} | ({"regions": Regions()} if self.across == "oktopk" else {})
+
+    def nodes(self, transport: Transport) -> list[list[int]]:
+        """Return the ranks of every node; all ranks call it together."""
+        if self.node_size is None:
+            return find_nodes(transport)
+        everyone = list(range(transport.size))
+        return [everyone[first : first + self.node_size] for first in everyone[:: self.node_size]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from collectives.algorithms import ALGORITHMS, Regions, find_nodes, where_it_works
+from collectives.algorithms import ALGORITHMS, Regions, where_it_works
 from collectives.errors import NonFiniteError
 from collectives.kernels import all_finite
 from collectives.planning import Candidate, predict
@@ -32,6 +32,7 @@ from .calibration import calibration_of
 from .compression import (
     Compressor,
     ErrorFeedback,
+    Hierarchical,
     SparseCompression,
     selected,
 )
@@ -194,8 +195,8 @@ class SparseExchange:
     def _reduce(
         self, picked: SparseVector, transport: Transport, format: Format
     ) -> tuple[SparseVector, SparseVector]:
-        if self.compression.algorithm == "hierarchical" and "nodes" not in self.options:
-            self.options["nodes"] = find_nodes(transport)
+        if isinstance(self.compression, Hierarchical) and "nodes" not in self.options:
+            self.options["nodes"] = self.compression.nodes(transport)
         reduction = partial(
             ALGORITHMS[self.compression.algorithm],
             k=self.k,

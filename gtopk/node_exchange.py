@@ -11,9 +11,7 @@ sum; velocities there are forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from collectives.algorithms import Hierarchy, find_nodes
+from collectives.algorithms import Hierarchy
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 from collectives.wire import Format
@@ -25,18 +23,9 @@ from .residual import Residual
 
 
 class NodeExchange(SparseExchange):
-    """Top-k of each node's sum, with error feedback.
+    """Top-k of each node's sum, with error feedback."""
 
-    nodes: finds the ranks of every node; all ranks call it together.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        compression: Hierarchical,
-        progress: Progress,
-        nodes: Callable[[Transport], list[list[int]]] = find_nodes,
-    ) -> None:
+    def __init__(self, bucket: Bucket, compression: Hierarchical, progress: Progress) -> None:
         if bucket.device.type != "cpu":
             raise ValueError(
                 f"Compression.hierarchical(inside='dense') works on the host, not on "
@@ -45,7 +34,7 @@ class NodeExchange(SparseExchange):
         super().__init__(bucket, compression, progress)
         self._length = bucket.length
         self._across = compression.across
-        self._nodes = nodes
+        self._nodes = compression.nodes
         self._hierarchy: Hierarchy | None = None
         self._own: Residual | None = None  # of this rank's shard
 

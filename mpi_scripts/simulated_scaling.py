@@ -5,6 +5,7 @@ python mpi_scripts/simulated_scaling.py --ranks 64 512 --sites 2 --far 1gbit --f
 
 Simulated, not measured: of the wire alone, without selecting, coding and merging. As
 `gtopk plan --simulate` does for one cluster; here a trace is recorded once for all bandwidths.
+A site is a node of the hierarchical reduction, which takes more than one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gtopk.replay.platform import NODES_PER_SWITCH, Platform
 from gtopk.replay.simulate import find_python, simulate
 from gtopk.replay.traces import Reduction, trace_of
 
-METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk")
+METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")
 DENSITY: Final = 0.001
 HEAD: Final = 36  # above the panels
 LATENCY_SECONDS: Final = 50e-6
@@ -54,9 +55,9 @@ text { font: 13px system-ui, Helvetica, Arial, sans-serif; fill: var(--text); }
 .middle { text-anchor: middle; } .end { text-anchor: end; }
 .line { fill: none; stroke: var(--ink); stroke-width: 2; } .label { fill: var(--ink); }
 .m0 { --ink: #8a6d00; } .m1 { --ink: #c2452d; } .m2 { --ink: #7b61c9; } .m3 { --ink: #0072b2; }
-.m4 { --ink: #00855f; }
+.m4 { --ink: #00855f; } .m5 { --ink: #a0459b; }
 @media (prefers-color-scheme: dark) { .m0 { --ink: #e0b84c; } .m1 { --ink: #ff8a70; }
-  .m2 { --ink: #b9a6ff; } .m3 { --ink: #5ab4ee; } .m4 { --ink: #3fcf9f; } }
+  .m2 { --ink: #b9a6ff; } .m3 { --ink: #5ab4ee; } .m4 { --ink: #3fcf9f; } .m5 { --ink: #e08bdb; } }
 """
 
 
@@ -76,7 +77,7 @@ def simulated(
         for size in ranks:
             k = length if method == "dense" else round(DENSITY * length)
             try:
-                trace = trace_of(Reduction(method, size, length, k))
+                trace = trace_of(Reduction(method, size, length, k, size // tree.sites))
             except ValueError:
                 trace = None
             for rate in rates:
@@ -145,11 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--far", default="1gbit", help="bandwidth of a site's link to the others")
     parser.add_argument("--far-latency", default="20ms", help="between sites")
     parser.add_argument("--plot", type=Path, help="SVG to write")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:5])
     options = parser.parse_args(arguments)
     sites: int = options.sites
     far = Link.of(bandwidth(options.far), duration(options.far_latency)) if sites > 1 else None
     tree = Tree(options.nodes_per_switch, options.oversubscription, sites, far)
+    if "hierarchical" in options.methods and sites == 1:
+        parser.error("hierarchical takes sites for nodes: give --sites, 2 or more")
     try:
         found = simulated(options.methods, options.ranks, options.rates, tree, find_python())
     except ValueError as error:

@@ -63,6 +63,7 @@ def test_a_code_that_there_is_not_is_refused_with_those_there_are(kind, options)
         (lambda: Compression.gtopk(pieces=1.5), "pieces must be an integer, got 1.5"),
         (lambda: Compression.oktopk(k_out=float("nan")), "k_out must be a number from 1 on"),
         (lambda: Compression.hierarchical(across="topk"), "across must be one of gtopk, oktopk"),
+        (lambda: Compression.hierarchical(node_size=0), "node_size must be at least 1, got 0"),
         (
             lambda: Compression.auto(density=0.1, bytes_per_step=1e6),
             "give one budget, not several: density=0.1, bytes_per_step=1000000.0",

@@ -87,6 +87,19 @@ def test_with_one_rank_in_each_node_it_is_gtopk_to_the_bit(threads):
         assert all(map(torch.equal, held, flat_held))
 
 
+@pytest.mark.parametrize("inside", ["picks", "dense"])
+def test_nodes_of_so_many_ranks_are_as_good_as_hosts_of_so_many(threads, inside):
+    hosts = [[0, 1, 2], [3, 4]]
+    by_host = Compression.hierarchical(0.1, inside=inside)
+    by_number = Compression.hierarchical(0.1, inside=inside, node_size=3)
+    everyone = [list(range(5))]
+    as_hosts = threads(5, lambda transport: steps(transport, hosts, by_host, 3)[:2])
+    counted = threads(5, lambda transport: steps(transport, everyone, by_number, 3)[:2])
+    for (updates, held), (same_updates, same_held) in zip(as_hosts, counted, strict=True):
+        assert all(map(torch.equal, updates, same_updates))
+        assert all(map(torch.equal, held, same_held))
+
+
 def test_what_other_shards_held_back_is_sent_by_whoever_takes_it_over(threads):
     compression = Compression.hierarchical(0.1, inside="dense")
     before = threads(5, lambda transport: steps(transport, NODES, compression))
