@@ -61,6 +61,8 @@ def grow(go: Callable[[int], float], smallest: int, largest: int, budget_seconds
         while not seconds or (len(seconds) < repeats and seconds[-1] <= left):
             seconds.append(go(size))
             left -= seconds[-1]
+        if left < 0:
+            return samples
         grown = min(GROWTH * size, largest)
         if grown / size * min(seconds) > left:
             grown = int(size * left / min(seconds)) // smallest * smallest

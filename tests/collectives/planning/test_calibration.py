@@ -150,6 +150,12 @@ def test_growing_keeps_its_budget_whatever_a_go_takes(alpha, beta, smallest, lar
     assert all(len(seconds) <= REPEATS for seconds in samples.values())
 
 
+def test_a_go_within_a_tick_of_a_coarse_clock_takes_no_time():
+    ticks = itertools.chain([0.0, 0.0, 5.0], itertools.repeat(0.0))
+    assert grow(lambda size: next(ticks), 64, 4096, 1.0) == {64: [0.0, 0.0, 5.0]}
+    assert max(grow(lambda size: 0.0, 64, 4096, 1.0)) == 4096
+
+
 def test_a_hold_up_changes_neither_latency_nor_bandwidth():
     link = link_of({64: [1.0, 9.0, 1.0], 512: [1.0], 1064: [3.0, 2.0, 2.0, 50.0, 2.0]})
     assert link == pytest.approx(Link(1.0 - 64 * 1e-3, 1e-3))
