@@ -15,7 +15,7 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk import world
 from gtopk.adaptive.cursor import by_speed
-from gtopk.adaptive.hogbatch import loader as hogbatch
+from gtopk.adaptive.hogbatch import periods
 from gtopk.recording.reading import Run, Step, read_run
 from gtopk.run_report.page import page
 from gtopk.telemetry import parts
@@ -157,7 +157,7 @@ def test_a_lost_merge_is_a_skipped_step(tmp_path: Path, threads: Callable[..., A
 def test_a_period_of_a_worker_is_a_step(
     tmp_path: Path, threads: Callable[..., Any], nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hogbatch, "PERIOD_NANOSECONDS", 0)  # each batch
+    monkeypatch.setattr(periods, "PERIOD_NANOSECONDS", 0)  # each batch
     run, loaders = record(
         threads, tmp_path, "adaptive-hogbatch", hvd.Compression.gtopk(0.1),
         lambda here, step: here.rank == 1 and step == 0, nodes=nodes,
