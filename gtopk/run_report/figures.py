@@ -54,7 +54,9 @@ def learnt(run: Run, name: str) -> str:
     share = "accuracy" in name.lower()
     written = plots.share_text if share else plots.plain_text
     drawn = {}
-    for over in _AXES[series.steps_alone(run) :]:  # steps of different paces are no axis
+    # Steps that go by at different paces are no axis.
+    axes = [over for over in _AXES if over != "steps" or not series.steps_alone(run)]
+    for over in axes:
         points = series.logged(run, name, over)
         if not points or (over == "bytes" and points[-1].x == 0):
             continue
