@@ -26,7 +26,7 @@ from .reductions import Adasum, Average
 from .replicas import Parted, checksums, compare, require_the_same
 from .samples import Samples
 from .telemetry import StepReport, report
-from .timeline import Step
+from .timeline import Span, Step
 from .weights import loss_scale
 from .wrapping import Wrapping, wrap
 
@@ -206,17 +206,13 @@ class _DistributedOptimizer(Wrapping):
             if not self._skip and looks.is_due(self._reducer.progress.steps):
                 looks.look(recorder, self._reducer.lanes)
         if self._world.timeline is not None:
-            self._world.timeline.note_step(
-                Step(
-                    self._reducer.name,
-                    self._reducer.progress.backward_began,
-                    self._reducer.progress.backward_seconds,
-                    begun,
-                    self._exchange_ended - begun,
-                    self.last_step.working_seconds,
-                    self.last_step.hidden_seconds,
-                )
+            began = self._reducer.progress.backward_began
+            spans = (
+                Span("BACKWARD", began, began + self._reducer.progress.backward_seconds),
+                Span("SYNCHRONIZE", begun, self._exchange_ended),
             )
+            working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
+            self._world.timeline.note_step(Step(self._reducer.name, spans, working, hidden))
         if self._skip:
             self._count_skip(
                 "; ".join(

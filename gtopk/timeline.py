@@ -17,6 +17,11 @@ and one for the steps of each optimizer, with a counter of what backward has hid
     steps of weight    |BACKWARD........................|     |SYNCHRONIZE|
     hidden ms, exposed ms
 
+In the modes of `adapt` whose optimizers step as they can, for each round, mega-batch or period:
+
+    each round of weight   |ROUND..........................|ROUND................|
+                           |COMPUTE........|WAIT|COMPUTE...|COMPUTE.........|WAIT|
+
 The file is complete JSON after every write, also when the job dies: what is new is written over
 the bracket that ends it, and ends in another one.
 """
@@ -31,7 +36,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -48,21 +53,32 @@ _FOLDER: Final = "GTOPK_TIMELINE"
 RANK: Final = "gtopk_rank"  # the record that tells whose trace it is
 
 
-class Step(NamedTuple):
-    """A step of an optimizer, as rank 0 saw it; times by time.perf_counter.
+class Span(NamedTuple):
+    """From when to when a rank did something, by time.perf_counter.
 
-    name:     of its operations.
-    backward: from its first gradient to its last; synchronize: until the update was there.
-    working:  of the engine's thread; hidden: of that, before synchronize.
+    said: what is shown beside it.
+    """
+
+    what: str
+    began: float
+    ended: float
+    said: Mapping[str, Any] = {}
+
+
+class Step(NamedTuple):
+    """What a rank did in a step of an optimizer, or in what stands for one.
+
+    name:    of the optimizer's operations.
+    spans:   side by side, or one within another.
+    working: of the engine's thread; hidden: of that, while the program was at work, too.
+    kind:    of its row: "steps", "each round".
     """
 
     name: str
-    backward_began: float
-    backward_seconds: float
-    synchronize_began: float
-    synchronize_seconds: float
+    spans: Sequence[Span]
     working_seconds: float
     hidden_seconds: float
+    kind: str = "steps"
 
 
 class Timeline:
@@ -143,20 +159,20 @@ class Timeline:
             yield from self._records(*note)
 
     def _step_records(self, step: Step) -> Iterator[dict[str, Any]]:
-        name = f"steps of {step.name.removeprefix('gradients.')}"
+        name = f"{step.kind} of {step.name.removeprefix('gradients.')}"
         if name not in self._rows:
             yield from self._new_row(name)
         place = {"pid": self._rows[name], "tid": self._rows[name]}
-        exposed_seconds = step.working_seconds - step.hidden_seconds
-        for label, began, seconds in (
-            ("BACKWARD", step.backward_began, step.backward_seconds),
-            ("SYNCHRONIZE", step.synchronize_began, step.synchronize_seconds),
-        ):
-            at = {"ts": self._microseconds(began), "dur": round(seconds * 1e6, 1)}
-            yield {"ph": "X", "name": label, **at, **place}
-        shown = {"hidden ms": step.hidden_seconds * 1e3, "exposed ms": exposed_seconds * 1e3}
-        ended = self._microseconds(step.synchronize_began + step.synchronize_seconds)
-        yield {"ph": "C", "name": "exchange", "ts": ended, **place, "args": shown}
+        for span in step.spans:
+            # Both ends are rounded, so that what was within another, or after it, still is.
+            began, ended = self._microseconds(span.began), self._microseconds(span.ended)
+            at = {"ts": began, "dur": round(ended - began, 1)}
+            yield {"ph": "X", "name": span.what, **at, **place, "args": dict(span.said)}
+        if step.working_seconds:
+            exposed_seconds = step.working_seconds - step.hidden_seconds
+            shown = {"hidden ms": step.hidden_seconds * 1e3, "exposed ms": exposed_seconds * 1e3}
+            at = {"ts": self._microseconds(max(span.ended for span in step.spans))}
+            yield {"ph": "C", "name": "exchange", **at, **place, "args": shown}
 
     def _microseconds(self, seconds: float) -> float:
         """Return a time of time.perf_counter as one since the timeline began."""

@@ -103,7 +103,7 @@ class Carrier(Streams):
             now = time.monotonic()
             if not others or (patience_seconds is not None and now > begun + patience_seconds):
                 return others
-            if now > next_warning:
+            if self.announces_waits and now > next_warning:
                 next_warning = now + STALL_WARNING_SECONDS
                 say(f"rank {self.rank} is done ({reason}) and waits for {others} to end, too")
             time.sleep(_LOOK_SECONDS)

@@ -82,11 +82,13 @@ def local_world(
     timeout_seconds: float = 60.0,
     node_size: int | None = None,
     kind: type[LocalTransport] = LocalTransport,
+    announces_waits: bool = True,
 ) -> list[LocalTransport]:
     """Return the transports of a world of `size` ranks in this process, one for each thread.
 
     node_size: how many of them call each other neighbours, as ranks of one host do; None: all.
     kind: what each is.
+    announces_waits: False where ranks wait for cores, not for each other: more of them than cores.
     """
     if size < 1:
         raise ValueError(f"a world needs at least one rank, got size {size}")
@@ -95,7 +97,10 @@ def local_world(
     mailboxes = [Mailbox(timeout_seconds) for _ in range(size)]
     left: dict[int, Farewell] = {}
     counts = Counts()
-    return [kind(rank, mailboxes, left, counts, node_size or size) for rank in range(size)]
+    world = [kind(rank, mailboxes, left, counts, node_size or size) for rank in range(size)]
+    for transport in world:
+        transport.announces_waits = announces_waits
+    return world
 
 
 def run_ranks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections.abc import Iterator
@@ -61,7 +62,8 @@ class Mailbox:
     def _wait(
         self, box: _Box, stream: Transport, who: str, peer: int | None, begun: float
     ) -> Array:
-        next_warning = begun + transport.STALL_WARNING_SECONDS
+        warning_seconds = transport.STALL_WARNING_SECONDS if stream.announces_waits else math.inf
+        next_warning = begun + warning_seconds
         deadline = begun + self.timeout_seconds
         while True:
             # Read before the look into the box: whoever leaves has sent all it will ever send.
@@ -81,7 +83,7 @@ class Mailbox:
             if now >= deadline:
                 raise PeerTimeoutError(waiting)
             if now >= next_warning:
-                next_warning = now + transport.STALL_WARNING_SECONDS
+                next_warning = now + warning_seconds
                 say(waiting)
 
     def _box(self, tag: int, source: int) -> _Box:

@@ -52,6 +52,7 @@ class Transport(Endpoint):
              stream of all ranks.
     counts_allreduce: whether `allreduce` is counted message by message, or by formula.
     timeout_seconds:  the longest a rank waits for a peer.
+    announces_waits: whether a rank that waits for long says so.
     full_speed_bytes: an allreduce of as many has its full speed: two as one would not be faster.
     supports_device_messages: whether messages may be arrays in a GPU's memory.
     """
@@ -59,6 +60,7 @@ class Transport(Endpoint):
     name: str
     counts_allreduce = True
     timeout_seconds = 600.0
+    announces_waits = True
     full_speed_bytes = 1 << 20
     supports_device_messages = False
 

@@ -27,6 +27,7 @@ class View(Transport):
         super().__init__(ranks, rank, path, tag, Traffic(parent=parent.traffic))
         self.name = carrier.name
         self.timeout_seconds = carrier.timeout_seconds
+        self.announces_waits = carrier.announces_waits
         self.supports_device_messages = carrier.supports_device_messages
         self._carrier = carrier
         self._parent = parent

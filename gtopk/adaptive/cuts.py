@@ -34,6 +34,13 @@ class Cut(NamedTuple):
         first = self.start + sum(self.sizes[:rank])
         return range(first, first + self.sizes[rank])
 
+    def batch(self, rank: int) -> Sequence[int]:
+        """Return the places of a rank's batch: its share, or what stands in for none.
+
+        That is two of the step's samples, or its one sample twice: batch norm needs more than one.
+        """
+        return self.share(rank) or [self.start, self.start + min(1, self.total - 1)]
+
 
 class Plan:
     """Which sizes hold from which step on; steps are counted through all epochs.

@@ -11,10 +11,11 @@ from typing import Any
 
 from ..engine import Operation
 from ..recording import looks
-from ..telemetry import Seen, report
+from ..telemetry import Seen, StepReport, report
+from ..timeline import Span, Step
 from ..world import World
 from .round_exchange import RoundExchange
-from .spent import Spent
+from .spent import Bounds, Spent
 
 
 class OwnSteps:
@@ -27,7 +28,7 @@ class OwnSteps:
     def __init__(self, world: World, optimizer: Any, covers: str) -> None:
         self._world, self._optimizer, self._covers = world, optimizer, covers
         self._seen = Seen()
-        self._computed_seconds = 0.0
+        self._computed: list[Bounds] = []
         self._exchanged = 0  # times, with an update
         self.spent = Spent()
 
@@ -37,7 +38,7 @@ class OwnSteps:
 
     def computed(self) -> None:
         """Count what was computed up to now to the step under way, and what follows to the next."""
-        self._computed_seconds += self.spent.take_computed()
+        self._computed += self.spent.take_computed()
 
     def arrived(self, exchange: RoundExchange) -> None:
         """Note what an exchange has done whose operation is over, and what is held back by it."""
@@ -54,12 +55,12 @@ class OwnSteps:
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
         """Report the step, of what was computed until `computed`, and begin another."""
         seen, self._seen = self._seen, Seen()
-        seconds, self._computed_seconds = self._computed_seconds, 0.0
+        computed, self._computed = self._computed, []
         waits = self.spent.take_waits()
         self._optimizer.last_step = done = report(
             seen,
             step=step,
-            compute_seconds=seconds,
+            compute_seconds=sum(ended - began for began, ended in computed),
             waits=waits,
             synchronize_seconds=sum(ended - began for began, ended in waits),
             apply_seconds=0.0,  # the engine's thread does it
@@ -71,3 +72,15 @@ class OwnSteps:
         )
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(done)
+        if self._world.timeline is not None:
+            self._world.timeline.note_step(self._drawn(done, computed, waits))
+
+    def _drawn(self, done: StepReport, computed: list[Bounds], waits: list[Bounds]) -> Step:
+        """Return the step as the timeline shows it: whole, and what was computed and waited."""
+        said = {"step": done.step, "local steps": done.local_steps, "samples": done.samples}
+        spans = [Span(self._covers.upper(), computed[0][0], computed[-1][1], said)]
+        spans += [Span("COMPUTE", *bounds) for bounds in computed]
+        spans += [Span("WAIT", *bounds) for bounds in waits]
+        kind = f"each {self._covers}"
+        name = self._optimizer._reducer.name
+        return Step(name, spans, done.working_seconds, done.hidden_seconds, kind)

@@ -44,7 +44,7 @@ class Source(Protocol):
 class BatchSampler(Sampler[list[int]]):
     """The indices of this rank's batches; `cuts` says of each that was drawn where it lies.
 
-    A rank without a sample in a step gets the step's first one, to be weighted with zero.
+    A rank without a sample in a step gets some of the step's, to be weighted with zero.
     """
 
     def __init__(self, plan: Plan, rank: int, order: Order, length: int, drop_last: bool) -> None:
@@ -65,7 +65,7 @@ class BatchSampler(Sampler[list[int]]):
         self.cuts.clear()
         for cut in cut_epoch(self.plan, self.step, self.start, self.length, self.drop_last):
             self.cuts.append(cut)
-            yield [order[place] for place in cut.share(self.rank) or [cut.start]]
+            yield [order[place] for place in cut.batch(self.rank)]
 
 
 class DatasetSource:
@@ -121,8 +121,8 @@ class StreamSource:
         while block := list(islice(samples, sum(self._plan.at(step)))):
             length = start + len(block)
             for cut in cut_epoch(self._plan, step, start, length, self._drop_last):
-                mine = [block[place - start] for place in cut.share(self._rank)]
-                yield cut, self._collate(mine or block[:1])
+                mine = [block[place - start] for place in cut.batch(self._rank)]
+                yield cut, self._collate(mine)
             step, start = step + 1, length
 
     def steps(self, start: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..engine import Operation
 
-Span = tuple[float, float]  # from, to; by time.perf_counter
+Bounds = tuple[float, float]  # from, to; by time.perf_counter
 
 
 class Spent:
@@ -23,8 +23,8 @@ class Spent:
 
     def __init__(self) -> None:
         self._since: float | None = None  # what was before is computed, waited or taken
-        self._computed_seconds = 0.0
-        self._waits: list[Span] = []
+        self._computed: list[Bounds] = []
+        self._waits: list[Bounds] = []
 
     def begin(self) -> None:
         """Count from now on; where that was said before, go on."""
@@ -42,13 +42,13 @@ class Spent:
                 self._since = time.perf_counter()
                 self._waits.append((began, self._since))
 
-    def take_computed(self) -> float:
-        """Return the seconds that were not waited since this was asked last."""
+    def take_computed(self) -> list[Bounds]:
+        """Return when was not waited since this was asked last."""
         self._pass()
-        seconds, self._computed_seconds = self._computed_seconds, 0.0
-        return seconds
+        computed, self._computed = self._computed, []
+        return computed
 
-    def take_waits(self) -> list[Span]:
+    def take_waits(self) -> list[Bounds]:
         """Return when was waited since this was asked last."""
         waits, self._waits = self._waits, []
         return waits
@@ -56,7 +56,7 @@ class Spent:
     def _pass(self) -> float:
         now = time.perf_counter()
         if self._since is not None:
-            self._computed_seconds += now - self._since
+            self._computed.append((self._since, now))
             self._since = now
         return now
 

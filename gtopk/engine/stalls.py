@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -21,7 +22,9 @@ class Stalls:
 
     def __init__(self, settings: Settings, transport: Transport) -> None:
         self._transport = transport
-        self._warning_seconds = settings.stall_warning_seconds
+        self._warning_seconds = (
+            settings.stall_warning_seconds if transport.announces_waits else math.inf
+        )
         self._advice = "a larger GTOPK_TIMEOUT (seconds) waits longer"
         self._limit_seconds = transport.timeout_seconds
         if settings.stall_shutdown_seconds < transport.timeout_seconds:

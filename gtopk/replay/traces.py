@@ -108,7 +108,8 @@ def _record(reduction: Reduction) -> Trace:
 
     usual = threading.stack_size(_STACK_BYTES)
     try:
-        trace = run_ranks(local_world(reduction.ranks, _TIMEOUT_SECONDS, kind=Recorder), program)
+        world = local_world(reduction.ranks, _TIMEOUT_SECONDS, kind=Recorder, announces_waits=False)
+        trace = run_ranks(world, program)
     finally:
         threading.stack_size(usual)
     return _without_words(trace) if reduction.algorithm == "dense" else trace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from ..charts.markup import prose
@@ -11,11 +11,19 @@ from ..charts.units import digits, percent_text, seconds_text
 from ..recording.reading import Run, Step
 from ..telemetry import PARTS, batch
 from . import plots, series
-from .covered import MEANINGS, a, several
+from .covered import MEANINGS, WAITS, a, several
 from .series import Point
 
 _MANY_RANKS = 64  # bars beyond are left out
 _AXES = ("steps", "time", "bytes")
+_EXPLAINED = {
+    "compute": "compute is forward, backward and the optimizer's own step",
+    "wait": "wait is for the other ranks to be ready, and for the exchange's turn",
+    "select": "select is accumulate, select, and the gradients in and out of their bucket",
+    "pack": "pack is encode and decode",
+    "exchange": "exchange is messages on their way",
+    "merge": "merge is to add up what has come, and to select of that",
+}
 
 
 def figures(run: Run) -> dict[str, list[str]]:
@@ -46,7 +54,9 @@ def learnt(run: Run, name: str) -> str:
     share = "accuracy" in name.lower()
     written = plots.share_text if share else plots.plain_text
     drawn = {}
-    for over in _AXES:
+    # Steps that go by at different paces are no axis.
+    axes = [over for over in _AXES if over != "steps" or not series.steps_alone(run)]
+    for over in axes:
         points = series.logged(run, name, over)
         if not points or (over == "bytes" and points[-1].x == 0):
             continue
@@ -58,16 +68,23 @@ def learnt(run: Run, name: str) -> str:
         return ""
     logging = sum(any(name in note.content for note in rank.values) for rank in run.ranks)
     whose = "one rank's" if logging == 1 else f"{logging} ranks'"
+    reading = (
+        f"The line is the mean of {whose} values, its band goes from the least to the most of "
+        "what lies in the same place."
+    )
+    if "bytes" in drawn:
+        reading += " Bytes are those a rank has sent by then, on average, not received."
     return figure(
         f"{name[0].upper()}{name[1:]}",
         tabs(f"learnt-{series.value_names(run).index(name)}", drawn),
-        f"The line is the mean of {whose} values, its band goes from the least to the most of "
-        "what lies in the same place. Bytes are those a rank has sent by then, not received.",
+        reading,
     )
 
 
 def tabs(identity: str, drawn: dict[str, str]) -> str:
     """Return drawings of which one is shown at a time, without a script; the first at first."""
+    if len(drawn) == 1:
+        return next(iter(drawn.values()))
     inputs, panels = [], []
     for place, (over, drawing) in enumerate(drawn.items()):
         own = f"{identity}-{over}"
@@ -92,12 +109,11 @@ def parts_figure(run: Run) -> str:
     hidden = sum(step.report.hidden_seconds for step in steps)
     working = sum(step.report.working_seconds for step in steps)
     covers = series.covers(run)
+    shown = _shown(by_rank.values())
+    explained = {**_EXPLAINED, "wait": WAITS.get(covers, _EXPLAINED["wait"])}
     reading = (
-        f"{MEANINGS.get(covers, '')}A bar is a rank's mean {covers}, and all of its wall clock. "
-        "Compute is forward, backward and "
-        "the optimizer's own step; wait is for the other ranks to be ready, and for the exchange's "
-        "turn; select is accumulate, select, and the gradients in and out of their bucket; pack is "
-        "encode and decode; exchange is messages on their way. "
+        f"{MEANINGS.get(covers, '')}A bar is a rank's mean {covers}, and all of its wall clock: "
+        f"{'; '.join(explained[part] for part in shown)}. "
     )
     if hidden:
         reading += (
@@ -107,23 +123,42 @@ def parts_figure(run: Run) -> str:
     reading += f"The first steps are left out{f', and {left_out} ranks' if left_out else ''}."
     return figure(
         f"{a(covers).capitalize()} of each rank",
-        legend((plots.part_key(part), part) for part in PARTS) + plots.parts_of_ranks(by_rank),
+        _parts_legend(shown) + plots.parts_of_ranks(by_rank),
         reading,
     )
 
 
+def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return the parts that take any time."""
+    found = list(of)
+    return [part for part in PARTS if any(each[part] > 0 for each in found)]
+
+
+def _parts_legend(shown: Sequence[str]) -> str:
+    return legend((plots.part_key(part), part) for part in shown)
+
+
 def over_steps_figure(run: Run) -> str:
-    """Show the parts of a step over the steps."""
-    found = series.parts_over_steps(run)
+    """Show the parts of a step over the steps, or over time where ranks step at their own paces."""
+    alone = series.steps_alone(run)
+    found = series.parts_over_time(run) if alone else series.parts_over_steps(run)
     if len(found) < 2:
         return ""
     covers = series.covers(run)
+    if alone:
+        drawn = plots.parts_over_time(found)
+        reading = f"All ranks' time, of neighbouring {several(covers)} together. "
+    else:
+        drawn = plots.parts_over_steps(found, covers)
+        reading = (
+            "Means over the ranks, and over neighbouring steps where there are more than a line "
+            "can show. "
+        )
+    reading += "A place where it changes for good is where the machines or the network changed."
     return figure(
         f"{several(covers).capitalize()}, one after the other",
-        legend((plots.part_key(part), part) for part in PARTS)
-        + plots.parts_over_steps(found, covers),
-        "Means over the ranks, and over neighbouring steps where there are more than a line can "
-        "show. A place where it rises for good is where the machines or the network changed.",
+        _parts_legend(_shown(parts for _, parts in found)) + drawn,
+        reading,
     )
 
 
@@ -159,22 +194,36 @@ def prediction_figure(run: Run) -> str:
 def batches_figure(run: Run) -> str:
     """Show the samples of each rank's steps."""
     found = {
-        f"rank {rank.rank}": series.binned((s.report.step, batch(s.report)) for s in rank.steps)
+        f"rank {rank.rank}": series.binned(
+            (series.place(run, step), batch(step.report)) for step in rank.steps
+        )
         for rank in run.ranks
     }
     found = {name: points for name, points in found.items() if points}
     if not found:
         return ""
     shown = dict(list(found.items())[: plots.MANY])
+    if series.covers(run) == "round":
+        reading = "Samples of a rank in a round: of as many micro-batches as there was time for."
+    else:
+        reading = (
+            "Samples of a step of a rank's optimizer, as the loader that follows the ranks' speeds "
+            "has dealt them, or the script has told."
+        )
+        if series.is_of_several(run):
+            reading += " A mean over what is recorded as one."
     return figure(
         "Batch sizes",
         legend((plots.series_key(place), name) for place, name in enumerate(shown))
         + plots.lines_plot(
-            "Samples of each rank's steps", shown, "samples", from_zero=True, bands=False
+            "Samples of each rank's steps",
+            shown,
+            "samples",
+            over=series.over(run),
+            from_zero=True,
+            bands=False,
         ),
-        "Samples of a step of a rank's optimizer, as the loader that follows the ranks' speeds has "
-        "dealt them, or the script has told."
-        + (" A mean over what is recorded as one." if series.is_of_several(run) else "")
+        reading
         + (f" The first {plots.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
     )
 
@@ -189,16 +238,17 @@ def utilisation_figure(run: Run) -> str:
     return figure(
         "Utilisation",
         plots.shares_of_ranks(shares),
-        "The share of its time that a rank computed; the rest it waited for updates. Ranks that "
-        "are alike in this finish together.",
+        "The share of its time that a rank computed; the rest it waited for others, or for "
+        "updates. Ranks that are alike in this finish together.",
     )
 
 
 def stragglers_figure(run: Run) -> str:
     """Show how fast the ranks compute beside the fastest."""
-    pairs = ((n.step, n.content["score"]) for rank in run.ranks for n in rank.scores)
+    notes = [note for rank in run.ranks for note in rank.scores]
     return _one_line(
-        series.binned(pairs),
+        run,
+        series.of_notes(run, notes, "score"),
         "Straggler score",
         "score",
         "How fast a rank computes: the least of all ranks' median seconds over its own, told every "
@@ -222,6 +272,7 @@ def density_figure(run: Run) -> str:
             "Share of the gradient's values that a rank selects, and that the update holds",
             found,
             "of the gradient's values",
+            over=series.over(run),
             written=plots.share_text,
             logarithmic=plots.are_apart([*sent, *updated], 30),
             from_zero=True,
@@ -244,6 +295,7 @@ def _share_of(what: str) -> Callable[[Step], float | None]:
 def bits_figure(run: Run) -> str:
     """Show what an entry takes on the wire."""
     return _one_line(
+        run,
         series.of_steps(run, series.bits_per_entry),
         "Bits per entry",
         "bits",
@@ -255,12 +307,13 @@ def bits_figure(run: Run) -> str:
 
 def norm_figure(run: Run) -> str:
     """Show the norm of the residual."""
-    pairs = ((n.step, n.content["norm"]) for rank in run.ranks for n in rank.withheld)
+    notes = [note for rank in run.ranks for note in rank.withheld]
     return _one_line(
-        series.binned(pairs),
+        run,
+        series.of_notes(run, notes, "norm"),
         "Norm of the residual",
         "norm",
-        "What a rank has accumulated and not sent; looked at every 50 steps. It settles where a "
+        "What a rank has accumulated and not sent; looked at now and then. It settles where a "
         "step sends as much as it brings; one that goes on growing asks for a higher density.",
         plots.plain_text,
     )
@@ -268,9 +321,10 @@ def norm_figure(run: Run) -> str:
 
 def age_figure(run: Run) -> str:
     """Show the age of the residual."""
-    pairs = ((n.step, n.content["age_steps"]) for rank in run.ranks for n in rank.withheld)
+    notes = [note for rank in run.ranks for note in rank.withheld]
     return _one_line(
-        series.binned(pairs),
+        run,
+        series.of_notes(run, notes, "age_steps"),
         "Age of the residual",
         "steps",
         "How many steps like the last would send as much as is held back: the sum of the absolute "
@@ -281,11 +335,18 @@ def age_figure(run: Run) -> str:
 
 
 def _one_line(
-    points: Sequence[Point], title: str, y_name: str, reading: str, written: Callable[[float], str]
+    run: Run,
+    points: Sequence[Point],
+    title: str,
+    y_name: str,
+    reading: str,
+    written: Callable[[float], str],
 ) -> str:
     if not points:
         return ""
-    drawn = plots.lines_plot(title, {title: points}, y_name, written=written, from_zero=True)
+    drawn = plots.lines_plot(
+        title, {title: points}, y_name, over=series.over(run), written=written, from_zero=True
+    )
     return figure(title, drawn, f"{reading} The band goes from the least of the ranks to the most.")
 
 

@@ -153,26 +153,43 @@ def series_key(place: int) -> str:
     )
 
 
-def parts_over_steps(
-    found: Sequence[tuple[float, Mapping[str, float]]], covers: str = "step"
-) -> str:
-    """Draw the parts of a step over the steps, one area on the other; covers: what is one."""
-    x = horizontal(found[0][0], found[-1][0])
+Parts = Sequence[tuple[float, Mapping[str, float]]]  # where on the x axis, and each part there
+
+
+def parts_over_steps(found: Parts, covers: str = "step") -> str:
+    """Draw the seconds of a step over the steps; covers: what is one."""
     y = vertical(0.0, 1.05 * max(sum(seconds.values()) for _, seconds in found))
-    places = [x.place(step) for step, _ in found]
+    title = f"Time of {a(covers)} by part, over the steps, mean of the ranks"
+    return _stacked(title, found, y, (steps_text, seconds_text), ("step", f"{a(covers)} takes"))
+
+
+def parts_over_time(found: Parts) -> str:
+    """Draw the share of the ranks' time that each part had, over time."""
+    title = "Share of the ranks' time by part, over time"
+    names = ("time", "of the ranks' time")
+    return _stacked(title, found, vertical(0.0, 1.0), (seconds_text, share_text), names)
+
+
+def _stacked(
+    title: str,
+    found: Parts,
+    y: Axis,
+    written: tuple[Written, Written],
+    names: tuple[str, str],
+) -> str:
+    """Draw the parts, one area on the other."""
+    x = horizontal(found[0][0], found[-1][0])
+    places = [x.place(at) for at, _ in found]
     below = [0.0] * len(found)
     drawn = []
     for part in PARTS:
-        above = [under + seconds[part] for under, (_, seconds) in zip(below, found, strict=True)]
+        above = [under + shown[part] for under, (_, shown) in zip(below, found, strict=True)]
         lower = [(at, y.place(value)) for at, value in zip(places, below, strict=True)]
         upper = [(at, y.place(value)) for at, value in zip(places, above, strict=True)]
         if any(high > low for high, low in zip(above, below, strict=True)):
             drawn.append(f'<path class="part {part}" d="M{path(lower)}L{path(upper[::-1])}Z"/>')
         below = above
-    axes = frame(
-        x, y, _ticks(x, steps_text), _ticks(y, seconds_text), ("step", f"{a(covers)} takes")
-    )
-    title = f"Time of {a(covers)} by part, over the steps, mean of the ranks"
+    axes = frame(x, y, _ticks(x, written[0]), _ticks(y, written[1]), names)
     return drawing(title, [*drawn, axes])
 
 

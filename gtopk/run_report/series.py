@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from ..recording.reading import Run, Step
+from ..recording.reading import Note, Run, Step
 from ..telemetry import PARTS, parts
+from .covered import ALONE
 
 BINS: Final = 120  # points of a line
 _SETTLING: Final = 2  # first steps, which plan and calibrate
@@ -44,8 +45,30 @@ def binned(pairs: Iterable[tuple[float, float | None]]) -> list[Point]:
 
 
 def of_steps(run: Run, value: Callable[[Step], float | None]) -> list[Point]:
-    """Return a value of every rank's steps over the steps."""
-    return binned((step.report.step, value(step)) for rank in run.ranks for step in rank.steps)
+    """Return a value of every rank's steps, over what `over` says."""
+    return binned((place(run, step), value(step)) for rank in run.ranks for step in rank.steps)
+
+
+def of_notes(run: Run, notes: Iterable[Note], name: str) -> list[Point]:
+    """Return a value that ranks noted, over what `over` says."""
+    return binned((place(run, note), note.content[name]) for note in notes)
+
+
+def over(run: Run) -> str:
+    """Return what shows side by side what ranks did at once: "steps", or "time"."""
+    return "time" if steps_alone(run) else "steps"
+
+
+def steps_alone(run: Run) -> bool:
+    """Tell whether each rank counts its steps by itself, so that they go by at different paces."""
+    return covers(run) in ALONE
+
+
+def place(run: Run, of: Step | Note) -> float:
+    """Return where something that a rank wrote lies over what `over` says."""
+    if steps_alone(run):
+        return of.seconds
+    return of.step if isinstance(of, Note) else of.report.step
 
 
 def value_names(run: Run) -> list[str]:
@@ -57,21 +80,23 @@ def value_names(run: Run) -> list[str]:
 
 
 def logged(run: Run, name: str, over: str) -> list[Point]:
-    """Return what was logged by this name over "steps", "time" or "bytes" (each rank's own)."""
-    pairs: list[tuple[float, float | None]] = []
-    for rank in run.ranks:
-        sent_at = [step.seconds for step in rank.steps]
-        for note in rank.values:
-            if name not in note.content:
-                continue
-            x = float(note.step)
-            if over == "time":
-                x = note.seconds
-            elif over == "bytes":
-                place = bisect.bisect_right(sent_at, note.seconds)
-                x = float(rank.steps[place - 1].bytes_so_far) if place else 0.0
-            pairs.append((x, note.content[name]))
-    return binned(pairs)
+    """Return what was logged by this name over "steps", "time" or "bytes" of a rank on average."""
+    sent_at = [[step.seconds for step in rank.steps] for rank in run.ranks]
+
+    def sent(seconds: float) -> float:
+        so_far = 0
+        for rank, when in zip(run.ranks, sent_at, strict=True):
+            done = bisect.bisect_right(when, seconds)
+            so_far += rank.steps[done - 1].bytes_so_far if done else 0
+        return so_far / len(run.ranks)
+
+    x_of: dict[str, Callable[[Note], float]] = {
+        "steps": lambda note: note.step,
+        "time": lambda note: note.seconds,
+        "bytes": lambda note: sent(note.seconds),
+    }
+    notes = [note for rank in run.ranks for note in rank.values if name in note.content]
+    return binned((x_of[over](note), note.content[name]) for note in notes)
 
 
 def settled(steps: Sequence[Step]) -> Sequence[Step]:
@@ -100,6 +125,26 @@ def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
         (statistics.fmean(step.report.step for step in inside), mean_parts(inside))
         for _, inside in sorted(bins.items())
     ]
+
+
+def parts_over_time(run: Run) -> list[tuple[float, dict[str, float]]]:
+    """Return (seconds, share of the ranks' time by part), of neighbouring steps together."""
+    steps = [step for rank in run.ranks for step in settled(rank.steps)]
+    if not steps:
+        return []
+    first, last = min(s.seconds for s in steps), max(s.seconds for s in steps)
+    count = max(1, min(BINS, len(steps) // (2 * len(run.ranks))))  # two of each rank, or so
+    width = (last - first) / count or 1.0
+    bins: dict[int, list[Step]] = defaultdict(list)
+    for step in steps:
+        bins[min(count - 1, int((step.seconds - first) / width))].append(step)
+    found = []
+    for _, inside in sorted(bins.items()):
+        means = mean_parts(inside)
+        if total := sum(means.values()):
+            shares = {part: seconds / total for part, seconds in means.items()}
+            found.append((statistics.fmean(step.seconds for step in inside), shares))
+    return found
 
 
 def covers(run: Run) -> str:

@@ -59,14 +59,18 @@ class Threads:
             with world.entered(transport):
                 return script()
 
-        return run_ranks(local_world(len(self.here), _PATIENCE_SECONDS), rank)[0]
+        return run_ranks(_threads(len(self.here)), rank)[0]
 
     def meet(self, members: Sequence[int], program: Callable[[Transport], T]) -> dict[int, T]:
-        transports = local_world(len(members), _PATIENCE_SECONDS)
-        return dict(zip(members, run_ranks(transports, program), strict=True))
+        return dict(zip(members, run_ranks(_threads(len(members)), program), strict=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Do nothing: there is but one."""
+
+
+def _threads(size: int) -> list[LocalTransport]:
+    """Return a world whose waits say nothing: its seconds are simulated."""
+    return local_world(size, _PATIENCE_SECONDS, announces_waits=False)
 
 
 class Processes:

@@ -59,7 +59,7 @@ def _row(status: Status, names: Sequence[str]) -> list[str]:
         seconds_text(total) if total else "-",
         share("compute"),
         share("wait"),
-        share("exchange"),
+        share("exchange") if seconds and seconds["exchange"] else "-",
         "-" if status.straggler_score is None else f"{status.straggler_score:.2g}",
         "-" if not status.sent_bytes else bytes_text(status.sent_bytes),
         "-" if status.density is None else f"{status.density:.2g}",

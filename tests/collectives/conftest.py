@@ -1,4 +1,4 @@
-"""A world whose messages are witnessed: who sent what to whom, and in which round."""
+"""Witnessed messages, a machine with GPUs that is a model, and a C++ core that checks itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from collectives.transports import LocalTransport, local_world
+from tests.collectives import fake_cuda
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +90,17 @@ class Witness:
 def witness() -> Callable[[int], Witness]:
     """Return a function that makes a witnessed world of so many ranks."""
     return Witness
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.Cuda]:
+    """A machine with 8 GPUs, on which nothing may go wrong."""
+    cuda = fake_cuda.Cuda(gpus=8)
+    fake_cuda.install(monkeypatch, cuda)
+    yield cuda
+    cuda.off.set()
+    cuda.change()
+    assert cuda.wrongs == []
 
 
 @pytest.fixture(scope="session")

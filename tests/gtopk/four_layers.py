@@ -1,13 +1,17 @@
-"""Four layers, each a bucket of its own: what is exchanged while backward goes on."""
+"""Four layers, each a bucket of its own, that a distributed optimizer trains."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from collectives.transports import LocalTransport
+from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
+from tests.gtopk.held import held
 
 EACH_ALONE = {"bucket_bytes": 1}
 
@@ -36,3 +40,19 @@ def distribute(model: torch.nn.Module, compression: Any = None, **options: Any) 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def train(
+    transport: LocalTransport, compression: Any, disturb: Any = None, **options: Any
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Return parameters and residual after some steps; `disturb` sees each after backward."""
+    model = layers()
+    with world.entered(transport):
+        optimizer = distribute(model, compression, **options)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(inputs(transport.rank, step)).square().sum().backward()
+            if disturb is not None:
+                disturb(model, optimizer, step)
+            optimizer.step()
+        return flat(model), held(optimizer)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import process_sets, world
+from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Average, Sum
-from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers
+from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers, train
 from tests.gtopk.held import held
 
 STEPS = 4
@@ -189,20 +186,6 @@ def test_buckets_are_exchanged_while_backward_goes_on(threads):
         assert 0.0 < report.hidden_seconds < report.working_seconds
 
 
-def train(transport: LocalTransport, compression: Any, disturb: Any = None, **options: Any) -> Any:
-    """Return the parameters after some steps, of which `disturb` sees each after backward."""
-    model = layers()
-    with world.entered(transport):
-        optimizer = distribute(model, compression, **options)
-        for step in range(5):
-            optimizer.zero_grad()
-            model(inputs(transport.rank, step)).square().sum().backward()
-            if disturb is not None:
-                disturb(model, optimizer, step)
-            optimizer.step()
-        return flat(model), held(optimizer), optimizer
-
-
 KINDS = [
     Compression.none,
     Compression.fp16,
@@ -216,7 +199,7 @@ KINDS = [
 @pytest.mark.parametrize("compression", KINDS, ids=repr)
 def test_overlap_changes_no_bit(threads, compression):
     ways = [
-        threads(3, lambda t, o=overlap: train(t, compression, overlap=o)[:2])
+        threads(3, lambda t, o=overlap: train(t, compression, overlap=o))
         for overlap in (True, False)
     ]
     for with_overlap, without in zip(*ways, strict=True):
@@ -278,9 +261,9 @@ def test_gradients_changed_after_backward_are_those_that_count(
             disturb(model, optimizer, step)
 
     with caplog.at_level(logging.INFO, "gtopk"):
-        early = threads(3, lambda t: train(t, Compression.gtopk(0.3), sometimes)[:2])
+        early = threads(3, lambda t: train(t, Compression.gtopk(0.3), sometimes))
     assert sum("without overlap" in record.getMessage() for record in caplog.records) == 3
-    late = threads(3, lambda t: train(t, Compression.gtopk(0.3), sometimes, overlap=False)[:2])
+    late = threads(3, lambda t: train(t, Compression.gtopk(0.3), sometimes, overlap=False))
     for one, other in zip(early, late, strict=True):
         assert torch.equal(one[0], other[0])
         assert one[1].tobytes() == other[1].tobytes()
@@ -309,14 +292,6 @@ def test_a_batch_dropped_after_early_buckets_were_exchanged_leaves_no_trace(thre
         assert one[1].tobytes() == other[1].tobytes()
 
 
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, copy.copy, pickle.dumps])
-def test_a_distributed_optimizer_is_not_copied(copy_of):
-    with world.entered(local_world(1)[0]):
-        optimizer = distribute(layers())
-        with pytest.raises(TypeError, match=r"state_dict\(\)"):
-            copy_of(optimizer)
-
-
 def test_several_optimizers_and_models_step_in_any_order(threads):
     def program(transport: LocalTransport) -> Any:
         models = [layers(), layers()]
@@ -333,287 +308,3 @@ def test_several_optimizers_and_models_step_in_any_order(threads):
 
     replicas = threads(3, program)
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
-
-
-@pytest.mark.parametrize("factor", [0.25, 4.0])
-@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.3)], ids=repr)
-def test_dividing_before_the_sum_and_multiplying_after_it_changes_nothing_but_the_range(
-    threads, compression, factor
-):
-    """Powers of two are exact."""
-    plain = threads(2, lambda t: train(t, compression)[:2])
-    divided = threads(2, lambda t: train(t, compression, gradient_predivide_factor=factor)[:2])
-    for one, other in zip(plain, divided, strict=True):
-        assert torch.equal(one[0], other[0])
-        np.testing.assert_array_equal(one[1], other[1] * factor)
-
-
-def test_a_predivide_factor_keeps_a_sum_from_overflowing(threads):
-    def program(transport: LocalTransport, factor: float) -> bool:
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        with world.entered(transport):
-            optimizer = DistributedOptimizer(
-                torch.optim.SGD([parameter], lr=1e-38),
-                compression=Compression.fp16,
-                gradient_predivide_factor=factor,
-            )
-            parameter.grad = torch.full_like(parameter, 6e4 * 4)
-            optimizer.step()
-        return optimizer.last_step.skipped
-
-    assert threads(2, lambda t: program(t, 1.0)) == [True, True]
-    assert threads(2, lambda t: program(t, 16.0)) == [False, False]
-
-
-class Embedded(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = torch.nn.Embedding(9, 3, sparse=True).double()
-        self.after = torch.nn.Linear(3, 2).double()
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.parameters():
-            torch.nn.init.normal_(parameter, generator=generator)
-
-    def forward(self, at: torch.Tensor) -> torch.Tensor:
-        return self.after(self.rows(at)).square().sum()
-
-
-@pytest.mark.parametrize("op", [Average, Sum])
-@pytest.mark.parametrize("as_dense", [False, True])
-@pytest.mark.parametrize("absent", [False, True])
-def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, absent):
-    """Also where a rank looks up nothing at all."""
-    size = 3
-
-    def indices(rank: int, step: int) -> torch.Tensor:
-        return torch.tensor([rank, (rank + step) % 9, rank]) if rank or not absent else None
-
-    def value(model: Embedded, rank: int, step: int) -> torch.Tensor:
-        at = indices(rank, step)
-        return model(at) if at is not None else model.after(torch.ones(1, 3).double()).sum()
-
-    def program(transport: LocalTransport) -> torch.Tensor:
-        model = Embedded()
-        with world.entered(transport):
-            optimizer = DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.01),
-                model.named_parameters(),
-                op=op,
-                sparse_as_dense=as_dense,
-                missing_gradients="zeros",
-            )
-            for step in range(3):
-                optimizer.zero_grad()
-                value(model, transport.rank, step).backward()
-                optimizer.synchronize()
-                assert model.rows.weight.grad.is_sparse != as_dense
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-        return flat(model)
-
-    alone = Embedded()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
-    for step in range(3):
-        optimizer.zero_grad()
-        total = sum(value(alone, rank, step) for rank in range(size))
-        (total / size if op == Average else total).backward()
-        optimizer.step()
-    replicas = threads(size, program)
-    torch.testing.assert_close(replicas[0], flat(alone), rtol=1e-12, atol=1e-12)
-    assert all(torch.equal(replica, replicas[0]) for replica in replicas)
-
-
-def test_a_gradient_that_becomes_sparse_is_planned_anew(threads):
-    def program(transport: LocalTransport) -> torch.Tensor:
-        model = Embedded()
-        model.rows.sparse = False
-        with world.entered(transport):
-            optimizer = distribute(model, Compression.gtopk(0.2))
-            for step in range(4):
-                model.rows.sparse = step >= 2
-                optimizer.zero_grad()
-                model(torch.tensor([transport.rank, step])).backward()
-                optimizer.step()
-        return flat(model)
-
-    replicas = threads(2, program)
-    assert torch.equal(*replicas)
-
-
-@pytest.mark.parametrize("sparse_value", [float("nan"), float("inf")])
-def test_a_sparse_gradient_that_is_not_finite_skips_the_step(threads, sparse_value):
-    def program(transport: LocalTransport) -> torch.Tensor:
-        model = Embedded()
-        with world.entered(transport):
-            optimizer = distribute(model)
-            before = flat(model)
-            model(torch.tensor([transport.rank, 3])).backward()
-            if transport.rank:
-                model.rows.weight.grad._values()[0, 0] = sparse_value
-            optimizer.step()
-            assert optimizer.last_step.skipped
-            assert torch.equal(before, flat(model))
-
-    threads(2, program)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3, "lists"])
-def test_groups_are_buckets(threads, groups):
-    def program(transport: LocalTransport) -> Any:
-        model = layers()
-        made = groups
-        if groups == "lists":
-            made = [[model[0].weight, model[3].weight]]
-        with world.entered(transport):
-            optimizer = distribute(model, bucket_bytes=None, groups=made)
-            model(inputs(transport.rank, 0)).square().sum().backward()
-            optimizer.step()
-            return [lane.names for lane in optimizer._reducer.lanes]
-
-    for buckets in threads(2, program):
-        if groups == "lists":
-            assert sorted(map(sorted, buckets)) == [
-                ["0.weight", "3.weight"],
-                ["1.weight", "2.weight"],
-            ]
-        else:
-            assert len(buckets) == groups
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"groups": 0}, "at least 1"),
-        ({"groups": "two"}, "integer or a list of lists"),
-        ({"groups": [1, 2]}, "integer or a list of lists"),
-        ({"groups": 2, "bucket_bytes": 5}, "not both"),
-        ({"bucket_bytes": -1}, "0 or more"),
-        ({"local_clip_norm": 0.0}, "above 0"),
-        ({"check_every": -1}, "0 or more"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, said):
-    with (
-        world.entered(local_world(1)[0]),
-        pytest.raises((ValueError, TypeError), match=said),
-    ):
-        DistributedOptimizer(torch.optim.SGD(layers().parameters(), lr=0.1), **arguments)
-
-
-def test_a_parameter_is_in_one_group_at_most():
-    model = layers()
-    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match="twice"):
-        DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            groups=[[model[0].weight], [model[0].weight]],
-        )
-
-
-def test_num_groups_is_deprecated_as_in_horovod():
-    with world.entered(local_world(1)[0]), pytest.warns(DeprecationWarning, match="groups"):
-        DistributedOptimizer(torch.optim.SGD(layers().parameters(), lr=0.1), num_groups=2)
-
-
-def test_what_scripts_read_of_horovods_optimizer_is_there(threads):
-    def program(transport: LocalTransport) -> None:
-        model = layers()
-        with world.entered(transport):
-            optimizer = distribute(model, backward_passes_per_step=2)
-            first = model[0].weight
-            assert optimizer._parameter_names[first] == "0.weight"
-            assert optimizer.op == Average
-            assert optimizer.gradient_predivide_factor == 1.0
-            assert optimizer._compression == Compression.gtopk(0.3)
-            assert optimizer._requires_update == set(model.parameters())
-            assert optimizer._allreduce_delay[first] == 2
-            model(inputs(transport.rank, 0)).sum().backward()
-            assert optimizer._allreduce_delay[first] == 1
-            optimizer.set_backward_passes_per_step(1)
-            assert optimizer.backward_passes_per_step == 1
-            optimizer.step()
-
-    threads(2, program)
-
-
-def test_ranks_of_a_process_set_reduce_together_and_others_step_alone(threads):
-    def program(transport: LocalTransport) -> Any:
-        model, alone = layers(), layers()
-        plain = torch.optim.SGD(alone.parameters(), lr=0.1)
-        with world.entered(transport):
-            pair = process_sets.ProcessSet([0, 2])
-            process_sets.register(pair)
-            optimizer = distribute(model, Compression.gtopk(1.0), process_set=pair)
-            assert optimizer.process_set is pair
-            for step in range(3):
-                for each, of in ((optimizer, model), (plain, alone)):
-                    each.zero_grad()
-                    of(inputs(transport.rank, step)).square().sum().backward()
-                    each.step()
-            state = optimizer.gather_state(2) if pair.included() else None
-            assert (state is None) == (transport.rank != 2)
-        return flat(model), flat(alone)
-
-    first, other, last = threads(3, program)
-    assert torch.equal(*other)
-    assert torch.equal(first[0], last[0])
-    assert not torch.equal(*first)
-
-
-def test_what_was_held_back_goes_into_the_next_world():
-    """As after elastic's recovery, here with fewer ranks."""
-    models = [layers() for _ in range(3)]
-    optimizers: list[Any] = [None] * 3
-
-    def train(transport: LocalTransport) -> tuple[np.ndarray, np.ndarray]:
-        rank = transport.rank
-        with world.entered(transport):
-            optimizers[rank] = optimizers[rank] or distribute(models[rank])
-            before = held(optimizers[rank])
-            for step in range(3):
-                optimizers[rank].zero_grad()
-                models[rank](inputs(rank, step)).square().sum().backward()
-                optimizers[rank].step()
-                if step == 0:
-                    after_one = held(optimizers[rank])
-            return before, after_one
-
-    run_ranks(local_world(3, 30), train)
-    left = [held(optimizer) for optimizer in optimizers]
-    for rank, (before, after_one) in enumerate(run_ranks(local_world(2, 30), train)):
-        np.testing.assert_array_equal(before, left[rank])
-        assert after_one.any()
-    assert torch.equal(flat(models[0]), flat(models[1]))
-
-
-@pytest.mark.parametrize(
-    "compression", [Compression.none, Compression.gtopk(0.3), Compression.topk(1.0)], ids=repr
-)
-@pytest.mark.parametrize("missing", ["error", "zeros"])
-def test_ranks_without_batches_join_and_what_they_hold_back_is_sent(threads, compression, missing):
-    batches = [6, 3, 4]
-
-    def program(transport: LocalTransport) -> Any:
-        model, left = layers(), []
-        with world.entered(transport) as here:
-            optimizer = distribute(model, compression, missing_gradients=missing)
-            for step in range(batches[transport.rank]):
-                optimizer.zero_grad()
-                model(inputs(transport.rank, step)).square().sum().backward()
-                if step == 4 and transport.rank == 0:
-                    model[1].weight.grad[0, 0] = float("nan")
-                optimizer.step()
-                left.append(optimizer.last_step.skipped)
-            before = held(optimizer)
-            last = here.engine.join().wait()
-            assert optimizer._handles == {}
-            return flat(model), before, held(optimizer), left, last
-
-    ranks = threads(3, program)
-    assert ranks[0][3] == [False, False, False, False, True, False]
-    assert {rank[4] for rank in ranks} == {0}
-    assert torch.isfinite(ranks[0][0]).all()
-    if isinstance(compression, type) or compression.density == 1.0:
-        return
-    for _, before, after, _, _ in ranks[1:]:
-        assert np.abs(before).sum() > 0
-        assert (before != after).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +10,8 @@ from collectives.transports import LocalTransport
 from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Average, Sum
+from tests.gtopk.four_layers import distribute, flat
 
 ROWS, WIDTH, STEPS = 50, 3, 3
 
@@ -35,10 +38,6 @@ def loss(model: torch.nn.ParameterDict, rows: torch.Tensor, *, sparse: bool) -> 
     hidden = torch.tanh(F.embedding(rows, model["embedding"], sparse=sparse) + model["bias"])
     scores = hidden @ F.embedding(rows.unique(), model["output"], sparse=sparse).T
     return scores.square().sum()
-
-
-def flat(model: torch.nn.ParameterDict) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.values()])
 
 
 def trained_as_one(size: int) -> torch.Tensor:
@@ -78,3 +77,95 @@ def test_rows_add_up_to_the_step_of_one_process_and_are_sent_once(threads) -> No
             torch.testing.assert_close(end, trained_as_one(size), rtol=1e-12, atol=1e-12)
             assert all(sparse)
             assert all(dense in (0, WIDTH) for dense in sent)  # the bias alone is besides
+
+
+class Embedded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(9, 3, sparse=True).double()
+        self.after = torch.nn.Linear(3, 2).double()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, at: torch.Tensor) -> torch.Tensor:
+        return self.after(self.rows(at)).square().sum()
+
+
+@pytest.mark.parametrize("op", [Average, Sum])
+@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("absent", [False, True])
+def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, absent):
+    """Also where a rank looks up nothing at all."""
+    size = 3
+
+    def indices(rank: int, step: int) -> torch.Tensor:
+        return torch.tensor([rank, (rank + step) % 9, rank]) if rank or not absent else None
+
+    def value(model: Embedded, rank: int, step: int) -> torch.Tensor:
+        at = indices(rank, step)
+        return model(at) if at is not None else model.after(torch.ones(1, 3).double()).sum()
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = Embedded()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01),
+                model.named_parameters(),
+                op=op,
+                sparse_as_dense=as_dense,
+                missing_gradients="zeros",
+            )
+            for step in range(3):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                optimizer.synchronize()
+                assert model.rows.weight.grad.is_sparse != as_dense
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        return flat(model)
+
+    alone = Embedded()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        total = sum(value(alone, rank, step) for rank in range(size))
+        (total / size if op == Average else total).backward()
+        optimizer.step()
+    replicas = threads(size, program)
+    torch.testing.assert_close(replicas[0], flat(alone), rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+
+
+def test_a_gradient_that_becomes_sparse_is_planned_anew(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = Embedded()
+        model.rows.sparse = False
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2))
+            for step in range(4):
+                model.rows.sparse = step >= 2
+                optimizer.zero_grad()
+                model(torch.tensor([transport.rank, step])).backward()
+                optimizer.step()
+        return flat(model)
+
+    replicas = threads(2, program)
+    assert torch.equal(*replicas)
+
+
+@pytest.mark.parametrize("sparse_value", [float("nan"), float("inf")])
+def test_a_sparse_gradient_that_is_not_finite_skips_the_step(threads, sparse_value):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = Embedded()
+        with world.entered(transport):
+            optimizer = distribute(model)
+            before = flat(model)
+            model(torch.tensor([transport.rank, 3])).backward()
+            if transport.rank:
+                model.rows.weight.grad._values()[0, 0] = sparse_value
+            optimizer.step()
+            assert optimizer.last_step.skipped
+            assert torch.equal(before, flat(model))
+
+    threads(2, program)

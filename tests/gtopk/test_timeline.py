@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,31 +14,9 @@ import gtopk.torch as hvd
 from gtopk import timeline, world
 from gtopk.engine import Event
 from gtopk.timeline import Timeline
+from tests.gtopk.traces_read import records_in, rows_in
 
 PLENTY_SECONDS = 30.0
-
-
-def records_in(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file that must be complete JSON, whenever nothing is writing."""
-    text = ""
-    while text != (text := path.read_text()):  # a read beside a write may see some of both
-        pass
-    first, *records = json.loads(text)
-    assert first == {}
-    return records
-
-
-def rows_in(path: Path) -> dict[str, list[str]]:
-    """Return what stands in each row, in the order of time: >begin, <end, a rank that is ready."""
-    names: dict[int, str] = {}
-    rows: dict[str, list[str]] = {}
-    for record in records_in(path):
-        if record["name" if "name" in record else "ph"] == "process_name":
-            names[record["pid"]] = record["args"]["name"]
-        elif record["ph"] in "BEX":
-            mark = {"B": ">", "E": "<", "X": ""}[record["ph"]] + record.get("name", "")
-            rows.setdefault(names[record["pid"]], []).append(mark)
-    return rows
 
 
 def events(name: str, *parts: str) -> list[Event]:

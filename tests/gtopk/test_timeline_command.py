@@ -11,7 +11,7 @@ import torch
 
 import gtopk.torch as hvd
 from gtopk.clocks import Offset
-from gtopk.timeline import Step, Timeline, path_of
+from gtopk.timeline import Span, Step, Timeline, path_of
 from gtopk.timeline_command import main
 
 
@@ -22,7 +22,11 @@ def write_traces(folder: Path, ranks: int) -> None:
             str(path_of(folder, rank)), "mpi", False, rank, Offset(5.0 * rank, 1e-4 * rank)
         )
         moment = 1e5 + 5.0 * rank
-        timeline.note_step(Step("gradients.w", moment, 0.1, moment + 0.1, 0.05, 0.04, 0.01))
+        spans = [
+            Span("BACKWARD", moment, moment + 0.1),
+            Span("SYNCHRONIZE", moment + 0.1, moment + 0.15),
+        ]
+        timeline.note_step(Step("gradients.w", spans, 0.04, 0.01))
         timeline.close()
 
 

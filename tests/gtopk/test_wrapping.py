@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
+from collectives.transports import local_world
+from gtopk import world
 from gtopk.wrapping import Wrapping, wrap
+from tests.gtopk.four_layers import distribute, layers
 
 
 def sgd() -> torch.optim.SGD:
@@ -37,3 +43,11 @@ def test_loading_a_state_keeps_the_groups_that_schedulers_hold():
 def test_what_is_wrapped_is_not_wrapped_again():
     with pytest.raises(ValueError, match="distributed already"):
         wrap(wrap(sgd(), Wrapping), Wrapping)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_distributed_optimizer_is_not_copied(copy_of):
+    with world.entered(local_world(1)[0]):
+        optimizer = distribute(layers())
+        with pytest.raises(TypeError, match=r"state_dict\(\)"):
+            copy_of(optimizer)

@@ -1,6 +1,7 @@
 """The laws of every transport.
 
-Run on any number of ranks, with the transport's name; test_transports.py runs them in threads, too.
+Run on any number of ranks, with the transport's name; tests/collectives/transports runs them
+in threads, too.
 """
 
 from __future__ import annotations

@@ -25,21 +25,20 @@ from ..memory import Memory
 from ..options import Job
 from ..own_steps import OwnSteps
 from ..sources import order_of, rebuilt
-from .audit import Audit
 from .board import now_nanoseconds
 from .check import check
 from .device_classes import NAMES, class_of
-from .device_copy import DeviceCopy
 from .evaluation import evaluates, mean_loss
 from .node import join_node
 from .options import HogbatchOptions
+from .periods import Periods
 from .probe import fits
 from .report import Report, report_of
-from .shared_model import SharedModel, layout_of, require_in_place, states_of
+from .shared_model import SharedModel, layout_of, states_of
 from .sizes import Sizer, Thresholds, checked
+from .writer import Writer
 
 EVALUATED: int = 4096  # samples of a batch whose loss is evaluated
-PERIOD_NANOSECONDS: int = 250_000_000  # recorded as one step: batches may be short
 
 
 class Claims(Sampler[list[int]]):
@@ -90,15 +89,18 @@ class HogbatchLoader:
         self._steps = OwnSteps(world, optimizer, "period")
         self._node = join_node(job, self._mode, self._class, layout, trained, states, self._steps)
         self._board, self._ledger = self._node.board, self._node.ledger
-        self._shared = shared = SharedModel(self._node.model_bytes, layout)
-        self._copy: DeviceCopy | None = None
-        if self._class.is_fast:
-            self._copy = DeviceCopy(shared, trained, states, optimizer)
-        else:
-            shared.map_into(trained, states, optimizer)
+        self._periods = Periods(self._steps, self._board, world)
+        self._writer = Writer(
+            SharedModel(self._node.model_bytes, layout),
+            self._board,
+            trained,
+            states,
+            optimizer,
+            copies=self._class.is_fast,
+            audits=options.audit,
+        )
         self._trained = trained
         self._device = trained[0].device
-        self._audit = Audit(shared, trained) if options.audit else None
 
         most = min(job.loader.batch_size or 1, options.max_batch or 1 << 40)
         default = checked(Thresholds(options.min_batch, most), "this rank")
@@ -118,10 +120,8 @@ class HogbatchLoader:
         # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
         optimizer.step = MethodType(step, optimizer)
         self._in_hand: Sequence[int] = ()
-        self._began = self._seen = 0
-        self._reported = (0, 0, 0, 0)  # updates, samples, skipped so far, and when that was
+        self._began = 0
         self.num_samples = 0
-        self.last_staleness = 0
         self._ledger.end()
 
     # ---- an epoch
@@ -132,12 +132,7 @@ class HogbatchLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches; the epoch is over when every sample was in one of some."""
-        require_in_place(
-            self._shared.layout,
-            self._copy.tensors if self._copy is not None else self._shared.tensors,
-            self._trained,
-            self._optimizer,
-        )
+        self._writer.check()
         epoch, _ = self._epochs.begin()
         order = self._order(epoch)
         self._begin(len(order))
@@ -158,7 +153,7 @@ class HogbatchLoader:
             self._board.add("there", now_nanoseconds() - begun)
             self._ledger.end()
             self._epochs.finish()
-            self._report()
+            self._periods.end()
 
     def sit_out(self) -> None:
         """Take no part in an epoch; it begins and ends for this worker, too."""
@@ -168,33 +163,18 @@ class HogbatchLoader:
             self._node.merging.end(self._ledger)
         self._ledger.end()
         self._epochs.finish()
-        self._report()
+        self._periods.end()
 
     def _begin(self, length: int) -> None:
         self._steps.spent.begin()
         with self._steps.spent.waiting():
             self._ledger.begin(length)
         self._node.merging.begin()
-        self._reported = *self._reported[:3], now_nanoseconds()
+        self._periods.begin()
 
     def _reclaim(self) -> list[int]:
         with self._steps.spent.waiting():
             return self._ledger.reclaim(self._sizer.size)
-
-    def _report(self) -> None:
-        """Report what this worker has done since the last report."""
-        board, (updates, samples, skipped, _) = self._board, self._reported
-        now = board["updates"], board["samples"], board["skipped"]
-        self._reported = *now, now_nanoseconds()
-        self._steps.computed()
-        self._steps.close(
-            self._world.step - 1, now[1] - samples, now[0] - updates, skipped=now[2] > skipped
-        )
-
-    def _report_if_due(self) -> None:
-        updates, _, _, then = self._reported
-        if now_nanoseconds() - then >= PERIOD_NANOSECONDS and self._board["updates"] > updates:
-            self._report()
 
     def _give_back(self) -> None:
         """Let others have what this worker has claimed and not stepped with."""
@@ -234,11 +214,10 @@ class HogbatchLoader:
         """Yield the batches of a source of indices, each to be stepped with."""
         self._claims.source = source
         for batch in self._loader:
-            self._report_if_due()
+            self._periods.poll()
             self._in_hand = self._claimed.popleft()
             self.num_samples = len(self._in_hand)
-            self._refresh()
-            self._seen = self._board.total("updates")
+            self._writer.hand_over()
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
             self._began = now_nanoseconds()
@@ -265,7 +244,7 @@ class HogbatchLoader:
         if self._options.loss_reduction == "sum":
             self._rate.factor /= samples
         if self._gradients_are_finite():
-            self._update()
+            self._writer.update(self._apply)
             self._board.add("samples", samples)
         else:
             self._board.add("skipped", 1)
@@ -277,26 +256,6 @@ class HogbatchLoader:
     def _gradients_are_finite(self) -> bool:
         sums = [p.grad.sum() for p in self._trained if p.grad is not None]
         return bool(torch.stack([each.float() for each in sums]).isfinite().all()) if sums else True
-
-    def _update(self) -> None:
-        board = self._board
-        if self._copy is not None:
-            self._apply()
-            steps = self._copy.steps()
-            with board.writing():
-                self._copy.add(steps)
-            if self._audit is not None:
-                self._audit.note(steps)
-        elif self._audit is not None:
-            with board.writing():
-                self._audit.in_place(self._apply)
-        else:
-            with board.writing():
-                self._apply()
-        self.last_staleness = board.total("updates") - self._seen
-        board.add("staleness", self.last_staleness)
-        board["stalest"] = max(board["stalest"], self.last_staleness)
-        board.add("updates", 1)
 
     def _apply(self) -> None:
         with self._optimizer.skip_synchronize():
@@ -345,11 +304,7 @@ class HogbatchLoader:
 
         idles = not evaluates(self._node)
         with self._steps.spent.waiting() if idles else nullcontext():
-            return mean_loss(self._node, len(data), batch, self._refresh, loss)
-
-    def _refresh(self) -> None:
-        if self._copy is not None:
-            self._copy.refresh()
+            return mean_loss(self._node, len(data), batch, self._writer.refresh, loss)
 
     def report(self) -> Report:
         """Return what the workers of this node have done so far."""
@@ -360,9 +315,12 @@ class HogbatchLoader:
 
         Needs audit=True, and no step under way: between epochs.
         """
-        if self._audit is None:
-            raise ValueError("nothing was audited: make the loader by adapt(..., audit=True)")
-        return self._audit.lost(self._world)
+        return self._writer.audited(self._world)
+
+    @property
+    def last_staleness(self) -> int:
+        """Return how many updates of others came while the last batch was computed."""
+        return self._writer.last_staleness
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""
@@ -376,7 +334,7 @@ class HogbatchLoader:
         with self._steps.spent.waiting():
             self._ledger.begin(0, between_nodes=False)
             self._node.merging.drain()
-        self._refresh()
+        self._writer.refresh()
         self._ledger.end()
 
     def state_dict(self) -> dict[str, Any]:

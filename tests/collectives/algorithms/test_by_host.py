@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +16,6 @@ from collectives.transports import local_world
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.staged import StagedTransport
 from collectives.wire import EXACT, Format
-from tests.collectives import fake_cuda
 from tests.collectives.algorithms.worlds import (
     FORMATS,
     WAYS,
@@ -34,17 +33,6 @@ TRANSPORTS: dict[str, Callable[[Transport], Transport]] = {
 }
 SIZES = [1, 2, 3, 6]
 every_way = pytest.mark.parametrize("way", WAYS)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A machine with 8 GPUs, on which nothing may go wrong."""
-    cuda = fake_cuda.Cuda(gpus=8)
-    fake_cuda.install(monkeypatch, cuda)
-    yield cuda
-    cuda.off.set()
-    cuda.change()
-    assert cuda.wrongs == []
 
 
 def on_gpus(

@@ -185,6 +185,34 @@ def test_ranks_that_disagree_about_samples_get_an_error() -> None:
     on_ranks(2, program)
 
 
+class Samples(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data(96))
+
+
+@pytest.mark.parametrize("samples", [data(96), Samples()], ids=["data set", "stream"])
+def test_batch_norm_takes_the_batch_that_stands_in_for_none(samples: Any) -> None:
+    """It refuses one sample where there is no more than a pixel of each."""
+
+    def program(here: World) -> list[int]:
+        model = torch.nn.Sequential(network()[0], torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        optimizer = sgd(model.double())
+        speed = 1.0 if here.rank else 1e6
+        loader = hvd.adapt(
+            DataLoader(samples, 4), optimizer, min_batch=0, interval=1, timer=Modelled(speed)
+        )
+        sizes = []
+        for batch in loader:
+            step_on(model, optimizer, batch, mean_loss)
+            sizes.append(loader.num_samples)
+        return sizes
+
+    fast, slow = on_ranks(2, program)
+    assert fast[0] == slow[0] == 4
+    assert fast[-1] == 8
+    assert slow[-1] == 0
+
+
 def indices_of(loader: Any) -> list[list[int]]:
     """Return the batches of an epoch; one that stands in for none counts as empty."""
     return [batch.tolist() if loader.num_samples else [] for batch in loader]

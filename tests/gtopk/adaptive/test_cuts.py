@@ -33,6 +33,17 @@ def test_every_place_is_in_exactly_one_share(case: Any, length: int) -> None:
 
 @settings(deadline=None)
 @given(plans(), st.integers(0, 200))
+def test_two_samples_of_the_step_stand_in_for_none(case: Any, length: int) -> None:
+    plan, _ = case
+    for cut in cut_epoch(plan, 0, 0, length):
+        places = range(cut.start, cut.start + cut.total)
+        for rank, size in enumerate(cut.sizes):
+            stand_in = [places[0], places[-1] if cut.total < 2 else places[1]]
+            assert list(cut.batch(rank)) == (list(cut.share(rank)) if size else stand_in)
+
+
+@settings(deadline=None)
+@given(plans(), st.integers(0, 200))
 def test_only_the_partial_step_is_dropped(case: Any, length: int) -> None:
     plan, _ = case
     kept = list(cut_epoch(plan, 0, 0, length, drop_last=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
-from gtopk import world
+from gtopk import timeline, world
 from gtopk.adaptive.cursor import by_speed
-from gtopk.adaptive.hogbatch import loader as hogbatch
-from gtopk.recording.reading import Run, Step, read_run
+from gtopk.adaptive.hogbatch import periods
+from gtopk.recording.reading import RankRecord, Run, Step, read_run
 from gtopk.run_report.page import page
 from gtopk.telemetry import parts
 from gtopk.top.show import as_lines
 from gtopk.top.status import status_of
 from gtopk.world import World
+from tests.gtopk.traces_read import records_in
 
 RANKS, LENGTH = 2, 96
 
@@ -40,6 +42,7 @@ def record(
     def rank(transport: LocalTransport) -> Any:
         with world.entered(transport) as here:
             gtopk.record(str(folder))
+            timeline.start(here, str(folder / "trace"))
             own_generator = torch.Generator().manual_seed(0)  # torch's own is all threads'
             model = torch.nn.Linear(30, 4)
             for parameter in model.parameters():
@@ -73,7 +76,33 @@ def record(
             assert 0 <= step.report.hidden_seconds <= step.report.working_seconds + 1e-6
         taken = sum(s.report.compute_seconds + s.report.synchronize_seconds for s in each.steps)
         assert 0 < taken <= each.steps[-1].seconds
+    check_trace(records_in(folder / "trace"), run.ranks[0])
     return run, [loader for loader, _ in found]
+
+
+def check_trace(records: list[dict[str, Any]], rank: RankRecord) -> None:
+    """Check that a rank's trace shows what its record says, every second once."""
+    covers = rank.steps[0].report.covers
+    name = f"each {covers} of bias"  # the first that backward comes to
+    (row,) = (record["pid"] for record in records if record.get("args") == {"name": name})
+    spans = [record for record in records if record["pid"] == row and record["ph"] == "X"]
+    whole = [span["args"] for span in spans if span["name"] == covers.upper()]
+    reports = [step.report for step in rank.steps]
+    assert whole == [
+        {"step": each.step, "local steps": each.local_steps, "samples": each.samples}
+        for each in reports
+    ]
+    parts = {
+        "COMPUTE": sum(each.compute_seconds for each in reports),
+        "WAIT": sum(each.synchronize_seconds for each in reports),
+    }
+    for part, seconds in parts.items():
+        drawn = sum(span["dur"] for span in spans if span["name"] == part)
+        assert drawn / 1e6 == pytest.approx(seconds, abs=1e-6 * len(spans))
+    ends = sorted((s["ts"], round(s["ts"] + s["dur"], 1)) for s in spans if s["name"] in parts)
+    assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(ends))
+    exchanges = sum(record["ph"] == "C" and record["pid"] == row for record in records)
+    assert exchanges == sum(each.working_seconds > 0 for each in reports)
 
 
 def steps_of(run: Run) -> list[Step]:
@@ -157,7 +186,7 @@ def test_a_lost_merge_is_a_skipped_step(tmp_path: Path, threads: Callable[..., A
 def test_a_period_of_a_worker_is_a_step(
     tmp_path: Path, threads: Callable[..., Any], nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hogbatch, "PERIOD_NANOSECONDS", 0)  # each batch
+    monkeypatch.setattr(periods, "PERIOD_NANOSECONDS", 0)  # each batch
     run, loaders = record(
         threads, tmp_path, "adaptive-hogbatch", hvd.Compression.gtopk(0.1),
         lambda here, step: here.rank == 1 and step == 0, nodes=nodes,

@@ -334,6 +334,17 @@ def test_whom_a_rank_waits_for_is_said_and_then_ends_the_job(threads, capsys):
     assert "rank 1 has waited" not in said
 
 
+def test_a_world_that_announces_no_waits_ends_them_all_the_same(capsys):
+    limits = Settings(stall_warning_seconds=0.01, stall_shutdown_seconds=0.2)
+
+    def program(engine: Engine, rank: int) -> None:
+        with pytest.raises(HorovodInternalError, match="has waited"):
+            engine.submit("ab"[rank], [], nothing).wait()
+
+    run_ranks(local_world(2, 30, announces_waits=False), with_engine(program, limits))
+    assert "has waited" not in capsys.readouterr().err
+
+
 def test_an_operation_that_only_some_submit_ends_when_its_time_is_over():
     def program(engine: Engine, rank: int) -> str:
         if rank == 1:

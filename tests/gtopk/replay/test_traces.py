@@ -64,3 +64,9 @@ def test_what_has_too_many_messages_is_refused() -> None:
         trace_of(Reduction("oktopk", 4096, 1000, 10))
     with pytest.raises(ValueError, match="ask for fewer ranks"):
         trace_of(Reduction("topk-allgather", 4096, 1000, 3))
+
+
+def test_threads_that_wait_for_cores_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("collectives.transports.transport.STALL_WARNING_SECONDS", 0.0)
+    trace_of(reduction("gtopk", 8))
+    assert capsys.readouterr().err == ""

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from gtopk.recording.files import LineFile
-from gtopk.recording.lines import as_text, path_of
+from gtopk.recording.lines import as_text, path_of, step_line
 from gtopk.recording.reading import read_run
 from gtopk.run_report.command import main
 from gtopk.run_report.page import page
-from gtopk.run_report.series import BINS, binned
-from tests.gtopk.made_runs import begin, lines_of, write_run
+from gtopk.run_report.series import BINS, Point, binned, logged, parts_over_time
+from tests.gtopk.made_runs import begin, lines_of, report, write_run
 
 FIGURES = (
     *("Accuracy", "Loss", "A step of each rank", "Steps, one after the other", "Utilisation"),
@@ -68,6 +68,49 @@ def test_a_dense_run_has_no_figures_of_what_is_held_back(tmp_path: Path) -> None
         path.write_text("\n".join(kept))
     titles = set(re.findall(r"<figure><h3>(.*?)</h3>", html_of(tmp_path)))
     assert titles == set(FIGURES[:6]) | {"Batch sizes"}
+
+
+@pytest.mark.parametrize("covers", ["mega-batch", "period"])
+def test_ranks_that_step_at_their_own_paces_are_shown_over_time(
+    tmp_path: Path, covers: str
+) -> None:
+    run = read_run(write_run(tmp_path, covers=covers, local_steps=3, predicted_seconds=None))
+    html = page(run, "a run")
+    assert ">over time</label>" in html
+    assert ">over steps</label>" not in html
+    assert ">step</text>" not in html
+    found = parts_over_time(run)
+    assert [sum(shares.values()) for _, shares in found] == pytest.approx([1.0] * len(found))
+    assert all(shares["compute"] == pytest.approx(0.6) for _, shares in found)
+    assert run.ranks[0].steps[0].seconds < found[0][0] < found[-1][0] < run.seconds
+
+
+def test_where_nothing_is_to_be_chosen_there_is_no_button(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, covers="period", sent_bytes=0))
+    for rank in run.ranks:
+        rank.steps = [step._replace(bytes_so_far=0) for step in rank.steps]
+    html = page(run, "a run")
+    assert "<label" not in html
+    assert "Bytes are those" not in html
+    assert "Accuracy</h3>" in html
+
+
+def test_parts_that_took_no_time_are_not_in_the_legend(tmp_path: Path) -> None:
+    alike = {"select_seconds": 0.0, "apply_seconds": 0.0, "communicate_seconds": 0.0}
+    html = html_of(write_run(tmp_path, **alike, merge_seconds=0.0, code_seconds=0.0))
+    keys = set(re.findall(r'class="part (\w+)" width="34"', html))
+    assert keys == {"compute", "wait"}
+    assert "pack is encode" not in html
+
+
+def test_a_value_lies_over_the_bytes_that_a_rank_has_sent_on_average(tmp_path: Path) -> None:
+    for rank, sent in enumerate((500, 1500)):
+        file = LineFile(path_of(tmp_path, rank))
+        file.take([begin(rank, 2, seconds=100.0)])
+        file.take([step_line(report(0, sent_bytes=sent), 1.0, sent)])
+        file.take([{"what": "values", "seconds": 2.0, "step": 1, "values": {"loss": 3.0}}])
+        file.close()
+    assert logged(read_run(tmp_path), "loss", "bytes") == [Point(1000.0, 3.0, 3.0, 3.0)]
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:

@@ -98,13 +98,13 @@ def test_in_lock_step_it_is_one_process_with_all_batches(
             lock_step=True,
             audit=True,
         )
-        step = loader._update
+        update = loader._writer.update
 
-        def recorded() -> None:
+        def recorded(apply: Callable[[], None]) -> None:
             steps.append(list(loader._in_hand))
-            step()
+            update(apply)
 
-        loader._update = recorded
+        loader._writer.update = recorded
         for _ in range(2):
             train(loader, model, optimizer)
         assert loader.report().overlapped_share == 0

@@ -14,7 +14,7 @@ import pytest
 from collectives import PeerError, Transport, open_transport, run_ranks
 from collectives.transports import local_world
 from collectives.transports.nccl import NcclTransport
-from tests.collectives.nccl.on_model import meet
+from tests.collectives.transports.nccl.on_model import meet
 from tests.programs.of_gpus import device
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,8 +13,8 @@ from collectives.transports import local_world
 from collectives.transports.cuda_aware import why_staged
 from collectives.transports.direct import DirectTransport
 from collectives.transports.staged import StagedTransport
-
-PROGRAMS = Path(__file__).parents[1] / "programs"
+from tests.programs import collectives_transports as laws
+from tests.programs import of_gpus
 
 
 def gpus() -> int:
@@ -34,14 +31,6 @@ GPUS = gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU, and CuPy")]
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, PROGRAMS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-laws, of_gpus = load("collectives_transports"), load("of_gpus")
 LAWS = of_gpus.without_counts(laws.LAWS)
 
 

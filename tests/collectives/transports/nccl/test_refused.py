@@ -12,7 +12,7 @@ from collectives.transports import local_world
 from collectives.transports.announcement import Announcement, Way
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.staged import StagedTransport
-from tests.collectives.nccl.on_model import message, on_ranks
+from tests.collectives.transports.nccl.on_model import message, on_ranks
 from tests.programs.of_gpus import device, up
 
 

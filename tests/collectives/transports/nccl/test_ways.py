@@ -15,7 +15,7 @@ from collectives import Transport
 from collectives.cost import dense_bytes, rounds
 from collectives.transports.announcement import ANNOUNCEMENT_BYTES, Announcement, Way
 from collectives.transports.nccl import NcclTransport
-from tests.collectives.nccl.on_model import SIZES, message, on_ranks
+from tests.collectives.transports.nccl.on_model import SIZES, message, on_ranks
 from tests.programs import collectives_transports as laws
 from tests.programs.of_gpus import OfGpus, device, up, without_counts
 

@@ -6,10 +6,7 @@ GPUs is in test_nccl_gpu.py.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,28 +16,6 @@ from collectives.transports import LocalTransport, direct, local_world
 from collectives.transports.announcement import Announcement, Way
 from collectives.transports.direct import DirectTransport, over_gpus
 from collectives.transports.staged import StagedTransport
-
-HERE = Path(__file__).parent
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-fake_cuda = load(HERE / "fake_cuda.py")
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    cuda = fake_cuda.Cuda(gpus=8)
-    fake_cuda.install(monkeypatch, cuda)
-    yield cuda
-    cuda.off.set()
-    cuda.change()
-    assert cuda.wrongs == []
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

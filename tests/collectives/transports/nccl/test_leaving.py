@@ -14,7 +14,7 @@ from collectives import PeerError, PeerTimeoutError
 from collectives.transports.announcement import Announcement, Way
 from collectives.transports.nccl import NcclTransport
 from tests.collectives import fake_cuda
-from tests.collectives.nccl.on_model import meet, message, on_ranks
+from tests.collectives.transports.nccl.on_model import meet, message, on_ranks
 from tests.programs.of_gpus import device, up
 
 

@@ -1,0 +1,93 @@
+"""Writer: how a worker's steps reach the shared model.
+
+slow classes    its parameters are the shared ones: a step is one in place
+fast classes    a step of its own copy, and what that has changed is added
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...world import World
+from .audit import Audit
+from .board import Board
+from .device_copy import DeviceCopy
+from .shared_model import SharedModel, require_in_place
+
+
+class Writer:
+    """One worker's; its board counts the updates, and how stale they were.
+
+    last_staleness: others' updates between the last hand-over and the update that followed.
+    """
+
+    def __init__(
+        self,
+        shared: SharedModel,
+        board: Board,
+        trained: Sequence[torch.nn.Parameter],
+        states: Sequence[dict[str, Any]],
+        optimizer: torch.optim.Optimizer,
+        *,
+        copies: bool,
+        audits: bool,
+    ) -> None:
+        """Let the parameters, and the optimizer's state, be shared, or `copies` of what is."""
+        self._shared, self._board = shared, board
+        self._trained, self._optimizer = trained, optimizer
+        self._copy: DeviceCopy | None = None
+        if copies:
+            self._copy = DeviceCopy(shared, trained, states, optimizer)
+        else:
+            shared.map_into(trained, states, optimizer)
+        self._audit = Audit(shared, trained) if audits else None
+        self._seen = 0  # updates of the model, at the last hand-over
+        self.last_staleness = 0
+
+    def check(self) -> None:
+        """Raise RuntimeError where the script has put other tensors into parameters or state."""
+        tensors = self._copy.tensors if self._copy is not None else self._shared.tensors
+        require_in_place(self._shared.layout, tensors, self._trained, self._optimizer)
+
+    def hand_over(self) -> None:
+        """Have the parameters be what the model is now, for the batch that comes."""
+        self.refresh()
+        self._seen = self._board.total("updates")
+
+    def refresh(self) -> None:
+        """Have the parameters be what the model is now."""
+        if self._copy is not None:
+            self._copy.refresh()
+
+    def update(self, apply: Callable[[], None]) -> None:
+        """Update the model by a step, which `apply` makes of this worker's parameters."""
+        board = self._board
+        if self._copy is not None:
+            apply()
+            steps = self._copy.steps()
+            with board.writing():
+                self._copy.add(steps)
+            if self._audit is not None:
+                self._audit.note(steps)
+        elif self._audit is not None:
+            with board.writing():
+                self._audit.in_place(apply)
+        else:
+            with board.writing():
+                apply()
+        self.last_staleness = board.total("updates") - self._seen
+        board.add("staleness", self.last_staleness)
+        board["stalest"] = max(board["stalest"], self.last_staleness)
+        board.add("updates", 1)
+
+    def audited(self, world: World) -> float:
+        """Return the share of all steps, in L1, that was lost; raise ValueError without an audit.
+
+        All workers call it.
+        """
+        if self._audit is None:
+            raise ValueError("nothing was audited: make the loader by adapt(..., audit=True)")
+        return self._audit.lost(world)

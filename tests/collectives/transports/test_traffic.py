@@ -1,0 +1,51 @@
+"""Bytes and messages are counted once, and none is lost."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+
+from collectives import SparseVector, reduce
+from collectives.transports import Traffic, local_world
+from tests.collectives.transports.kinds import MESSAGE
+
+
+def test_no_count_is_lost_when_threads_count_at_once() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        total = Traffic()
+        parts = [Traffic(parent=total) for _ in range(4)]
+        counters = [
+            threading.Thread(target=lambda p=p: [p.count(2, 1) for _ in range(2000)]) for p in parts
+        ]
+        for counter in counters:
+            counter.start()
+        for counter in counters:
+            counter.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert parts == [Traffic(4000, 2000)] * 4
+    assert total == Traffic(16000, 8000)
+
+
+def test_the_counters_are_taken_once() -> None:
+    (transport,) = local_world(1)
+    transport.send(MESSAGE, 0)()
+    assert transport.traffic == Traffic(10, 1)
+    assert transport.traffic.take() == Traffic(10, 1)
+    assert transport.traffic.take() == Traffic(0, 0)
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    (transport,) = local_world(1)
+    array = np.ones(3)
+    transport.allreduce(array)
+    transport.barrier()
+    assert transport.allgather(MESSAGE)[0].tobytes() == MESSAGE.tobytes()
+    assert transport.broadcast(MESSAGE, 0).tobytes() == MESSAGE.tobytes()
+    for algorithm in ("dense", "topk-allgather", "gtopk-tree", "gtopk"):
+        reduce(SparseVector.from_dense(array), 3, transport, algorithm)
+    assert transport.traffic == Traffic(0, 0)

@@ -1,0 +1,96 @@
+"""Horovod's arguments mean here what they mean there, and what scripts read is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.transports import LocalTransport, local_world
+from gtopk import process_sets, world
+from gtopk.compression import Compression
+from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Average
+from tests.gtopk.four_layers import distribute, flat, inputs, layers, train
+
+
+def test_what_scripts_read_of_horovods_optimizer_is_there(threads):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, backward_passes_per_step=2)
+            first = model[0].weight
+            assert optimizer._parameter_names[first] == "0.weight"
+            assert optimizer.op == Average
+            assert optimizer.gradient_predivide_factor == 1.0
+            assert optimizer._compression == Compression.gtopk(0.3)
+            assert optimizer._requires_update == set(model.parameters())
+            assert optimizer._allreduce_delay[first] == 2
+            model(inputs(transport.rank, 0)).sum().backward()
+            assert optimizer._allreduce_delay[first] == 1
+            optimizer.set_backward_passes_per_step(1)
+            assert optimizer.backward_passes_per_step == 1
+            optimizer.step()
+
+    threads(2, program)
+
+
+def test_num_groups_is_deprecated_as_in_horovod():
+    with world.entered(local_world(1)[0]), pytest.warns(DeprecationWarning, match="groups"):
+        DistributedOptimizer(torch.optim.SGD(layers().parameters(), lr=0.1), num_groups=2)
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.3)], ids=repr)
+def test_dividing_before_the_sum_and_multiplying_after_it_changes_nothing_but_the_range(
+    threads, compression, factor
+):
+    """Powers of two are exact."""
+    plain = threads(2, lambda t: train(t, compression))
+    divided = threads(2, lambda t: train(t, compression, gradient_predivide_factor=factor))
+    for one, other in zip(plain, divided, strict=True):
+        assert torch.equal(one[0], other[0])
+        np.testing.assert_array_equal(one[1], other[1] * factor)
+
+
+def test_a_predivide_factor_keeps_a_sum_from_overflowing(threads):
+    def program(transport: LocalTransport, factor: float) -> bool:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1e-38),
+                compression=Compression.fp16,
+                gradient_predivide_factor=factor,
+            )
+            parameter.grad = torch.full_like(parameter, 6e4 * 4)
+            optimizer.step()
+        return optimizer.last_step.skipped
+
+    assert threads(2, lambda t: program(t, 1.0)) == [True, True]
+    assert threads(2, lambda t: program(t, 16.0)) == [False, False]
+
+
+def test_ranks_of_a_process_set_reduce_together_and_others_step_alone(threads):
+    def program(transport: LocalTransport) -> Any:
+        model, alone = layers(), layers()
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+        with world.entered(transport):
+            pair = process_sets.ProcessSet([0, 2])
+            process_sets.register(pair)
+            optimizer = distribute(model, Compression.gtopk(1.0), process_set=pair)
+            assert optimizer.process_set is pair
+            for step in range(3):
+                for each, of in ((optimizer, model), (plain, alone)):
+                    each.zero_grad()
+                    of(inputs(transport.rank, step)).square().sum().backward()
+                    each.step()
+            state = optimizer.gather_state(2) if pair.included() else None
+            assert (state is None) == (transport.rank != 2)
+        return flat(model), flat(alone)
+
+    first, other, last = threads(3, program)
+    assert torch.equal(*other)
+    assert torch.equal(first[0], last[0])
+    assert not torch.equal(*first)
