@@ -75,11 +75,6 @@ def parser() -> argparse.ArgumentParser:
     add("--latency", type=float, help="seconds for the model; default: measured here")
     add("--shared-cores", type=int, help="of all ranks together, where one machine emulates hosts")
     add("--interface", help="network interface whose sent bytes to note, as eth0")
-    add(
-        "--check-messages",
-        action="store_true",
-        help="each of gtopk's own ends with a checksum, as under GTOPK_CHECK_MESSAGES=1",
-    )
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="file to write")
     add("--plot", type=Path, help="SVG to write; default: next to the JSON")
@@ -167,7 +162,6 @@ def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
         latency=options.latency,
         shared_cores=options.shared_cores,
         interface=options.interface,
-        check_messages=options.check_messages,
         seed=options.seed,
     )
 

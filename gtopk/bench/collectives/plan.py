@@ -13,7 +13,6 @@ class Plan(NamedTuple):
     bandwidth, latency: of the model's link, bits per second and seconds; None: as measured.
     shared_cores: of all ranks together, on emulated hosts; None: each has one of its own.
     interface: whose sent bytes are noted; None: nobody's.
-    check_messages: whether all of gtopk's own travel with checksums.
     """
 
     command: str
@@ -30,7 +29,6 @@ class Plan(NamedTuple):
     latency: float | None
     shared_cores: int | None
     interface: str | None
-    check_messages: bool
     seed: int
 
     def check(self, size: int) -> None:

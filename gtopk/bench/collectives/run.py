@@ -60,8 +60,6 @@ def message_seconds(transport: Transport) -> float:
 def run(plan: Plan, transport: Transport) -> Results:
     """Return the results; every rank must call it, rank 0's are whole."""
     plan.check(transport.size)
-    if plan.check_messages:
-        transport.check_messages()
     machine = this_machine()
     say = progress if transport.rank == 0 else silent
     formats = [*dict.fromkeys(format for word in plan.formats for format in spelled(word))]

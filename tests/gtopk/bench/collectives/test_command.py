@@ -56,17 +56,6 @@ def test_exact_messages_are_counted_to_the_byte(results: Results) -> None:
             assert 6 * record["k"] <= record["sent_bytes"]["max"] <= 6 * record["k"] + 128
 
 
-def test_checked_messages_are_longer_by_their_checksums(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("GTOPK_CALIBRATION", "off")
-    words = "--transport local --ranks 2 --lengths 100 --algorithms dense --baselines --rounds 1"
-    sent = []
-    for more in ([], ["--check-messages"]):
-        assert main([*words.split(), *more, "--json", str(tmp_path / "found.json")]) == 0
-        (found,) = read(tmp_path / "found.json")["records"]
-        sent.append((found["sent_messages"]["max"], found["sent_bytes"]["max"]))
-    assert sent == [(1, 400), (1, 408)]
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_under_mpirun(mpirun: Callable[..., object], tmp_path: Path, ranks: int) -> None:
     path = tmp_path / "mpi.json"
