@@ -17,7 +17,7 @@ from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
 from collectives.transports.transport import CHANNELS
 
-from . import __version__, logs, timeline
+from . import __version__, checked_messages, logs, timeline
 from .agreement import name_ranks
 from .clocks import Offset, clock_offset
 from .engine import Engine
@@ -78,6 +78,13 @@ class World:
         # The nodes that have a process with this local rank, in order of their first rank.
         nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
+        checks_messages = checked_messages.wanted_on(transport)
+
+        def meet(transport: Transport, votes: Sequence[int]) -> Offset:
+            if checks_messages:  # all ranks alike: what they said of it was compared
+                transport.check_messages()
+            return clock_offset(transport) if any(votes) else Offset()
+
         self.engine = Engine(transport)
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
@@ -85,8 +92,8 @@ class World:
         recorded = self.recordings.asked or timeline.is_of_every_rank()
         self.clock: Offset = self.engine.submit(
             "init",
-            [f"gtopk {__version__}"],
-            lambda transport, votes: clock_offset(transport) if any(votes) else Offset(),
+            [f"gtopk {__version__}", f"{checked_messages.VARIABLE}={checks_messages:d}"],
+            meet,
             vote=recorded,
         ).wait()
 

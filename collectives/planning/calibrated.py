@@ -65,5 +65,6 @@ def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, s
         "library": transport.library(),
         "kernels": in_use(),
         "formats": ", ".join("+".join(format) for format in formats),
+        "messages": "checked" if transport.checks_messages else "as they are",
         **more,
     }

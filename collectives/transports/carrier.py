@@ -37,15 +37,23 @@ class Carrier(Streams):
         self._tags: dict[int, Path] = {0: ()}
         self._making_a_view = threading.Lock()
         self._counters: dict[Path, int] = {}  # made so far, by stream
+        self._checks_messages = False
+
+    @property
+    def checks_messages(self) -> bool:
+        return self._checks_messages
+
+    def check_messages(self) -> None:
+        self._checks_messages = True
 
     def conclude(self) -> None:
         self.conclude_on(self)
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
-        return self.send_on(self, message, to)
+        return self.send_from(self, message, to)
 
     def receive(self, source: int) -> Array:
-        return self.receive_on(self, source)
+        return self.receive_for(self, source)
 
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         return self.view_of(self, step, ranks)

@@ -19,6 +19,11 @@ class Endpoint(ABC):
     size: int
     ranks: Sequence[int]
 
+    @property
+    def checks_messages(self) -> bool:
+        """Whether every message travels with its checksum; the same on all ranks."""
+        return False
+
     @abstractmethod
     def send(self, message: Array, to: int) -> Callable[[], None]:
         """Begin to send uint8 [m] to a rank; return the function that waits until it is gone.

@@ -202,12 +202,12 @@ class MpiTransport(Carrier):
         Its messages cannot be counted; they are reckoned as those of a bandwidth-optimal
         allreduce, the fewest bytes there can be. Between hosts on Ethernet Open MPI's sends more
         and waits for rendezvous: from 12 kB on one made of send and receive takes its place
-        (docs/performance.md).
+        (docs/performance.md), as it does wherever messages are checked.
         """
         if self.size == 1:
             return
         by_hand = self._reduces_itself and array.nbytes >= _BY_HAND_BYTES
-        if array.dtype == np.float16 or by_hand:
+        if array.dtype == np.float16 or by_hand or self.checks_messages:
             step = _SEGMENT_BYTES // array.itemsize
             for start in range(0, array.size, step):
                 super().allreduce(array[start : start + step], reduction)
@@ -242,7 +242,8 @@ class MpiTransport(Carrier):
         That takes a third of the time. Its messages are reckoned as those of the other way.
         """
         sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
-        if self.size == 1 or len(sizes) > 1 or array.nbytes > _SMALL_BYTES:
+        ours = self.checks_messages or len(sizes) > 1 or array.nbytes > _SMALL_BYTES
+        if self.size == 1 or ours:
             super().allgather_into(array, bounds)
             return
         self._gathers += 1

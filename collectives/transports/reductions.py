@@ -17,6 +17,7 @@ Either way each block but the own one is sent once: the fewest rounds and the fe
 can be. A block is reduced on its owner and copied from there, so that all ranks get the same bits.
 
 A message of some length is followed by its checksum: what changes on the way ends the reduction.
+(Where the transport checks all messages, it is at their end.)
 
 A rank that got its message early would send the next one while its last is still in the host's
 queue, and whatever of the last the queue has not taken yet comes behind. Who waits for that is
@@ -32,9 +33,9 @@ from typing import Final
 import numpy as np
 
 from ..errors import MessageError
-from ..kernels import codes
 from ..vector import Array
 from .endpoint import Endpoint
+from .seal import checksum_of
 
 REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "sum": np.add,
@@ -49,7 +50,6 @@ _WORD: Final = np.empty(0, np.uint8)
 _WHOLE_BYTES: Final = 4096
 # From here on a checksum's own message takes no time that counts; below are votes and the like.
 _CHECKED_BYTES: Final = 1 << 14
-CHECKSUM_BYTES: Final = 8
 
 
 def travels_whole(array_bytes: int, size: int) -> bool:
@@ -135,14 +135,18 @@ def _shifted(
     endpoint: Endpoint, message: Array, to: int, source: int, parts: list[Array]
 ) -> Iterator[tuple[Array, Array]]:
     """Send a message, and yield each part of the array with its share of the one that comes."""
+
+    def is_checked(message: Array) -> bool:
+        return message.size >= _CHECKED_BYTES and not endpoint.checks_messages
+
     sent = [endpoint.send(message, to)]
-    if message.size >= _CHECKED_BYTES:
-        sent.append(endpoint.send(np.frombuffer(_checksum(message), np.uint8), to))
+    if is_checked(message):
+        sent.append(endpoint.send(checksum_of(message), to))
     theirs = endpoint.receive(source)
     if theirs.size >= LONG_BYTES:
         sent.append(endpoint.send(_WORD, source))
     shares = _shares(endpoint, source, theirs, parts)
-    if theirs.size >= _CHECKED_BYTES and endpoint.receive(source).tobytes() != _checksum(theirs):
+    if is_checked(theirs) and endpoint.receive(source).tobytes() != checksum_of(theirs).tobytes():
         raise MessageError(
             f"the message from rank {endpoint.ranks[source]} is malformed: a part of a dense "
             "collective does not match its checksum; start again from the last checkpoint"
@@ -152,10 +156,6 @@ def _shifted(
         is_gone()
     if message.size >= LONG_BYTES:
         endpoint.receive(to)
-
-
-def _checksum(message: Array) -> bytes:
-    return codes.checksum(message).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _shares(

@@ -124,6 +124,13 @@ class StagedTransport(Transport):
     def activity(self) -> str:
         return self.host.activity
 
+    @property
+    def checks_messages(self) -> bool:
+        return self.host.checks_messages
+
+    def check_messages(self) -> None:
+        self.host.check_messages()
+
     @contextmanager
     def operation(self, activity: str) -> Iterator[None]:
         with self.host.operation(activity):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from ..vector import Array
 from .counter import Counter
 from .node_memory import NodeMemory
+from .seal import seal, unseal
 from .sharing import share
 from .transport import Step, Transport
 
@@ -18,6 +19,15 @@ class Streams(Transport):
     `send_on` and `receive_on` are called by one thread per stream, and by the threads of several
     streams at once.
     """
+
+    def send_from(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        """Send a message on a stream as `send_on` does, sealed where messages are checked."""
+        return self.send_on(stream, seal(message) if self.checks_messages else message, to)
+
+    def receive_for(self, stream: Transport, source: int) -> Array:
+        """Return the next message of a stream as `receive_on` does, checked where all are."""
+        message = self.receive_on(stream, source)
+        return unseal(message, source) if self.checks_messages else message
 
     @abstractmethod
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:

@@ -110,6 +110,14 @@ class Transport(Endpoint):
         """
 
     @abstractmethod
+    def check_messages(self) -> None:
+        """Have every message of the world end with its checksum, on all views, from now on.
+
+        All ranks do so at the same place in their messages. Dense collectives are then made of
+        messages, whatever the library has for them. Not checked: what NCCL carries.
+        """
+
+    @abstractmethod
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         """Return the view one step on from this transport; the same step, the same object.
 

@@ -36,11 +36,18 @@ class View(Transport):
     def activity(self) -> str:
         return self._activity or self._parent.activity
 
+    @property
+    def checks_messages(self) -> bool:
+        return self._carrier.checks_messages
+
+    def check_messages(self) -> None:
+        self._carrier.check_messages()
+
     def send(self, message: Array, to: int) -> Callable[[], None]:
-        return self._carrier.send_on(self, message, self.ranks[to])
+        return self._carrier.send_from(self, message, self.ranks[to])
 
     def receive(self, source: int) -> Array:
-        return self._carrier.receive_on(self, self.ranks[source])
+        return self._carrier.receive_for(self, self.ranks[source])
 
     def conclude(self) -> None:
         self._carrier.conclude_on(self)

@@ -23,7 +23,7 @@ from collectives.algorithms import ALGORITHMS
 from collectives.planning.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.recorder import RECEIVED, Event, Recorder
-from collectives.transports.reductions import CHECKSUM_BYTES
+from collectives.transports.seal import CHECKSUM_BYTES
 from collectives.wire import EXACT, Format
 
 from ..invented_picks import picks

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.faults.jobs import LAUNCHERS, PROGRAMS, PROMISED_SECONDS, Job, plan, running
-from tests.mpi_scripts.test_emulated_network import CANNOT, SCRIPT, environment
+from tests.mpi_scripts.test_emulated_network import CANNOT, SCRIPT, environment, needs_taps
 
 HOSTS = 3
 TIMEOUT = 4.0
@@ -31,10 +31,12 @@ def _possible() -> None:
 
 
 @contextmanager
-def train(launcher: str, argument: str, hosts: int = HOSTS, rate: str = "100mbit") -> Iterator[Job]:
+def train(
+    launcher: str, argument: str, hosts: int = HOSTS, rate: str = "100mbit", options: str = ""
+) -> Iterator[Job]:
     program = [sys.executable, str(PROGRAMS / "faulty_training.py"), argument]
     with running(
-        [str(SCRIPT), str(hosts), rate, launcher, *program],
+        [str(SCRIPT), *options.split(), str(hosts), rate, launcher, *program],
         hosts,
         PATH=environment()["PATH"],
         GTOPK_HEARTBEAT_TIMEOUT=str(TIMEOUT),
@@ -111,3 +113,46 @@ def test_a_link_that_comes_back_in_time_changes_no_bit(launcher, tmp_path):
             assert job.process.wait(60) == 0
     assert digests[1:] == [digests[0]] * (len(faults) - 1)
     assert len(digests[0]) == 1
+
+
+@needs_taps
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_long_link_and_lost_frames_change_no_bit_and_nobody_is_accused(launcher, tmp_path):
+    """One way, each frame: 200 ms; one of a hundred lost; both, on a shorter one."""
+    options = ["", "--delay 200ms", "--loss 0.01", "--delay 20ms --loss 0.01", "--loss 0.05"]
+    digests = []
+    for asked in options:
+        begun = time.monotonic()
+        with train(launcher, plan(tmp_path, steps=15, every=10_000), options=asked) as job:
+            digests += [{m[1] for m in job.hear("digest (.*)", seconds=300, times=HOSTS)}]
+            took = time.monotonic() - begun
+            assert job.process.wait(60) == 0
+        assert not re.search(r"is lost|left \(|given up", job.text()), job.text()
+        warned = len(re.findall("silent for", job.text()))
+        print(f"{launcher} {asked}: {took:.1f} s, {warned} warnings of silence", flush=True)
+    assert digests == [digests[0]] * len(options)
+    assert len(digests[0]) == 1
+
+
+@needs_taps
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("asked_ms", [0, 10, 50])
+def test_the_doctor_measures_the_delay_that_was_set(asked_ms):
+    """And what this machine takes by itself on top: a millisecond where it is not busy."""
+    options = f"--delay {asked_ms}ms --sites 2".split()
+    doctor = [sys.executable, "-m", "gtopk.cli", "doctor"]
+    done = subprocess.run(
+        [SCRIPT, *options, "2", "100mbit", "mpirun", *doctor],
+        env=environment(GTOPK_CALIBRATION="fresh"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    found = re.search(r"between hosts (\S+) Gbit/s and (\S+) us", done.stdout)
+    assert found, done.stdout + done.stderr
+    print(f"asked for {asked_ms} ms: {found[0]}", flush=True)
+    assert asked_ms <= float(found[2]) / 1000 <= asked_ms + 20

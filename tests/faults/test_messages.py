@@ -21,11 +21,17 @@ WIDTH, WIDE = 30, 4000  # inputs of the model
 
 
 class Mutating:
-    """In place of a rank's `send_on`: changes its messages of gradients from a step on."""
+    """In place of a rank's `send_on`: changes its messages of gradients from a step on.
 
-    def __init__(self, transport: LocalTransport, place: float, flip: int) -> None:
+    everything: also those that have no checksum of their own.
+    """
+
+    def __init__(
+        self, transport: LocalTransport, place: float, flip: int, everything: bool = False
+    ) -> None:
         self.send_on = transport.send_on
         self.place, self.flip = place, flip
+        self.everything = everything
         self.active = False
         self.changed = 0
 
@@ -36,6 +42,8 @@ class Mutating:
         if not is_dense and size > 16 and message[:8].view(np.int64)[0] < SIZE:
             count, size = message[:16].view(np.int64)
             begin = 8 * (1 + count)
+        if self.everything and "gradients" in stream.activity:
+            begin, size, is_dense = 0, message.size, True
         if self.active and (is_dense or message[begin:].tobytes().startswith(MAGIC)):
             message = message.copy()
             message[begin + int(self.place * (size - 1))] ^= self.flip
@@ -45,7 +53,8 @@ class Mutating:
 
 def train(transport: LocalTransport, compression: Any, mutating: Mutating) -> tuple[str, list[Any]]:
     """Return what ended the training, and the parameters after each step that was done."""
-    width = WIDE if compression is Compression.none else WIDTH
+    is_wide = compression is Compression.none and not mutating.everything
+    width = WIDE if is_wide else WIDTH
     model = torch.nn.Linear(width, 7)
     torch.nn.init.constant_(model.weight, 0.1)
     torch.nn.init.zeros_(model.bias)
@@ -90,3 +99,27 @@ def test_a_flipped_bit_names_its_sender_on_every_rank_and_nothing_of_it_is_appli
             assert STEP < len(done) <= STEP + 2
             assert all(map(torch.equal, done, undisturbed))
         assert any(len(done) == STEP + 1 for _, done in ranks)
+
+
+@pytest.mark.parametrize("compression", [Compression.gtopk(0.2), Compression.none], ids=str)
+def test_where_all_messages_are_checked_the_shortest_is(compression, monkeypatch):
+    """And what is not changed on its way comes to the same bits as without checks."""
+
+    def run(place: float, flip: int) -> list[tuple[str, list[Any]]]:
+        transports = local_world(SIZE, timeout_seconds=20)
+        mutating = Mutating(transports[CULPRIT], place, flip, everything=True)
+        transports[CULPRIT].send_on = mutating
+        ranks = run_ranks(transports, lambda t: train(t, compression, mutating))
+        assert mutating.changed
+        return ranks
+
+    (_, unchecked), *_ = run(0.0, 0)
+    monkeypatch.setenv("GTOPK_CHECK_MESSAGES", "1")
+    (_, undisturbed), *_ = run(0.0, 0)
+    assert len(undisturbed) == 1 + STEP + 2
+    assert all(map(torch.equal, undisturbed, unchecked))
+    for place, flip in ((0.0, 1), (0.5, 16), (1.0, 128)):
+        for rank, (text, done) in enumerate(run(place, flip)):
+            assert rank == CULPRIT or f"the message from rank {CULPRIT} is malformed" in text, text
+            assert len(done) <= STEP + 2
+            assert all(map(torch.equal, done, undisturbed))

@@ -77,6 +77,8 @@ def main(way: str) -> None:
         if way == "direct":
             with pytest.raises(ValueError, match="contiguous uint8"):
                 transport.send(up(np.zeros(3)), transport.rank)
+            transport.check_messages()  # by the hosts
+            check_copies(transport, cuda, direct=False)
         assert cuda.wrongs == []
     print(f"rank {transport.rank} of {transport.size}: {way}\n", end="", flush=True)
 

@@ -463,6 +463,7 @@ def check_torch_distributed(transport: Transport) -> None:
         law(transport)
     check_large_allreduce(transport, torch_distributed.NATIVE_BYTES // 4 + 1)
     assert "gloo of torch" in transport.library()
+    check_checked(transport)
 
 
 def check_mpi(transport: Transport) -> None:
@@ -510,12 +511,25 @@ def check_mpi(transport: Transport) -> None:
         pytest.raises(RuntimeError, match=f"started {launched} ranks but MPI sees"),
     ):
         open_transport("mpi")
+    check_checked(transport)
 
 
 def check_horovod(transport: Transport) -> None:
     for law in LAWS:
         law(transport)
     assert "Horovod" in transport.library()
+
+
+def check_checked(transport: Transport) -> None:
+    """Check messages with checksums, where the library would reduce all arrays if it might."""
+    from unittest import mock
+
+    from collectives_checked import check_checked_messages
+
+    from collectives.transports import torch_distributed
+
+    with mock.patch.object(torch_distributed, "NATIVE_BYTES", 0):
+        check_checked_messages(transport)
 
 
 CHECKS = {

@@ -7,7 +7,8 @@ import pytest
 
 from collectives import local_world, run_ranks
 from collectives.transports.recorder import RECEIVED, Event, Recorder
-from collectives.transports.reductions import CHECKSUM_BYTES, LONG_BYTES
+from collectives.transports.reductions import LONG_BYTES
+from collectives.transports.seal import CHECKSUM_BYTES
 
 
 def events_of(size: int, block_bytes: int) -> list[list[Event]]:

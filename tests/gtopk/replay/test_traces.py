@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from collectives.transports.recorder import RECEIVED
-from collectives.transports.reductions import CHECKSUM_BYTES
+from collectives.transports.seal import CHECKSUM_BYTES
 from gtopk.replay import traces
 from gtopk.replay.traces import Reduction, trace_of
 

@@ -1,0 +1,37 @@
+"""Seal: the checksum at the end of a message, where all messages are checked."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from ..errors import MessageError
+from ..kernels import codes
+from ..vector import Array
+
+CHECKSUM_BYTES: Final = 8
+
+
+def checksum_of(message: Array) -> Array:
+    """Return the checksum of uint8 [m], uint8 [8]."""
+    return np.frombuffer(codes.checksum(message).to_bytes(CHECKSUM_BYTES, "little"), np.uint8)
+
+
+def seal(message: Array) -> Array:
+    """Return a copy of uint8 [m] with its checksum behind it, uint8 [m + 8]."""
+    sealed = np.empty(message.size + CHECKSUM_BYTES, np.uint8)
+    sealed[:-CHECKSUM_BYTES] = message
+    sealed[-CHECKSUM_BYTES:] = checksum_of(sealed[:-CHECKSUM_BYTES])
+    return sealed
+
+
+def unseal(sealed: Array, sender: int) -> Array:
+    """Return the message in what was sealed; raise MessageError that names who sent another."""
+    message, checksum = sealed[:-CHECKSUM_BYTES], sealed[-CHECKSUM_BYTES:]
+    if checksum.tobytes() != checksum_of(message).tobytes():
+        raise MessageError(
+            f"the message from rank {sender} is malformed: its {sealed.size} bytes do not match "
+            "their checksum; start again from the last checkpoint"
+        )
+    return message

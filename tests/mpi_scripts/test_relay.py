@@ -1,0 +1,96 @@
+"""The relay's switch: what is not to be lost arrives, in order, and no sooner than it may."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mpi_scripts.relay import Switch
+
+BYTES_PER_SECOND = 1e6
+EVERYONE = b"\xff" * 6
+
+
+def address(port: int) -> bytes:
+    return bytes([2, 0, 0, 0, 0, port])
+
+
+def frame(source: int, to: int | None, number: int = 0, size: int = 1000) -> bytes:
+    receiver = EVERYONE if to is None else address(to)
+    return (receiver + address(source) + number.to_bytes(4, "big")).ljust(size, b"\0")
+
+
+class Wire:
+    """A switch, a clock that is set by hand, and what came when to which port."""
+
+    def __init__(self, ports: int, **options: float) -> None:
+        self.came: list[tuple[float, int, bytes]] = []
+        self.now = 0.0
+        self.switch = Switch(ports, BYTES_PER_SECOND, self._write, **options)  # type: ignore[arg-type]
+        for port in range(ports):  # each is heard of once
+            self.switch.take(port, frame(port, None), 0.0)
+        self.settle()
+        self.met = len(self.came)
+        self.came.clear()
+
+    def _write(self, port: int, content: bytes) -> None:
+        self.came.append((self.now, port, content))
+
+    def settle(self) -> None:
+        due = self.switch.pass_on(self.now)
+        while due is not None:
+            assert due > self.now
+            self.now = due
+            due = self.switch.pass_on(self.now)
+
+
+@pytest.mark.parametrize("ports", [2, 3, 5])
+def test_a_frame_goes_to_its_receiver_and_one_for_an_unknown_one_to_all_others(ports):
+    wire = Wire(ports)
+    assert wire.met == ports * (ports - 1)
+    for to in range(1, ports):
+        wire.switch.take(0, frame(0, to), wire.now)
+    wire.switch.take(0, frame(0, ports), wire.now)
+    wire.settle()
+    assert sorted(port for _, port, _ in wire.came) == sorted(2 * list(range(1, ports)))
+
+
+def test_a_port_takes_frames_in_order_each_after_the_delay_and_in_the_time_of_its_bytes():
+    wire, delay_seconds, size = Wire(3, delay_seconds=0.25), 0.25, 1000
+    sent = wire.now
+    for number in range(20):
+        wire.switch.take(number % 2, frame(number % 2, 2, number, size), sent)
+    wire.settle()
+    seconds = size / BYTES_PER_SECOND
+    for place, (came, port, content) in enumerate(wire.came):
+        assert port == 2
+        assert content[12:16] == place.to_bytes(4, "big")
+        assert math.isclose(came - sent, delay_seconds + (place + 1) * seconds)
+    assert len(wire.came) == 20
+
+
+def test_delay_and_loss_are_between_sites():
+    wire = Wire(4, delay_seconds=1.0, loss=0.999999, sites=2)
+    sent = wire.now
+    for source in range(4):
+        for to in set(range(4)) - {source}:
+            wire.switch.take(source, frame(source, to), sent)
+    wire.settle()
+    assert {(content[11], port) for _, port, content in wire.came} == {
+        (0, 1), (1, 0), (2, 3), (3, 2)
+    }  # fmt: skip
+    assert wire.now - sent < 1.0
+
+
+def test_losses_are_the_share_asked_for_and_the_seeds():
+    def lost(seed: int) -> set[int]:
+        wire = Wire(2, loss=0.1, seed=seed)
+        for number in range(4000):
+            wire.switch.take(0, frame(0, 1, number, 64), wire.now)
+        wire.settle()
+        came = {int.from_bytes(content[12:16], "big") for _, _, content in wire.came}
+        return set(range(4000)) - came
+
+    assert lost(1) == lost(1) != lost(2)
+    assert 300 < len(lost(1)) < 500  # five standard deviations of 19
