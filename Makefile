@@ -74,10 +74,10 @@ test-packaging: $(VENV)/.dev
 test-images: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m images tests/mpi_scripts/test_images.py $(ARGS)
 
-# Strictly: a version that the database cannot be asked about is not one without weaknesses.
+# Strictly: a version that nobody could be asked about is not one without weaknesses.
 audit: $(VENV)/bin/python
 	$(PIP) pip-audit
-	$(VENV)/bin/pip-audit --strict -r constraints.txt --no-deps $(ARGS)
+	$(VENV)/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt $(ARGS)
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
