@@ -5,6 +5,7 @@
     between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
     allreduce   all                                                0.4, and to agree on its time
     rates       each for itself                                    0.6
+    calls       all                                                0.2, and to agree on their time
 
 The slowest pair and the slowest rank count: they are what a collective waits for. What is added is
 the latency of a few allgathers, and of a probe's first message.
@@ -13,6 +14,7 @@ the latency of a few allgathers, and of a probe's first message.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ import numpy as np
 
 from .. import wire
 from ..algorithms.gtopk import reduce
+from ..algorithms.outcome import among, put_together
+from ..algorithms.rounding import rounding_error
 from ..algorithms.terms import Terms
 from ..cost import Link, dense_bytes, rounds
 from ..kernels import accumulate_and_select, contains, merge
@@ -30,6 +34,7 @@ from ..transports.transport import Transport
 from ..vector import SparseVector
 from ..wire import EXACT, Format
 from .network import Network
+from .prediction import Candidate, predict
 from .probes import (
     REPEATS,
     SMALLEST_ALLREDUCE_BYTES,
@@ -42,10 +47,12 @@ from .probes import (
     time_allreduce,
 )
 from .rates import DEFAULT_RATES, CodingRate, Rates
+from .schedules import SCHEDULES, Order
 
 WITHIN_SECONDS: Final = 0.2
 BETWEEN_SECONDS: Final = 0.4
 ALLREDUCE_SECONDS: Final = 0.4
+CALLS_SECONDS: Final = 0.2
 SELECT_SECONDS: Final = 0.2
 MERGE_SECONDS: Final = 0.1
 CODE_SECONDS: Final = 0.2  # all formats together
@@ -53,7 +60,7 @@ CODE_SECONDS: Final = 0.2  # all formats together
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
 _DENSITY: Final = 0.001
 _FEW: Final = 16  # entries
-_REST_SECONDS: Final = 0.01
+_REST_SECONDS: Final = 0.02
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
@@ -82,6 +89,7 @@ def measure(
     begun = clock()
     network, nodes = measure_network(transport, clock)
     rates = agree_on_rates(transport, measure_rates(formats, clock))
+    rates = rates._replace(swap_seconds=measure_swap(transport, network, rates, clock))
     (took,) = agree_on_slowest(transport, [clock() - begun])
     where = (
         f"on {transport.size} rank{'s' * (transport.size > 1)} of {nodes} host{'s' * (nodes > 1)}"
@@ -92,7 +100,7 @@ def measure(
 def agree_on_rates(transport: Transport, mine: Rates) -> Rates:
     """Return what is the slowest of every rank's; all of them measured the same formats."""
     coding = [seconds for rate in mine.coding.values() for seconds in rate]
-    calls = [mine.swap_seconds, mine.again_seconds, mine.list_seconds]
+    calls = [mine.swap_seconds, mine.list_seconds]
     numbers = [mine.select_seconds, mine.merge_seconds, *calls, *coding]
     select, merge, *numbers = agree_on_slowest(transport, numbers)
     calls, coding = numbers[: len(calls)], numbers[len(calls) :]
@@ -200,7 +208,13 @@ def measure_rates(
     def encoding(format: Format) -> Prepare:
         def prepare(entries: int) -> Callable[[], object]:
             vector = _picks(entries, random)
-            return lambda: wire.encode(vector, vector.entries, format)
+
+            def go() -> None:
+                rounded = wire.encode(vector, vector.entries, format).vector
+                error = rounding_error(vector, rounded, format)
+                among(put_together([error, error]), vector)  # that of this round, and of the last
+
+            return go
 
         return prepare
 
@@ -234,8 +248,8 @@ def _picks(k: int, random: np.random.Generator) -> SparseVector:
     return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
 
 
-def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float, float]:
-    """Return what a swap of two very short lists takes, after a rest and again, and one list more.
+def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float]:
+    """Return what a swap of two very short lists takes after a rest, and one list more.
 
     A reduction comes after a backward pass, a swap after a wait: its calls find nothing of theirs
     in the caches. Lists that are decoded one after the other do.
@@ -244,9 +258,9 @@ def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float,
     mine = _picks(_FEW, random)
     message = wire.encode(mine, mine.entries, EXACT, extra=Terms().stamp()).message
 
-    def swap(rest_seconds: float) -> float:
+    def swap() -> float:
         there.send(message, 0)()
-        time.sleep(rest_seconds)
+        time.sleep(_REST_SECONDS)
         begun = stopwatch()
         reduce(mine, mine.entries, here)
         there.receive(0)
@@ -260,4 +274,30 @@ def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float,
     def least(go: Callable[[], float]) -> float:
         return min(go() for _ in range(REPEATS))  # what holds up a go makes it longer
 
-    return least(lambda: swap(_REST_SECONDS)), least(lambda: swap(0.0)), least(read)
+    return least(swap), least(read)
+
+
+def measure_swap(
+    transport: Transport, network: Network, rates: Rates, clock: Clock = time.perf_counter
+) -> float:
+    """Return `swap_seconds` by what a reduction of a few entries takes all ranks, after a rest.
+
+    That is the median of some, less the messages, entries and lists of it. Every rank must call it,
+    and gets the same. A rank that is alone keeps what it measured of itself.
+    """
+    if transport.size == 1:
+        return rates.swap_seconds
+    mine = _picks(_FEW, np.random.default_rng(transport.rank))
+    format = next(iter(rates.coding))
+    goes: list[float] = []
+    while len(goes) < REPEATS and sum(goes) < CALLS_SECONDS:
+        time.sleep(_REST_SECONDS)
+        transport.barrier()
+        begun = clock()
+        reduce(mine, _FEW, transport, format=format)
+        goes += agree_on_slowest(transport, [clock() - begun])
+    candidate = Candidate("gtopk", _FEW / mine.length, format)
+    known = predict(candidate, mine.length, network, rates._replace(swap_seconds=0.0))
+    order = Order(mine.length, _FEW, network.ranks, network.ranks_per_node)
+    swaps = sum(step.times * step.swaps for step in SCHEDULES["gtopk"](order))
+    return max(0.0, statistics.median(goes) - known.exchange_seconds) / swaps

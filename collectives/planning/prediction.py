@@ -148,7 +148,7 @@ def predict(
         merged = step.merged * rates.merge_seconds
         merged += step.others * rates.list_seconds
         coded, merged = held_up * coded, held_up * merged
-        merged += step.swaps * (rates.swap_seconds + (held_up - 1.0) * rates.again_seconds)
+        merged += step.swaps * rates.swap_seconds
         code += times * coded
         merge += times * merged
         if step.fresh:

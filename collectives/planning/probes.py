@@ -1,9 +1,9 @@
 """Probes: small measurements that grow only as long as their time lasts.
 
-Each goes to the next size, GROWTH times the last, only if the time left is enough for GROWTH times
-what the last one took; else the last one is as large as the time allows. A slow link or machine is
-measured at a smaller size, never for longer. One go at the smallest size is always made, and what a
-go is held up by others can come on top.
+Each goes to the next size, GROWTH times the last, only if the time left is enough for GOES of it,
+by what the last one took; else the last one is as large as the time allows. A slow link or machine
+is measured at a smaller size, never for longer. Two goes at the smallest size are always made, and
+what goes are held up by others comes on top.
 
 A link is measured by swaps, as the rounds of a reduction use it: both ways at once. Long ones come
 in pieces, and the bandwidth is that of the later ones:
@@ -32,12 +32,17 @@ from ..transports.transport import Transport
 from ..vector import Array
 
 GROWTH: Final = 8
+GOES: Final = 3  # of a size: one may be held up
 REPEATS: Final = 7  # at the smallest and the largest size, as far as the time lasts
 SMALLEST_BYTES: Final = 64
 LARGEST_BYTES: Final = 1 << 22
 WORD_BYTES: Final = 16
 PIECES: Final = 16  # of a swap whose bandwidth is looked at
 SMALLEST_IN_PIECES: Final = 1 << 12
+# Of a swap that looks for a burst: as few as can be, for each takes a processor's time, too; a
+# longer one would be announced before it is sent.
+LARGEST_PIECE_BYTES: Final = 1 << 15
+SHORT_REST_SECONDS: Final = 1e-3  # after which a processor takes as long as after any
 SMALLEST_ALLREDUCE_BYTES: Final = 1 << 13  # smaller ones may take fewer messages
 LONG_ALLREDUCE_BYTES: Final = 1 << 19
 
@@ -49,25 +54,26 @@ Samples = dict[int, list[float]]  # by size: seconds of each go
 def grow(go: Callable[[int], float], smallest: int, largest: int, budget_seconds: float) -> Samples:
     """Return the seconds that `go(size)` says it took, for growing sizes.
 
-    The time is kept by adding up what `go` says, so that ranks that are told the same seconds make
-    the same goes.
+    The time is kept by what `go` says, so that ranks that are told the same seconds make the same
+    goes. Of a size's goes the shortest counts: one that is held up leaves no less for the others.
     """
     samples: Samples = {}
     left = budget_seconds
-    size = smallest
+    size, required = smallest, 2
     while True:
-        seconds = samples.setdefault(size, [])
-        repeats = REPEATS if size in (smallest, largest) else REPEATS // 2
-        while not seconds or (len(seconds) < repeats and seconds[-1] <= left):
+        seconds = [go(size) for _ in range(required)]
+        repeats = REPEATS if size in (smallest, largest) else GOES
+        while len(seconds) < repeats and (len(seconds) + 1) * min(seconds) <= left:
             seconds.append(go(size))
-            left -= seconds[-1]
-        grown = min(GROWTH * size, largest)
-        if grown / size * min(seconds) > left:
-            grown = int(size * left / min(seconds)) // smallest * smallest
+        samples[size] = seconds
+        left -= len(seconds) * min(seconds)
+        if left <= 0 or size == largest:
+            return samples
+        grown, required = min(GROWTH * size, largest), GOES
+        if GOES * grown * min(seconds) > left * size:
+            grown = int(size * left / (GOES * min(seconds))) // smallest * smallest
             if grown < 2 * size:
                 return samples
-        if grown == size:
-            return samples
         size = grown
 
 
@@ -85,25 +91,30 @@ def lead_swaps(transport: Transport, peer: int, budget_seconds: float, clock: Cl
     """Return the link to a peer that runs `follow_swaps`; half as long comes on top, for rests."""
     arrivals: dict[int, list[list[float]]] = {}
 
-    def go(size: int) -> float:
-        pieces = PIECES if size >= SMALLEST_IN_PIECES else 1
+    def swap(size: int, pieces: int) -> list[float]:
         begun = clock()
         word = np.array([pieces, (size - WORD_BYTES) // pieces], np.int64)
         transport.send(word.view(np.uint8), peer)()
-        come = [clock() - begun for _ in _swap(transport, peer, *word.tolist())]
+        return [clock() - begun for _ in _swap(transport, peer, *word.tolist())]
+
+    def go(size: int) -> float:
+        come = swap(size, PIECES if size >= SMALLEST_IN_PIECES else 1)
         arrivals.setdefault(size, []).append(come)
         return come[-1]
 
+    def burst(size: int) -> float:
+        return swap(size, -(-size // LARGEST_PIECE_BYTES))[-1]
+
     samples = grow(go, SMALLEST_BYTES, LARGEST_BYTES, budget_seconds)
-    latency, per_byte, burst = link_of(samples)
+    latency, per_byte, burst_bytes = link_of(samples)
     latency /= 2  # of a word, and of the swap that answers it
     if (largest := max(samples)) >= SMALLEST_IN_PIECES:
         per_byte = _later_seconds_per_byte(arrivals[largest], largest)
-        burst = _burst_bytes(go, Link(latency, per_byte), largest, budget_seconds / 2)
-    if burst:  # the small swaps' bytes took no time either
+        burst_bytes = _burst_bytes(burst, Link(latency, per_byte), largest, budget_seconds / 2)
+    if burst_bytes:  # the small swaps' bytes took no time either
         latency = min(samples[SMALLEST_BYTES]) / 2
     transport.send(np.empty(0, np.uint8), peer)()  # the game is over
-    return Link(latency, per_byte, burst)
+    return Link(latency, per_byte, burst_bytes)
 
 
 def _later_seconds_per_byte(arrivals: Sequence[Sequence[float]], size: int) -> float:
@@ -118,26 +129,28 @@ def _burst_bytes(
 ) -> float:
     """Return how many bytes pass at once after a rest, from swaps twice as large each time.
 
-    Until most of a swap has to wait, or the time is over. Less than an eighth may be an error of
-    the bandwidth.
+    What counts is by how much they take longer than one of a few bytes after a rest, the shortest
+    of each, since what holds up a swap makes it longer. Until most of two sizes had to wait, or the
+    time is over. Less than an eighth of a swap may be an error of the bandwidth.
     """
-    burst, size = 0.0, SMALLEST_IN_PIECES
-    while size <= largest / 4 and link.seconds_per_byte > 0:
+    burst, size, waited = 0.0, SMALLEST_IN_PIECES, 0
+    while size <= largest / 2 and link.seconds_per_byte > 0 and waited < 2:
         rest_seconds = size * link.seconds_per_byte
-        # The shortest counts, since what holds up a swap makes it longer; larger ones need time.
-        goes = max(2, min(REPEATS, int(budget_seconds / 4 / (2 * rest_seconds))))
-        budget_seconds -= 2 * goes * rest_seconds
+        both_seconds = 2 * rest_seconds + SHORT_REST_SECONDS + 4 * link.latency_seconds
+        goes = max(2, min(2 * REPEATS, int(budget_seconds / 6 / both_seconds)))
+        budget_seconds -= goes * both_seconds
         if budget_seconds < 0:
             break
-        seconds = []
+        small, large = [], []
         for _ in range(goes):
+            time.sleep(SHORT_REST_SECONDS)
+            small.append(go(SMALLEST_BYTES))
             time.sleep(rest_seconds)
-            seconds.append(go(size))
-        passed = size - (min(seconds) - 2 * link.latency_seconds) / link.seconds_per_byte
+            large.append(go(size))
+        passed = size - (min(large) - min(small)) / link.seconds_per_byte
         if passed > size / 8:
-            burst = max(burst, passed)
-        if passed < size / 2:
-            break
+            burst = max(burst, min(passed, size))
+        waited += passed < size / 2
         size *= 2
     return burst
 

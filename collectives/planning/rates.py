@@ -10,7 +10,7 @@ from .formats import FORMATS
 
 
 class CodingRate(NamedTuple):
-    """Seconds that coding takes for an entry, checksum included."""
+    """Seconds that coding takes for an entry: with its checksum, and what rounding left of it."""
 
     encode_seconds: float
     decode_seconds: float
@@ -23,36 +23,40 @@ class Rates(NamedTuple):
     merge_seconds:  per entry that goes into a merge, and to find out whose picks are alive.
     coding:         per entry, by format; a format that is not there is not offered.
     swap_seconds:   of each list that is sent and merged with one that comes, whatever their
-                    lengths: what the calls take, on a core that has rested.
-    again_seconds:  the same on a core that has done it before: where ranks share one.
-    list_seconds:   of each list that is decoded besides.
+                    lengths: what the calls take, where all ranks make them at once.
+    list_seconds:   of each list that is decoded besides, by one rank.
     """
 
     select_seconds: float
     merge_seconds: float
     coding: Mapping[Format, CodingRate]
     swap_seconds: float = 0.0
-    again_seconds: float = 0.0
     list_seconds: float = 0.0
 
     def without_calls(self) -> Rates:
         """Return what entries take alone."""
-        return self._replace(swap_seconds=0.0, again_seconds=0.0, list_seconds=0.0)
+        return self._replace(swap_seconds=0.0, list_seconds=0.0)
 
 
 # What the C++ core takes on one core of a server of the 2020s, rounded; where nothing is measured.
 _INDEX_SECONDS: Final = {"raw": (2e-9, 3e-9), "blocks": (2e-9, 3e-9), "packed": (4.5e-9, 5e-9)}
-_VALUE_SECONDS: Final = {"exact": 0.0, "bf16": 5e-10, "fp16": 5e-10, "int8": 1e-9}
+_VALUE_SECONDS: Final = {
+    "exact": (0.0, 0.0),
+    "bf16": (1.6e-8, 5e-10),
+    "fp16": (1.6e-8, 5e-10),
+    "int8": (1.7e-8, 1e-9),
+}
 DEFAULT_RATES: Final = Rates(
     5e-10,
     1.1e-8,
     {
         format: CodingRate(
-            *(each + _VALUE_SECONDS[format.values] for each in _INDEX_SECONDS[format.indices])
+            *map(
+                sum, zip(_INDEX_SECONDS[format.indices], _VALUE_SECONDS[format.values], strict=True)
+            )
         )
         for format in FORMATS
     },
     3e-4,
-    1.5e-4,
     3e-5,
 )

@@ -88,7 +88,9 @@ def test_every_compression_trains_and_one_rank_tells(train, digits, ranks: int) 
     )
     assert [run.code for run in resnet] == [0] * ranks
     assert "(synthetic, like CIFAR-10)  sent per rank" in resnet[0].out
-    assert again == runs[-1], "the same seed gives the same run"
+    # What ranks warn of, a busy machine's stragglers say, is no part of it.
+    told = [[run.out for run in ranks_of] for ranks_of in (runs[-1], again)]
+    assert told[0] == told[1], "the same seed gives the same run"
     sent = {}
     for compression, once in zip(COMPRESSIONS, runs, strict=True):
         assert [run.code for run in once] == [0] * ranks

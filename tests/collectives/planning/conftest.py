@@ -17,15 +17,22 @@ class VirtualWorld:
 
     A message leaves its sender when the last one is gone, takes latency + bytes * seconds per byte,
     waits where the receiver's link is busy, and sets the receiver's clock on to its end. Bytes that
-    are in the sender's token bucket take no seconds.
+    are in the sender's token bucket take no seconds. To receive takes `call_seconds` of the
+    receiver.
     """
 
     def __init__(
-        self, size: int, between: Link, within: Link | None = None, ranks_per_node: int = 1
+        self,
+        size: int,
+        between: Link,
+        within: Link | None = None,
+        ranks_per_node: int = 1,
+        call_seconds: float = 0.0,
     ) -> None:
         self.world = local_world(size, timeout_seconds=30)
         self.seconds = [0.0] * size
         self.between, self.within, self.ranks_per_node = between, within, ranks_per_node
+        self.call_seconds = call_seconds
         self._gone = [0.0] * size  # when the last message of a rank had left it
         self._come = [0.0] * size  # when the last message to a rank had reached it
         self._buckets = [between.burst_bytes] * size
@@ -73,7 +80,7 @@ class VirtualWorld:
             message = receive(source)
             first_byte, taken = self._flights[source, rank].popleft()
             self._come[rank] = max(first_byte, self._come[rank]) + taken
-            self.seconds[rank] = max(self.seconds[rank], self._come[rank])
+            self.seconds[rank] = max(self.seconds[rank], self._come[rank]) + self.call_seconds
             return message
 
         transport.send, transport.receive = slow_send, slow_receive
