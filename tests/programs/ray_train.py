@@ -52,6 +52,7 @@ def train(config: dict[str, Any]) -> None:
 ray.init(
     num_cpus=2,
     include_dashboard=False,
+    object_store_memory=128 << 20,  # it is mapped at once, and by default a third of the memory
     log_to_driver=False,
     runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
 )
