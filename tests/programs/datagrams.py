@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 
-PORT, QUIET_SECONDS = 7000, 1.0
+PORT = 7000
 count, pause_seconds = int(sys.argv[1]), float(sys.argv[2])
 rank = int(os.environ["RANK"])
 other = (f"10.0.0.{2 - rank}", PORT)
@@ -47,20 +47,25 @@ def send(number: int) -> None:
     link.sendto(str(number).encode(), other)
 
 
+def until_back(number: int) -> None:
+    """Send a number again and again, until it comes back."""
+    send(number)
+    while number not in came_back(0.2):
+        send(number)
+
+
 sent_at: dict[int, float] = {}
 round_trips: dict[int, float] = {}
 if rank == 1:
     send_back()
 else:
-    send(-1)
-    while not came_back(0.2):  # until the hosts know each other's addresses
-        send(-1)
-    came_back(QUIET_SECONDS)
-    round_trips.clear()
+    until_back(-1)  # the hosts know each other's addresses
     for number in range(count):
         send(number)
         came_back(pause_seconds)
-    came_back(QUIET_SECONDS)
+    until_back(count)  # what was sent before it has come, or will not
+    for known in (-1, count):
+        del round_trips[known]
     for _ in range(20):  # one of them comes
         link.sendto(b"", other)
     said = {"sent": count, "round_trips": list(round_trips.values())}
