@@ -1,4 +1,4 @@
-"""Calibration: measure links and rates once, in under two seconds, and agree on the result.
+"""Calibration: measure links and rates once, in about two seconds, and agree on the result.
 
     phase       who, all at the same time                          seconds at most
     within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
@@ -8,7 +8,7 @@
     calls       all                                                0.2, and to agree on their time
 
 The slowest pair and the slowest rank count: they are what a collective waits for. What is added is
-the latency of a few allgathers, and of a probe's first message.
+the latency of a few allgathers, and of a dozen goes of each probe where it is long.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each goes to the next size, GROWTH times the last, only if the time left is enough for GOES of it,
 by what the last one took; else the last one is as large as the time allows. A slow link or machine
-is measured at a smaller size, never for longer. Two goes at the smallest size are always made, and
-what goes are held up by others comes on top.
+is measured at a smaller size, never for longer. What a go takes at any size comes on top, and what
+goes are held up by others.
 
 A link is measured by swaps, as the rounds of a reduction use it: both ways at once. Long ones come
 in pieces, and the bandwidth is that of the later ones:
@@ -20,6 +20,7 @@ in pieces, and the bandwidth is that of the later ones:
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ GOES: Final = 3  # of a size: one may be held up
 REPEATS: Final = 7  # at the smallest and the largest size, as far as the time lasts
 SMALLEST_BYTES: Final = 64
 LARGEST_BYTES: Final = 1 << 22
+SLOWEST: Final = 8 / 1e5  # seconds of a byte: nobody trains on less than 100 kbit/s
 WORD_BYTES: Final = 16
 PIECES: Final = 16  # of a swap whose bandwidth is looked at
 SMALLEST_IN_PIECES: Final = 1 << 12
@@ -51,30 +53,48 @@ Prepare = Callable[[int], Callable[[], object]]  # of a size, to the function to
 Samples = dict[int, list[float]]  # by size: seconds of each go
 
 
-def grow(go: Callable[[int], float], smallest: int, largest: int, budget_seconds: float) -> Samples:
+def grow(
+    go: Callable[[int], float],
+    smallest: int,
+    largest: int,
+    budget_seconds: float,
+    slowest: float = math.inf,
+) -> Samples:
     """Return the seconds that `go(size)` says it took, for growing sizes.
 
+    slowest: the seconds that a unit of size takes at the most.
     The time is kept by what `go` says, so that ranks that are told the same seconds make the same
-    goes. Of a size's goes the shortest counts: one that is held up leaves no less for the others.
+    goes. The budget is for what sizes take: what a go takes at any size, on a long link, comes on
+    top, and then there are fewer goes. Of a size's goes the shortest counts: one that is held up
+    leaves no less for the others.
     """
-    samples: Samples = {}
-    left = budget_seconds
-    size, required = smallest, 2
-    while True:
-        seconds = [go(size) for _ in range(required)]
-        repeats = REPEATS if size in (smallest, largest) else GOES
-        while len(seconds) < repeats and (len(seconds) + 1) * min(seconds) <= left:
-            seconds.append(go(size))
-        samples[size] = seconds
-        left -= len(seconds) * min(seconds)
-        if left <= 0 or size == largest:
-            return samples
-        grown, required = min(GROWTH * size, largest), GOES
-        if GOES * grown * min(seconds) > left * size:
-            grown = int(size * left / (GOES * min(seconds))) // smallest * smallest
+    small = [go(smallest), go(smallest)]
+    while len(small) < REPEATS and (len(small) + 1) * min(small) <= budget_seconds / 8:
+        small.append(go(smallest))
+    samples = {smallest: small}
+    floor = min(small)
+    # Three goes of each of eight sizes or so are to take half of the budget at the most.
+    goes = GOES if 16 * GOES * floor <= budget_seconds else 1
+    left, size = budget_seconds, smallest
+    per_unit = min(floor / smallest, slowest)
+    while size < largest and left > 0:
+        grown = min(GROWTH * size, largest)
+        if GOES * (grown - smallest) * per_unit > left:
+            grown = smallest + int(left / (GOES * per_unit)) // smallest * smallest
             if grown < 2 * size:
-                return samples
-        size = grown
+                break
+        size, more = grown, grown - smallest
+        seconds = samples[size] = [go(size) for _ in range(goes)]
+        # A unit takes no longer than it did at a smaller size, unless something is in the way.
+        while len(seconds) < GOES and min(seconds) - floor > 1.25 * more * per_unit:
+            seconds.append(go(size))
+        per_unit = max(0.0, min(seconds) - floor) / more
+        left -= goes * more * per_unit
+    last, most = samples[size], REPEATS if size == largest else GOES
+    while len(last) < most and (len(last) < GOES or (size - smallest) * per_unit <= left):
+        last.append(go(size))
+        left -= (size - smallest) * per_unit
+    return samples
 
 
 def link_of(samples: Samples) -> Link:
@@ -105,7 +125,7 @@ def lead_swaps(transport: Transport, peer: int, budget_seconds: float, clock: Cl
     def burst(size: int) -> float:
         return swap(size, -(-size // LARGEST_PIECE_BYTES))[-1]
 
-    samples = grow(go, SMALLEST_BYTES, LARGEST_BYTES, budget_seconds)
+    samples = grow(go, SMALLEST_BYTES, LARGEST_BYTES, budget_seconds, SLOWEST)
     latency, per_byte, burst_bytes = link_of(samples)
     latency /= 2  # of a word, and of the swap that answers it
     if (largest := max(samples)) >= SMALLEST_IN_PIECES:
@@ -181,7 +201,7 @@ def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) ->
         transport.allreduce(array)
         return float(agree_on_slowest(transport, [clock() - begun])[0])
 
-    samples = grow(go, SMALLEST_ALLREDUCE_BYTES, 4 * LARGEST_BYTES, budget_seconds)
+    samples = grow(go, SMALLEST_ALLREDUCE_BYTES, 4 * LARGEST_BYTES, budget_seconds, SLOWEST)
     return link_of(samples) if max(samples) >= LONG_ALLREDUCE_BYTES else None
 
 
