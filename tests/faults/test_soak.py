@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import time
@@ -25,8 +26,10 @@ TRAINING = {"every": 20, "nan_every": 53}
 def soak(mpirun, ranks: int, steps: int, timeout: float) -> list[dict]:
     job = mpirun(ranks, "soak.py", str(steps), timeout=timeout)
     assert job.returncode == 0, job.stderr
+    # A busy machine slows ranks down, now and then, and that is said.
+    expected = re.compile(r"leaves 94 of 936 entries a step|slows the others down|has caught up")
     said = [line for line in job.stderr.splitlines() if "gtopk" in line]
-    assert all("leaves 94 of 936 entries a step" in line for line in said), job.stderr
+    assert all(map(expected.search, said)), job.stderr
     said = [line.removeprefix("soak ") for line in job.stdout.splitlines()]
     found = sorted(map(json.loads, said), key=lambda each: each["rank"])
     assert [each["rank"] for each in found] == list(range(ranks))
