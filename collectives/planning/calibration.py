@@ -5,7 +5,7 @@
     between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
     allreduce   all                                                0.4, and to agree on its time
     rates       each for itself                                    0.6
-    calls       all                                                0.2, and to agree on their time
+    calls       all                                                0.4, and to agree on their time
 
 The slowest pair and the slowest rank count: they are what a collective waits for. What is added is
 the latency of a few allgathers, and of a dozen goes of each probe where it is long.
@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 
 from .. import wire
+from ..algorithms import ALGORITHMS
 from ..algorithms.gtopk import reduce
 from ..algorithms.outcome import among, put_together
 from ..algorithms.rounding import rounding_error
@@ -60,6 +61,7 @@ CODE_SECONDS: Final = 0.2  # all formats together
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
 _DENSITY: Final = 0.001
 _FEW: Final = 16  # entries
+_COUNTED: Final = {"swap_seconds": "swaps", "list_seconds": "others"}  # in a round
 _REST_SECONDS: Final = 0.02
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
@@ -89,7 +91,7 @@ def measure(
     begun = clock()
     network, nodes = measure_network(transport, clock)
     rates = agree_on_rates(transport, measure_rates(formats, clock))
-    rates = rates._replace(swap_seconds=measure_swap(transport, network, rates, clock))
+    rates = measure_calls(transport, network, rates, clock)
     (took,) = agree_on_slowest(transport, [clock() - begun])
     where = (
         f"on {transport.size} rank{'s' * (transport.size > 1)} of {nodes} host{'s' * (nodes > 1)}"
@@ -277,27 +279,33 @@ def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float,
     return least(swap), least(read)
 
 
-def measure_swap(
+def measure_calls(
     transport: Transport, network: Network, rates: Rates, clock: Clock = time.perf_counter
-) -> float:
-    """Return `swap_seconds` by what a reduction of a few entries takes all ranks, after a rest.
+) -> Rates:
+    """Return the rates with what lists take in calls, by what reductions of a few entries take.
 
-    That is the median of some, less the messages, entries and lists of it. Every rank must call it,
-    and gets the same. A rank that is alone keeps what it measured of itself.
+    All ranks make them at once, after a rest; it is the median of some, less their messages and
+    entries. Every rank must call it, and gets the same. A rank that is alone keeps what it measured
+    of itself.
     """
     if transport.size == 1:
-        return rates.swap_seconds
+        return rates
     mine = _picks(_FEW, np.random.default_rng(transport.rank))
     format = next(iter(rates.coding))
-    goes: list[float] = []
-    while len(goes) < REPEATS and sum(goes) < CALLS_SECONDS:
-        time.sleep(_REST_SECONDS)
-        transport.barrier()
-        begun = clock()
-        reduce(mine, _FEW, transport, format=format)
-        goes += agree_on_slowest(transport, [clock() - begun])
-    candidate = Candidate("gtopk", _FEW / mine.length, format)
-    known = predict(candidate, mine.length, network, rates._replace(swap_seconds=0.0))
-    order = Order(mine.length, _FEW, network.ranks, network.ranks_per_node)
-    swaps = sum(step.times * step.swaps for step in SCHEDULES["gtopk"](order))
-    return max(0.0, statistics.median(goes) - known.exchange_seconds) / swaps
+    known = rates.without_calls()
+    for algorithm, of_each in (("gtopk", "swap_seconds"), ("topk-allgather", "list_seconds")):
+        goes: list[float] = []
+        while len(goes) < REPEATS and sum(goes) < CALLS_SECONDS:
+            time.sleep(_REST_SECONDS)
+            transport.barrier()
+            begun = clock()
+            ALGORITHMS[algorithm](mine, _FEW, transport, format=format)
+            goes += agree_on_slowest(transport, [clock() - begun])
+        candidate = Candidate(algorithm, _FEW / mine.length, format)
+        expected = predict(candidate, mine.length, network, known).exchange_seconds
+        order = Order(mine.length, _FEW, network.ranks, network.ranks_per_node)
+        steps = list(SCHEDULES[algorithm](order))
+        times = sum(step.times * getattr(step, _COUNTED[of_each]) for step in steps)
+        seconds = max(0.0, statistics.median(goes) - expected) / times
+        known = known._replace(**{of_each: seconds})
+    return known

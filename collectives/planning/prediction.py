@@ -146,9 +146,9 @@ def predict(
             rate = rates.coding[candidate.format]
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
         merged = step.merged * rates.merge_seconds
-        merged += step.others * rates.list_seconds
         coded, merged = held_up * coded, held_up * merged
-        merged += step.swaps * rates.swap_seconds
+        # Calls were measured with all ranks at them.
+        merged += step.swaps * rates.swap_seconds + step.others * rates.list_seconds
         code += times * coded
         merge += times * merged
         if step.fresh:

@@ -24,7 +24,7 @@ class Rates(NamedTuple):
     coding:         per entry, by format; a format that is not there is not offered.
     swap_seconds:   of each list that is sent and merged with one that comes, whatever their
                     lengths: what the calls take, where all ranks make them at once.
-    list_seconds:   of each list that is decoded besides, by one rank.
+    list_seconds:   the same of each list that is decoded besides.
     """
 
     select_seconds: float

@@ -17,9 +17,9 @@ from collectives.cost import rounds as rounds_of
 from collectives.planning import Calibration, Format, Network
 from collectives.planning.calibration import (
     agree_on_rates,
+    measure_calls,
     measure_network,
     measure_rates,
-    measure_swap,
 )
 from collectives.transports import Transport
 
@@ -81,11 +81,10 @@ def run(plan: Plan, transport: Transport) -> Results:
             if transport.rank < size:
                 some = transport.subset(range(size)) if size < transport.size else transport
                 found = measure_network(some)[0] if size < transport.size else calibration.network
-                swap_seconds = measure_swap(some, found, calibration.rates)
                 here = replace(
                     calibration,
                     network=modelled_network(plan, found)[0],
-                    rates=calibration.rates._replace(swap_seconds=swap_seconds),
+                    rates=measure_calls(some, found, calibration.rates),
                 )
                 records += on_these_ranks(plan, some, library, here, say)
             transport.barrier()

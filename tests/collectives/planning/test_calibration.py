@@ -20,9 +20,9 @@ from collectives.planning.calibration import (
     WITHIN_SECONDS,
     assumed,
     measure,
+    measure_calls,
     measure_network,
     measure_rates,
-    measure_swap,
 )
 from collectives.planning.probes import GROWTH, REPEATS, grow, link_of, seconds_per_unit
 from collectives.planning.rates import DEFAULT_RATES, CodingRate
@@ -244,9 +244,14 @@ def test_what_a_reduction_of_few_entries_takes_beside_its_messages_are_its_calls
     )
     found = run_ranks(
         world.world,
-        lambda t: measure_swap(t, Network(size, ETHERNET), costless, world.clock(t.rank)),
+        lambda t: measure_calls(t, Network(size, ETHERNET), costless, world.clock(t.rank)),
     )
-    assert found == [pytest.approx(3e-4, rel=0.01)] * size
+    assert [rates.swap_seconds for rates in found] == [pytest.approx(3e-4, rel=0.01)] * size
+    # Its allgather has a message fewer for each list than there are rounds, and one swap.
+    rounds = size.bit_length() - 1
+    of_lists = max(0.0, (rounds - 1) * 3e-4 / (size - 1))
+    listed = [rates.list_seconds for rates in found]
+    assert listed == [pytest.approx(of_lists, rel=0.1, abs=1e-6)] * size
 
 
 def test_a_rank_alone_has_rates_but_no_links():

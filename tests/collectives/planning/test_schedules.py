@@ -209,7 +209,7 @@ def test_a_shift_leaves_a_node_as_often_as_counted(ranks, distance, ranks_per_no
 
 
 @pytest.mark.parametrize("algorithm", SCHEDULES)
-def test_short_lists_take_their_calls_and_more_of_them_where_ranks_share_a_core(algorithm):
+def test_short_lists_take_their_calls_which_were_measured_where_ranks_share_a_core(algorithm):
     calls = Rates(
         0.0,
         0.0,
@@ -225,11 +225,9 @@ def test_short_lists_take_their_calls_and_more_of_them_where_ranks_share_a_core(
 
     expected = {"dense": 0.0, "topk-allgather": 1.7, "gtopk-tree": 3.3, "oktopk": 5.1}
     assert seconds(8, math.inf) == pytest.approx(expected.get(algorithm, 3.0))
-    if algorithm == "topk-allgather":  # a swap was measured with all ranks at it, a list was not
-        assert seconds(8, 2) == pytest.approx(1.0 + 4 * 0.7)
+    assert seconds(8, 2) == seconds(8, math.inf)
     if algorithm == "gtopk":  # folded in, two rounds, and back
-        assert seconds(8, 2) == pytest.approx(3.0)
-        assert seconds(5, math.inf) == seconds(5, 1) == pytest.approx(1.0 + 2.0 + 0.1)
+        assert seconds(5, math.inf) == pytest.approx(1.0 + 2.0 + 0.1)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
