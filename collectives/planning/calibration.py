@@ -63,6 +63,7 @@ _DENSITY: Final = 0.001
 _FEW: Final = 16  # entries
 _COUNTED: Final = {"swap_seconds": "swaps", "list_seconds": "others"}  # in a round
 _REST_SECONDS: Final = 0.02
+_REDUCTIONS: Final = 5  # of which the median counts
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
@@ -295,7 +296,7 @@ def measure_calls(
     known = rates.without_calls()
     for algorithm, of_each in (("gtopk", "swap_seconds"), ("topk-allgather", "list_seconds")):
         goes: list[float] = []
-        while len(goes) < REPEATS and sum(goes) < CALLS_SECONDS:
+        while len(goes) < _REDUCTIONS and sum(goes) < CALLS_SECONDS:
             time.sleep(_REST_SECONDS)
             transport.barrier()
             begun = clock()
