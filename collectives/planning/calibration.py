@@ -61,7 +61,6 @@ CODE_SECONDS: Final = 0.2  # all formats together
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
 _DENSITY: Final = 0.001
 _FEW: Final = 16  # entries
-_COUNTED: Final = {"swap_seconds": "swaps", "list_seconds": "others"}  # in a round
 _REST_SECONDS: Final = 0.02
 _REDUCTIONS: Final = 5  # of which the median counts
 # A link nobody has measured: Gigabit Ethernet.
@@ -294,7 +293,10 @@ def measure_calls(
     mine = _picks(_FEW, np.random.default_rng(transport.rank))
     format = next(iter(rates.coding))
     known = rates.without_calls()
-    for algorithm, of_each in (("gtopk", "swap_seconds"), ("topk-allgather", "list_seconds")):
+    for algorithm, of_each, counted in (
+        ("gtopk", "swap_seconds", "swaps"),
+        ("topk-allgather", "list_seconds", "others"),
+    ):
         goes: list[float] = []
         while len(goes) < _REDUCTIONS and sum(goes) < CALLS_SECONDS:
             time.sleep(_REST_SECONDS)
@@ -305,8 +307,7 @@ def measure_calls(
         candidate = Candidate(algorithm, _FEW / mine.length, format)
         expected = predict(candidate, mine.length, network, known).exchange_seconds
         order = Order(mine.length, _FEW, network.ranks, network.ranks_per_node)
-        steps = list(SCHEDULES[algorithm](order))
-        times = sum(step.times * getattr(step, _COUNTED[of_each]) for step in steps)
+        times = sum(step.times * getattr(step, counted) for step in SCHEDULES[algorithm](order))
         seconds = max(0.0, statistics.median(goes) - expected) / times
         known = known._replace(**{of_each: seconds})
     return known
