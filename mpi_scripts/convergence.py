@@ -65,8 +65,6 @@ class Run(NamedTuple):
 
 def train(task: Task, recipe: Recipe, ranks: int) -> Run:
     """Train once; raise AssertionError where the ranks' models are not the same in the end."""
-    logging.getLogger("gtopk").setLevel(logging.ERROR)  # ranks that share cores hold each other up
-
     def rank(transport: Transport) -> Run:
         model = task.model()
         inner: torch.optim.Optimizer
@@ -116,7 +114,8 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
 def run_seed(
     name: str, recipe: str, density: float, ranks: int, seed: int, epochs: int | None
 ) -> Run:
-    """Train a task of a seed by a recipe of this name; epochs: None for the task's own."""
+    """Train, in a process of its own, a seed of a task by a recipe; epochs: None for the task's."""
+    logging.getLogger("gtopk").setLevel(logging.ERROR)  # ranks that share cores hold each other up
     torch.set_num_threads(1)
     task = TASKS[name](seed) if epochs is None else TASKS[name](seed, epochs)
     length = sum(weight.numel() for weight in task.weights.values())

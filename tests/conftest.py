@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -32,6 +33,19 @@ PROGRAMS = ROOT / "tests" / "programs"
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("horovod") and importlib.util.find_spec("horovod") is None:
         pytest.skip("Horovod is not installed: make horovod")
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[None]:
+    """Have every test leave the logger as it was: what it hides, other tests wait for."""
+    log = logging.getLogger("gtopk")
+
+    def state() -> tuple[object, ...]:
+        return log.level, log.propagate, log.disabled, list(log.handlers), list(log.filters)
+
+    before = state()
+    yield
+    assert state() == before, "the test leaves the logger 'gtopk' otherwise than it was"
 
 
 class Job(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import io
 import pickle
 import re
@@ -13,6 +14,8 @@ import sys
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import msgpack
@@ -191,8 +194,8 @@ def ports(pids: set[int]) -> set[tuple[str, int, int]]:
     return found
 
 
-def fire(host: str, port: int, kind: int, hostile: bytes) -> None:
-    """Send a pickle as raw bytes, and as some protocols would frame it."""
+def fire(doors: set[tuple[str, int, int]], hostile: bytes) -> None:
+    """Send a pickle to each, at once: as raw bytes, and as some protocols would frame it."""
     frames = (
         hostile,
         struct.pack(">i", len(hostile)) + hostile,  # multiprocessing.connection
@@ -200,17 +203,20 @@ def fire(host: str, port: int, kind: int, hostile: bytes) -> None:
         b"PUT /x HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(hostile) + hostile,
         bytes(32) + struct.pack("<Q", 1 << 62) + bytes(32) + hostile,
     )
-    for frame in frames:
+
+    def send(door: tuple[str, int, int], frame: bytes) -> None:
+        host, port, kind = door
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, kind) as one:
+        with socket.socket(family, kind) as one, contextlib.suppress(OSError):
             one.settimeout(1)
-            try:
-                one.connect((host, port))
-                one.sendall(frame)
-                one.shutdown(socket.SHUT_WR)
-                one.recv(4096)
-            except OSError:
-                continue
+            one.connect((host, port))
+            one.sendall(frame)
+            one.shutdown(socket.SHUT_WR)
+            one.recv(4096)
+
+    shots = list(product(doors, frames))
+    with ThreadPoolExecutor(len(shots)) as pool:
+        list(pool.map(send, *zip(*shots, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -234,10 +240,9 @@ def test_no_port_of_a_job_unpickles_anything_and_the_job_goes_on(
             time.sleep(0.1)
         pids = family(int(Path("/proc/self").readlink().name))
         doors = ports(pids)
-        for door in sorted(doors):
-            fire(*door, pickle.dumps(Hostile(canary)))
         # Its own ports are for this host alone, or for who knows the secret.
         assert doors
+        fire(doors, pickle.dumps(Hostile(canary)))
     finally:
         ended.touch()
         job.join(60)
