@@ -65,6 +65,7 @@ class Run(NamedTuple):
 
 def train(task: Task, recipe: Recipe, ranks: int) -> Run:
     """Train once; raise AssertionError where the ranks' models are not the same in the end."""
+
     def rank(transport: Transport) -> Run:
         model = task.model()
         inner: torch.optim.Optimizer
