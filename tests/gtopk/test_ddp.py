@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.matrix import some_of
 
-@pytest.mark.parametrize("ranks", [2, 3])
+
+@pytest.mark.parametrize("ranks", some_of([2, 3], 3))
 def test_ddp_exchanges_its_buckets_by_gtopk(torchrun, ranks):
     job = torchrun(ranks, "ddp_hook.py")
     assert job.returncode == 0, job.stdout + job.stderr

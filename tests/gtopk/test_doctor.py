@@ -20,6 +20,7 @@ from gtopk.doctor.finding import gist
 from gtopk.doctor.isolation import PROBES, look
 from gtopk.doctor.network import describe
 from gtopk.launch import find_mpirun, run
+from tests.matrix import some_of
 
 ROOT = Path(__file__).parents[2]
 PLENTY_SECONDS = 100.0
@@ -333,7 +334,7 @@ def test_the_network_is_told_with_what_it_means(bits_per_second: float, says: st
 
 
 @needs_mpirun
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", some_of([1, 3], 3))
 def test_a_job_prints_one_report_that_says_its_size(
     size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

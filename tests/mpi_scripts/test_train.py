@@ -112,11 +112,11 @@ def test_every_compression_trains_and_one_rank_tells(train, digits, ranks: int) 
 
 def test_by_its_path_it_runs_from_anywhere(mpirun, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = mpirun(2, str(TRAIN), "--epochs", "6", PYTHONPATH="")
+    done = mpirun(2, str(TRAIN), "--epochs", "2", "--lr", "0.1", PYTHONPATH="")
     assert done.returncode == 0, done.stderr
     reached = accuracies(done.stdout)
-    assert len(reached) == 6
-    assert reached[-1] > 0.7  # chance: 0.1
+    assert len(reached) == 2
+    assert reached[-1] > 0.5  # chance: 0.1
 
 
 def test_without_mpirun_it_is_one_rank_and_takes_a_file(tmp_path) -> None:

@@ -2,12 +2,13 @@
 
     python tests/programs/sanitized.py FOLDER PROGRAM [ARGUMENTS]
 
-The package is copied into FOLDER and its core built there, unless that was done before. Needs g++
-with its sanitizers; exits with 77 where they are not.
+The package is copied into FOLDER and its core built there, unless that was done before; several may
+ask at once. Needs g++ with its sanitizers; exits with 77 where they are not.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -45,8 +46,11 @@ def main() -> int:
     ).stdout.strip()
     if not Path(runtime).is_absolute():
         return NO_SANITIZERS
-    if not (Path(folder) / "collectives").exists():
-        build(Path(folder))
+    Path(folder).mkdir(exist_ok=True)
+    with (Path(folder) / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+        if not (Path(folder) / "collectives").exists():
+            build(Path(folder))
     environment = {
         **os.environ,
         "PYTHONPATH": folder,

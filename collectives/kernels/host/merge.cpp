@@ -5,6 +5,8 @@
 //      one walk along both; the exact zero at 7 is dropped
 //   =  (1: 4.0) (5: 3.5) | (9: 0.5)                kept | dropped
 #include <algorithm>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "abi.hpp"
@@ -87,49 +89,77 @@ std::int64_t merge(const List<T, I>& a, const List<T, I>& b, std::int64_t k, I* 
   });
 }
 
+template <class T, class I>
+struct Entry {
+  I index;
+  T value;
+};
+
+// Merge runs that are sorted by index, equal indices side by side: those of `a` before those of `b`.
+//
+//   a  [ front ->        <- back ]     Two walks, one from either end, wait for memory at the same
+//   b  [ front ->        <- back ]     time; each takes so few entries that they do not meet.
+template <class T, class I>
+void merge_runs(const Entry<T, I>* a, const Entry<T, I>* a_end, const Entry<T, I>* b,
+                const Entry<T, I>* b_end, Entry<T, I>* out) {
+  Entry<T, I>* out_end = out + (a_end - a) + (b_end - b);
+  while (const std::ptrdiff_t steps = std::min(a_end - a, b_end - b) / 2) {
+    for (std::ptrdiff_t step = 0; step < steps; step++) {
+      const bool take_b = b->index < a->index;
+      *out++ = *(take_b ? b : a);
+      b += take_b;
+      a += !take_b;
+      const bool take_a = b_end[-1].index < a_end[-1].index;
+      *--out_end = (take_a ? a_end : b_end)[-1];
+      a_end -= take_a;
+      b_end -= !take_a;
+    }
+  }
+  std::merge(a, a_end, b, b_end, out,
+             [](const Entry<T, I>& x, const Entry<T, I>& y) { return x.index < y.index; });
+}
+
 // Write the sum of all lists, each index summed in the order of the lists; return how many entries
 // are not zero. Lists are merged in pairs, equal indices side by side, and summed at the end.
 template <class T, class I>
 std::int64_t sum(const I* const* indices, const T* const* values, const std::int64_t* counts,
                  std::int64_t lists, I* out_indices, T* out_values) {
   return guarded([&]() -> std::int64_t {
-    struct Entry {
-      I index;
-      T value;
-    };
-    std::vector<std::size_t> ends(1, 0);
-    std::vector<Entry> runs;
-    for (std::int64_t list = 0; list < lists; list++) ends.push_back(ends.back() + counts[list]);
-    runs.reserve(ends.back());
-    for (std::int64_t list = 0; list < lists; list++) {
-      for (std::int64_t i = 0; i < counts[list]; i++) {
-        runs.push_back({indices[list][i], values[list][i]});
-      }
+    if (lists == 2) {
+      return add<T, I>({indices[0], values[0], counts[0]}, {indices[1], values[1], counts[1]},
+                       out_indices, out_values);
     }
-    std::vector<Entry> merged(runs.size());
+    static thread_local Scratch<Entry<T, I>> memory[2];
+    const std::int64_t total = std::accumulate(counts, counts + lists, std::int64_t{0});
+    Entry<T, I>*runs = memory[0].reserve(total), *merged = memory[1].reserve(total);
+    std::vector<std::int64_t> ends(1, 0);
+    for (std::int64_t list = 0, at = 0; list < lists; list++) {
+      for (std::int64_t i = 0; i < counts[list]; i++, at++) {
+        runs[at] = {indices[list][i], values[list][i]};
+      }
+      ends.push_back(at);
+    }
     while (ends.size() > 2) {
-      std::vector<std::size_t> fewer(1, 0);
+      std::vector<std::int64_t> fewer(1, 0);
       for (std::size_t pair = 0; pair + 1 < ends.size(); pair += 2) {
-        const std::size_t begin = ends[pair], middle = ends[pair + 1];
-        const std::size_t end = pair + 2 < ends.size() ? ends[pair + 2] : middle;
-        std::merge(runs.begin() + begin, runs.begin() + middle, runs.begin() + middle,
-                   runs.begin() + end, merged.begin() + begin,
-                   [](const Entry& a, const Entry& b) { return a.index < b.index; });
+        const std::int64_t begin = ends[pair], middle = ends[pair + 1];
+        const std::int64_t end = pair + 2 < ends.size() ? ends[pair + 2] : middle;
+        merge_runs(runs + begin, runs + middle, runs + middle, runs + end, merged + begin);
         fewer.push_back(end);
       }
-      runs.swap(merged);
+      std::swap(runs, merged);
       ends.swap(fewer);
     }
     std::int64_t count = 0;
-    for (std::size_t i = 0; i < runs.size();) {
-      const I index = runs[i].index;
-      T total = runs[i].value;
-      while (++i < runs.size() && runs[i].index == index) total += runs[i].value;
-      out_indices[count] = index;
-      out_values[count] = total;
-      count += total != T(0);
+    T sum = 0;
+    for (std::int64_t i = 0; i < total; i++) {
+      const bool goes_on = i > 0 && runs[i].index == runs[i - 1].index;
+      count += !goes_on && sum != T(0);
+      sum = masked(sum, goes_on) + runs[i].value;
+      out_indices[count] = runs[i].index;
+      out_values[count] = sum;
     }
-    return count;
+    return count + (sum != T(0));
   });
 }
 

@@ -15,6 +15,7 @@ from .lists import Entries
 
 FORMATS = tuple(Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES)
 _ENTRIES_A_ROUND = 50_000  # short lists are coded several times
+_MOST_TIMES = 200
 
 
 class Record(NamedTuple):
@@ -44,7 +45,7 @@ def measure(entries: Entries, rounds: int) -> list[Record]:
     messages = {format: encode(vector, k, format).message for format in FORMATS}
     encoded: dict[Format, list[float]] = {format: [] for format in FORMATS}
     decoded: dict[Format, list[float]] = {format: [] for format in FORMATS}
-    times = math.ceil(_ENTRIES_A_ROUND / k)
+    times = min(_MOST_TIMES, math.ceil(_ENTRIES_A_ROUND / k))
     for _ in range(rounds + 1):
         for format in FORMATS:
             message = messages[format]

@@ -46,7 +46,7 @@ def overhead_bytes(size: int, rounds: int = 4) -> int:
 # ---- the result
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(worlds(np.float32), st.integers(1, 40))
 def test_the_update_is_the_largest_of_the_sum_of_all_picks(
     world: tuple[int, list[SparseVector]], k_out: int

@@ -1,7 +1,7 @@
 """Scripts written for Horovod run unchanged, on MPI and on gloo.
 
-By default all of them run one after the other in one start of each launcher. `make test-matrix`
-starts each by itself, as a user would, on 1, 2 and 3 ranks.
+By default all of them run one after the other in one start of mpirun. `make test-matrix` does so
+under torchrun, too, and starts each by itself, as a user would, on 1, 2 and 3 ranks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,11 @@ def check_all(done: Any, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ranks"), [pytest.param("mpirun", 3, marks=needs_mpirun), ("torchrun", 2)]
+    ("launcher", "ranks"),
+    [
+        pytest.param("mpirun", 3, marks=needs_mpirun),
+        pytest.param("torchrun", 2, marks=pytest.mark.matrix),
+    ],
 )
 def test_all_scripts_run_on_ranks(
     request: pytest.FixtureRequest, tmp_path: Path, launcher: str, ranks: int

@@ -9,7 +9,7 @@ import gtopk.torch as hvd
 from tests.matrix import some_of
 
 
-@pytest.mark.parametrize("ranks", some_of([1, 2, 3], 1, 3))
+@pytest.mark.parametrize("ranks", some_of([1, 2, 3], 3))
 def test_every_rank_ends_up_with_what_the_root_has(mpirun, ranks: int) -> None:
     done = mpirun(ranks, "functions.py")
     assert done.returncode == 0, done.stdout + done.stderr
