@@ -17,7 +17,7 @@
 # make test-horovod   the tests against it
 # make test-adapters  the doors of Lightning, Accelerate and Ray Train, in an environment of their own
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
-# make bench  everything that docs/performance.md tells of, measured here: 25 minutes of a quiet machine
+# make bench  everything that docs/performance.md tells of, measured here: half an hour of a quiet machine
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
 # make clean  remove the virtual environment and what was built
 

@@ -1,4 +1,4 @@
-"""Hold what was foretold of reductions against the clock: a table of the errors.
+"""Hold what was foretold of reductions against the clock: tables of the errors.
 
 python mpi_scripts/predictions.py FOLDER/*.json     files of `gtopk bench collectives --json`
 python mpi_scripts/predictions.py --simulate ...    what SimGrid makes of every message, in place of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ class Forecast(NamedTuple):
 
     file: str
     ranks: int
+    entries: int
     way: str
     foretold_seconds: float
     measured_seconds: float
@@ -50,7 +51,7 @@ def forecasts(
         if record["ours"] and wire is not None:
             foretold = wire + (code or 0.0)
             measured = record["seconds"]["median"]
-            yield Forecast(name, record["ranks"], record["label"], foretold, measured)
+            yield Forecast(name, record["ranks"], record["k"], record["label"], foretold, measured)
 
 
 def modelled(record: Record) -> float | None:
@@ -93,7 +94,7 @@ def row(way: str, found: Sequence[Forecast]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, and return the exit code."""
+    """Print the tables, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--simulate", action="store_true", help="by SimGrid, message by message")
@@ -101,13 +102,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wire_seconds = simulated(find_python()) if options.simulate else modelled
     files = [(path.stem, read(path)) for path in options.files]
     found = [each for file in files for each in forecasts(*file, wire_seconds)]
-    print("| | networks | median error | within 20 % | worst |")
-    print("|---|---|---|---|---|")
-    for way in dict.fromkeys(each.way for each in found):
-        print(row(way, [each for each in found if each.way == way]))
-    within = sum(abs(each.error) <= 0.2 for each in found)
-    print(f"| all | {len(found)} | | {within} | |")
+    for entries in sorted({each.entries for each in found}):
+        print(f"{entries:,} entries a rank\n")
+        print(*table([each for each in found if each.entries == entries]), "", sep="\n")
     return 0
+
+
+def table(found: Sequence[Forecast]) -> Iterator[str]:
+    """Yield the lines of a table, a row for each way to reduce."""
+    yield "| | networks | median error | within 20 % | worst |"
+    yield "|---|---|---|---|---|"
+    for way in dict.fromkeys(each.way for each in found):
+        yield row(way, [each for each in found if each.way == way])
+    within = sum(abs(each.error) <= 0.2 for each in found)
+    yield f"| all | {len(found)} | | {within} | |"
 
 
 if __name__ == "__main__":

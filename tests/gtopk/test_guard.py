@@ -34,9 +34,7 @@ def runs(pid: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    "ending", some_of(ENDINGS, "exception", "killed", "shutdown")
-)
+@pytest.mark.parametrize("ending", some_of(ENDINGS, "exception", "killed", "shutdown"))
 def test_the_job_ends_and_names_rank_and_step(mpirun, ending):
     job = mpirun(3, "ends.py", ending, "2", timeout=60)
     assert re.search(ENDINGS[ending], job.stderr), job.stderr

@@ -12,8 +12,8 @@ from mpi_scripts.predictions import Forecast, main, row
 
 
 def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
-    found = [Forecast("5mbit", 2, "gtopk", foretold, 1.0) for foretold in (1.1, 0.86, 1.0)]
-    found.append(Forecast("9mbit", 4, "gtopk", 0.5, 1.0))
+    found = [Forecast("5mbit", 2, 100, "gtopk", foretold, 1.0) for foretold in (1.1, 0.86, 1.0)]
+    found.append(Forecast("9mbit", 4, 100, "gtopk", 0.5, 1.0))
     assert row("gtopk", found) == "| gtopk | 4 | 12 % | 3 | -50 % (9mbit, 4 ranks) |"
 
 
@@ -26,7 +26,9 @@ def test_files_of_the_benchmark_are_read(
     assert gave == 0
     capsys.readouterr()
     assert main([str(file)]) == 0
-    assert capsys.readouterr().out.count("\n| gtopk") == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("100 entries a rank\n")
+    assert printed.count("\n| gtopk") == 1
     try:
         find_python()
     except SimulationError as error:
