@@ -7,7 +7,7 @@
 #             ARGS="-k faults_for_a_long_time" for a quarter of an hour)
 # make check  linter, formatter, types, import directions, and the docs as a site
 # make docs   the site alone, in build/docs
-# make test-docs       types all that the docs tell people to type, and runs the notebook
+# make test-docs       runs every bash block and every titled script of docs/, and the notebook
 # make test-packaging  wheel and sdist, each installed into an environment of its own; linters of containers
 # make test-images     builds the container images and runs jobs in them; needs docker or podman
 #             (IMAGE_ARGUMENTS="--build-arg PIP_EXTRA_INDEX_URL=..." ARGS="-k cpu")
@@ -17,7 +17,7 @@
 # make test-horovod   the tests against it
 # make test-adapters  the doors of Lightning, Accelerate and Ray Train, in an environment of their own
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
-# make bench  everything that docs/performance.md tells of, measured here: half an hour of a quiet machine
+# make bench  the main figures of docs/performance.md, measured here: half an hour of a quiet machine
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
 # make clean  remove the virtual environment and what was built
 

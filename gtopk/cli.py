@@ -22,7 +22,10 @@ _COMMANDS: Final[dict[str, tuple[str, str]]] = {
     ),
     "plan": (".plan.command", "what a step would take on a cluster, and whether it would pay"),
     "simulate": (".simulate.command", "train on a modelled cluster of unlike ranks: what pays"),
-    "bench": (".bench", "measure this machine and its network: selection, collectives"),
+    "bench": (
+        ".bench",
+        "measure this machine and its network: selection, wire, engine, optimizer, collectives",
+    ),
     "run": (".runner.command", "start a script on ranks, here or on other hosts"),
     "report": (".run_report.command", "draw a run that was recorded, as one page"),
     "top": (".top.command", "what each rank of a run does now"),

@@ -87,6 +87,11 @@ class Termination:
         """Give SIGTERM back; end the program where it was told to and has no other end."""
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._before)
+        if error is None and not self and self._here().told_here:
+            self._say(
+                "had SIGTERM after the last step, of which no other rank knows: a step within "
+                "another block tells them, or ask() of this one at the same place on all ranks"
+            )
         if error is not None or not self:
             return
         # The launcher may send it to whoever ends last: there is nothing to say to that.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measure everything that docs/performance.md and docs/tuning.md tell of, one after the other: about
-# half an hour on 2 cores. Keep the machine quiet.
+# Measure the main figures of docs/performance.md and docs/tuning.md, one after the other: about half
+# an hour on 2 cores. Keep the machine quiet. The pages name the commands of the others.
 #
 #   mpi_scripts/bench.sh [FOLDER]     writes results.md: each command, what it printed and how long
 #                                     it took; with JSON files and pictures beside it

@@ -57,6 +57,15 @@ class Job(NamedTuple):
 
 
 @pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of this run's that all its workers know."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def mpirun() -> Callable[..., Job]:
     """Run `mpirun(ranks, program, *arguments)`: a file of tests/programs, or a path from the root.
 

@@ -88,6 +88,7 @@ def wheel(folder: Path, **variables: str) -> zipfile.ZipFile:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
+@pytest.mark.packaging
 def test_a_wheel_holds_the_compiled_core_and_fits_every_python_of_its_platform(tmp_path) -> None:
     with wheel(tmp_path) as packed:
         assert "collectives/kernels/host/core.so" in packed.namelist()

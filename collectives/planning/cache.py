@@ -80,6 +80,9 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
             network[name] = Link(*map(_seconds, network[name]))
     if network["ranks"] < 1 or network["ranks_per_node"] < 1:
         raise ValueError("a network needs a rank")
+    link = network["between"]
+    if link is None or (link.burst_bytes and not link.seconds_per_byte):
+        raise ValueError("a network needs a link, and a link with a burst a bandwidth")
     coding = {
         Format(indices, values): CodingRate(_seconds(encode), _seconds(decode))
         for indices, values, encode, decode in rates["coding"]

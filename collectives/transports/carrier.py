@@ -95,8 +95,14 @@ class Carrier(Streams):
         return Farewell(completed, reason, next(missed, None))
 
     def lose(self, rank: int, reason: str) -> None:
-        self._left.setdefault(rank, Farewell({}, reason, lost=True))
+        self.note(rank, Farewell({}, reason, lost=True))
         self._wake()
+
+    def note(self, rank: int, farewell: Farewell) -> None:
+        """Note that a rank has left: what it said itself counts more than what others know."""
+        known = self._left.get(rank)
+        if known is None or (known.lost and not farewell.lost):
+            self._left[rank] = farewell
 
     def _wake(self) -> None:
         """Have those who wait look again who has left."""

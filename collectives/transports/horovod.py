@@ -150,7 +150,7 @@ class HorovodTransport(Carrier):
         for source, block in enumerate(theirs):
             for tag, message in self._incoming[source].feed(block[_FLAG_BYTES:]):
                 if tag == _FAREWELL:
-                    self._left.setdefault(source, Farewell.decode(message))
+                    self.note(source, Farewell.decode(message))
                     self._mailbox.wake()
                 else:
                     self._mailbox.put(tag, source, message)

@@ -327,7 +327,7 @@ class MpiTransport(Carrier):
                     return
                 text = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
                 message.Recv([text, self._mpi.BYTE])
-            self._left[status.source] = Farewell.decode(text)
+            self.note(status.source, Farewell.decode(text))
 
     def resign(self, reason: str) -> None:
         if self._resigned or self._mpi.Is_finalized():

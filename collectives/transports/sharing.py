@@ -22,13 +22,14 @@ from .node_memory import FileMemory, NodeMemory, OfThreads, ThreadMemory
 from .transport import Transport
 
 _FOLDER: Final = Path("/dev/shm")  # files there are memory
+_PROCESS: Final = uuid.uuid4().hex  # in containers that share memory several may have one pid
 _in_this_process: weakref.WeakValueDictionary[str, OfThreads] = weakref.WeakValueDictionary()
 
 
 def share(stream: Transport, size_bytes: int) -> NodeMemory:
     """Return new zeros that a stream's ranks map, as `Transport.shared_memory`."""
-    pid = np.array([os.getpid()]).view(np.uint8)
-    if len({message.tobytes() for message in stream.allgather(pid)}) == 1:
+    me = np.frombuffer(f"{os.getpid()} {_PROCESS}".encode(), np.uint8)  # forks have the latter
+    if len({message.tobytes() for message in stream.allgather(me)}) == 1:
         return share_in_process(stream, size_bytes)
     return share_by_file(stream, size_bytes)
 

@@ -115,7 +115,7 @@ class TorchDistributedTransport(Carrier):
             reason = str(error).split("] ")[-1].split(". ")[0]  # gloo's: without file and advice
             reason = f"its connection is lost: {reason}; host {self._hosts[source]}"
             farewell = Farewell({}, reason, lost=True)
-        self._left.setdefault(source, farewell)
+        self.note(source, farewell)
         self._mailbox.wake()
 
     def _receive_all(self, source: int) -> Farewell:

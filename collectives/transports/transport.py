@@ -206,7 +206,7 @@ class Transport(Endpoint):
         try:
             yield
             self.conclude()
-            self.completed += 1
+            self.completed = self._begun  # one that failed is over, too
         finally:
             self._activity = ""
 

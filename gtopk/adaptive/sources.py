@@ -166,7 +166,15 @@ def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
 
 
 def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
-    """Return a DataLoader with everything but its batches as another one has it."""
+    """Return a DataLoader with everything but its batches as another one has it.
+
+    Raises ValueError for one whose batches may overtake each other.
+    """
+    if not getattr(loader, "in_order", True):
+        raise ValueError(
+            "adapt notes which samples are done, batch by batch in their order: use a DataLoader "
+            "with in_order=True"
+        )
     kept = {
         name: getattr(loader, name)
         for name in (
@@ -179,7 +187,6 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
             "generator",
             "prefetch_factor",
             "persistent_workers",
-            "in_order",
         )
         if name in inspect.signature(DataLoader).parameters and hasattr(loader, name)
     }

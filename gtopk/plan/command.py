@@ -43,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
     size = described.add_mutually_exclusive_group(required=True)
     size.add_argument("--elements", type=as_argument(count), help="parameters of the model")
     size.add_argument("--model", choices=PARAMETERS, metavar="NAME", help="or its name, see below")
-    described.add_argument("--ranks", type=as_argument(count), required=True)
+    described.add_argument(
+        "--ranks", type=as_argument(count), required=True, help="processes that train together"
+    )
     described.add_argument(
         "--bandwidth", type=as_argument(bandwidth), required=True, help="between nodes: 1gbit"
     )

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--hosts", type=_hosts, default=[], help="as one:4,two:2; by mpirun, ssh")
     where.add_argument("--hostfile", type=Path, help="of lines: name slots=4")
     add("--launcher", choices=LAUNCHERS, help="default: what is at hand")
-    add("--mpi-args", metavar="WORDS", help="further options of mpirun, in one word")
+    add("--mpi-args", metavar="WORDS", help="further options of mpirun, quoted as one argument")
     add("--interfaces", help="networks that ranks talk over, as eth0")
     add("--record", metavar="FOLDER", help="record the run, for gtopk report and gtopk top")
     add("--timeline", metavar="FOLDER", help="trace every rank, for gtopk timeline")

@@ -128,8 +128,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="RANK@TIME",
         help=f"a rank that dies, as 1@30s; of {', '.join(OUTLIVE)}",
     )
-    add("--bandwidth", type=as_argument(bandwidth), default=GIGABIT.bits_per_second)
-    add("--latency", type=as_argument(duration), default=GIGABIT.latency_seconds)
+    add(
+        "--bandwidth",
+        type=as_argument(bandwidth),
+        default=GIGABIT.bits_per_second,
+        help="of a rank's link; default: 1gbit",
+    )
+    add(
+        "--latency",
+        type=as_argument(duration),
+        default=GIGABIT.latency_seconds,
+        help=f"of a message; default: {1e6 * GIGABIT.latency_seconds:g}us",
+    )
     add("--exchange", type=as_argument(duration), help="of a step, in place of the link's model")
     add(
         "--overlap",
@@ -140,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--model", choices=PARAMETERS, metavar="NAME", help="whose gradients' exchange is modelled")
     add("--task", choices=NETWORKS, default="digits", help="what is trained; default: %(default)s")
-    add("--epochs", type=as_argument(count), default=20)
+    add("--epochs", type=as_argument(count), default=20, help="default: %(default)s")
     add(
         "--evaluate-every",
         type=as_argument(count),
@@ -148,11 +158,21 @@ def parser() -> argparse.ArgumentParser:
         metavar="SAMPLES",
         help="default: after every epoch",
     )
-    add("--seeds", type=as_argument(count), default=1)
+    add("--seeds", type=as_argument(count), default=1, help="default: %(default)s")
     add("--batch", type=as_argument(count), default=256, help="of all ranks; default: %(default)s")
     add("--micro-batch", type=as_argument(count), default=8, help="of abs; default: %(default)s")
-    add("--max-batch", type=as_argument(count), default=0, help="of goodput; default: 8 b")
-    add("--mega-batch", type=as_argument(count), default=0, help="of adaptive-sgd; default: 100 b")
+    add(
+        "--max-batch",
+        type=as_argument(count),
+        default=0,
+        help="of goodput; default: 8 times --batch",
+    )
+    add(
+        "--mega-batch",
+        type=as_argument(count),
+        default=0,
+        help="of adaptive-sgd; default: 100 batches of a rank",
+    )
     add(
         "--fast",
         type=as_argument(ranks),
@@ -172,8 +192,8 @@ def parser() -> argparse.ArgumentParser:
         help="of hogbatch's batches; default: slow=4:64,fast=32:256",
     )
     add("--interval", type=as_argument(count), default=5, help="steps of a window of balanced")
-    add("--lr", type=float, default=0.5)
-    add("--momentum", type=float, default=0.0)
+    add("--lr", type=float, default=0.5, help="learning rate; default: %(default)s")
+    add("--momentum", type=float, default=0.0, help="of SGD; default: %(default)s")
     add("--density", type=as_argument(dense_or_density), default=0.05, help="or 'dense'")
     add("--target", type=float, default=0.9, help="accuracy to be reached; default: %(default)s")
     add(

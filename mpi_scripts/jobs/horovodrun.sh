@@ -3,7 +3,7 @@
 #
 #     mpi_scripts/jobs/horovodrun.sh node1:4,node2:4 8 --preset vgg16-cifar10 --data DIR
 #
-# By gloo: horovodrun's --mpi gives Open MPI 5 an option that it no longer has.
+# By gloo: with Open MPI 5, --mpi takes --binding-args="--bind-to none --map-by slot", too.
 set -euo pipefail
 
 if (($# < 2)); then

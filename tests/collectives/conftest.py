@@ -104,10 +104,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.Cuda]:
 
 
 @pytest.fixture(scope="session")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def sanitized(shared_folder: Path) -> Callable[..., str]:
     """Return `sanitized(program, *arguments)`: what it prints on a C++ core that checks itself."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sanitized"
+    folder = shared_folder / "sanitized"
     programs = ROOT / "tests" / "programs"
 
     def run(program: str, *arguments: str) -> str:

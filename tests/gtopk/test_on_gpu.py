@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,10 +73,10 @@ def assert_equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]])
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def kernels(shared_folder: Path) -> Any:
     if shutil.which("g++") is None:
         pytest.skip("no g++ here to compile the kernels for the host with")
-    return posing.compile_kernels(tmp_path_factory.mktemp("kernels"))
+    return posing.compile_kernels(shared_folder / "kernels")
 
 
 @pytest.mark.parametrize("compression", KINDS, ids=repr)

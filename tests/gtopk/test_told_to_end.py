@@ -140,6 +140,18 @@ def test_the_signal_is_told_and_the_block_ends_the_program():
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_signal_after_the_last_step_is_said(capfd):
+    model = network()
+    with world.entered(local_world(1)[0]):
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with gtopk.termination():
+            take_a_step(model, optimizer)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert "had SIGTERM after the last step" in capfd.readouterr().err
+        with pytest.raises(SystemExit), gtopk.termination():  # the next block's steps tell of it
+            take_a_step(model, optimizer)
+
+
 def test_what_was_not_told_ends_as_ever(capfd):
     was = signal.getsignal(signal.SIGTERM)
     with world.entered(local_world(1)[0]):

@@ -8,7 +8,6 @@ ask at once. Needs g++ with its sanitizers; exits with 77 where they are not.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import sys
 from pathlib import Path
 
 from collectives.kernels.host import sources
+from tests.sharing import locked
 
 ROOT = Path(__file__).parents[2]
 NO_SANITIZERS = 77
@@ -46,9 +46,7 @@ def main() -> int:
     ).stdout.strip()
     if not Path(runtime).is_absolute():
         return NO_SANITIZERS
-    Path(folder).mkdir(exist_ok=True)
-    with (Path(folder) / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+    with locked(Path(folder)):
         if not (Path(folder) / "collectives").exists():
             build(Path(folder))
     environment = {

@@ -1,6 +1,7 @@
 """Board: what the workers of a node know of one another, a row for each, in shared memory.
 
-Only its worker writes a row, eight bytes at a time; everybody reads all of them at any time.
+Only its worker writes a row, eight bytes at a time; everybody reads all of them at any time. What
+an evaluation adds up is cleared in all rows by whoever prepares its round.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ def mean_loss(
         refresh()
         rows, parity = board.rows, ledger.round % 2
         own = rows[board.me : board.me + 1]
-        own["losses"][0, parity] = own["of"][0, parity] = 0
         while True:
             chunks: Sequence[int] = ledger.claim(1) if evaluates(node) else ()
             if not chunks and ledger.has_more():

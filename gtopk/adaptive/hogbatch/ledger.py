@@ -80,6 +80,9 @@ class Ledger:
                 self._notes[:length] = 0
                 self._head["next"][0] = self._head["turn"][0] = 0
                 self._head["end"][0] = 0 if self._between_nodes else length
+                # Of the dead, too: an evaluation adds up what all rows have.
+                self._board.rows["losses"][:, self.round % 2] = 0
+                self._board.rows["of"][:, self.round % 2] = 0
                 self._head["prepared"][0] = self.round
 
     def claim(self, count: int) -> range:

@@ -166,6 +166,11 @@ class HogbatchLoader:
         self._periods.end()
 
     def _begin(self, length: int) -> None:
+        if length > self._node.longest:
+            raise ValueError(
+                f"rank {self._world.rank}: an epoch of mode {self._mode!r} has at most the "
+                f"{self._node.longest} samples of the data set, got an order of {length}"
+            )
         self._steps.spent.begin()
         with self._steps.spent.waiting():
             self._ledger.begin(length)
@@ -242,7 +247,9 @@ class HogbatchLoader:
         samples = len(self._in_hand)
         self._rate.scale(samples, None)
         if self._options.loss_reduction == "sum":
-            self._rate.factor /= samples
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    parameter.grad.div_(samples)
         if self._gradients_are_finite():
             self._writer.update(self._apply)
             self._board.add("samples", samples)
@@ -254,8 +261,13 @@ class HogbatchLoader:
         return loss
 
     def _gradients_are_finite(self) -> bool:
-        sums = [p.grad.sum() for p in self._trained if p.grad is not None]
-        return bool(torch.stack([each.float() for each in sums]).isfinite().all()) if sums else True
+        flags = [
+            # No sum in 16 bits: of finite elements it would not be finite.
+            each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).isfinite()
+            for p in self._trained
+            if (each := p.grad) is not None
+        ]
+        return not flags or bool(torch.stack(flags).all())
 
     def _apply(self) -> None:
         with self._optimizer.skip_synchronize():

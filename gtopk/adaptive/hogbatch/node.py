@@ -104,13 +104,15 @@ def join_node(
     """Meet the others, share the memory with those of this node, and begin with rank 0's model.
 
     steps: what merges between nodes cost is counted to.
-    Every rank calls it. Raises HorovodInternalError where the ranks' arguments differ.
+    Every rank calls it. Raises HorovodInternalError where the ranks' arguments differ, ValueError
+    where ranks may leave of several nodes.
     """
     options, world = job.options, job.world
     length = len(job.loader.dataset)  # type: ignore[arg-type]
     mine = {"class": device_class.name, "cores": sorted(allowed_cores()), "quota": core_quota()}
     said = np.frombuffer(json.dumps(mine).encode(), np.uint8)
     rows: list[dict[str, Any]] = []
+    hosts: list[list[int]] = []
 
     def work(transport: Transport, votes: list[int]) -> Node:
         rows.extend(json.loads(message.tobytes()) for message in transport.allgather(said))
@@ -118,6 +120,7 @@ def join_node(
             nodes = find_nodes(transport)
         else:
             nodes = checked_nodes(options.nodes, transport.size)
+        hosts.extend(nodes)
         ranks = next(node for node in nodes if transport.rank in node)
         stream = transport.subset(ranks)
         memory = stream.shared_memory(Regions.of(len(ranks), length, layout).end)
@@ -147,6 +150,12 @@ def join_node(
 
     facts = [f"mode={mode!r}", f"{length} samples", *options.facts(), *layout.facts]
     node: Node = world.engine.submit(f"adapt.{next(world.sets[0].unnamed)}", facts, work).wait()
+    if options.ranks_may_leave and len(hosts) > 1:
+        raise ValueError(
+            f"ranks_may_leave=True is for the ranks of one host, got those of {len(hosts)}: models "
+            "are merged between hosts by operations of all ranks; let elastic commits or "
+            "checkpoints start the job again"
+        )
     node.merging.open(world, job.optimizer._compression, steps)
     if node.memory.place == 0:
         here = [rows[rank] for rank in node.ranks if rows[rank]["class"] != "gpu"]

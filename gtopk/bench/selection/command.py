@@ -94,8 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         merged = measure_merges(max(1, round(elements * options.density)), rounds=31)
         for merge in merged:
             each = merge.nanoseconds_per_input_entry
+            what = f"{'merge' if merge.lists == 2 else 'sum'} of {merge.lists} lists"
             print(
-                f"merge of two lists of {merge.k:,}, {merge.method}: {each.median:.1f} ns "
+                f"{what} of {merge.k:,}, {merge.method}: {each.median:.1f} ns "
                 f"({each.low:.1f}-{each.high:.1f}) per input entry"
             )
         print()
@@ -184,6 +185,7 @@ def as_json(
     listed = [
         {
             "method": merge.method,
+            "lists": merge.lists,
             "k": merge.k,
             "nanoseconds_per_input_entry": merge.nanoseconds_per_input_entry.median,
         }

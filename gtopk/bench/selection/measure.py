@@ -132,25 +132,38 @@ class Answer:
 
 
 class MergeRecord(NamedTuple):
-    """The merge of two lists of k entries."""
+    """What makes one list of several: two are merged into their k largest, more are summed."""
 
     method: str
+    lists: int
     k: int
     nanoseconds_per_input_entry: Spread
 
 
-def measure_merges(k: int, rounds: int) -> list[MergeRecord]:
-    """Time the merge of two selections of independent normal values at density 0.01."""
+def measure_merges(k: int, rounds: int, most_lists: int = 8) -> list[MergeRecord]:
+    """Time the merge of two selections of independent normal values at density 0.01, and a sum.
+
+    Whose lists they are changes from round to round: a processor learns those that come again.
+    """
     random = np.random.default_rng(0)
-    a, b = (reference.select(random.standard_normal(100 * k, np.float32), k)[0] for _ in range(2))
-    twins = {"gtopk-reference": reference.merge}
-    if not why_not_compiled():
-        twins["gtopk-compiled"] = host.merge
-    times: dict[str, list[float]] = {name: [] for name in twins}
+    picks = [
+        reference.select(random.standard_normal(100 * k, np.float32), k)[0]
+        for _ in range(most_lists)
+    ]
+    twins = {"gtopk-reference": reference} | (
+        {} if why_not_compiled() else {"gtopk-compiled": host}
+    )
+    times: dict[tuple[str, int], list[float]] = {
+        (name, lists): [] for lists in (2, most_lists) for name in twins
+    }
     for number in range(3 + rounds):
-        for name, merge in twins.items():
+        order = [picks[at] for at in random.permutation(most_lists)]
+        for (name, lists), row in times.items():
             begun = time.thread_time()
-            merge(a, b, k)
+            if lists == 2:
+                twins[name].merge(*order[:2], k)
+            else:
+                twins[name].sum_by_index(order)
             if number >= 3:
-                times[name].append(1e9 * (time.thread_time() - begun) / (2 * k))
-    return [MergeRecord(name, k, Spread.of(row)) for name, row in times.items()]
+                row.append(1e9 * (time.thread_time() - begun) / (lists * k))
+    return [MergeRecord(*key, k, Spread.of(row)) for key, row in times.items()]

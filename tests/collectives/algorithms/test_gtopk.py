@@ -71,7 +71,7 @@ def test_the_update_is_that_of_merging_on_one_rank(world: tuple[int, list[Sparse
 
 @pytest.mark.parametrize("put_back", ["owners", "spread"])
 @pytest.mark.parametrize("growth", [1.0, 3.0])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(worlds(np.float32))
 def test_pieces_change_nothing(
     put_back: str, growth: float, world: tuple[int, list[SparseVector]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,11 @@ MOST_BYTES = 128
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def library(shared_folder: Path) -> Any:
     """The CUDA kernels, compiled for the host."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ here to compile the kernels for the host with")
-    return machine_on_host.build(tmp_path_factory.mktemp("kernels"), cuda_machine.THREADS)
+    return machine_on_host.build(shared_folder / "kernels", cuda_machine.THREADS)
 
 
 @pytest.fixture

@@ -38,8 +38,9 @@ def test_every_method_and_size_has_a_record(tmp_path: Path) -> None:
             assert record["selected"] == record["k"]
         assert record["clock"] == ("wall" if record["method"].endswith("threads") else "cpu")
         assert "synthetic" in record["data"]
-    merged = {merge["method"] for merge in written["merges"]}
-    assert merged >= {"gtopk-reference"} | (set() if why_not_compiled() else {"gtopk-compiled"})
+    merged = {(merge["method"], merge["lists"]) for merge in written["merges"]}
+    twins = ["gtopk-reference"] + ([] if why_not_compiled() else ["gtopk-compiled"])
+    assert merged == {(name, lists) for name in twins for lists in (2, 8)}
 
 
 def test_only_the_methods_asked_for_run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
 
 import pytest
@@ -29,6 +31,15 @@ def test_every_message_that_is_sent_is_received(algorithm: str) -> None:
         assert sent == heard
         if algorithm not in ("oktopk", "hierarchical"):  # which may balance what is uneven
             assert sum(sent.values()) == reduction(algorithm, ranks).messages
+
+
+def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's threads take turns less often, on smaller stacks, while they are ranks."""
+    monkeypatch.setattr(traces, "picks", lambda *_, **__: 1 / 0)
+    before = sys.getswitchinterval(), threading.stack_size()
+    with pytest.raises(ZeroDivisionError):
+        trace_of(reduction("gtopk", 2))
+    assert (sys.getswitchinterval(), threading.stack_size()) == before
 
 
 def test_words_and_checksums_between_long_messages_are_left_out() -> None:

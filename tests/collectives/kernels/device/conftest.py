@@ -69,7 +69,7 @@ def on_gpu() -> Gpu:
 
 
 @pytest.fixture(scope="session")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def on_host(shared_folder: Path) -> Callable[..., Any]:
     """Return a function that makes a machine on the host."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ here to compile the kernels for the host with")
@@ -77,7 +77,7 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
     @functools.cache
     def library(threads: int) -> ctypes.CDLL:
-        return module.build(tmp_path_factory.mktemp("kernels"), threads)
+        return module.build(shared_folder / "kernels", threads)
 
     def make(threads: int = 64, blocks: int = 5, seed: int = 0) -> Any:
         return module.HostMachine(library(threads), threads, blocks, seed)

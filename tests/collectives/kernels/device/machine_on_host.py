@@ -16,6 +16,7 @@ import numpy as np
 
 from collectives.kernels.device.machine import require_packed
 from collectives.kernels.device.source import FILES, FOLDER, instances
+from tests.sharing import locked
 
 HERE = Path(__file__).parent
 ZONE, GARBAGE = 64, 0xCD  # bytes
@@ -31,26 +32,37 @@ const char* launch(const char* name, unsigned blocks, unsigned threads, void** a
 
 
 def build(folder: Path, threads: int) -> ctypes.CDLL:
-    """Return the kernels as a library of the host, for blocks of so many threads."""
+    """Return the kernels as a library of the host, for blocks of so many threads.
+
+    It is compiled once for all that have the folder.
+    """
     lines = ["#include <algorithm>", '#include "cuda_on_host.hpp"']
     lines += [f'#include "{file}"' for file in sorted(set(FILES.values()))]
     lines += ["std::map<std::string, host::Entry> host::kernels = {"]
     lines += [f'  {{"{name}", host::kernel_of({name})}},' for name in instances()]
-    return compiled(folder / f"kernels_{threads}", "\n".join([*lines, "};"]), threads)
+    path = folder / f"kernels_{threads}.so"
+    with locked(folder):
+        if not path.exists():
+            compile_for_host(path, "\n".join([*lines, "};"]), threads)
+    return loaded(path)
 
 
-def compiled(path: Path, source: str, threads: int) -> ctypes.CDLL:
-    """Return a source with its table of kernels as a library."""
+def compile_for_host(path: Path, source: str, threads: int) -> None:
+    """Write a source with its table of kernels as a library."""
     path.with_suffix(".cpp").write_text(source + LAUNCH)
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
     command += ["-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
     # Several libraries of the same names in one process: they must not share their statics.
     command += ["-fvisibility=hidden", "-fno-gnu-unique", f"-DTHREADS={threads}"]
     command += [f"-I{HERE}", f"-I{FOLDER}"]
-    command += ["-o", str(path.with_suffix(".so")), str(path.with_suffix(".cpp"))]
+    command += ["-o", str(path), str(path.with_suffix(".cpp"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(path.with_suffix(".so")))
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    """Return a library of kernels."""
+    library = ctypes.CDLL(str(path))
     library.launch.restype = ctypes.c_char_p
     return library
 

@@ -65,8 +65,9 @@ std::map<std::string, host::Entry> host::kernels = {
 def small(beside: Any, on_host: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that makes a machine with the kernels above."""
     module = beside("machine_on_host")
-    folder: Path = tmp_path_factory.mktemp("small")
-    library = module.compiled(folder / "small", KERNELS, threads=64)
+    path: Path = tmp_path_factory.mktemp("small") / "small.so"
+    module.compile_for_host(path, KERNELS, threads=64)
+    library = module.loaded(path)
     return lambda seed=0: module.HostMachine(library, 64, 4, seed)
 
 

@@ -179,7 +179,7 @@ def test_the_threshold_of_the_last_step_spares_a_second_look(
     """Only the first step may read the vector again; the kernels say so in the search's words."""
     scratch = Scratch(on_host())
     residual, threshold = np.zeros(40_000, np.float32), 0.0
-    for step in range(12):
+    for step in range(6):
         gradient = random.standard_normal(residual.size).astype(np.float32)
         held = scratch.machine.put(residual)
         picked, threshold = accumulate_and_select(

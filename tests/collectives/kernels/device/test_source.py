@@ -21,7 +21,7 @@ def compilers(beside: Any) -> Any:
     return beside("compile_kernels")
 
 
-@pytest.mark.parametrize("architecture", some_of(ARCHITECTURES, 75, 120))
+@pytest.mark.parametrize("architecture", some_of(ARCHITECTURES, 75))
 def test_every_kernel_compiles_without_a_spill(compilers: Any, architecture: int) -> None:
     if "nvcc" not in compilers.available():
         pytest.skip("no nvcc here")

@@ -94,6 +94,23 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
     assert len(finished_by_the_dead) == 3
 
 
+def test_a_round_begins_without_the_sums_of_the_dead() -> None:
+    def program(transport: LocalTransport) -> None:
+        ledger = open_ledger(transport)
+        rows = ledger._board.rows
+        if transport.rank == 0:
+            rows["losses"], rows["of"] = 7.0, 3  # of both workers, in both rounds
+        transport.barrier()
+        for _ in range(2):
+            ledger.begin(LENGTH)
+            parity = ledger.round % 2
+            assert rows["losses"][:, parity].tolist() == [0, 0]
+            assert rows["of"][:, parity].tolist() == [0, 0]
+            work(ledger, 10)
+
+    run_ranks(local_world(2, 20), program)
+
+
 def test_a_rank_that_may_not_leave_is_missed() -> None:
     def program(transport: LocalTransport) -> None:
         ledger = open_ledger(transport, why_gone=lambda place: "it was told to" if place else "")

@@ -309,9 +309,11 @@ def test_losses_are_evaluated_by_the_fast_classes() -> None:
     assert on_ranks(3, program) == [0, 2 * 203 + 50, 0]
 
 
-def test_a_sum_of_losses_is_trained_as_their_mean() -> None:
+@pytest.mark.parametrize(("make", "scaling"), [(sgd, "linear"), (momentum, "none"), (adam, "none")])
+def test_a_sum_of_losses_is_trained_as_their_mean(make: Any, scaling: str) -> None:
     def program(here: World, reduction: str) -> torch.Tensor:
-        loader, model, optimizer = adapted(loss_reduction=reduction, lock_step=True)
+        options = {"lock_step": True, "lr_scaling": scaling, "device_class": classes(here)}
+        loader, model, optimizer = adapted(make=make, loss_reduction=reduction, **options)
         for _, x, y in loader:
             optimizer.zero_grad()
             loss = (model(x) - y) ** 2
@@ -320,7 +322,7 @@ def test_a_sum_of_losses_is_trained_as_their_mean() -> None:
         return flat(model)
 
     both = [on_ranks(2, lambda here, r=r: program(here, r))[0] for r in ("mean", "sum")]
-    torch.testing.assert_close(*both, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
 
 
 def test_an_epoch_goes_on_where_another_loader_stopped() -> None:
@@ -400,6 +402,40 @@ def test_what_needs_steps_of_all_ranks_is_refused() -> None:
             hvd.adapt(DataLoader(Stream(), 4), optimizer, "hogbatch")
         with pytest.raises(ValueError, match="use a DataLoader with num_workers=0, got 1"):
             hvd.adapt(DataLoader(data(), 4, num_workers=1), optimizer, "hogbatch", lock_step=True)
+        with pytest.raises(ValueError, match="use a DataLoader with in_order=True"):
+            hvd.adapt(DataLoader(data(), 4, in_order=False), optimizer, "hogbatch")
+
+    on_ranks(1, program)
+
+
+def test_an_order_of_more_than_the_samples_is_refused() -> None:
+    def program(here: World) -> None:
+        loader, *_ = adapted(order=lambda epoch: [*range(203), 0])
+        with pytest.raises(
+            ValueError, match=r"rank 0: an epoch .* the 203 samples .* order of 204"
+        ):
+            next(iter(loader))
+
+    on_ranks(1, program)
+
+
+def test_ranks_may_leave_a_single_node_only() -> None:
+    def program(here: World) -> None:
+        with pytest.raises(ValueError, match="is for the ranks of one host, got those of 2"):
+            adapted(nodes=[[0], [1]], ranks_may_leave=True)
+
+    on_ranks(2, program)
+
+
+def test_large_gradients_in_16_bits_are_finite() -> None:
+    def program(here: World) -> None:
+        loader, model, _ = adapted()
+        loader._trained = [torch.nn.Parameter(p.detach().half()) for p in model.parameters()]
+        for parameter in loader._trained:
+            parameter.grad = torch.full_like(parameter, 60_000.0)
+        assert loader._gradients_are_finite()
+        loader._trained[-1].grad[0] = math.inf
+        assert not loader._gradients_are_finite()
 
     on_ranks(1, program)
 
