@@ -51,9 +51,6 @@ PIECE_BYTES: Final = 1 << 30
 # Below what MPIs send at once over TCP: 64 KiB with their own header in Open MPI.
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
-# Of an array that is reduced by hand; half of it is the longest message. Two that are much longer
-# hold each other up: a tenth over the link's time became two fifths on two hosts of 100 Mbit/s.
-_SEGMENT_BYTES: Final = 8 << 20
 # MPI's tags: of a farewell; of the word that one waits; of the stream with tag 0, and so on.
 _LEAVE, _HERE, _DATA = 0, 1, 2
 _LONG_SECONDS: Final = 0.5  # so long a wait is told to the others
@@ -88,6 +85,9 @@ class MpiTransport(Carrier):
 
     name = "mpi"
     counts_allreduce = False
+    # Half of it is the longest message. Two that are much longer hold each other up: a tenth over
+    # the link's time became two fifths on two hosts of 100 Mbit/s.
+    segment_bytes = 8 << 20
 
     def __init__(self, communicator: MPI.Intracomm | None = None, timeout_seconds: float = 600.0):
         # Open MPI built with UCX calls it an error, at every window, that UCX is not in use.
@@ -208,9 +208,7 @@ class MpiTransport(Carrier):
             return
         by_hand = self._reduces_itself and array.nbytes >= _BY_HAND_BYTES
         if array.dtype == np.float16 or by_hand or self.checks_messages:
-            step = _SEGMENT_BYTES // array.itemsize
-            for start in range(0, array.size, step):
-                super().allreduce(array[start : start + step], reduction)
+            super().allreduce(array, reduction)
             return
         mpi_op = {
             "sum": self._mpi.SUM,

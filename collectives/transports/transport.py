@@ -54,6 +54,7 @@ class Transport(Endpoint):
     timeout_seconds:  the longest a rank waits for a peer.
     announces_waits: whether a rank that waits for long says so.
     full_speed_bytes: an allreduce of as many has its full speed: two as one would not be faster.
+    segment_bytes:    of longer arrays an allreduce made of messages takes one part after the other.
     supports_device_messages: whether messages may be arrays in a GPU's memory.
     """
 
@@ -62,6 +63,7 @@ class Transport(Endpoint):
     timeout_seconds = 600.0
     announces_waits = True
     full_speed_bytes = 1 << 20
+    segment_bytes = sys.maxsize
     supports_device_messages = False
 
     def __init__(self, ranks: Sequence[int], rank: int, path: Path, tag: int, traffic: Traffic):
@@ -324,10 +326,12 @@ class Transport(Endpoint):
 
         reduction: "sum", "product", "min" or "max". 2 ceil(log2 P) messages and 2(P-1)/P of the
         array's bytes per rank, and a word for each message from 128 KiB on; up to 4096/(P-1) bytes,
-        half the messages and P-1 times the bytes.
+        half the messages and P-1 times the bytes. Of an array of several segments so many for each.
         float16 is added in float32, and rounded per hop.
         """
-        reductions.allreduce(self, array, reduction)
+        step = self.segment_bytes // array.itemsize
+        for start in range(0, array.size, step):
+            reductions.allreduce(self, array[start : start + step], reduction)
 
     def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
         """Reduce array[bounds[rank]:bounds[rank+1]], the part this rank owns, in place.
