@@ -8,6 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from ..wire import EXACT, Format
 from .cache import Facts, as_json, cache_path, calibration_from, load, save
 from .calibration import Calibration, assumed, measure
 from .probes import Clock
+from .recheck import still_holds
 
 VARIABLE: Final = "GTOPK_CALIBRATION"  # rank 0's counts: off, fresh, or the path of a cache file
 
@@ -31,6 +33,7 @@ def calibrate(
 ) -> Calibration:
     """Return the calibration; every rank must call it, and all get rank 0's.
 
+    What was kept is looked at first, and measured anew where the links hold it no more.
     facts: what it depends on besides hosts, transport, kernels and formats: versions.
     GTOPK_CALIBRATION=off assumes Gigabit Ethernet and measures nothing; =fresh measures in any
     case; =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME.
@@ -38,18 +41,26 @@ def calibrate(
     setting = os.environ.get(VARIABLE, "")
     known = _facts(transport, formats, facts or {})
     path = Path(setting) if setting not in ("", "off", "fresh") else cache_path(known)
-    found = None
+    found, is_kept = None, False
     if transport.rank == 0 and setting == "off":
         found = assumed(transport.size)
     elif transport.rank == 0 and setting != "fresh":
         found = load(path, known)
-        if found is not None:
-            found = Calibration(found.network, found.rates, f"{found.origin}, kept in {path}")
-    said = json.dumps(as_json(found) if found else None).encode()
-    said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
-    if (record := json.loads(said)) is not None:
-        return calibration_from(record)
+        if is_kept := found is not None:
+            found = replace(found, origin=f"{found.origin}, kept in {path}")
+    said = json.dumps([as_json(found) if found else None, is_kept]).encode()
+    record, is_kept = json.loads(
+        transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
+    )
+    if record is not None:
+        told = calibration_from(record)
+        if not is_kept or still_holds(transport, told, clock):
+            return told
     calibration = measure(transport, formats, clock)
+    if is_kept:
+        calibration = replace(
+            calibration, origin=f"{calibration.origin}, as what was kept holds no more"
+        )
     if transport.rank == 0:
         save(path, known, calibration)
     return calibration

@@ -1,0 +1,91 @@
+"""A kept calibration is taken only where reductions still take what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from collectives import run_ranks
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Calibration, Network, calibrate
+from collectives.planning.calibrated import VARIABLE
+from collectives.planning.recheck import LONG_SECONDS, still_holds
+from collectives.transports import local_world
+
+HOSTS = Calibration(Network(3, Link.of(100e6, 2e-3)), DEFAULT_RATES, "kept")
+SWAP = 2 * 2e-3  # a barrier of 3 ranks
+LONG = LONG_SECONDS + 4 * 2e-3  # a reduction of 4 rounds
+
+
+class Durations:
+    """A clock by which one go after the other takes these seconds, the last again and again."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._left, self._now, self._is_running = list(seconds), 0.0, False
+
+    def __call__(self) -> float:
+        if self._is_running:
+            self._now += self._left.pop(0) if len(self._left) > 1 else self._left[0]
+        self._is_running = not self._is_running
+        return self._now
+
+
+@pytest.mark.parametrize(
+    ("barriers", "reductions", "holds"),
+    [
+        ([SWAP] * 3, [LONG] * 3, True),
+        ([SWAP] * 3, [0.6 * LONG] * 3, True),
+        ([SWAP] * 3, [1.9 * LONG] * 2, True),
+        ([SWAP + 1.0, SWAP, SWAP + 1.0][:1], [LONG], False),  # it took so long that there is one
+        ([10 * SWAP] * 3, [LONG] * 3, False),  # farther
+        ([SWAP] * 3, [9 * SWAP, LONG / 4, LONG], False),  # wider
+        ([SWAP] * 3, [5 * LONG], False),  # narrower
+        ([SWAP] * 3, [1.8 * LONG, LONG], True),  # once in the way of something
+    ],
+)
+def test_links_hold_within_twice_and_half(
+    barriers: Sequence[float], reductions: Sequence[float], holds: bool
+) -> None:
+    said = run_ranks(
+        local_world(3, 30, node_size=1),
+        lambda transport: still_holds(transport, HOSTS, Durations(*barriers, *reductions)),
+    )
+    assert said == [holds] * 3
+
+
+def test_within_a_host_nothing_is_asked() -> None:
+    def no_clock() -> float:
+        raise AssertionError
+
+    one_host = Calibration(Network(3, Link.of(1e9, 1e-5), 3), DEFAULT_RATES, "kept")
+    world = local_world(3, 30)
+    assert run_ranks(world, lambda each: still_holds(each, one_host, no_clock)) == [True] * 3
+    assert world[0].traffic.take().sent_messages == 0
+
+
+def test_what_holds_no_more_is_measured_anew_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    from collectives.planning import calibrated
+
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept.json"))
+    asked: list[Calibration] = []
+
+    def refuse(transport, calibration, clock) -> bool:
+        asked.append(calibration)
+        return False
+
+    monkeypatch.setattr(calibrated, "still_holds", refuse)
+
+    def origins() -> list[str]:
+        found = run_ranks(local_world(2, 30, node_size=1), calibrate)
+        return [each.origin for each in found]
+
+    first = origins()
+    assert not asked  # there was nothing yet
+    again = origins()
+    assert len(asked) == 2
+    assert all(origin.endswith("as what was kept holds no more") for origin in again)
+    assert first == [first[0]] * 2
+    assert again == [again[0]] * 2
