@@ -16,5 +16,11 @@ def some_of(every: Iterable[Any], *suite: Any) -> list[Any]:
     chosen = list(every)
     assert all(each in chosen for each in suite)
     return [
-        each if each in suite else pytest.param(each, marks=pytest.mark.matrix) for each in chosen
+        each if each in suite else pytest.param(*_values(each), marks=pytest.mark.matrix)
+        for each in chosen
     ]
+
+
+def _values(each: Any) -> tuple[Any, ...]:
+    """Return the values of a combination: a tuple has several."""
+    return each if isinstance(each, tuple) else (each,)

@@ -57,12 +57,10 @@ def calibrate(
         if not is_kept or still_holds(transport, told, clock):
             return told
     calibration = measure(transport, formats, clock)
-    if is_kept:
-        calibration = replace(
-            calibration, origin=f"{calibration.origin}, as what was kept holds no more"
-        )
     if transport.rank == 0:
         save(path, known, calibration)
+    if is_kept:
+        return replace(calibration, origin=f"{calibration.origin}: what was kept holds no more")
     return calibration
 
 

@@ -86,6 +86,6 @@ def test_what_holds_no_more_is_measured_anew_and_kept(
     assert not asked  # there was nothing yet
     again = origins()
     assert len(asked) == 2
-    assert all(origin.endswith("as what was kept holds no more") for origin in again)
+    assert all(origin.endswith(": what was kept holds no more") for origin in again)
     assert first == [first[0]] * 2
     assert again == [again[0]] * 2
