@@ -494,21 +494,6 @@ def test_an_optimizer_is_forgotten_by_the_parameters_it_had(threads):
     threads(2, program)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
-        ([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "complex"),
-        ([torch.nn.Parameter(torch.zeros(0))], "nothing to train"),
-    ],
-)
-def test_what_cannot_be_exchanged_is_refused_at_once(parameters, said):
-    with (
-        world.entered(local_world(1)[0]),
-        pytest.raises(ValueError, match=said),
-    ):
-        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
-
-
 def test_one_float64_parameter_makes_the_bucket_float64(threads):
     def program(transport: LocalTransport) -> float:
         wide = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -520,24 +505,6 @@ def test_one_float64_parameter_makes_the_bucket_float64(threads):
         return wide.item()
 
     assert threads(2, program) == [-(1 + 1e-10)] * 2
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda p: torch.optim.Adam(p), "momentum of its own"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), "momentum=0, not 0.5"),
-        (lambda p: torch.optim.LBFGS(p), "LBFGS"),
-        (lambda p: DistributedOptimizer(torch.optim.SGD(p, lr=0.1)), "distributed already"),
-    ],
-)
-def test_what_cannot_be_wrapped_is_refused_at_once(make, said):
-    with world.entered(local_world(1)[0]):
-        optimizer = make(network().parameters())
-        with pytest.raises(ValueError, match=said):
-            DistributedOptimizer(
-                optimizer, compression=Compression.gtopk(0.1, momentum_correction=0.9)
-            )
 
 
 def test_what_waits_in_the_queue_is_neither_selection_nor_sent_for_the_step(threads):

@@ -1,4 +1,4 @@
-"""What may be asked of a distributed optimizer: buckets, groups, numbers within bounds."""
+"""What may be asked of a distributed optimizer, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from collectives.transports import LocalTransport, local_world
 from gtopk import world
+from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
 from tests.gtopk.four_layers import distribute, inputs, layers
 
@@ -63,3 +64,36 @@ def test_a_parameter_is_in_one_group_at_most():
             torch.optim.SGD(model.parameters(), lr=0.1),
             groups=[[model[0].weight], [model[0].weight]],
         )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "complex"),
+        ([torch.nn.Parameter(torch.zeros(0))], "nothing to train"),
+    ],
+)
+def test_what_cannot_be_exchanged_is_refused_at_once(parameters, said):
+    with (
+        world.entered(local_world(1)[0]),
+        pytest.raises(ValueError, match=said),
+    ):
+        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: torch.optim.Adam(p), "momentum of its own"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), "momentum=0, not 0.5"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS"),
+        (lambda p: DistributedOptimizer(torch.optim.SGD(p, lr=0.1)), "distributed already"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_refused_at_once(make, said):
+    with world.entered(local_world(1)[0]):
+        optimizer = make(layers().parameters())
+        with pytest.raises(ValueError, match=said):
+            DistributedOptimizer(
+                optimizer, compression=Compression.gtopk(0.1, momentum_correction=0.9)
+            )
