@@ -171,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
         "--mega-batch",
         type=as_argument(count),
         default=0,
-        help="of adaptive-sgd; default: 100 batches of a rank",
+        help="of adaptive-sgd; default: 100 batches",
     )
     add(
         "--fast",
