@@ -235,7 +235,7 @@ class BalancedLoader:
         self.decisions.append(Decision(step, list(sizes), seconds))
         if self._world.rank == 0:
             _log.info(
-                "adaptive batches: from step %d on %s samples; a batch took %s ms",
+                "adaptive batches: from step %d on batches of %s samples; they took %s ms",
                 step,
                 ", ".join(map(str, sizes)),
                 ", ".join(f"{1e3 * each:.3g}" for each in seconds),

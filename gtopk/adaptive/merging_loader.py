@@ -312,7 +312,7 @@ class MergingLoader:
             )
         if self._world.rank == 0 and before is not None and before != self.last_merge.sizes:
             _log.info(
-                "adaptive batches: after merge %d on %s samples; updates were %s",
+                "adaptive batches: after merge %d batches of %s samples; local steps were %s",
                 self.merges,
                 ", ".join(map(str, merge.sizes)),
                 ", ".join(str(report.updates) for report in merge.reports),

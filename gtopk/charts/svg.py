@@ -36,7 +36,7 @@ class Axis:
         return self.start + share * (self.stop - self.start)
 
     def ticks(self) -> list[float]:
-        """Return round values inside the axis: 4 to 8, or the powers of ten of a long one."""
+        """Return round values inside the axis: 2 to 6, or the powers of ten of a long one."""
         if self.logarithmic:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             decades = math.log10(self.high / self.low)
@@ -44,7 +44,7 @@ class Axis:
             steps = (1,) if decades > room else (1, 2, 5)
             values = [step * 10.0**power for power in powers for step in steps]
         else:
-            step = round_step((self.high - self.low) / 4)
+            step = round_step((self.high - self.low) / 5)
             first = math.ceil(self.low / step - 1e-9)
             values = [step * i for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
         slack = 1 + 1e-9

@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 
 from collectives.cost import Link
-from gtopk.charts.svg import LEFT, RIGHT, horizontal, vertical
 from gtopk.demo.model import LATENCY_SECONDS, break_even, modelled_step_seconds
 from gtopk.demo.plots import (
     accuracy_over_bytes,
@@ -86,18 +85,3 @@ def test_a_break_even_outside_the_plot_is_not_drawn(records: list[Record]) -> No
     assert "break-even" in modelled_time_over_bandwidth(records)
     records[2]["step_seconds"]["select"] = 1e9
     assert "break-even" not in modelled_time_over_bandwidth(records)
-
-
-def test_axes_run_from_edge_to_edge() -> None:
-    axis = horizontal(1e7, 1e11, logarithmic=True)
-    assert [axis.place(value) for value in (1e7, 1e9, 1e11)] == pytest.approx(
-        [LEFT, (LEFT + RIGHT) / 2, RIGHT]
-    )
-    assert axis.ticks() == pytest.approx([1e7, 1e8, 1e9, 1e10, 1e11])
-
-
-def test_ticks_are_round_and_inside() -> None:
-    assert vertical(0.85, 1.0).ticks() == pytest.approx([0.85, 0.9, 0.95, 1.0])
-    assert horizontal(1, 30).ticks() == pytest.approx([10, 20, 30])
-    assert horizontal(3e5, 6e6, logarithmic=True).ticks() == pytest.approx([5e5, 1e6, 2e6, 5e6])
-    assert horizontal(1, 1).ticks() == pytest.approx([0.5, 1, 1.5])
