@@ -39,6 +39,7 @@ class Bucket:
     weight:    what this step's gradients are to be multiplied with, before anything else.
     scale:     what the update is to be multiplied with, after everything else.
     gradients: of this step; zeros for one that is missing.
+    largest:   that an update may hold, so that it is finite in every parameter's dtype.
     Raises ValueError for complex parameters, and when there is no element at all.
     """
 
@@ -54,16 +55,28 @@ class Bucket:
         self.dtype: np.dtype[Any] = np.dtype(np.float64 if any_double else np.float32)
         self.device = home_of(self.parameters)
         self.strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
+        self._largest = min(torch.finfo(p.dtype).max for p in self.parameters)
         self.weight = self.scale = 1.0
         self.gradients: list[torch.Tensor] = []
         self._parts: list[NDArray[Any]] | None = None
         self._on_stream: Callable[[], AbstractContextManager[None]] = current_stream(self.device)
 
-    def take(self, weight: float, scale: float = 1.0) -> None:
-        """Take this step's gradients, to be multiplied with `weight`: they stay where they are."""
+    def take(
+        self,
+        weight: float,
+        scale: float = 1.0,
+        gradients: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Take this step's gradients, to be multiplied with `weight`: they stay where they are.
+
+        gradients: in place of the parameters' own, of another dtype perhaps.
+        """
         self.weight, self.scale = weight, scale
+        if gradients is None:
+            gradients = [p.grad for p in self.parameters]
         self.gradients = [
-            torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.parameters
+            torch.zeros_like(p) if gradient is None else gradient.detach()
+            for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
         self._on_stream = current_stream(self.device)
         with self._on_stream():
@@ -76,6 +89,11 @@ class Bucket:
         self._on_stream = current_stream(self.device)
         with self._on_stream():
             self._parts = self._where_they_lie()
+
+    @property
+    def largest(self) -> float:
+        """Return it for this step's `scale`."""
+        return self._largest / max(abs(self.scale), 1.0)
 
     def on_stream(self) -> AbstractContextManager[None]:
         """Work, in any thread, on the stream that `take` was called on: after the backward pass."""
@@ -120,6 +138,24 @@ class Bucket:
         self._flat.zero_()
         put_at([self.flat], update)
         torch._foreach_copy_(self.gradients, self.views)
+
+    def holds_sum(self) -> bool:
+        """Tell whether what is in `flat` is finite, and will be in the gradients."""
+        if self.largest == np.finfo(self.dtype).max:
+            return bool(all_finite(self.flat))
+        least, most = self._flat.aminmax()
+        return bool((-self.largest <= least) & (most <= self.largest))  # NaN is not
+
+    def fit(self, update: SparseVector) -> tuple[SparseVector, SparseVector | None]:
+        """Return the update with no value above `largest`, and what was cut off, if anything."""
+        if self.largest == np.finfo(self.dtype).max:
+            return update, None
+        values = update.values.clip(-self.largest, self.largest)
+        beyond = values != update.values
+        if not beyond.any():
+            return update, None
+        rest = SparseVector(update.indices[beyond], (update.values - values)[beyond], self.length)
+        return SparseVector(update.indices, values, self.length), rest
 
     def gather(self) -> NDArray[Any]:
         """Copy the gradients, times `weight`, side by side into `flat`, and return it."""

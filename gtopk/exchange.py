@@ -19,7 +19,6 @@ import torch
 
 from collectives.algorithms import ALGORITHMS, Regions, where_it_works
 from collectives.errors import NonFiniteError
-from collectives.kernels import all_finite
 from collectives.planning import Candidate, predict
 from collectives.transports import Transport
 from collectives.transports.gpu import is_on_device
@@ -58,8 +57,8 @@ class Exchanged:
     """What an exchange did.
 
     select_seconds: accumulate and select; communicate_seconds: encode to decode.
-    finite: whether the update is; the same on every rank, as the update is. A sum can overflow
-            where no gradient did.
+    finite: whether the update is, in the gradients' dtype too; the same on every rank, as the
+            update is. A sum can overflow where no gradient did.
     coded: what this rank's messages took to write and read, and how long they were.
     predicted_seconds: what selecting and communicating was expected to take, where it was.
     """
@@ -120,7 +119,10 @@ class SparseExchange:
         self.compression = compression
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
-        self._outcome: tuple[SparseVector, SparseVector, SparseVector] | None = None
+        # What was picked, the update, what returned, and what is beyond the gradients' dtype.
+        self._outcome: (
+            tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
+        ) = None
         self._moved: tuple[SparseVector, SparseVector] | None = None  # picked, and returned
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
@@ -159,7 +161,9 @@ class SparseExchange:
         coded_before = coded()
         self._outcome = None
         with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
-            self._outcome = picked, *self._reduce(picked, transport, self.format)
+            update, returned = self._reduce(picked, transport, self.format)
+            update, rest = bucket.fit(update)  # the same on every rank: one of them keeps the rest
+            self._outcome = picked, update, returned, rest if transport.rank == 0 else None
         communicate_seconds = time.perf_counter() - picked_at
         return Exchanged(
             algorithm,
@@ -176,10 +180,15 @@ class SparseExchange:
     def apply(self, bucket: Bucket) -> None:
         """Take out of the residual what was sent and did not return; put the update in place."""
         assert self._outcome is not None
-        picked, update, returned = self._outcome
+        picked, update, returned, rest = self._outcome
         self._outcome, self._moved = None, (picked, returned)
-        self.residual.settle(picked, returned)
+        self._settle(picked, returned)
+        if rest is not None:
+            self.residual.add(rest)
         bucket.put(update)
+
+    def _settle(self, picked: SparseVector, returned: SparseVector) -> None:
+        self.residual.settle(picked, returned)
 
     def sent_mass(self) -> float:
         """Return the sum of what was picked in the last step, less what returned."""
@@ -305,7 +314,7 @@ def _dense(
         select_seconds,
         communicate_seconds,
         0.0,
-        all_finite(bucket.flat),
+        bucket.holds_sum(),
         transport.counts_allreduce,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,18 @@ from .rounds import AnyLane
 from .sparse_gradients import SparseGradientLane
 
 
+class Agreed(NamedTuple):
+    """What rank 0 says, and every rank goes by.
+
+    steps:   taken: a checkpoint may have been loaded on some ranks only.
+    records: of lanes that its checkpoint had.
+    """
+
+    parts: list[Part]
+    steps: int
+    records: list[dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a plan is made for, as one rank sees it.
@@ -30,6 +42,7 @@ class Plan:
     order:  the parameters whose gradients are complete, the first to be first; others follow.
     sparse: names of parameters whose gradients are sparse tensors here.
     wanted: records of lanes that a checkpoint had; none of them where it is empty.
+    steps:  taken.
     """
 
     options: Options
@@ -38,6 +51,7 @@ class Plan:
     order: Sequence[torch.nn.Parameter]
     sparse: Sequence[str]
     wanted: Sequence[Mapping[str, Any]]
+    steps: int
 
     def facts(self) -> list[str]:
         """Return what must be equal on all ranks."""
@@ -50,13 +64,15 @@ class Plan:
             facts.append(said)
         return facts
 
-    def agree(self, transport: Transport) -> list[Part]:
-        """Return rank 0's parts, on every rank; what is sparse anywhere is so everywhere."""
+    def agree(self, transport: Transport) -> Agreed:
+        """Return what rank 0 says, on every rank; what is sparse anywhere is so everywhere."""
         sparse = set().union(*gather_words(transport, list(self.sparse)))
         mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
-        said = json.dumps([[part.how, part.numbers] for part in mine]).encode()
+        parts = [[part.how, part.numbers] for part in mine]
+        said = json.dumps([parts, self.steps, list(self.wanted)]).encode()
         said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
-        return [Part(how, numbers) for how, numbers in json.loads(said)]
+        parts, steps, records = json.loads(said)
+        return Agreed([Part(how, numbers) for how, numbers in parts], steps, records)
 
     def open_lanes(self, parts: Sequence[Part], name: str, progress: Progress) -> list[AnyLane]:
         """Return the lanes of these parts, with nothing in their residuals."""

@@ -70,12 +70,7 @@ class NodeExchange(SparseExchange):
             picked, self.k, self._length, format=format, **{**self.options, "across": self._across}
         )
 
-    def apply(self, bucket: Bucket) -> None:
-        """Take out of the shard's residual what was sent and did not return; put the update."""
-        assert self._outcome is not None
+    def _settle(self, picked: SparseVector, returned: SparseVector) -> None:
         assert self._own is not None
-        picked, update, returned = self._outcome
-        self._outcome, self._moved = None, (picked, returned)
         if picked.length:
             self._own.settle(picked, returned)
-        bucket.put(update)

@@ -27,7 +27,7 @@ from .replicas import Parted, checksums, compare, require_the_same
 from .samples import Samples
 from .telemetry import StepReport, report
 from .timeline import Span, Step
-from .weights import loss_scale
+from .weights import loss_scale, norm_of
 from .wrapping import Wrapping, wrap
 
 _log = logging.getLogger("gtopk")
@@ -163,8 +163,9 @@ class _DistributedOptimizer(Wrapping):
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
 
-        When a gradient was not finite on any rank, all ranks skip: the residuals stay as they were,
-        the gradients become NaN on every rank, and `step` applies nothing.
+        When a gradient was not finite on any rank, or their sum is not in the gradients' dtype, all
+        ranks skip: the residuals stay as they were, the gradients become NaN on every rank, and
+        `step` applies nothing.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree;
         FloatingPointError when more steps in a row were skipped than may be.
         """
@@ -246,12 +247,12 @@ class _DistributedOptimizer(Wrapping):
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
         _log.warning(
-            "rank %d: step %d is skipped on every rank%s",
+            "rank %d: step %d is skipped on every rank, residuals untouched: %s",
             self._world.rank,
             self._world.step,
-            f", residuals untouched: the gradient is not finite on {where}"
+            f"the gradient is not finite on {where}"
             if where
-            else ": the sum of finite gradients is not finite",
+            else "the sum of finite gradients is not finite",
             extra=EVERYWHERE,
         )
         allowed = self._options.max_skipped_steps
@@ -266,8 +267,14 @@ class _DistributedOptimizer(Wrapping):
     def _clip(self, scale: float) -> None:
         """Shorten the agreed update, which is as large as the loss was scaled."""
         allowed = self._options.global_clip_norm
-        if allowed is not None:
-            torch.nn.utils.clip_grad_norm_(self._reducer.trained(), allowed * scale)
+        if allowed is None:
+            return
+        gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
+        norm = norm_of(gradients) / scale
+        if norm > allowed:
+            torch._foreach_mul_(
+                [g._values() if g.is_sparse else g for g in gradients], allowed / norm
+            )
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from .calibration import calibration_of
 from .engine import Engine, Work
 from .exchange import DenseExchange, Progress, SparseExchange
 from .hooks import BackwardHooks
-from .lane_plan import Plan
+from .lane_plan import Agreed, Plan
 from .lanes import Lane
 from .node_exchange import NodeExchange
 from .optimizer_options import Options
@@ -92,6 +92,7 @@ class Reducer:
         self._ghost: Round | None = None  # of the others, while this rank has joined
         self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
         self._wanted: list[dict[str, Any]] = []  # records of lanes that were loaded with it
+        self._plans_anew = False  # for what was loaded: other ranks may have loaded nothing
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
         self.enter(here)
 
@@ -191,13 +192,13 @@ class Reducer:
         return take_out(self.lanes), [lane.record() for lane in self.lanes]
 
     def put_state_in(self, held: Mapping[str, Held], lanes: list[dict[str, Any]]) -> None:
-        """Hold this back from now on; before the first step, make lanes like these, too."""
+        """Hold this back from now on, in lanes like these where rank 0 loads them, too."""
         if self._round is not None:
             self._round.invalidate()
-        if self.lanes:  # other ranks may load nothing: the plan stays theirs
+        if self.lanes:
             put_in(self.lanes, held)
-        else:
-            self._held, self._wanted = dict(held), lanes
+            self._plans_anew = True
+        self._held, self._wanted = dict(held), lanes
 
     # ---- while backward goes on
 
@@ -270,7 +271,7 @@ class Reducer:
         loss = loss_scale(self.scaler)
         summed = (self.samples.count or 1) if self.samples.summed else 1
         allowed = self.options.local_clip_norm
-        clip = local_clip(self.trained(), allowed, self._size, loss * summed)
+        clip = local_clip([p.grad for p in self.trained()], allowed, self._size, loss * summed)
         scale = self.options.gradient_predivide_factor * loss
         return Round(
             self.lanes,
@@ -285,6 +286,8 @@ class Reducer:
     # ---- the plan
 
     def _has_unplanned(self) -> bool:
+        if self._plans_anew:
+            return True
         for parameter in self.trained():
             if parameter.grad is None:
                 continue
@@ -305,20 +308,21 @@ class Reducer:
             if (p.grad is not None and p.grad.is_sparse) or p in self._sparse()
         ]
         names = [self.names[p] for p in trained]
-        plan = Plan(self.options, trained, names, order, sparse, self._wanted)
+        plan = Plan(self.options, trained, names, order, sparse, self._wanted, self.progress.steps)
         facts = plan.facts()
-        parts = self.run_on_all("plan", facts, lambda transport, votes: plan.agree(transport))
+        agreed: Agreed = self.run_on_all("plan", facts, lambda t, votes: plan.agree(t))
+        self.progress.steps = agreed.steps
         held = take_out(self.lanes) if self.lanes else self._held
-        self.lanes = plan.open_lanes(parts, self.name, self.progress)
+        self.lanes = plan.open_lanes(agreed.parts, self.name, self.progress)
         put_in(self.lanes, held)
-        records = {tuple(record["names"]): record for record in self._wanted}
+        records = {tuple(record["names"]): record for record in agreed.records}
         for lane in self.lanes:
             if tuple(lane.names) in records:
                 lane.resume(records[tuple(lane.names)])
-        self._held, self._wanted = {}, []
+        self._held, self._wanted, self._plans_anew = {}, [], False
         self._lane_of = {p: i for i, lane in enumerate(self.lanes) for p in lane.parameters}
         self._await_all()
-        said = "\n".join([*facts, *map(str, parts)])
+        said = "\n".join([*facts, *map(str, agreed.parts)])
         self._facts = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
         if self._size > 1:
             self.hooks.watch(trained)

@@ -90,6 +90,12 @@ class Residual:
             applied = abs(self.values[picked.indices]) < abs(picked.values) / 2
             clear_at(self.velocity, picked.indices[applied])
 
+    def add(self, entries: SparseVector) -> None:
+        """Put in more, of a vector as long as this one."""
+        self.holds_nothing = False
+        self.replaced = True
+        add_at(self.values, entries)
+
     def withheld(self, sent_mass: float) -> Withheld:
         """Return how much is here; reads all of it."""
         if self.holds_nothing:

@@ -200,13 +200,9 @@ class Round:
             lane.apply(self._missing_everywhere[index])
 
     def skip(self) -> None:
-        """Make all gradients NaN; where they were not finite on some rank, undo the round.
-
-        A sum that is not finite though all gradients are leaves them in the residuals.
-        """
+        """Make all gradients NaN, and undo the round: nothing of it is left in the residuals."""
         for lane in self.lanes:
-            if self.culprits:
-                lane.undo()
+            lane.undo()
             lane.poison()
 
     def stand_in(self, index: int) -> Callable[[Transport, list[int]], bool]:
@@ -288,8 +284,7 @@ class Round:
             return
         if self.samples.count is not None:
             self.lanes[index].weigh(self._weight * self.samples.weight(votes))
-        if not last:
-            self.lanes[index].remember()
+        self.lanes[index].remember()
         self.exchanged[index] = self.lanes[index].reduce(transport)
 
     def _look_at_missing(

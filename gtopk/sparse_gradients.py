@@ -8,12 +8,13 @@ Parameters of `sparse_as_dense` do not come here.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from .exchange import Exchanged
@@ -98,14 +99,18 @@ class SparseGradientLane:
         values = (self._values * self._weight).cpu().contiguous()
         # A single index may have any stride, and is contiguous all the same.
         indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
+        mine = torch.tensor([indices.shape[1] if len(indices) else 0])
         prepared = time.perf_counter()
-        all_indices = transport.allgather(_bytes_of(indices))
+        all_indices = transport.allgather(_bytes_of(torch.cat([mine, indices.flatten()])))
         all_values = transport.allgather(_bytes_of(values))
         communicate_seconds = time.perf_counter() - prepared
-        gathered = _from_bytes(all_values, values)
+        dimensions = self._agreed([int(part[:8].view(np.int64)[0]) for part in all_indices])
+        rows = torch.from_numpy(np.concatenate([part[8:] for part in all_indices]))
+        gathered = torch.from_numpy(np.concatenate(all_values)).view(values.dtype)
+        gathered = gathered.reshape(-1, *self._parameter.shape[dimensions:]) * self._scale
         self._sum = torch.sparse_coo_tensor(
-            _from_bytes(all_indices, indices).t(),
-            gathered * self._scale,
+            rows.view(torch.int64).reshape(-1, dimensions).t(),
+            gathered,
             self._parameter.shape,
             device=self._parameter.device,
             check_invariants=True,  # a peer said where they are
@@ -120,6 +125,17 @@ class SparseGradientLane:
             finite=bool(gathered.isfinite().all()),
             bytes_counted=True,
         )
+
+    def _agreed(self, dimensions: Sequence[int]) -> int:
+        """Return how many dimensions an index has, by what each rank says; 0: it has no entries."""
+        said = {many: rank for rank, many in enumerate(dimensions) if many}
+        if len(said) > 1:
+            raise MismatchError(
+                f"the sparse gradient of '{self.names[0]}' has "
+                + ", ".join(f"{many} sparse dimensions on rank {said[many]}" for many in said)
+                + "; make them alike, or use sparse_as_dense=True"
+            )
+        return next(iter(said), 1)
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
         """Make the sum the gradient; where no rank has any, it stays None."""
@@ -165,9 +181,3 @@ def _entries(
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     array: np.ndarray = tensor.reshape(-1).view(torch.uint8).numpy()
     return array
-
-
-def _from_bytes(parts: list[np.ndarray], like: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks, one after the other, of the dtype and row shape of `like`."""
-    joined = torch.from_numpy(np.concatenate(parts))
-    return joined.view(like.dtype).reshape(-1, *like.shape[1:])

@@ -17,19 +17,39 @@ def loss_scale(scaler: Any) -> float:
 
 
 def local_clip(
-    parameters: Sequence[torch.nn.Parameter], allowed_norm: float | None, ranks: int, scale: float
+    gradients: Sequence[torch.Tensor | None],
+    allowed_norm: float | None,
+    ranks: int,
+    scale: float,
 ) -> float:
-    """Return the factor that shortens this rank's gradient to its share of the norm allowed.
+    """Return the factor that shortens this rank's gradients to their share of the norm allowed.
 
-    scale: what the gradients are multiplied with; the norm is meant without it.
+    scale: what they are multiplied with; the norm is meant without it.
     The share is 1/sqrt(ranks): sums of as many independent gradients have the norm allowed
     (Lin et al. 2018, section 3.2). What is not finite is not shortened: the step is skipped.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if allowed_norm is None or not gradients:
+    if allowed_norm is None:
         return 1.0
-    parts = [g._values() if g.is_sparse else g for g in gradients]
-    norms = torch.stack([norm.double().cpu() for norm in torch._foreach_norm(parts)])
-    norm = float(norms.norm()) / scale
+    norm = norm_of([gradient for gradient in gradients if gradient is not None]) / scale
     share = allowed_norm / math.sqrt(ranks)
     return min(1.0, share / norm) if 0.0 < norm < math.inf else 1.0
+
+
+def norm_of(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the Euclidean norm of all their values, of whatever dtypes, coalesced where sparse.
+
+    Not finite where a value is not. 16-bit values are added in float32, and what overflows there in
+    float64, which takes a CPU thirty times as long.
+    """
+    parts = [t.detach().coalesce()._values() if t.is_sparse else t.detach() for t in tensors]
+
+    def norm(least: torch.dtype) -> float:
+        wide = [torch.promote_types(part.dtype, least) for part in parts]
+        norms = [
+            torch.linalg.vector_norm(part, dtype=dtype).double().cpu()
+            for part, dtype in zip(parts, wide, strict=True)
+        ]
+        return float(torch.stack(norms).norm()) if norms else 0.0
+
+    found = norm(torch.float32)
+    return norm(torch.float64) if found == math.inf else found

@@ -25,7 +25,6 @@ that follow it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +35,7 @@ from numpy.typing import NDArray
 from collectives.transports import Transport
 
 from ..arrays import from_array, to_array
+from ..weights import norm_of
 from .round_exchange import RoundExchange
 
 
@@ -68,9 +68,7 @@ class Replica:
 
     def norm(self) -> float:
         """Return |w|_2 / n of its n parameters; not finite where one is not."""
-        norms = torch._foreach_norm([p.detach() for p in self.parameters if p.numel()])
-        total = float(torch.stack([norm.double().cpu() for norm in norms]).square().sum())
-        return math.sqrt(total) / sum(p.numel() for p in self.parameters)
+        return norm_of(self.parameters) / sum(p.numel() for p in self.parameters)
 
     @torch.no_grad()
     def reset(self) -> None:

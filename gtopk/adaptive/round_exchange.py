@@ -114,14 +114,9 @@ class RoundExchange:
 
         allowed_norm: their mean over so many samples is shortened to this rank's share of it.
         """
-        bucket = self._bucket
-        for parameter, gradient in zip(bucket.parameters, sums, strict=True):
-            parameter.grad = gradient
-        self._clip = local_clip(bucket.parameters, allowed_norm, ranks, max(samples, 1))
-        bucket.take(1.0)
-        for parameter in bucket.parameters:
-            parameter.grad = None
-        return bucket.all_finite()
+        self._clip = local_clip(sums, allowed_norm, ranks, max(samples, 1))
+        self._bucket.take(1.0, gradients=sums)
+        return self._bucket.all_finite()
 
     def reduce(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:
         """Return the update: the sum of weight * sums of all ranks; None where it overflows."""

@@ -9,12 +9,16 @@ import torch
 
 from collectives.transports import Transport
 
+from ..agreement import gather_words
 from ..engine import Engine, Work
 from .own_steps import OwnSteps
 from .round_exchange import RoundExchange
 from .rounds import Ready, Reduced
 from .spent import Waited
 
+_FINITE: Final = 1  # this rank's sums
+_MISSES: Final = 2  # some of its parameters have no gradient
+_FLAGS: Final = 2  # bits
 _COUNT_BITS: Final = 31
 _COUNTS: Final = (1 << _COUNT_BITS) - 1
 
@@ -56,14 +60,23 @@ class RoundWire:
     def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Waited:
         """Reduce the sums of a round to their mean."""
         finite = self.exchange.take(sums, self._local_clip_norm, self._ranks, samples)
+        missing = [str(place) for place, each in enumerate(sums) if each is None]
 
         def work(transport: Transport, votes: list[int]) -> Reduced:
-            counts = [vote >> 1 & _COUNTS for vote in votes]
-            done = [vote >> 1 + _COUNT_BITS for vote in votes]
-            culprits = [rank for rank, vote in enumerate(votes) if not vote & 1]
-            update = None
+            counts = [vote >> _FLAGS & _COUNTS for vote in votes]
+            done = [vote >> _FLAGS + _COUNT_BITS for vote in votes]
+            culprits = [rank for rank, vote in enumerate(votes) if not vote & _FINITE]
+            update: Sequence[torch.Tensor | None] | None = None
             if any(counts) and not culprits:
+                nowhere: set[str] = set()
+                if all(vote & _MISSES for vote in votes):
+                    nowhere = set.intersection(*map(set, gather_words(transport, missing)))
                 update = self.exchange.reduce(transport, 1.0 / sum(counts))
+                if update is not None and nowhere:  # the optimizer passes over what is None
+                    update = [
+                        None if str(place) in nowhere and not bool(each.any()) else each
+                        for place, each in enumerate(update)
+                    ]
             return Reduced(update, counts, done, culprits)
 
         self._steps.computed()
@@ -72,7 +85,10 @@ class RoundWire:
             "gradients",
             [self.exchange.facts, *self._facts],
             work,
-            finite | samples << 1 | batches << 1 + _COUNT_BITS,
+            (_FINITE if finite else 0)
+            | (_MISSES if missing else 0)
+            | samples << _FLAGS
+            | batches << _FLAGS + _COUNT_BITS,
         )
 
     def meet(self, facts: Sequence[str], drains: bool) -> list[int]:

@@ -45,12 +45,13 @@ class Ready(NamedTuple):
 class Reduced(NamedTuple):
     """A round's outcome, the same on every rank.
 
-    update: for each parameter; None where a gradient was not finite, or nobody had samples.
+    update: for each parameter, None for one that has a gradient on no rank; None for all where a
+        gradient was not finite, or nobody had samples.
     samples, batches: of each rank in that round.
     culprits: the ranks whose gradients were not finite.
     """
 
-    update: list[torch.Tensor] | None
+    update: Sequence[torch.Tensor | None] | None
     samples: list[int]
     batches: list[int]
     culprits: Sequence[int] = ()
@@ -132,6 +133,7 @@ class Rounds:
     def add(self, samples: int, summed: bool, loss_scale: float = 1.0) -> None:
         """Add a micro-batch's gradients, of a mean or a sum over samples; they become None.
 
+        Those of 16 bits are added up in float32: sums over samples outgrow their dtype.
         loss_scale: what they were multiplied with.
         """
         scale = (1 if summed else samples) / loss_scale
@@ -141,6 +143,8 @@ class Rounds:
                 continue
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
+            if gradient.dtype in (torch.float16, torch.bfloat16):
+                gradient = gradient.float()
             if (total := self._sums[place]) is None:
                 self._sums[place] = gradient.detach().mul_(scale)
             else:
@@ -200,7 +204,7 @@ class Rounds:
                 self._skip(reduced.culprits)
         else:
             for parameter, update in zip(self._parameters, reduced.update, strict=True):
-                parameter.grad = update
+                parameter.grad = None if update is None else update.to(parameter.dtype)
             self._apply(total)
             for parameter in self._parameters:
                 parameter.grad = None

@@ -7,28 +7,38 @@ import math
 import pytest
 import torch
 
-from gtopk.weights import local_clip, loss_scale
-
-
-def parameters_of(*gradients: torch.Tensor | None) -> list[torch.nn.Parameter]:
-    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    return parameters
+from gtopk.weights import local_clip, loss_scale, norm_of
 
 
 def test_a_gradient_longer_than_its_share_is_shortened_to_it():
-    parameters = parameters_of(torch.tensor([3.0, 0.0]), None, torch.tensor([0.0, 4.0]))
-    assert local_clip(parameters, 5.0, ranks=1, scale=1.0) == 1.0
-    assert local_clip(parameters, 5.0, ranks=4, scale=1.0) == 0.5
-    assert local_clip(parameters, 5.0, ranks=4, scale=2.0) == 1.0
-    assert local_clip(parameters, None, ranks=4, scale=1.0) == 1.0
+    gradients = torch.tensor([3.0, 0.0]), None, torch.tensor([0.0, 4.0])
+    assert local_clip(gradients, 5.0, ranks=1, scale=1.0) == 1.0
+    assert local_clip(gradients, 5.0, ranks=4, scale=1.0) == 0.5
+    assert local_clip(gradients, 5.0, ranks=4, scale=2.0) == 1.0
+    assert local_clip(gradients, None, ranks=4, scale=1.0) == 1.0
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
 def test_what_has_no_length_is_left_alone(value):
-    assert local_clip(parameters_of(torch.full((2,), value)), 0.1, 2, 1.0) == 1.0
-    assert local_clip(parameters_of(None), 0.1, 2, 1.0) == 1.0
+    assert local_clip([torch.full((2,), value)], 0.1, 2, 1.0) == 1.0
+    assert local_clip([None], 0.1, 2, 1.0) == 1.0
+    assert local_clip([], 0.1, 2, 1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float16, 300.0), (torch.bfloat16, 300.0), (torch.float32, 1e30)],
+)
+def test_a_norm_may_be_larger_than_the_gradients_dtype_can_hold(dtype, value):
+    gradient = torch.full((10_000,), value, dtype=dtype)
+    norm = 100 * float(gradient[0])
+    assert norm_of([gradient]) == pytest.approx(norm, rel=1e-3)
+    assert local_clip([gradient], 1.0, ranks=1, scale=1.0) == pytest.approx(1 / norm, rel=1e-3)
+
+
+def test_entries_of_a_sparse_gradient_that_are_there_twice_count_as_their_sum():
+    sparse = torch.sparse_coo_tensor([[1, 1, 4]], [1.0, 2.0, 4.0], (9,))
+    assert norm_of([sparse, torch.zeros(0), torch.tensor(12.0)]) == 13.0
 
 
 def test_a_scaler_tells_its_scale_where_it_scales():

@@ -95,7 +95,7 @@ class _Taker:
         if _fits(obj):
             return {"$tensor": self._keep(obj, path)}
         if kind is np.ndarray and (values := _as_tensor(obj)) is not None:
-            return {"$array": self._keep(values, path), "$dtype": obj.dtype.name}
+            return {"$array": self._add(values, path), "$dtype": obj.dtype.name}
         try:
             content = encode(obj)
         except TypeError as error:
@@ -126,12 +126,16 @@ class _Taker:
         if not is_own and (self._copy or not whole or storage in self._storages):
             dense = dense.clone()
         self._storages.add(storage)
+        name = self._names[view] = self._add(dense, path)
+        return name
+
+    def _add(self, dense: torch.Tensor, path: tuple[str, ...]) -> str:
+        """Return the name under which a tensor that nobody else has is among those taken."""
         name = base = ".".join(path)
         number = 1
         while name in self.tensors:  # "a.b" and "c" read like "a" and "b.c"
             number += 1
             name = f"{base}~{number}"
-        self._names[view] = name
         self.tensors[name] = dense
         return name
 
