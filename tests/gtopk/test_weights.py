@@ -37,7 +37,7 @@ def test_a_norm_may_be_larger_than_the_gradients_dtype_can_hold(dtype, value):
 
 
 def test_entries_of_a_sparse_gradient_that_are_there_twice_count_as_their_sum():
-    sparse = torch.sparse_coo_tensor([[1, 1, 4]], [1.0, 2.0, 4.0], (9,))
+    sparse = torch.sparse_coo_tensor([[1, 1, 4]], [1.0, 2.0, 4.0], (9,), check_invariants=True)
     assert norm_of([sparse, torch.zeros(0), torch.tensor(12.0)]) == 13.0
 
 
