@@ -26,7 +26,7 @@ from .deltas import Deltas
 from .engine import Work
 from .hooks import BackwardHooks
 from .logs import EVERYWHERE
-from .parameters import name_later_ones, name_parameters, refuse_complex
+from .parameters import name_parameters, refuse_complex
 from .reductions import Adasum
 from .telemetry import StepReport
 from .wrapping import Wrapping, wrap
@@ -93,7 +93,7 @@ class _AdasumOptimizer(Wrapping):
         """
         self._hooks.forget()
         trained = self._trained()
-        name_later_ones(self.param_groups, self._parameter_names)
+        self._parameter_names.add(self.param_groups)
         self._hooks.watch(trained if self._world.size > 1 else [])
         entries = [_entries(p.grad) for p in trained if p.grad is not None]
         finite = all(bool(part.isfinite().all()) for part in entries)

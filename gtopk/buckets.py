@@ -73,6 +73,9 @@ class Bucket:
         """
         self.weight, self.scale = weight, scale
         if gradients is None:
+            for parameter in self.parameters:
+                if parameter.grad is not None and _is_expanded(parameter.grad):
+                    parameter.grad = parameter.grad.clone()  # the update has to be written there
             gradients = [p.grad for p in self.parameters]
         self.gradients = [
             torch.zeros_like(p) if gradient is None else gradient.detach()
@@ -236,6 +239,13 @@ def _is_finite(gradient: torch.Tensor) -> bool:
     if gradient.is_contiguous() and not gradient.is_cuda:
         return all_finite(view_array(gradient))
     return bool(gradient.isfinite().all())
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Tell whether elements share their memory, as `expand` has them."""
+    return 0 in tensor.stride() and any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _is_ordered(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:

@@ -77,7 +77,8 @@ class BackwardHooks:
                 raise AssertionError(
                     f"the gradient of '{self._names[parameter]}' was computed {passes} times "
                     "before a call to step(); increase backward_passes_per_step to accumulate "
-                    "gradients locally"
+                    "gradients locally, or drop them by optimizer.zero_grad(): that of a model, or "
+                    "of another optimizer, is not noticed"
                 )
             if passes == self.limit:
                 self.order.append(parameter)

@@ -230,14 +230,7 @@ class _DistributedOptimizer(Wrapping):
         """Raise ValueError where the scaler told of has unscaled the gradients too early."""
         states = getattr(self.scaler, "_per_optimizer_states", {})
         if id(self) in states and states[id(self)]["stage"].name == "UNSCALED":
-            raise ValueError(
-                "the GradScaler has unscaled this rank's gradients before they were reduced: other "
-                "ranks cannot see its overflows. Use\n"
-                "    optimizer.synchronize()\n"
-                "    scaler.unscale_(optimizer)\n"
-                "    with optimizer.skip_synchronize():\n"
-                "        scaler.step(optimizer)"
-            )
+            raise ValueError(_unscale_between("it has unscaled them before they were reduced"))
 
     def _count_skip(self, where: str) -> None:
         """Warn, on every rank, of the ranks and parameters whose gradients are not finite.
@@ -304,6 +297,8 @@ class _DistributedOptimizer(Wrapping):
                     "        optimizer.step()",
                     stacklevel=2,
                 )
+            if getattr(self, "grad_scale", None) is not None and len(self._reducer.ranks) > 1:
+                raise ValueError(_unscale_between("a fused optimizer unscales when it steps"))
             self.synchronize()
         self._synchronized = False
         if not self._skip:
@@ -316,6 +311,7 @@ class _DistributedOptimizer(Wrapping):
     def _check_replicas(self) -> None:
         """Look, where it is time, whether replicas are apart, and do as on_divergence says.
 
+        Those of ranks that have joined are, as they should be: nobody looks then.
         Raises HorovodInternalError, on every rank alike, where that is an error or the end of it.
         """
         self._steps += 1
@@ -324,12 +320,12 @@ class _DistributedOptimizer(Wrapping):
             return
         own, names = checksums(self._parameter_names), list(self._parameter_names.values())
         if self._options.on_divergence == "error":
-            self._reducer.run_on_all(
-                "replicas", [], lambda transport, votes: require_the_same(transport, own, names)
+            self._reducer.run_unless_joined(
+                "replicas", lambda transport: require_the_same(transport, own, names)
             )
             return
-        parted: list[Parted] = self._reducer.run_on_all(
-            "replicas", [], lambda transport, votes: compare(transport, own, names)
+        parted: list[Parted] | None = self._reducer.run_unless_joined(
+            "replicas", lambda transport: compare(transport, own, names)
         )
         if parted:
             self.divergences += 1
@@ -364,7 +360,20 @@ class _DistributedOptimizer(Wrapping):
         return f"healed: {name_ranks(ranks)} {has} what most ranks have, the optimizer's state too"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; what was computed towards the next step is forgotten."""
+        """Clear the gradients; what was computed towards the next step is forgotten.
+
+        Warns of gradients that are not finite, and that no rank has heard of: where a GradScaler
+        skips a step on this rank alone, it is a step behind the others from then on.
+        """
+        if not self._synchronized and self._reducer.drops_overflow():
+            _log.warning(
+                "rank %d: gradients that are not finite are dropped without a step on this rank; "
+                "if a GradScaler has skipped it, the other ranks do not know. %s",
+                self._world.rank,
+                _RECIPE,
+                extra=EVERYWHERE,
+            )
+        self._synchronized = False
         self._reducer.drop()
         super().zero_grad(set_to_none)
 
@@ -440,11 +449,10 @@ def DistributedOptimizer(
     process_set: the ranks that reduce together; others step by themselves.
     missing_gradients: what it means when a parameter has a gradient on some ranks only: an error
         on all of them, or zeros. One that has none on any rank is passed over, as without gtopk.
-    overlap: exchange buckets while backward goes on. Residuals then have a copy in memory, as large
-        as they are; what counts is the same.
+    overlap: exchange buckets while backward goes on; what counts is the same.
     bucket_bytes: the size from which a bucket is exchanged; None: as the cost model has it.
     scaler: the GradScaler that scales the loss, to keep residuals as they are when its scale
-        changes. It must unscale between `synchronize()` and `step()`.
+        changes. It must unscale between `synchronize()` and `step()`, told or not.
     local_clip_norm: shortens each rank's gradient to its share, 1/sqrt(ranks), of this norm before
         it is added to the residual. Its norm is known after backward only: there is no overlap.
     global_clip_norm: shortens the agreed update to this norm.
@@ -486,6 +494,22 @@ def DistributedOptimizer(
     distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed
+
+
+_RECIPE: Final = (
+    "Use\n"
+    "    optimizer.synchronize()\n"
+    "    scaler.unscale_(optimizer)\n"
+    "    with optimizer.skip_synchronize():\n"
+    "        scaler.step(optimizer)"
+)
+
+
+def _unscale_between(why: str) -> str:
+    return (
+        f"other ranks cannot see the overflows of this rank's GradScaler, and scales part: {why}. "
+        f"{_RECIPE}"
+    )
 
 
 def _require_one_momentum(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback | None) -> None:

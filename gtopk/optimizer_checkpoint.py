@@ -42,7 +42,7 @@ def save(reducer: Reducer) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "ranks": len(reducer.ranks),
-        "steps": reducer.progress.steps,
+        "steps": reducer.steps,
         "lanes": lanes,
         "held": {reducer.rank: held},
     }
@@ -78,8 +78,7 @@ def load(reducer: Reducer, part: Mapping[str, Any]) -> None:
     Raises ValueError for a part that another version wrote.
     """
     held = share_of(part, reducer.rank, len(reducer.ranks))
-    reducer.put_state_in(held, list(part["lanes"]))
-    reducer.progress.steps = int(part["steps"])
+    reducer.put_state_in(held, list(part["lanes"]), int(part["steps"]))
 
 
 def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:

@@ -4,22 +4,56 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain, count
 from typing import Any
 
 import torch
 
 
+class ParameterNames(dict[torch.nn.Parameter, str]):
+    """The name of every parameter an optimizer steps or has stepped, in its order; no name twice.
+
+    given: names of others, too, which an optimizer may be given later.
+    """
+
+    def __init__(
+        self,
+        param_groups: Iterable[dict[str, Any]],
+        given: Mapping[torch.nn.Parameter, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._given = given or {}
+        self.add(param_groups)
+
+    def add(self, param_groups: Iterable[dict[str, Any]]) -> None:
+        """Name those that are in the groups and have no name yet.
+
+        As they were given; else as torch's optimizer was given them; else by their places.
+        """
+        taken = {*self.values(), *self._given.values()}
+        for i, group in enumerate(param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if parameter in self:
+                    continue
+                name = self._given.get(parameter)
+                if name is None:
+                    base = group["param_names"][j] if "param_names" in group else f"noname.{i}.{j}"
+                    others = (f"{base}~{number}" for number in count(2))
+                    name = next(each for each in chain([base], others) if each not in taken)
+                    taken.add(name)
+                self[parameter] = name
+
+
 def name_parameters(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
-) -> dict[torch.nn.Parameter, str]:
+) -> ParameterNames:
     """Return the name of every parameter the optimizer steps, in its order.
 
     Raises ValueError when names are double, missing, or no pairs at all.
     """
-    groups = [group["params"] for group in optimizer.param_groups]
     if named_parameters is None:
-        return {p: f"noname.{i}.{j}" for i, group in enumerate(groups) for j, p in enumerate(group)}
+        return ParameterNames(optimizer.param_groups)
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
@@ -36,8 +70,8 @@ def name_parameters(
     named = {parameter: name for name, parameter in pairs}
     unnamed = [
         f"number {j} of group {i}, {list(p.shape)}"
-        for i, group in enumerate(groups)
-        for j, p in enumerate(group)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
         if p not in named
     ]
     if unnamed:
@@ -45,7 +79,7 @@ def name_parameters(
             "named_parameters was given, but the optimizer has parameters that are not in it: "
             f"{'; '.join(unnamed)}"
         )
-    return {p: named[p] for group in groups for p in group}
+    return ParameterNames(optimizer.param_groups, named)
 
 
 def refuse_complex(
@@ -60,12 +94,3 @@ def refuse_complex(
                 f"{repr(name) if name else 'this one'}, {parameter.dtype} {list(parameter.shape)}, "
                 "as parameters (torch.view_as_real)"
             )
-
-
-def name_later_ones(
-    param_groups: Iterable[dict[str, Any]], names: dict[torch.nn.Parameter, str]
-) -> None:
-    """Add the names of parameters that were not there yet when the others were named."""
-    for i, group in enumerate(param_groups):
-        for j, parameter in enumerate(group["params"]):
-            names.setdefault(parameter, f"noname.{i}.{j}")

@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -30,6 +30,7 @@ from .lane_plan import Agreed, Plan
 from .lanes import Lane
 from .node_exchange import NodeExchange
 from .optimizer_options import Options
+from .parameters import ParameterNames
 from .reductions import Average
 from .residual_state import Held, put_in, take_out
 from .rounds import AnyLane, Round
@@ -40,7 +41,7 @@ from .weights import local_clip, loss_scale
 from .world import World
 
 _log = logging.getLogger("gtopk")
-
+_LEFT_OUT: Final = b"not where a rank has joined"
 
 # Of each engine, by name: who stands in for a rank that has joined.
 _reducers_of: WeakKeyDictionary[Engine, WeakValueDictionary[str, Reducer]] = WeakKeyDictionary()
@@ -48,6 +49,8 @@ _reducers_of: WeakKeyDictionary[Engine, WeakValueDictionary[str, Reducer]] = Wea
 
 def _stand_in(reducers: Mapping[str, Reducer], name: str, recipe: bytes) -> Work:
     """Return what a rank that has joined does of an operation of others."""
+    if recipe == _LEFT_OUT:
+        return lambda transport, votes: None
     of, _, index = name.rpartition(".")
     if of not in reducers:
         raise RuntimeError(f"this rank has joined, and its optimizer of {of} is no more")
@@ -71,7 +74,7 @@ class Reducer:
     def __init__(
         self,
         param_groups: list[dict[str, Any]],
-        names: dict[torch.nn.Parameter, str],
+        names: ParameterNames,
         options: Options,
         here: World,
         scaler: Any,
@@ -90,9 +93,10 @@ class Reducer:
         self._facts = ""
         self._round: Round | None = None
         self._ghost: Round | None = None  # of the others, while this rank has joined
-        self._held: dict[str, Held] = {}  # loaded, and not in a lane yet
+        self._held: dict[str, Held] = {}  # of parameters in no lane: not yet, or frozen
+        self._strangers: set[str] = set()  # names that no parameter has, and were warned of
         self._wanted: list[dict[str, Any]] = []  # records of lanes that were loaded with it
-        self._plans_anew = False  # for what was loaded: other ranks may have loaded nothing
+        self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
         self.enter(here)
 
@@ -169,6 +173,13 @@ class Reducer:
         self.hooks.forget()
         self._await_all()
 
+    def drops_overflow(self) -> bool:
+        """Tell whether `drop` forgets complete gradients that are not finite here."""
+        if not self.hooks.order or self._size == 1:
+            return False
+        gradients = [p.grad for p in self.hooks.order if p.grad is not None]
+        return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)
+
     def in_flight(self) -> dict[torch.nn.Parameter, Any]:
         """Return the operations on their way, by parameter."""
         if self._round is None:
@@ -183,22 +194,43 @@ class Reducer:
         """Run something else that concerns these parameters on all ranks together."""
         return self._engine.submit(f"{self.name}.{what}", facts, work).wait()
 
+    def run_unless_joined(self, what: str, work: Callable[[Transport], Any]) -> Any:
+        """Run it on all ranks together; return None, on all alike, where one of them has joined."""
+
+        def unless(transport: Transport, votes: list[int]) -> Any:
+            return work(transport) if all(votes) else None
+
+        name = f"{self.name}.{what}"
+        return self._engine.submit(name, [], unless, vote=1, recipe=_LEFT_OUT).wait()
+
     def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
         """Return what was held back of each parameter after the last step, and lanes' records."""
         if not self.lanes:
             return self._held, self._wanted
         if self._round is not None:
             self._round.settle()
-        return take_out(self.lanes), [lane.record() for lane in self.lanes]
+        held = {**self._held, **take_out(self.lanes)}
+        if self._loaded_steps is not None:
+            return held, self._wanted
+        return held, [lane.record() for lane in self.lanes]
 
-    def put_state_in(self, held: Mapping[str, Held], lanes: list[dict[str, Any]]) -> None:
-        """Hold this back from now on, in lanes like these where rank 0 loads them, too."""
+    def put_state_in(
+        self, held: Mapping[str, Held], lanes: list[dict[str, Any]], steps: int
+    ) -> None:
+        """Hold this back from now on; where rank 0 does, go on from its steps in lanes like these.
+
+        Other ranks may load nothing: until the next plan what all agree on stays as it is.
+        """
         if self._round is not None:
             self._round.invalidate()
         if self.lanes:
             put_in(self.lanes, held)
-            self._plans_anew = True
-        self._held, self._wanted = dict(held), lanes
+        self._held, self._wanted, self._loaded_steps = dict(held), lanes, steps
+
+    @property
+    def steps(self) -> int:
+        """Return how many were taken, those before what was loaded last included."""
+        return self.progress.steps if self._loaded_steps is None else self._loaded_steps
 
     # ---- while backward goes on
 
@@ -286,9 +318,12 @@ class Reducer:
     # ---- the plan
 
     def _has_unplanned(self) -> bool:
-        if self._plans_anew:
+        trained = self.trained()
+        if self._loaded_steps is not None:
             return True
-        for parameter in self.trained():
+        if trained and not self._lane_of.keys() <= set(trained):
+            return True  # one was frozen, say: what is held back of it waits until it is not
+        for parameter in trained:
             if parameter.grad is None:
                 continue
             index = self._lane_of.get(parameter)
@@ -301,25 +336,27 @@ class Reducer:
     def _plan(self, order: Sequence[torch.nn.Parameter]) -> None:
         """Make the lanes, the same on every rank."""
         trained = self.trained()
-        self._name_new()
+        self.names.add(self._param_groups)
         sparse = [
             self.names[p]
             for p in trained
             if (p.grad is not None and p.grad.is_sparse) or p in self._sparse()
         ]
         names = [self.names[p] for p in trained]
-        plan = Plan(self.options, trained, names, order, sparse, self._wanted, self.progress.steps)
+        plan = Plan(self.options, trained, names, order, sparse, self._wanted, self.steps)
         facts = plan.facts()
         agreed: Agreed = self.run_on_all("plan", facts, lambda t, votes: plan.agree(t))
         self.progress.steps = agreed.steps
-        held = take_out(self.lanes) if self.lanes else self._held
+        held = {**self._held, **take_out(self.lanes)}
         self.lanes = plan.open_lanes(agreed.parts, self.name, self.progress)
         put_in(self.lanes, held)
         records = {tuple(record["names"]): record for record in agreed.records}
         for lane in self.lanes:
             if tuple(lane.names) in records:
                 lane.resume(records[tuple(lane.names)])
-        self._held, self._wanted, self._plans_anew = {}, [], False
+        self._wanted, self._loaded_steps = [], None
+        self._held = {name: parts for name, parts in held.items() if name not in names}
+        self._warn_of_strangers()
         self._lane_of = {p: i for i, lane in enumerate(self.lanes) for p in lane.parameters}
         self._await_all()
         said = "\n".join([*facts, *map(str, agreed.parts)])
@@ -327,6 +364,20 @@ class Reducer:
         if self._size > 1:
             self.hooks.watch(trained)
         self._advise()
+
+    def _warn_of_strangers(self) -> None:
+        """Warn of what is held back of names that no parameter has; it stays, and is saved."""
+        strangers = self._held.keys() - set(self.names.values()) - self._strangers
+        if strangers:
+            self._strangers |= strangers
+            named = ", ".join(map(repr, sorted(strangers)[:5]))
+            _log.warning(
+                "rank %d: what is held back of %s cannot be sent: the optimizer has no parameter "
+                "of that name; give it the names that the checkpoint was saved with "
+                "(named_parameters)",
+                self.ranks[self.rank],
+                named + (", ..." if len(strangers) > 5 else ""),
+            )
 
     def _advise(self) -> None:
         """Expect what the exchange will take; rank 0 says, once in a world, what compressing saves.
@@ -378,9 +429,3 @@ class Reducer:
     def _sparse(self) -> set[torch.nn.Parameter]:
         """Return the parameters whose gradients were sparse on some rank."""
         return {lane.parameters[0] for lane in self.lanes if isinstance(lane, SparseGradientLane)}
-
-    def _name_new(self) -> None:
-        for i, group in enumerate(self._param_groups):
-            for j, parameter in enumerate(group["params"]):
-                if parameter not in self.names:
-                    self.names[parameter] = f"noname.{i}.{j}"

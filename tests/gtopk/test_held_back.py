@@ -49,6 +49,25 @@ def test_ranks_without_batches_join_and_what_they_hold_back_is_sent(threads, com
         assert (before != after).any()
 
 
+@pytest.mark.parametrize("on_divergence", ["error", "heal"])
+def test_replicas_are_not_compared_while_a_rank_has_joined(threads, on_divergence):
+    """Its parameters stay as they are: they lag, as they should."""
+    batches = [7, 3]
+
+    def program(transport: LocalTransport) -> int:
+        model = layers()
+        with world.entered(transport) as here:
+            optimizer = distribute(model, check_every=2, on_divergence=on_divergence)
+            for step in range(batches[transport.rank]):
+                optimizer.zero_grad()
+                model(inputs(transport.rank, step)).square().sum().backward()
+                optimizer.step()
+            here.engine.join().wait()
+            return optimizer.divergences
+
+    assert threads(2, program) == [0, 0]
+
+
 def test_what_was_held_back_goes_into_the_next_world():
     """As after elastic's recovery, here with fewer ranks."""
     models = [layers() for _ in range(3)]

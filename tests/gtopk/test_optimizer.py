@@ -420,6 +420,22 @@ def test_a_sum_that_overflows_skips_the_step_and_leaves_no_trace(threads, compre
         assert torch.equal(parameter, torch.full((3,), -2.0))
 
 
+@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(1.0)], ids=repr)
+def test_a_gradient_whose_elements_share_their_memory_is_taken(threads, compression):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.zeros(5))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), compression=compression
+            )
+            (parameter.grad,) = torch.autograd.grad(parameter.sum(), parameter)
+            assert parameter.grad.stride() == (0,)
+            optimizer.step()
+        return parameter.detach()
+
+    assert all(torch.equal(each, torch.full((5,), -1.0)) for each in threads(2, program))
+
+
 def test_a_batch_may_be_dropped_between_backward_and_step(threads):
     def program(transport: LocalTransport) -> None:
         model = network()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 from typing import Any
@@ -225,3 +226,55 @@ def test_what_does_not_fit_is_refused(threads, change, said):
                 optimizer.load_state_dict(state)
 
     threads(1, program)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        Compression.none,
+        Compression.oktopk(0.2),
+        Compression.gtopk(0.05, momentum_correction=0.5, warmup_steps=9),
+    ],
+    ids=repr,
+)
+def test_where_rank_0_alone_loads_all_go_on_from_its_step(threads, compression, before):
+    """As scripts written for Horovod do, before they broadcast; then, or after some steps."""
+
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, int]:
+        model, other = network(), network()
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            take_steps(model, optimizer, transport.rank, range(4))
+            state = copy.deepcopy(optimizer.state_dict())
+            other.load_state_dict(model.state_dict())
+            optimizer = distribute(other, compression)
+            take_steps(other, optimizer, transport.rank, range(before))
+            if transport.rank == 0:
+                optimizer.load_state_dict(state)
+            take_steps(other, optimizer, transport.rank, range(4, 15))
+            return flat(other), optimizer._reducer.progress.steps
+
+    ranks = threads(3, program)
+    assert all(torch.equal(parameters, ranks[0][0]) for parameters, _ in ranks)
+    assert [steps for _, steps in ranks] == [15] * 3
+
+
+def test_a_run_goes_on_to_the_bit_from_a_state_that_is_loaded_between_its_steps(threads):
+    """In the buckets and regions of that state, not in those it has by then."""
+
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        model, compression = network(), Compression.oktopk(0.2)
+        with world.entered(transport):
+            optimizer = distribute(model, compression)
+            take_steps(model, optimizer, transport.rank, range(7))
+            state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            take_steps(model, optimizer, transport.rank, range(7, 12))
+            wanted = flat(model)
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+            take_steps(model, optimizer, transport.rank, range(7, 12))
+            return wanted, flat(model)
+
+    for wanted, found in threads(3, program):
+        assert torch.equal(wanted, found)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from collectives.transports import LocalTransport
 from gtopk import world
 from gtopk.compression import Compression
+from gtopk.exceptions import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Average, Sum
 from tests.gtopk.four_layers import distribute, flat
@@ -169,3 +170,61 @@ def test_a_sparse_gradient_that_is_not_finite_skips_the_step(threads, sparse_val
             assert torch.equal(before, flat(model))
 
     threads(2, program)
+
+
+def gathered(parameter: torch.Tensor) -> None:
+    """Give it a gradient that is sparse in all its dimensions."""
+    indices = torch.zeros(1, WIDTH, dtype=torch.int64)
+    torch.gather(parameter, 0, indices, sparse_grad=True).sum().backward()
+
+
+def test_a_rank_without_entries_takes_those_of_more_dimensions_than_rows(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.zeros(4, WIDTH))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), missing_gradients="zeros"
+            )
+            if transport.rank:
+                gathered(parameter)
+            optimizer.step()
+        return parameter.detach()
+
+    wanted = torch.zeros(4, WIDTH)
+    wanted[0] = -0.5
+    assert all(torch.equal(weight, wanted) for weight in threads(2, program))
+
+
+def test_sparse_gradients_of_unlike_dimensions_are_an_error_that_names_the_ranks(threads):
+    def program(transport: LocalTransport) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(4, WIDTH))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+            if transport.rank:
+                gathered(parameter)
+            else:
+                F.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
+            with pytest.raises(
+                HorovodInternalError,
+                match="1 sparse dimensions on rank 0, 2 sparse dimensions on rank 1; make them",
+            ):
+                optimizer.step()
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize("option", ["local_clip_norm", "global_clip_norm"])
+def test_sparse_gradients_are_clipped_with_the_dense_ones(threads, option):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = tables()
+        before = flat(model)
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.none, **{option: 0.01})
+            loss(model, drawn(0, 1), sparse=True).backward()
+            optimizer.step()
+        return (flat(model) - before).norm()
+
+    # 0.1 is the learning rate; two ranks' equal gradients, each of its share, are not independent.
+    shares = {"local_clip_norm": 0.01 / 2**0.5, "global_clip_norm": 0.01}
+    for moved in threads(2, program):
+        assert float(moved) == pytest.approx(0.1 * shares[option])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Any
 
 import numpy as np
@@ -71,9 +73,12 @@ def test_ranks_at_different_places_of_a_warm_up_are_told(threads):
         model = network()
         with world.entered(transport):
             optimizer = distribute(model, Compression.gtopk(0.05, warmup_steps=5))
-            optimizer._reducer.progress.steps = transport.rank
             value(model, transport.rank, 0).backward()
-            with pytest.raises(HorovodInternalError, match=r"at step 0.*at step 1"):
+            optimizer.step()
+            optimizer._reducer.progress.steps += transport.rank
+            optimizer.zero_grad()
+            value(model, transport.rank, 1).backward()
+            with pytest.raises(HorovodInternalError, match=r"at step 1.*at step 2"):
                 optimizer.step()
 
     threads(2, program)
@@ -192,6 +197,60 @@ def test_unscaling_before_the_reduction_is_an_error_that_says_how(threads):
                 scaler.step(optimizer)
 
     threads(2, program)
+
+
+def test_a_fused_optimizer_that_would_unscale_by_its_own_ranks_scale_is_an_error(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            scaler = torch.amp.GradScaler("cpu")
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, fused=True))
+            scaler.scale(value(model, transport.rank, 0)).backward()
+            with pytest.raises(ValueError, match=r"unscales when it steps. Use\n.*synchronize\(\)"):
+                scaler.step(optimizer)
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+
+    threads(2, program)
+
+
+def test_a_step_that_a_scaler_skips_on_one_rank_alone_is_warned_of(threads, caplog):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            optimizer = distribute(model)
+            scaler.scale(value(model, transport.rank, 0)).backward()
+            if transport.rank == 0:
+                next(model.parameters()).grad[0] = torch.inf
+                scaler.step(optimizer)
+            optimizer.zero_grad()
+
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        threads(2, program)
+    (said,) = [r.getMessage() for r in caplog.records if "dropped without a step" in r.getMessage()]
+    assert said.startswith("rank 0: ")
+    assert "scaler.unscale_(optimizer)" in said
+
+
+def test_gradients_dropped_after_they_were_looked_at_are_not_exchanged_twice(threads):
+    """Sharpness-aware minimization looks at the agreed gradient, and computes another one."""
+
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model)
+            value(model, transport.rank, 0).backward()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            value(model, transport.rank, 1).backward()
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        threads(2, program)
 
 
 def test_a_scaler_not_told_of_may_still_unscale_before_the_reduction(threads):

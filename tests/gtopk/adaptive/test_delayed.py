@@ -499,3 +499,49 @@ def test_what_rounds_cannot_do_is_said() -> None:
             hvd.adapt(DataLoader(data(8), 4), twice, "abs")
 
     on_ranks(1, program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_over_many_samples_outgrow_no_parameters_dtype(dtype: torch.dtype) -> None:
+    """A mean gradient of 100 over 2,048 samples: 16 bits hold neither that sum nor its steps."""
+
+    def program(here: World) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+        loader = hvd.adapt(
+            DataLoader(TensorDataset(torch.zeros(4096)), 2048), optimizer, "abs", micro_batch=2
+        )
+        for _ in loader:
+            (100 * weight.sum()).backward()
+            optimizer.step()
+            if loader.round or loader.drain_wanted:
+                break
+        loader.drain()
+        assert optimizer.skipped_steps == 0
+        return weight.detach().float() / loader.round
+
+    for moved in on_ranks(2, program):
+        torch.testing.assert_close(moved, torch.full((2,), -100.0), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("missing_on", [[0, 1], [1]])
+def test_the_optimizer_passes_over_what_has_a_gradient_on_no_rank(missing_on: list[int]) -> None:
+    def program(here: World) -> list[torch.Tensor]:
+        used, rare = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in "ab")
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([used, rare], lr=0.1, weight_decay=0.5),
+            [("used", used), ("rare", rare)],
+        )
+        loader = hvd.adapt(DataLoader(data(64), 8), optimizer, "abs", micro_batch=4)
+        for _, x in loader:
+            loss = (x @ used).mean()
+            if here.rank not in missing_on:
+                loss = loss + 0 * rare.sum()
+            loss.backward()
+            optimizer.step()
+        return [used.detach(), rare.detach()]
+
+    for used, rare in on_ranks(2, program):
+        assert not torch.equal(used, torch.ones(3, dtype=torch.float64))
+        decays = len(missing_on) == 1
+        assert torch.equal(rare, torch.ones(3, dtype=torch.float64)) != decays
