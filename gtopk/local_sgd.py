@@ -222,6 +222,8 @@ class _LocalSGD(Wrapping):
                 lane.apply(())
                 self.outer.step()
                 self._progress.steps += 1
+            else:
+                lane.undo()
         finally:
             lane.let_go()
             for parameter, gradient in zip(lane.parameters, gradients, strict=True):

@@ -119,15 +119,24 @@ class RoundExchange:
         return self._bucket.all_finite()
 
     def reduce(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:
-        """Return the update: the sum of weight * sums of all ranks; None where it overflows."""
-        bucket = self._bucket
+        """Return the update: the sum of weight * sums of all ranks.
+
+        None where it overflows: what is held back is then as it was before.
+        """
+        bucket, residual = self._bucket, self._exchange.residual
         bucket.weight = weight * self._clip
         began = time.perf_counter()
         with bucket.on_stream():
+            if residual is not None:
+                residual.remember()
             exchanged = self._exchange(bucket, transport)
             reduced = time.perf_counter()
             if exchanged.finite:
                 self._exchange.apply(bucket)
+            elif residual is not None:
+                residual.restore()
+        if residual is not None:
+            residual.forget()
         ended = time.perf_counter()
         select_seconds = exchanged.select_seconds + ended - reduced
         self._ran = Ran(replace(exchanged, select_seconds=select_seconds), began, ended)

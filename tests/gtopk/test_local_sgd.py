@@ -219,6 +219,29 @@ def test_a_sum_that_overflows_moves_nothing_and_is_told(caplog: pytest.LogCaptur
     assert "changes nothing: the sum of replicas overflowed" in caplog.text
 
 
+def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back() -> None:
+    def rank(transport: LocalTransport) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        optimizer = LocalSGD(
+            torch.optim.SGD([parameter], lr=1.0),
+            1,
+            outer=partial(torch.optim.SGD, lr=1.0),
+            compression=hvd.Compression.gtopk(0.5),
+        )
+        moved = []
+        for gradient in ([3e38, 2.9e38], [0.0, 2.9e38], [0.0, 0.0]):
+            parameter.grad = torch.tensor(gradient)
+            before = held(optimizer) if moved else None
+            optimizer.step()
+            moved.append(not optimizer.last_step.skipped)
+            if not moved[-1]:
+                assert torch.equal(held(optimizer), before)
+        assert moved == [True, False, True]
+        assert torch.equal(parameter.detach(), torch.tensor([-3e38, -2.9e38]))
+
+    on_ranks(2, rank)
+
+
 @pytest.mark.parametrize("mid_round", [False, True])
 def test_a_checkpoint_goes_on_to_the_bit(mid_round: bool) -> None:
     def rank(transport: LocalTransport) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gtopk.torch as hvd
+from collectives.transports import LocalTransport
 from gtopk.adaptive.round_exchange import RoundExchange
 from gtopk.adaptive.rounds import Ready, Reduced, Rounds
 from gtopk.world import World
@@ -545,3 +547,22 @@ def test_the_optimizer_passes_over_what_has_a_gradient_on_no_rank(missing_on: li
         assert not torch.equal(used, torch.ones(3, dtype=torch.float64))
         decays = len(missing_on) == 1
         assert torch.equal(rare, torch.ones(3, dtype=torch.float64)) != decays
+
+
+def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back(threads: Any) -> None:
+    def program(transport: LocalTransport) -> None:
+        exchange = RoundExchange([torch.nn.Parameter(torch.zeros(2))], hvd.Compression.gtopk(0.5))
+
+        def reduced(*sums: float) -> list[list[float]] | None:
+            exchange.take([torch.tensor(sums)])
+            update = exchange.reduce(transport, 0.5)
+            return update and [each.tolist() for each in update]
+
+        large = float(np.float32(2.9e38))
+        assert reduced(3e38, large) == [[float(np.float32(3e38)), 0.0]]
+        before = exchange.state_dict()
+        assert reduced(0.0, large) is None  # what was held back and this, of two ranks
+        assert torch.equal(exchange.state_dict()["residual"], before["residual"])
+        assert reduced(0.0, 0.0) == [[0.0, large]]
+
+    threads(2, program)
