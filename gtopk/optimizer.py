@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
@@ -13,9 +13,7 @@ import torch
 
 from . import optimizer_checkpoint, world
 from .adasum import distribute_adasum
-from .agreement import name_ranks
 from .compression import Compression, ErrorFeedback
-from .healing import pack, put_in, spread_majority
 from .logs import EVERYWHERE
 from .optimizer_options import Groups, Options, warn_of_few_entries, warn_of_second_moments
 from .parameters import name_parameters, refuse_complex
@@ -23,7 +21,7 @@ from .process_sets import ProcessSet, global_process_set
 from .recording import looks
 from .reducer import Reducer
 from .reductions import Adasum, Average
-from .replicas import Parted, checksums, compare, require_the_same
+from .replica_check import ReplicaCheck
 from .samples import Samples
 from .telemetry import StepReport, report
 from .timeline import Span, Step
@@ -38,7 +36,6 @@ class _DistributedOptimizer(Wrapping):
     """What is mixed into the class of the wrapped optimizer.
 
     skipped_steps: those that no rank applied, as a gradient was not finite on one.
-    divergences:   checks that found replicas apart, and did not end in an error.
     last_step:     what the last step cost; None before the first.
     """
 
@@ -77,9 +74,9 @@ class _DistributedOptimizer(Wrapping):
         self._synchronized = False
         self._skip = False
         self._exchange_ended: float | None = None
-        self._steps = 0
+        self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped_in_a_row = 0
-        self.skipped_steps = self.divergences = 0
+        self.skipped_steps = 0
         self.last_step: StepReport | None = None
 
     # ---- what scripts read of Horovod's
@@ -111,6 +108,11 @@ class _DistributedOptimizer(Wrapping):
         The least of all ranks' median seconds over a rank's own, of the last steps.
         """
         return self._reducer.stragglers.scores
+
+    @property
+    def divergences(self) -> int:
+        """How many checks found replicas apart, and did not end in an error."""
+        return self._replicas.divergences
 
     @property
     def _compression(self) -> Any:
@@ -305,59 +307,9 @@ class _DistributedOptimizer(Wrapping):
             self._step_wrapped()
         self._skip = False
         self._world.step += 1
-        self._check_replicas()
+        if self._reducer.takes_part:
+            self._replicas.after_step(self.state)
         return loss
-
-    def _check_replicas(self) -> None:
-        """Look, where it is time, whether replicas are apart, and do as on_divergence says.
-
-        Those of ranks that have joined are, as they should be: nobody looks then.
-        Raises HorovodInternalError, on every rank alike, where that is an error or the end of it.
-        """
-        self._steps += 1
-        every = self._options.check_every
-        if not every or self._steps % every or not self._reducer.takes_part:
-            return
-        own, names = checksums(self._parameter_names), list(self._parameter_names.values())
-        if self._options.on_divergence == "error":
-            self._reducer.run_unless_joined(
-                "replicas", lambda transport: require_the_same(transport, own, names)
-            )
-            return
-        parted: list[Parted] | None = self._reducer.run_unless_joined(
-            "replicas", lambda transport: compare(transport, own, names)
-        )
-        if parted:
-            self.divergences += 1
-            heals = self._options.on_divergence == "heal"
-            became = self._heal(parted) if heals else "on_divergence='warn': they stay so"
-            more = f", and {len(parted) - 1} more parted" if len(parted) > 1 else ""
-            _log.warning(
-                "rank %d: the replicas were no longer the same at step %d: %s%s; %s",
-                self._world.rank,
-                self._world.step,
-                parted[0].describe(),
-                more,
-                became,
-                extra=EVERYWHERE,
-            )
-            if (recorder := self._world.recorder) is not None:
-                recorder.note_parted([each.name for each in parted], heals)
-
-    def _heal(self, parted: Sequence[Parted]) -> str:
-        """Make the parameters that parted those of most ranks again; return what was done."""
-        names = self._parameter_names
-        own = pack(names, [each.name for each in parted], self.state)
-        ranks, mended = self._reducer.run_on_all(
-            "replicas.heal", [], lambda transport, votes: spread_majority(transport, own)
-        )
-        put_in(names, mended, self.state)
-        again, all_names = checksums(names), list(names.values())
-        self._reducer.run_on_all(
-            "replicas.healed", [], lambda t, votes: require_the_same(t, again, all_names)
-        )
-        has = "has" if len(ranks) == 1 else "have"
-        return f"healed: {name_ranks(ranks)} {has} what most ranks have, the optimizer's state too"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten.
