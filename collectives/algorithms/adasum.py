@@ -31,10 +31,11 @@ from typing import Final
 import numpy as np
 
 from ..errors import MessageError
+from ..kernels.narrow import BFLOAT16, narrow, widen
 from ..transports.transport import Transport
 from ..vector import Array
 
-_DTYPES: Final = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+_DTYPES: Final = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
 _BLOCK: Final = 1 << 15  # elements that are widened at a time: they stay in the cache
 
 
@@ -71,7 +72,7 @@ def allreduce(transport: Transport, array: Array, segments: Sequence[int] | None
 def _checked_bounds(array: Array, segments: Sequence[int] | None) -> list[int]:
     """Return where each segment ends, after a 0; raise ValueError for what cannot be combined."""
     if array.dtype not in _DTYPES:
-        raise ValueError(f"Adasum is for float16, float32 and float64, got {array.dtype}")
+        raise ValueError(f"Adasum is for 16-bit floats, float32 and float64, got {array.dtype}")
     lengths = [array.size] if segments is None else segments
     least = min(lengths, default=0)
     if least < 0 or sum(lengths) != array.size:
@@ -112,7 +113,7 @@ class _Group:
         """
         products = np.zeros((len(self._bounds) - 1, 3))
         for segment, block in self._blocks(start, a.size):
-            x, y = a[block].astype(np.float64), b[block].astype(np.float64)
+            x, y = _wide(a[block]), _wide(b[block])
             products[segment] += x @ y, x @ x, y @ y
         for distance in _distances(holders):
             # Who adds what to which does not matter to the bits: all holders get the same.
@@ -122,8 +123,8 @@ class _Group:
         taken = np.divide(dots, 2 * squares, out=np.zeros_like(squares), where=squares != 0)
         for segment, block in self._blocks(start, a.size):
             of_a, of_b = 1 - taken[segment]
-            x, y = a[block].astype(np.float64), b[block].astype(np.float64)
-            out[block] = x * of_a + y * of_b
+            x, y = _wide(a[block]), _wide(b[block])
+            out[block] = narrow(x * of_a + y * of_b, out.dtype)
 
     def _blocks(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
         """Yield the blocks of a part that begins at element `start`, each with its segment."""
@@ -157,6 +158,10 @@ class _Group:
 
 def _distances(size: int) -> list[int]:
     return [1 << j for j in range((size - 1).bit_length())]
+
+
+def _wide(array: Array) -> Array:
+    return widen(array).astype(np.float64)
 
 
 def _bytes(array: Array) -> Array:

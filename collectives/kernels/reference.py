@@ -9,6 +9,7 @@ import numpy as np
 
 from ..vector import Array, SparseVector, index_dtype
 from .gradients import Gradient, Momentum, gradient_parts, require_k, require_parts
+from .narrow import round_to_bfloat16, widen_bfloat16
 
 # A multiple of 8. Smaller chunks cost calls, larger ones leave the cache: 25.6 million elements
 # took 3.4 times the floor with 64Ki, 3.1 with 128Ki, 2.7 with 256Ki, 2.6 with 512Ki.
@@ -83,8 +84,8 @@ def _addends(
     for part in parts:
         for start in range(0, part.size, CHUNK):
             addend = part[start : start + CHUNK]
-            if addend.dtype == np.uint16:  # the bits of bfloat16: float32's upper half
-                addend = (addend.astype(np.uint32) << 16).view(np.float32)
+            if addend.dtype == np.uint16:
+                addend = widen_bfloat16(addend)
             if weight != 1.0:
                 addend = np.multiply(addend, residual.dtype.type(weight), dtype=residual.dtype)
             if momentum is not None:
@@ -294,16 +295,10 @@ def clear_at(dense: Array, indices: Array) -> None:
 def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
     """Set the vector's entries in the arrays that it lies in, one after the other."""
     require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")
-    values = _bfloat16(vector.values) if parts[0].dtype == np.uint16 else vector.values
+    bits = parts[0].dtype == np.uint16
+    values = round_to_bfloat16(vector.values) if bits else vector.values
     starts = np.cumsum([0, *(part.size for part in parts)])
     ends = np.searchsorted(vector.indices, starts.astype(vector.indices.dtype))
     with np.errstate(over="ignore"):  # beyond float16: infinity, as in a cast
         for part, start, a, b in zip(parts, starts, ends, ends[1:], strict=False):
             part[vector.indices[a:b] - start] = values[a:b]
-
-
-def _bfloat16(values: Array) -> Array:
-    """Return the bits of bfloat16, uint16, to nearest, ties to even; NaN stays one."""
-    bits = values.view(np.uint32)
-    rounded = np.where(np.isnan(values), bits | 0x400000, bits + 0x7FFF + (bits >> 16 & 1))
-    return (rounded >> 16).astype(np.uint16)

@@ -32,6 +32,7 @@ import numpy as np
 from .. import cost
 from ..environment import whole_number
 from ..errors import PeerTimeoutError
+from ..kernels.narrow import is_narrow
 from ..vector import Array
 from .carrier import Carrier
 from .counter import Counter
@@ -207,7 +208,7 @@ class MpiTransport(Carrier):
         if self.size == 1:
             return
         by_hand = self._reduces_itself and array.nbytes >= _BY_HAND_BYTES
-        if array.dtype == np.float16 or by_hand or self.checks_messages:
+        if is_narrow(array.dtype) or by_hand or self.checks_messages:
             super().allreduce(array, reduction)
             return
         mpi_op = {

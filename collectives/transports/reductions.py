@@ -33,6 +33,7 @@ from typing import Final
 import numpy as np
 
 from ..errors import MessageError
+from ..kernels.narrow import narrow, widen
 from ..vector import Array
 from .endpoint import Endpoint
 from .seal import checksum_of
@@ -74,12 +75,11 @@ def allreduce(endpoint: Endpoint, array: Array, reduction: str) -> None:
 
 
 def _reduce_rows(rows: Array, reduction: str) -> Array:
-    """Reduce one row after the other: an order that no CPU's vector width changes."""
-    wide = np.float32 if rows.dtype == np.float16 else rows.dtype
-    total: Array = rows[0].astype(wide)
-    for row in rows[1:]:
+    """Reduce one row after the other, in place: an order that no CPU's vector width changes."""
+    total, *others = widen(rows)
+    for row in others:
         REDUCTIONS[reduction](total, row, out=total)
-    return total
+    return narrow(total, rows.dtype)
 
 
 def even_bounds(length: int, size: int) -> Sequence[int]:
@@ -91,14 +91,13 @@ def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], redu
     """Reduce this rank's block in place; the other blocks are left with partial results."""
     rank, size = endpoint.rank, endpoint.size
     combine = REDUCTIONS[reduction]
-    wide = np.float32 if array.dtype == np.float16 else array.dtype
     for distance in reversed(_distances(size)):
         blocks = min(distance, size - distance)
         to, source = (rank + distance) % size, (rank - distance) % size
         message = _joined(_parts(array, bounds, to, blocks))
         parts = _parts(array, bounds, rank, blocks)
         for mine, theirs in _shifted(endpoint, message, to, source, parts):
-            mine[...] = combine(mine.astype(wide, copy=False), theirs.astype(wide, copy=False))
+            mine[...] = narrow(combine(widen(mine), widen(theirs)), array.dtype)
 
 
 def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> None:

@@ -327,7 +327,7 @@ class Transport(Endpoint):
         reduction: "sum", "product", "min" or "max". 2 ceil(log2 P) messages and 2(P-1)/P of the
         array's bytes per rank, and a word for each message from 128 KiB on; up to 4096/(P-1) bytes,
         half the messages and P-1 times the bytes. Of an array of several segments so many for each.
-        float16 is added in float32, and rounded per hop.
+        float16 and BFLOAT16 (of `kernels.narrow`) are reduced in float32, and rounded per hop.
         """
         step = self.segment_bytes // array.itemsize
         for start in range(0, array.size, step):

@@ -19,6 +19,7 @@ import pytest
 
 from collectives import Transport
 from collectives.cost import dense_bytes, rounds
+from collectives.kernels.narrow import BFLOAT16, narrow, widen
 from collectives.transports.view import View
 
 SIZES = (0, 1, 15, 16, 17, 31, 32, 33, 1000)
@@ -165,6 +166,37 @@ def test_every_rank_gets_the_same_bits(transport: Transport) -> None:
             assert (error <= tolerance * scale + 1e-7).all()
 
 
+def test_bfloat16_is_reduced_in_float32_and_travels_as_float16_does(transport: Transport) -> None:
+    def words(values: np.ndarray) -> np.ndarray:
+        return narrow(values.astype(np.float32), BFLOAT16)
+
+    hops = rounds(transport.size)
+    for length in lengths(transport):
+        rows = np.random.default_rng(length).choice([-2, -1, 1, 2], (transport.size, length))
+        for reduction, expected in REDUCTIONS.items():
+            array, halves = words(rows[transport.rank]), rows[transport.rank].astype(np.float16)
+            transport.traffic.take()
+            transport.allreduce(array, reduction)
+            sent = transport.traffic.take().sent_bytes
+            transport.allreduce(halves, reduction)
+            assert sent == transport.traffic.take().sent_bytes
+            assert widen(array).tolist() == expected(rows).tolist(), (reduction, length)
+        far = np.random.default_rng(length).standard_normal((transport.size, length)) * 1e30
+        array = words(far[transport.rank])
+        transport.allreduce(array)
+        gathered = transport.allgather(array.view(np.uint8))
+        assert {message.tobytes() for message in gathered} == {array.tobytes()}
+        exact = np.array([widen(words(row)) for row in far], np.float64)
+        error = np.abs(widen(array) - exact.sum(axis=0))
+        assert (error <= hops * 2.0**-8 * np.abs(exact).sum(axis=0)).all()
+    for bounds in uneven_bounds(transport):
+        rows = np.random.default_rng(bounds).choice([-2, -1, 1, 2], (transport.size, bounds[-1]))
+        array = words(rows[transport.rank])
+        transport.reduce_scatter(array, bounds)
+        transport.allgather_into(array, bounds)
+        assert widen(array).tolist() == rows.sum(axis=0).tolist()
+
+
 def test_what_is_sent_is_counted_to_the_byte(transport: Transport) -> None:
     transport.traffic.take()
     waits = [transport.send(message(size), peer) for peer in others(transport) for size in SIZES]
@@ -200,7 +232,7 @@ def test_a_barrier_costs_log_2_messages(transport: Transport) -> None:
 
 
 def test_a_large_allreduce_is_counted_as_a_bandwidth_optimal_one(transport: Transport) -> None:
-    for dtype, length in itertools.product(DTYPES, (2049, 4096, 6007)):
+    for dtype, length in itertools.product((*DTYPES, BFLOAT16), (2049, 4096, 6007)):
         transport.traffic.take()
         transport.allreduce(np.zeros(length, dtype))
         counted = transport.traffic.take()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, local_world, run_ranks
 from collectives.algorithms import adasum
+from collectives.kernels.narrow import BFLOAT16, narrow, widen
 from collectives.transports import LocalTransport
 from tests.collectives.algorithms.adasum_tree import Vector, tree
 from tests.collectives.algorithms.worlds import rendezvous_world
@@ -147,6 +148,19 @@ def test_a_rank_sends_two_vectors_and_the_dot_products(size: int) -> None:
         folded = rank >= paired or rank + paired < size
         expected = folded * vector_bytes + (rank < paired) * (halves + dots)
         assert transport.traffic.sent_bytes == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bfloat16_is_combined_in_float64_and_rounded_once_a_pair(
+    size: int, random: np.random.Generator
+) -> None:
+    vectors = [
+        narrow(vector.astype(np.float32), BFLOAT16) for vector in random_vectors(random, size, 300)
+    ]
+    exact = combined([widen(vector).astype(np.float64) for vector in vectors])
+    outcome = widen(combined(vectors))
+    largest = max(float(np.abs(widen(vector)).max()) for vector in vectors)
+    assert np.abs(outcome - exact).max() <= 2.0**-8 * size * largest
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,0 +1,61 @@
+"""narrow: 16-bit floats, calculated with in float32: widened for it, and rounded afterwards.
+
+NumPy knows float16, and not bfloat16, the upper half of a float32. Where its bits could be taken
+for whole numbers they are of a dtype of their own, BFLOAT16, which NumPy copies and cuts as any
+other, and refuses to calculate with. (A gradient is never of whole numbers: there they are uint16.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ..vector import Array
+
+BFLOAT16: Final = np.dtype([("bfloat16", np.uint16)])
+_BLOCK: Final = 1 << 15  # elements that are rounded at a time: they stay in the cache
+
+
+def is_narrow(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a dtype is float16 or BFLOAT16."""
+    return dtype in (np.float16, BFLOAT16)
+
+
+def widen(array: Array) -> Array:
+    """Return 16-bit floats as float32; anything else is returned as it is."""
+    if array.dtype == BFLOAT16:
+        return widen_bfloat16(array.view(np.uint16))
+    return array.astype(np.float32) if array.dtype == np.float16 else array
+
+
+def narrow(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Return what was widened in its first dtype, to nearest, ties to even."""
+    if dtype == BFLOAT16:
+        return round_to_bfloat16(values.astype(np.float32, copy=False)).view(BFLOAT16)
+    return values.astype(dtype, copy=False)
+
+
+def widen_bfloat16(bits: Array) -> Array:
+    """Return the float32 that bits of bfloat16, uint16, stand for."""
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def round_to_bfloat16(values: Array) -> Array:
+    """Return the bits of bfloat16, uint16, of float32 [n], ties to even; NaN stays one."""
+    rounded = np.empty(values.size, np.uint16)
+    for start in range(0, values.size, _BLOCK):
+        block = values[start : start + _BLOCK]
+        bits = block.view(np.uint32)
+        halves = bits >> 16
+        halves &= 1
+        halves += 0x7FFF
+        halves += bits
+        halves >>= 16
+        rounded[start : start + _BLOCK] = halves
+        lost = np.isnan(block)  # a carry may have made infinity of it, or zero
+        if lost.any():
+            rounded[start : start + _BLOCK][lost] = bits[lost] >> 16 | 0x40
+    return rounded

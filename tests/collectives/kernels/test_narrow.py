@@ -1,0 +1,61 @@
+"""16-bit floats are widened to what they stand for, and rounded to the nearest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.kernels.narrow import BFLOAT16, is_narrow, narrow, widen
+
+EVERYTHING = np.arange(1 << 16, dtype=np.uint16)
+BLOCK = 1 << 15  # that are rounded at a time
+
+
+def test_every_bfloat16_comes_back_from_float32() -> None:
+    words = EVERYTHING.view(BFLOAT16)
+    wide = widen(words)
+    assert wide.dtype == np.float32
+    assert wide[0x3F80] == 1.0
+    assert wide[0xC020] == -2.5
+    numbers = ~np.isnan(wide)
+    back = narrow(wide, BFLOAT16)
+    assert back.dtype == BFLOAT16
+    assert back[numbers].tobytes() == words[numbers].tobytes()
+    assert np.isnan(widen(back)[~numbers]).all()
+
+
+@pytest.mark.parametrize("length", [0, 1, BLOCK, BLOCK + 1, 200_000])
+def test_float32_is_rounded_as_torch_rounds_it(length: int) -> None:
+    bits = np.random.default_rng(length).integers(0, 1 << 32, length, np.uint32)
+    bits[::3] = bits[::3] & 0xFFFF0000 | 0x8000  # halfway between two
+    values = bits.view(np.float32)
+    expected = torch.from_numpy(values).bfloat16().float().numpy()
+    np.testing.assert_array_equal(widen(narrow(values, BFLOAT16)), expected)
+
+
+def test_nan_stays_one_and_infinity_too() -> None:
+    # A carry out of the first would make zero of it, and of the second infinity.
+    lost = np.array([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    assert np.isnan(widen(narrow(lost, BFLOAT16))).all()
+    infinite = np.array([np.inf, -np.inf, np.finfo(np.float32).max], np.float32)
+    assert widen(narrow(infinite, BFLOAT16)).tolist() == [np.inf, -np.inf, np.inf]
+
+
+def test_float16_is_widened_and_rounded_by_numpy() -> None:
+    wide = widen(np.array([1.5, 65504.0], np.float16))
+    assert (wide.dtype, wide.tolist()) == (np.float32, [1.5, 65504.0])
+    assert narrow(wide, np.dtype(np.float16)).tolist() == [1.5, 65504.0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint16])
+def test_what_is_not_narrow_stays_as_it_is(dtype: type) -> None:
+    array = np.ones(3, dtype)
+    assert widen(array) is array
+    assert narrow(array, array.dtype) is array
+    assert not is_narrow(array.dtype)
+
+
+def test_nobody_calculates_with_words_by_mistake() -> None:
+    with pytest.raises(TypeError):
+        np.add(np.zeros(2, BFLOAT16), np.zeros(2, BFLOAT16))
