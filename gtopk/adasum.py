@@ -254,14 +254,14 @@ def distribute_adasum(
 ) -> Any:
     """Return the optimizer, whose steps on all ranks are combined by Adasum.
 
-    compression: Compression.none, .fp16 or a Compressor class; it gets deltas, which are smaller
-        than gradients by about the learning rate.
+    compression: Compression.none, .fp16, .bf16 or a Compressor class; it gets deltas, which are
+        smaller than gradients by about the learning rate.
     A parameter without a gradient on this rank has not changed here, and takes the others' change.
     Raises TypeError for another compression; else as DistributedOptimizer does.
     """
     if not (isinstance(compression, type) and hasattr(compression, "compress")):
         raise TypeError(
-            "op=Adasum takes Compression.none, Compression.fp16 or a Compressor class, got "
+            "op=Adasum takes Compression.none, .fp16, .bf16 or a Compressor class, got "
             f"{compression!r}: it combines dense vectors"
         )
     distributed = wrap(optimizer, _AdasumOptimizer)

@@ -13,30 +13,36 @@ import torch
 from numpy.typing import NDArray
 
 from collectives.kernels import device
+from collectives.kernels.narrow import BFLOAT16
 
 _log = logging.getLogger("gtopk")
 
 
 def to_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a copy on the host, [numel]; bfloat16 as float32 and bool as uint8."""
+    """Return a copy on the host that ranks can reduce, [numel]; bool as uint8."""
     flat = tensor.detach().reshape(-1).cpu()
-    if flat.dtype == torch.bfloat16:
-        flat = flat.float()
-    elif flat.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    array: NDArray[Any] = np.array(flat.numpy())
-    return array
+    array = view_dense(flat.to(torch.uint8) if flat.dtype == torch.bool else flat)
+    return np.array(array)
 
 
 def from_array(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     """Return the array as a tensor of the shape, dtype and device of `like`."""
-    return torch.from_numpy(array).to(device=like.device, dtype=like.dtype).reshape(like.shape)
+    return view_tensor(array).to(device=like.device, dtype=like.dtype).reshape(like.shape)
 
 
 def lies_as_array(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's own memory is an array on the host that ranks can reduce in place."""
-    as_numbers = tensor.dtype not in (torch.bfloat16, torch.bool)
+    as_numbers = tensor.dtype != torch.bool
     return tensor.device.type == "cpu" and as_numbers and tensor.is_contiguous()
+
+
+def view_dense(tensor: torch.Tensor) -> NDArray[Any]:
+    """Return a host tensor's own memory as an array that ranks can reduce, [numel].
+
+    bfloat16 comes as BFLOAT16: it travels in 16 bits.
+    """
+    array = view_array(tensor.contiguous())
+    return array.view(BFLOAT16) if tensor.dtype == torch.bfloat16 else array
 
 
 def view_array(tensor: torch.Tensor) -> NDArray[Any]:
@@ -65,6 +71,8 @@ def view_tensor(array: NDArray[Any]) -> torch.Tensor:
     What CuPy has still to write there on its current stream comes before what torch does next.
     """
     if isinstance(array, np.ndarray):
+        if array.dtype == BFLOAT16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
     tensor: torch.Tensor = torch.from_dlpack(array)
     return tensor

@@ -62,6 +62,18 @@ class FP16Compressor(Compressor):
         return tensor.to(ctx)
 
 
+class BF16Compressor(Compressor):
+    """Send floating-point gradients as bfloat16: float32's range, and 8 significant bits."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.bfloat16() if tensor.dtype.is_floating_point else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback:
     """Send a part of the gradient's entries; keep the rest in a residual."""
@@ -360,6 +372,7 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+    bf16 = BF16Compressor
     topk = TopK
     gtopk = GTopK
     oktopk = OkTopK

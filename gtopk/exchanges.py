@@ -41,7 +41,7 @@ def require_compression(compression: object) -> None:
     if is_class or isinstance(compression, ErrorFeedback):
         return
     raise TypeError(
-        "compression must be Compression.none, Compression.fp16, Compression.topk(density=...), "
+        "compression must be Compression.none, .fp16, .bf16, Compression.topk(density=...), "
         "Compression.gtopk(density=...), .oktopk, .hierarchical, .auto or a Compressor class, "
         f"got {compression!r}"
     )

@@ -22,15 +22,18 @@ the operation's own facts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.kernels.narrow import BFLOAT16, is_narrow, narrow, widen
 from collectives.transports import Transport
 
 # Hears when a part of a reduction begins and ends.
 Notice = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
+
+_BFLOAT16: Final = "bfloat16"
 
 
 class Dense(NamedTuple):
@@ -40,7 +43,7 @@ class Dense(NamedTuple):
                the operation is done.
     reduction: "sum", "product", "min" or "max".
     prescale:  factor before the reduction, postscale: after it. Integers are scaled in float64 and
-               truncated, float16 in float32.
+               truncated, 16-bit floats in float32.
     """
 
     array: NDArray[Any]
@@ -50,7 +53,7 @@ class Dense(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """All of a dense array but its values: equal on all ranks."""
+    """All of a dense array but its values: equal on all ranks; its dtype by name."""
 
     dtype: str
     length: int
@@ -61,7 +64,7 @@ class Layout(NamedTuple):
     def describe(self) -> str:
         """Return it in words."""
         return (
-            f"{np.dtype(self.dtype).name} [{self.length}] {self.reduction} "
+            f"{self.dtype} [{self.length}] {self.reduction} "
             f"prescale_factor={self.prescale} postscale_factor={self.postscale}"
         )
 
@@ -70,7 +73,7 @@ def layout_of(dense: Dense) -> Layout:
     """Return the layout of an array; raise ValueError for one that cannot be reduced in place."""
     array = dense.array
     if (
-        array.dtype.kind not in "iuf"
+        not (array.dtype.kind in "iuf" or is_narrow(array.dtype))
         or array.ndim != 1
         or not array.flags.c_contiguous
         or not array.flags.writeable
@@ -79,23 +82,28 @@ def layout_of(dense: Dense) -> Layout:
             "a dense array must be of integers or floats, one-dimensional, contiguous and "
             f"writable, got {array.dtype} {list(array.shape)} with strides {array.strides}"
         )
-    return Layout(
-        array.dtype.str, array.size, dense.reduction, float(dense.prescale), float(dense.postscale)
-    )
+    name = _BFLOAT16 if array.dtype == BFLOAT16 else array.dtype.name
+    return Layout(name, array.size, dense.reduction, float(dense.prescale), float(dense.postscale))
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype that a layout's name stands for."""
+    return BFLOAT16 if name == _BFLOAT16 else np.dtype(name)
 
 
 def neutral(layout: Layout) -> Dense:
     """Return the array that changes nothing in the reduction."""
-    dtype = np.dtype(layout.dtype)
-    limits = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
-    infinity = np.inf if dtype.kind == "f" else None
+    dtype = dtype_named(layout.dtype)
+    wide = widen(np.empty(0, dtype)).dtype
+    limits = np.finfo(wide) if wide.kind == "f" else np.iinfo(wide)
+    infinity = np.inf if wide.kind == "f" else None
     element = {
         "sum": 0,
         "product": 1,
         "min": infinity or limits.max,
         "max": -infinity if infinity else limits.min,
     }[layout.reduction]
-    return Dense(np.full(layout.length, element, dtype), layout.reduction)
+    return Dense(narrow(np.full(layout.length, element, wide), dtype), layout.reduction)
 
 
 class Share(NamedTuple):
@@ -117,7 +125,7 @@ def bundle(shares: Iterable[Share], threshold_bytes: int, alone_bytes: int) -> l
     growing: dict[object, tuple[list[Share], int]] = {}
     for share in shares:
         dtype, length, *rest = share.layout
-        size = length * np.dtype(dtype).itemsize
+        size = length * dtype_named(dtype).itemsize
         if size >= alone_bytes or size > threshold_bytes:
             bundles.append([share])
             continue
@@ -132,13 +140,13 @@ def bundle(shares: Iterable[Share], threshold_bytes: int, alone_bytes: int) -> l
 
 
 def scale(array: NDArray[Any], factor: float) -> None:
-    """Multiply in place; integers in float64, truncated; float16 in float32."""
+    """Multiply in place; integers in float64, truncated; 16-bit floats in float32."""
     if factor == 1.0:
         return
-    if array.dtype.kind != "f":
+    if is_narrow(array.dtype):
+        array[...] = narrow(widen(array) * np.float32(factor), array.dtype)
+    elif array.dtype.kind != "f":
         array[...] = np.trunc(array * np.float64(factor))
-    elif array.dtype == np.float16:
-        array[...] = array.astype(np.float32) * np.float32(factor)
     else:
         array *= array.dtype.type(factor)
 
@@ -167,7 +175,8 @@ class Fuser:
         notice("begin", "copy-in")
         for dense in members:
             scale(dense.array, dense.prescale)
-        buffer = self._take(sum(dense.array.nbytes for dense in members)).view(layout.dtype)
+        size_bytes = sum(dense.array.nbytes for dense in members)
+        buffer = self._take(size_bytes).view(dtype_named(layout.dtype))
         np.concatenate([dense.array for dense in members], out=buffer)
         notice("end", "copy-in")
         _reduce(buffer, layout, transport, notice)

@@ -27,7 +27,7 @@ from mpi_scripts.training.loop import AMP_DTYPES, Training, train
 from mpi_scripts.training.presets import PRESETS, Preset
 from mpi_scripts.training.task import Feed, Source
 
-DENSE: Final = ("none", "fp16")
+DENSE: Final = ("none", "fp16", "bf16")
 SPARSE: Final = ("topk", "gtopk", "oktopk", "hierarchical")
 
 

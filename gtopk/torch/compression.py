@@ -2,6 +2,7 @@
 
 from ..compression import (
     Automatic,
+    BF16Compressor,
     Compression,
     Compressor,
     FP16Compressor,
@@ -14,6 +15,7 @@ from ..compression import (
 
 __all__ = [
     "Automatic",
+    "BF16Compressor",
     "Compression",
     "Compressor",
     "FP16Compressor",

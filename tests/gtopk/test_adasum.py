@@ -27,18 +27,6 @@ OPTIMIZERS = {
 }
 
 
-class BF16(Compressor):
-    """A compressor of a user's own."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor.bfloat16(), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor.to(ctx)
-
-
 class Rounded(Compressor):
     """One that makes integers, which have no dot product worth the name."""
 
@@ -121,7 +109,7 @@ def test_equal_ranks_train_as_one_does(threads, size, name):
         torch.testing.assert_close(parameters, alone, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, BF16])
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_replicas_are_bit_identical(threads, size, compression):
     def program(transport: LocalTransport) -> torch.Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from collectives.kernels import Momentum, accumulate_and_select
+from collectives.kernels.narrow import BFLOAT16, widen
 from gtopk.arrays import from_array, stream_of, to_array, view_array, view_tensor
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool]
@@ -33,6 +34,13 @@ def test_a_view_is_the_same_memory_both_ways(dtype: torch.dtype) -> None:
     assert tensor[1, 1].item() == 7
     view_tensor(array)[0] = 5
     assert tensor[0, 0].item() == 5
+
+
+def test_bfloat16_is_copied_and_reduced_in_16_bits() -> None:
+    tensor = torch.tensor([1.0, -2.5, 0.0, 3.0], dtype=torch.bfloat16)[::2]  # apart in memory
+    array = to_array(tensor)
+    assert (array.dtype, array.nbytes) == (BFLOAT16, 4)
+    assert widen(array).tolist() == [1.0, 0.0]
 
 
 def test_bfloat16_is_viewed_as_its_bits() -> None:

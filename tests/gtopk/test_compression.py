@@ -106,11 +106,15 @@ def test_auto_among_codes_means_all_of_them():
     assert {format.values for format in formats} == {"bf16"}
 
 
-def test_fp16_leaves_integers_alone_and_restores_the_dtype():
-    for tensor in (torch.tensor([1.5, -2.0]), torch.tensor([1, 2])):
-        compressed, context = Compression.fp16.compress(tensor)
-        assert compressed.dtype == (torch.float16 if tensor.is_floating_point() else tensor.dtype)
-        restored = Compression.fp16.decompress(compressed, context)
+@pytest.mark.parametrize(
+    ("compressor", "dtype"),
+    [(Compression.fp16, torch.float16), (Compression.bf16, torch.bfloat16)],
+)
+def test_16_bits_leave_integers_alone_and_restore_the_dtype(compressor, dtype):
+    for tensor in (torch.tensor([1.5, -2.0]), torch.tensor([0.5]).double(), torch.tensor([1, 2])):
+        compressed, context = compressor.compress(tensor)
+        assert compressed.dtype == (dtype if tensor.is_floating_point() else tensor.dtype)
+        restored = compressor.decompress(compressed, context)
         assert restored.dtype == tensor.dtype
         assert torch.equal(restored, tensor)
 

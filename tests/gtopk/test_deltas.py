@@ -20,7 +20,7 @@ def tensors() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("compressor", [Compression.none, Compression.fp16])
+@pytest.mark.parametrize("compressor", [Compression.none, Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_is_alike_on_all_ranks_comes_back(threads, size, compressor):
     def program(transport: LocalTransport) -> list[torch.Tensor]:

@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collectives.kernels.narrow import BFLOAT16, narrow, widen
 from collectives.transports import LocalTransport
 from gtopk.fusion import Dense, Fuser, Share, bundle, layout_of, neutral, scale
 
-DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
+DTYPES = ("float16", BFLOAT16, "float32", "float64", "int32", "int64", "uint8")
+
+
+def numbers(values: list[int], dtype: object) -> np.ndarray:
+    """Return an array of whole numbers, which every dtype holds."""
+    if dtype == BFLOAT16:
+        return narrow(np.array(values, np.float32), BFLOAT16)
+    return np.array(values, dtype)
 
 
 def share(number: int, dtype: str, length: int, factor: float) -> Share:
@@ -46,29 +54,30 @@ def test_a_large_array_is_reduced_alone():
     assert bundle([small[0], large, small[1]], 1 << 30, 5000) == [[small[0], small[1]], [large]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 3])
 def test_arrays_reduced_as_one_hold_what_rank_and_size_say(threads, dtype, count):
     def program(transport: LocalTransport) -> list[list[float]]:
         members = [
-            Dense(np.full(length, 2 + transport.rank, dtype), "sum", 3.0, 0.5)
+            Dense(numbers([2 + transport.rank] * length, dtype), "sum", 3.0, 0.5)
             for length in range(1, 1 + count)
         ]
         Fuser().reduce(members, layout_of(members[0]), transport, lambda phase, what: None)
-        return [member.array.tolist() for member in members]
+        return [widen(member.array).tolist() for member in members]
 
-    expected = [[3 * (2 + 3 + 4) // 2 if dtype[0] in "iu" else 13.5] * n for n in range(1, 4)]
+    whole = np.dtype(dtype).kind in "iu"
+    expected = [[3 * (2 + 3 + 4) // 2 if whole else 13.5] * n for n in range(1, 4)]
     assert threads(3, program) == [expected[:count]] * 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", ["sum", "product", "min", "max"])
 def test_a_neutral_array_changes_nothing(threads, dtype, reduction):
     def program(transport: LocalTransport) -> list[float]:
-        mine = Dense(np.array([3, 5], dtype), reduction)
+        mine = Dense(numbers([3, 5], dtype), reduction)
         dense = mine if transport.rank == 1 else neutral(layout_of(mine))
         transport.allreduce(dense.array, reduction)
-        return dense.array.tolist()
+        return widen(dense.array).tolist()
 
     assert threads(3, program) == [[3, 5]] * 3
 
@@ -84,6 +93,19 @@ def test_float16_is_scaled_in_float32():
     scale(array, 1e-9 * 1e9)
     scale(array, 1.0001)
     assert array.tolist() == [60000.0]
+
+
+def test_bfloat16_is_scaled_in_float32():
+    array = numbers([256], BFLOAT16)
+    scale(array, 1.01)  # 258.56, between 258 and 260
+    assert widen(array).tolist() == [258.0]
+
+
+def test_a_layout_says_bfloat16_and_not_the_bits_that_it_is_made_of():
+    layout = layout_of(Dense(numbers([1, 2], BFLOAT16)))
+    assert layout.describe().startswith("bfloat16 [2] sum ")
+    assert layout != layout_of(Dense(np.zeros(2, np.uint16)))
+    assert neutral(layout).array.dtype == BFLOAT16
 
 
 @pytest.mark.parametrize(

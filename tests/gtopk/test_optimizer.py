@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from collectives.cost import dense_bytes, rounds
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import world
 from gtopk.compression import Compression
@@ -101,6 +102,7 @@ def test_keeping_everything_is_sgd_on_the_concatenated_batch(threads, size, comp
     [
         Compression.none,
         Compression.fp16,
+        Compression.bf16,
         *(kind(density=0.05) for kind in [*SPARSE, *VARIANTS]),
     ],
     ids=repr,
@@ -395,7 +397,9 @@ def test_what_a_residual_holds_of_a_parameter_is_applied_where_its_gradient_is_m
 
 
 @pytest.mark.parametrize(
-    "compression", [Compression.none, Compression.fp16, Compression.gtopk(1.0)], ids=repr
+    "compression",
+    [Compression.none, Compression.fp16, Compression.bf16, Compression.gtopk(1.0)],
+    ids=repr,
 )
 def test_a_sum_that_overflows_skips_the_step_and_leaves_no_trace(threads, compression):
     largest = 6e4 if compression is Compression.fp16 else 3e38
@@ -434,6 +438,38 @@ def test_a_gradient_whose_elements_share_their_memory_is_taken(threads, compress
         return parameter.detach()
 
     assert all(torch.equal(each, torch.full((5,), -1.0)) for each in threads(2, program))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_bf16_sends_half_the_bytes_of_float32_has_its_range_and_rounds_once_a_hop(
+    threads, size, dtype
+):
+    length = 30_000
+
+    def gradient(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return 1e6 * torch.randn(length, generator=generator).to(dtype)  # beyond float16
+
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, int]:
+        parameter = torch.nn.Parameter(torch.zeros(length, dtype=dtype))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), compression=Compression.bf16, op=Sum
+            )
+            parameter.grad = gradient(transport.rank)
+            optimizer.step()
+            assert not optimizer.last_step.skipped
+        return parameter.detach(), optimizer.last_step.sent_bytes
+
+    results = threads(size, program)
+    exact = torch.stack([gradient(rank).double() for rank in range(size)])
+    # To 16 bits, and at each hop: by 2^-8 at most of what is there by then.
+    bound = (2 + rounds(size)) * 2.0**-8 * exact.abs().sum(0)
+    for parameter, sent_bytes in results:
+        assert torch.equal(parameter, results[0][0])
+        assert ((parameter.double() + exact.sum(0)).abs() <= bound).all()
+        assert 0 <= sent_bytes - dense_bytes(length, size, 2) < 1000  # to agree, and checksums
 
 
 def test_a_batch_may_be_dropped_between_backward_and_step(threads):

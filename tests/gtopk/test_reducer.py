@@ -189,6 +189,7 @@ def test_buckets_are_exchanged_while_backward_goes_on(threads):
 KINDS = [
     Compression.none,
     Compression.fp16,
+    Compression.bf16,
     Compression.topk(0.3),
     Compression.gtopk(0.3, momentum_correction=0.5),
     Compression.oktopk(0.3),

@@ -408,12 +408,14 @@ def test_the_gradient_of_allreduce_is_reduced_alike() -> None:
         ({}, 1 / SIZE),
         ({"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 3.0}, 1.5),
         ({"compression": hvd.Compression.fp16}, 1 / SIZE),
+        ({"compression": hvd.Compression.bf16}, 1 / SIZE),
     ):
         tensor = torch.ones(2, requires_grad=True)
         (hvd.allreduce(tensor, **options) * (RANK + 1)).sum().backward()
         expected = torch.full((2,), total * factor)
-        if "compression" in options:  # rounded to float16, as are the shares it is the sum of
-            check_close(tensor.grad.half(), expected.half(), options)
+        if "compression" in options:  # rounded to 16 bits, as are the shares it is the sum of
+            narrow = options["compression"].compress(expected)[0].dtype
+            check_close(tensor.grad.to(narrow), expected.to(narrow), options)
         else:
             check_close(tensor.grad, expected, options)
 
@@ -444,17 +446,36 @@ def test_a_compression_that_needs_a_residual_is_refused() -> None:
     )
 
 
-def test_fp16_travels_rounded_and_comes_back_in_its_dtype() -> None:
-    for dtype in (torch.float32, torch.float64):
-        # Lost in float16, kept otherwise.
-        tensor = torch.full((2,), 1 + 2.0**-12, dtype=dtype)
-        result = hvd.allreduce(tensor, op=hvd.Sum, compression=hvd.Compression.fp16)
-        check_close(result, torch.full((2,), float(SIZE), dtype=dtype))
-        assert result[0].item() == SIZE
-        assert hvd.allreduce(tensor, op=hvd.Max)[0].item() == 1 + 2.0**-12
-    whole = torch.tensor([2**40 + RANK])
-    result = hvd.allreduce(whole, op=hvd.Max, compression=hvd.Compression.fp16)
-    assert result.tolist() == [2**40 + ODD]
+def test_what_is_compressed_travels_rounded_and_comes_back_in_its_dtype() -> None:
+    for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
+        for dtype in (torch.float32, torch.float64):
+            # Lost in 16 bits, kept otherwise.
+            tensor = torch.full((2,), 1 + 2.0**-12, dtype=dtype)
+            result = hvd.allreduce(tensor, op=hvd.Sum, compression=compression)
+            check_close(result, torch.full((2,), float(SIZE), dtype=dtype))
+            assert result[0].item() == SIZE
+            assert hvd.allreduce(tensor, op=hvd.Max)[0].item() == 1 + 2.0**-12
+        whole = torch.tensor([2**40 + RANK])
+        result = hvd.allreduce(whole, op=hvd.Max, compression=compression)
+        assert result.tolist() == [2**40 + ODD]
+
+
+def test_bfloat16_goes_beyond_float16_and_travels_in_16_bits_in_every_reduction() -> None:
+    large = torch.full((3,), 2.0**20)
+    for size in (3, 1000):
+        tensor = torch.full((SIZE, size), 2.0**20)
+        for compression in (hvd.Compression.none, hvd.Compression.bf16):
+            for reduce in (hvd.allreduce, hvd.reducescatter):
+                result = reduce(tensor, op=hvd.Sum, compression=compression)
+                check_close(result, torch.full(result.shape, SIZE * 2.0**20))
+        (result,) = hvd.grouped_allreduce(
+            [tensor], op=hvd.Product, compression=hvd.Compression.bf16
+        )
+        check_close(result, tensor**SIZE)
+    combined = hvd.allreduce(large, op=hvd.Adasum, compression=hvd.Compression.bf16)
+    check_close(combined, large)
+    combined = hvd.allreduce(large.bfloat16(), op=hvd.Adasum)
+    check_close(combined, large.bfloat16())
 
 
 def sides(rest: str, odd: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ def compress(
     """
     if not hasattr(compression, "compress"):
         raise TypeError(
-            f"compression must be Compression.none, Compression.fp16 or a Compressor class, got "
+            f"compression must be Compression.none, .fp16, .bf16 or a Compressor class, got "
             f"{compression!r}: top-k needs the residual that DistributedOptimizer keeps"
         )
     pairs = [compression.compress(tensor) for tensor in tensors]

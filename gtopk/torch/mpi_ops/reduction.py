@@ -33,9 +33,9 @@ class Reduction:
     """What becomes of the elements at one place on all ranks.
 
     Integers are averaged, and multiplied by a factor (in float64), truncating toward zero. float16
-    is added in float32, and divided before it is summed for an average, as the sum could overflow;
-    bfloat16 is reduced in float32. A bool is true after Sum and Max where any rank's is, after
-    Average, Min and Product where every rank's is; factors do not change it.
+    and bfloat16 are added in float32, and rounded to 16 bits at each hop; float16 is divided before
+    it is summed for an average, as the sum could overflow. A bool is true after Sum and Max where
+    any rank's is, after Average, Min and Product where every rank's is; factors do not change it.
     """
 
     op: int
@@ -60,7 +60,7 @@ class Reduction:
         exchange = _EXCHANGES[self.op]
         if self.op != Average:
             return Dense(array, exchange, self.prescale_factor, self.postscale_factor)
-        if array.dtype.kind != "f":  # divided, and scaled, afterwards
+        if not dtype.is_floating_point:  # divided, and scaled, afterwards
             wide: NDArray[Any] = array.astype(_WIDE.get(array.itemsize, array.dtype))
             return Dense(wide, exchange, self.prescale_factor)
         if array.dtype == np.float16:
@@ -69,7 +69,7 @@ class Reduction:
 
     def end(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> NDArray[Any]:
         """Return the elements of tensors of a dtype, once they are reduced."""
-        if self.op == Average and array.dtype.kind != "f" and dtype != torch.bool:
+        if self.op == Average and not dtype.is_floating_point and dtype != torch.bool:
             array = array // size + ((array < 0) & (array % size != 0))
             scale(array, self.postscale_factor)
         return array

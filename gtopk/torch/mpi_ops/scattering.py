@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...arrays import to_array
+from ...arrays import to_array, view_tensor
 from ...compression import Compression, Compressor
 from ...exceptions import InvalidCallError
 from ...fusion import Dense, scale
@@ -125,7 +125,7 @@ def _begin(
 
     def finish(parts: list[NDArray[Any]]) -> Any:
         outputs = tuple(
-            torch.from_numpy(part).to(like).reshape(-1, *like.shape[1:])
+            view_tensor(part).to(like).reshape(-1, *like.shape[1:])
             for like, part in zip(likes, parts, strict=True)
         )
         return outputs if group else outputs[0]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...arrays import from_array, lies_as_array, to_array, view_array
+from ...arrays import from_array, lies_as_array, to_array, view_dense
 
 
 def check(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def memory_of(output: torch.Tensor, tensor: torch.Tensor) -> NDArray[Any]:
         return to_array(tensor)
     if output is not tensor:
         output.copy_(tensor.detach())
-    return view_array(output)
+    return view_dense(output)
 
 
 def writer(output: torch.Tensor) -> Callable[[Any], torch.Tensor]:

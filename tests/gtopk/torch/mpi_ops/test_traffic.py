@@ -1,4 +1,4 @@
-"""Alltoall and reducescatter send what others need, and nothing more."""
+"""Collectives send what others need, and nothing more."""
 
 from __future__ import annotations
 
@@ -49,3 +49,19 @@ def test_reducescatter_sends_each_row_once(threads, ranks: int) -> None:
         threads, ranks, lambda t: hvd.grouped_reducescatter([t, t.clone()], op=hvd.Sum)
     )
     assert group == [2 * size for size in expected]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_bfloat16_is_reduced_in_half_the_bytes_of_float32(threads, ranks: int) -> None:
+    compression = hvd.Compression.bf16
+    expected = [2 * 2 * 2 * ROWS * (ranks - 1)] * ranks
+    for allreduce in (
+        lambda t: hvd.allreduce(t.repeat(2), op=hvd.Sum, compression=compression),
+        lambda t: hvd.allreduce(t.repeat(2).bfloat16(), op=hvd.Sum),
+    ):
+        assert sent_bytes(threads, ranks, allreduce) == expected
+
+    def reducescatter(tensor: torch.Tensor) -> None:
+        hvd.reducescatter(tensor.repeat(2), op=hvd.Sum, compression=compression)
+
+    assert sent_bytes(threads, ranks, reducescatter) == [2 * 2 * ROWS * (ranks - 1)] * ranks
