@@ -30,6 +30,27 @@ class Modelled:
         return self.samples / self.speed
 
 
+class Prompt:
+    """A wire that every rank waits for at once: rounds are the same in every run."""
+
+    class Over:
+        done = True
+
+        def __init__(self, operation: Any) -> None:
+            self.wait = operation.wait
+            operation.wait()
+
+    def __init__(self, wire: Any) -> None:
+        self._wire = wire
+        self.meet = wire.meet
+
+    def ready(self, *said: Any) -> Any:
+        return self.Over(self._wire.ready(*said))
+
+    def reduce(self, *taken: Any) -> Any:
+        return self.Over(self._wire.reduce(*taken))
+
+
 def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:
     def rank(transport: LocalTransport) -> Any:
         with world.entered(transport) as here:

@@ -15,7 +15,7 @@ from collectives.transports import LocalTransport
 from gtopk.adaptive.round_exchange import RoundExchange
 from gtopk.adaptive.rounds import Ready, Reduced, Rounds
 from gtopk.world import World
-from tests.gtopk.adaptive.modelled_ranks import on_ranks
+from tests.gtopk.adaptive.modelled_ranks import Prompt, on_ranks
 
 
 def data(length: int) -> TensorDataset:
@@ -185,27 +185,6 @@ def test_a_gradient_that_is_not_finite_skips_a_round_on_every_rank(
     with caplog.at_level("WARNING", "gtopk"):
         assert on_ranks(2, program) == [((1, 1), True)] * 2
     assert "the gradient is not finite on rank 1" in caplog.text
-
-
-class Prompt:
-    """A wire that every rank waits for at once: rounds are the same in every run."""
-
-    class Over:
-        done = True
-
-        def __init__(self, operation: Any) -> None:
-            self.wait = operation.wait
-            operation.wait()
-
-    def __init__(self, wire: Any) -> None:
-        self._wire = wire
-        self.meet = wire.meet
-
-    def ready(self, *said: Any) -> Any:
-        return self.Over(self._wire.ready(*said))
-
-    def reduce(self, *taken: Any) -> Any:
-        return self.Over(self._wire.reduce(*taken))
 
 
 def prompt(parts: Any) -> Any:
