@@ -119,6 +119,16 @@ def test_no_two_tensors_share_memory():
     assert copied.tensors["all"].any()
 
 
+@pytest.mark.parametrize("length", [1, 100, 10_000, 1_000_000])
+@pytest.mark.parametrize("copy", [False, True])
+def test_many_arrays_stay_apart(length, copy):
+    """None is of memory that another one was in a moment ago."""
+    arrays = {f"a{i}": np.full(length, i) for i in range(8)}
+    taken = take_apart(arrays, copy=copy)
+    assert len(taken.tensors) == len(arrays)
+    assert same(put_together(*taken), arrays)
+
+
 def test_names_that_read_alike_stay_apart():
     one, two = torch.zeros(1), torch.ones(1)
     obj = {"a.b": {"c": one}, "a": {"b.c": two}}
