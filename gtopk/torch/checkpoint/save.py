@@ -56,7 +56,7 @@ class _Opened(NamedTuple):
     under_way: list[Saving]
 
 
-# Of each world, by folder: its numbers go on from save to save.
+# Of each world, by folder, whatever path leads there: its numbers go on from save to save.
 _opened: WeakKeyDictionary[world.World, dict[Path, _Opened]] = WeakKeyDictionary()
 
 # One file after the other; Python waits for it at its end.
@@ -151,7 +151,7 @@ def load_latest(
 
 def _open(folder: Path, keep: int | None = None) -> _Opened:
     folders = _opened.setdefault(world.current(), {})
-    folder = folder.absolute()
+    folder = Path(os.path.realpath(folder))  # Path.resolve raises where links go round in a circle
     if folder not in folders:
         on_all(
             lambda: folder.mkdir(parents=True, exist_ok=True),

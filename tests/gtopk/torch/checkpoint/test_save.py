@@ -310,6 +310,36 @@ def test_parameters_that_differ_are_saved_and_said(ranks, tmp_path, caplog):
     assert ranks(2, lambda rank: program(rank, True)) == [[0, 0]] * 2
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_is_one_whatever_path_leads_there(ranks, tmp_path, monkeypatch, asynchronous):
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(real)
+    link, around, here = tmp_path / "link", "../real", "."
+
+    def program(rank):
+        model = torch.nn.Linear(1, 1)
+        for step, folder in enumerate([real, link, link, link, real, around, here]):
+            save_checkpoint(folder, model, None, step=step, asynchronous=asynchronous)
+        return [load_latest(folder, model).step for folder in (link, real, around, here)]
+
+    assert ranks(2, program) == [[6] * 4] * 2
+    names = sorted(path.name for path in real.iterdir())
+    assert names == ["checkpoint-00000006-step-5", "checkpoint-00000007-step-6"]
+
+
+def test_a_path_that_leads_nowhere_is_said_on_every_rank(ranks, tmp_path):
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match=r"cannot be a folder.* rank 0 .* rank 1 "):
+            save_checkpoint(tmp_path / "one", torch.nn.Linear(1, 1), None)
+
+    ranks(2, program)
+
+
 def test_who_cannot_save_is_named_on_every_rank_and_training_goes_on(ranks, tmp_path):
     """The disk is full on one rank; later it has room again."""
 
