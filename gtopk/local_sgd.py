@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -134,6 +134,11 @@ class _LocalSGD(Wrapping):
             self._progress,
         )
         put_in([self._lane], held)
+
+    @property
+    def apart(self) -> Collection[torch.nn.Parameter]:
+        """Return the parameters that are each rank's own now: all of them, within a round."""
+        return self._names.keys() if self._center else ()
 
     # ---- the steps of this rank
 

@@ -5,6 +5,7 @@ So `isinstance` tells the same of it, and schedulers go on to work, those made b
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ class Wrapping(torch.optim.Optimizer):
     """What is mixed into the class of the wrapped optimizer."""
 
     _wrapped: torch.optim.Optimizer
+
+    @property
+    def apart(self) -> Collection[torch.nn.Parameter]:
+        """Return the parameters that are each rank's own now; the others are the same on all."""
+        return ()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state.

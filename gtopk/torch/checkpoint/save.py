@@ -14,7 +14,7 @@ import torch
 from ... import world
 from .archive import Archive, Writing, on_all
 from .errors import CheckpointError
-from .state import put, snapshot, take
+from .state import put, should_agree, snapshot, take
 
 
 class Saving:
@@ -104,9 +104,9 @@ def save_checkpoint(
         lambda: take(model, optimizer, loader, others, copy=asynchronous),
         f"what is to be saved in {folder} at step {step} has no state to save",
     )
-    names = {f"model.{name}" for name, _ in model.named_parameters()} if model else set()
+    alike = should_agree(model, [optimizer, *others.values()])
     writing = opened.archive.write(
-        snapshot(step, taken, own, names, asynchronous), _later if asynchronous else None
+        snapshot(step, taken, own, alike, asynchronous), _later if asynchronous else None
     )
     saving = Saving(opened.archive, writing)
     if asynchronous:

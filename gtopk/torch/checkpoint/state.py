@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 
 from ... import optimizer_checkpoint
+from ...wrapping import Wrapping
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .archive import Found, Snapshot, spread
@@ -79,16 +80,30 @@ def take(
     return take_apart(state, copy=copy), own
 
 
-def snapshot(step: int, taken: Taken, own: dict[str, Any], names: set[str], copy: bool) -> Snapshot:
+def should_agree(model: torch.nn.Module | None, optimizers: Iterable[Any]) -> dict[str, bool]:
+    """Return of each parameter, by its name in a checkpoint, whether all ranks have the same now.
+
+    optimizers: and other things; of ours, each says which parameters it has let part.
+    """
+    apart = {p for each in optimizers if isinstance(each, Wrapping) for p in each.apart}
+    named = () if model is None else model.named_parameters()
+    return {f"model.{name}": parameter not in apart for name, parameter in named}
+
+
+def snapshot(
+    step: int, taken: Taken, own: dict[str, Any], alike: dict[str, bool], copy: bool
+) -> Snapshot:
     """Return what is to be written; all ranks call it together.
 
-    names: of the parameters, which should not differ; where they do, a warning names them.
+    alike: of each parameter, whether it should not differ; where it does, a warning names it.
     """
     tree = json.dumps(taken.tree)
     digests = {name: _digest(tensor) for name, tensor in taken.tensors.items()}
-    first_tree, first = broadcast_object((tree, digests), 0, "checkpoint.digests")
+    first_tree, first, first_alike = broadcast_object(
+        (tree, digests, alike), 0, "checkpoint.digests"
+    )
     differing = {n: t for n, t in taken.tensors.items() if digests[n] != first.get(n)}
-    parted = sorted(names & differing.keys())[:3]
+    parted = sorted(n for n in differing if alike.get(n) and first_alike.get(n, True))[:3]
     if any(told := allgather_object(parted, "checkpoint.differing")) and rank() == 0:
         where = "; ".join(f"rank {r}: {', '.join(each)}" for r, each in enumerate(told) if each)
         _log.warning(

@@ -310,6 +310,35 @@ def test_parameters_that_differ_are_saved_and_said(ranks, tmp_path, caplog):
     assert ranks(2, lambda rank: program(rank, True)) == [[0, 0]] * 2
 
 
+def test_replicas_that_are_apart_by_design_are_no_surprise(ranks, tmp_path, caplog):
+    """Within a round of LocalSGD; what it does not train should be the same even then."""
+
+    def program(rank):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        model[1].requires_grad_(False)
+        optimizer = gtopk.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=None)
+        optimizer.outer_step()
+        for _ in range(rank):  # rank 0's replica is still where the round begins
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        save_checkpoint(tmp_path, model, optimizer, step=1)
+        save_checkpoint(tmp_path, model, None, step=1, another=optimizer)
+        with torch.no_grad():
+            model[1].bias.fill_(rank)
+        save_checkpoint(tmp_path, model, optimizer, step=2)
+        return model[0].weight.tolist()
+
+    weights = ranks(3, program)
+    assert len(set(map(str, weights))) == 3
+    assert [r.getMessage() for r in caplog.records] == [
+        "parameters are not the same on all ranks, and each rank's are saved: "
+        "rank 1: model.1.bias; rank 2: model.1.bias"
+    ]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_folder_is_one_whatever_path_leads_there(ranks, tmp_path, monkeypatch, asynchronous):
     real = tmp_path / "real"
