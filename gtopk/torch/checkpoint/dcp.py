@@ -16,7 +16,7 @@ import os
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -39,7 +39,17 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .errors import CheckpointError, DamagedError
-from .files import ALL, Content, Part, list_parts, name_of, parts_of, read_part, write_part
+from .files import (
+    ALL,
+    Content,
+    Part,
+    list_parts,
+    name_of,
+    parts_of,
+    read_part,
+    whole_number,
+    write_part,
+)
 from .state import NOTHING_OWN
 from .tree import put_together, take_apart
 
@@ -137,12 +147,12 @@ class Reader(StorageReader):
 class Writer(StorageWriter):
     """Writes a checkpoint into a folder, which all ranks must share; the older ones stay.
 
-    step: how far the training is.
+    step: how far the training is: an integer, 0 or more.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
+    def __init__(self, folder: str | os.PathLike[str], step: SupportsIndex = 0) -> None:
         self._folder = Path(folder)
-        self._step = step
+        self._step = whole_number("step", step, least=0)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import operator
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, SupportsIndex
 
 import torch
 
@@ -60,6 +61,25 @@ class Content(NamedTuple):
 
     attempt: str
     state: Taken
+
+
+def whole_number(name: str, value: SupportsIndex, least: int) -> int:
+    """Return an integer of Python, NumPy or torch as an int: a folder is found by its digits.
+
+    Raises TypeError for what is none, floats and bools among them; ValueError below `least`.
+    """
+    is_truth = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
+    try:
+        number = None if is_truth else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(
+            f"{name} must be an integer, got {value!r}; count in integers, or pass int({name})"
+        )
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
 
 
 def name_of(rank: int) -> str:

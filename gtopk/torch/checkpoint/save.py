@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ... import world
 from .archive import Archive, Writing, on_all
 from .errors import CheckpointError
+from .files import whole_number
 from .state import put, should_agree, snapshot, take
 
 
@@ -68,9 +69,9 @@ def save_checkpoint(
     model: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     loader: Any = None,
-    step: int = 0,
+    step: SupportsIndex = 0,
     *,
-    keep: int = 2,
+    keep: SupportsIndex = 2,
     asynchronous: bool = False,
     **others: Any,
 ) -> Saving:
@@ -81,7 +82,7 @@ def save_checkpoint(
 
     loader: that has state_dict(): what `gtopk.torch.adapt` returned, an ElasticSampler, say; None:
         the next run begins its epoch anew.
-    step: how far the training is, for `load_latest` to return.
+    step: how far the training is, for `load_latest` to return; an integer, the same on all ranks.
     keep: how many checkpoints stay in the folder; at least 1.
     asynchronous: return once the state is copied, and write while training goes on. What became of
         it is said by the next save, or by `wait()` of what is returned.
@@ -91,10 +92,10 @@ def save_checkpoint(
     or each host's own. No pickle is written unless GTOPK_ALLOW_PICKLE=1 and there is plain data of
     a type that gtopk.objects does not know.
     Raises CheckpointError, on every rank alike, when one cannot write: the checkpoint before is
-    still there, and training may go on. ValueError for a keep or step out of its range.
+    still there, and training may go on. TypeError for a keep or step that is no integer, ValueError
+    for one out of its range, or a step that is not the same on all ranks.
     """
-    if keep < 1 or step < 0:
-        raise ValueError(f"keep must be at least 1 and step at least 0, got {keep} and {step}")
+    step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
     if hasattr(loader, "drain"):
         loader.drain()  # first: other ranks may be in the loader until they drain, too
     opened = _open(Path(folder), keep)

@@ -96,6 +96,8 @@ def snapshot(
     """Return what is to be written; all ranks call it together.
 
     alike: of each parameter, whether it should not differ; where it does, a warning names it.
+    Raises ValueError, on every rank alike, where they are not at the same step: what they wrote
+    would never be whole.
     """
     tree = json.dumps(taken.tree)
     digests = {name: _digest(tensor) for name, tensor in taken.tensors.items()}
@@ -104,7 +106,13 @@ def snapshot(
     )
     differing = {n: t for n, t in taken.tensors.items() if digests[n] != first.get(n)}
     parted = sorted(n for n in differing if alike.get(n) and first_alike.get(n, True))[:3]
-    if any(told := allgather_object(parted, "checkpoint.differing")) and rank() == 0:
+    steps, told = zip(*allgather_object((step, parted), "checkpoint.differing"), strict=True)
+    if len(set(steps)) > 1:
+        raise ValueError(
+            f"step must be the same on all ranks, got {list(steps)} by rank; pass what they count "
+            "alike"
+        )
+    if any(told) and rank() == 0:
         where = "; ".join(f"rank {r}: {', '.join(each)}" for r, each in enumerate(told) if each)
         _log.warning(
             "parameters are not the same on all ranks, and each rank's are saved: %s", where

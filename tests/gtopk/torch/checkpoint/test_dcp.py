@@ -159,3 +159,10 @@ def test_a_dtensors_shards_become_whole_and_are_cut_again(torchrun, tmp_path):
     job = torchrun(2, "checkpoint_shards.py", str(tmp_path))
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("shards are as they were") == 2
+
+
+def test_a_step_that_is_no_integer_is_refused(ranks, tmp_path):
+    with pytest.raises(TypeError, match=r"step must be an integer, got 5\.0"):
+        Writer(tmp_path, 5.0)
+    dcp.save(Run(seed=1).state(), storage_writer=Writer(tmp_path, torch.tensor(5)))
+    assert ranks(1, lambda rank: load_latest(tmp_path, None).step) == [5]

@@ -339,6 +339,50 @@ def test_replicas_that_are_apart_by_design_are_no_surprise(ranks, tmp_path, capl
     ]
 
 
+@pytest.mark.parametrize("number", [np.int64(5), np.array(5), torch.tensor(5)], ids=repr)
+def test_whoever_counts_in_integers_may_count_in_those_of_arrays(ranks, tmp_path, number):
+    def program(rank):
+        model = torch.nn.Linear(1, 1)
+        for _ in range(7):
+            save_checkpoint(tmp_path, model, None, step=number, keep=number)
+        return load_latest(tmp_path, model).step
+
+    assert [(step, type(step)) for step in ranks(2, program)] == [(5, int)] * 2
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+@pytest.mark.parametrize(
+    "number",
+    [100.0, np.float64(3), torch.tensor(7.0), True, np.True_, torch.tensor(True), "3", None],
+    ids=repr,
+)
+def test_what_is_no_integer_makes_no_folder_that_nobody_finds(ranks, tmp_path, number):
+    def program(rank):
+        model = torch.nn.Linear(1, 1)
+        for name in ("step", "keep"):
+            said = f"{name} must be an integer, got {number!r}; count in integers, or pass int("
+            with pytest.raises(TypeError, match=re.escape(said)):
+                save_checkpoint(tmp_path / "new", model, None, **{name: number})
+
+    ranks(2, program)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_at_different_steps_hear_of_it_and_write_nothing(ranks, tmp_path):
+    def program(rank):
+        model = torch.nn.Linear(1, 1)
+        with pytest.raises(
+            ValueError, match=r"step must be the same on all ranks, got \[0, 1, 2\] by rank"
+        ):
+            save_checkpoint(tmp_path, model, None, step=rank)
+        assert list(tmp_path.iterdir()) == []
+        hvd.barrier()
+        save_checkpoint(tmp_path, model, None, step=4)
+        return load_latest(tmp_path, model).step
+
+    assert ranks(3, program) == [4] * 3
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_folder_is_one_whatever_path_leads_there(ranks, tmp_path, monkeypatch, asynchronous):
     real = tmp_path / "real"
@@ -404,8 +448,10 @@ def test_what_has_no_state_is_named_on_every_rank(ranks, tmp_path):
             CheckpointError, match=r"loader must have state_dict.*got list; pass None"
         ):
             save_checkpoint(tmp_path, model, None, [1])
-        with pytest.raises(ValueError, match="keep must be at least 1 and step at least 0, got 0"):
+        with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
             save_checkpoint(tmp_path, model, None, keep=0)
+        with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+            save_checkpoint(tmp_path, model, None, step=-1)
 
     ranks(2, program)
     assert list(tmp_path.iterdir()) == []
