@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
+from torch.autograd import Variable
 
 from collectives.transports import Transport
 
@@ -120,6 +121,7 @@ class GTopKState:
             vote=told | (0 if lane.all_finite() else NOT_FINITE),
         )
         self._steps.submitted(number, operation)
+        _write_what_ddp_does_not(bucket.parameters(), buffer)
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
         self._finisher.submit(self._finish, operation, lane, buffer, future, bucket.is_last())
@@ -284,6 +286,33 @@ def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[to
     Backward raises HorovodInternalError, on every rank, when the ranks disagree or one is gone.
     """
     return state.exchange(bucket)
+
+
+def _write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Once DDP has ended the backward pass, write the update of what no rank used, too.
+
+    DDP leaves the .grad of such a parameter alone: with find_unused_parameters, or a static graph.
+    But what was held back of it is sent in that step as in any other.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return  # this rank has joined (DDP.join): the gradients are zeros, and nobody's
+    before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
+
+    def write() -> None:
+        parts = buffer.split([p.numel() for p in parameters])
+        for parameter, part, (grad, version) in zip(parameters, parts, before, strict=True):
+            written = parameter.grad is not grad or (grad is not None and grad._version != version)
+            if written or not parameter.requires_grad:
+                continue
+            update = _as_shaped(part, parameter)
+            if grad is not None:
+                grad.copy_(update)  # nothing, where it lies in DDP's bucket
+            elif update.any():
+                parameter.grad = torch.empty_like(parameter).copy_(update)
+
+    # DDP's own callback is queued after its last bucket; one queued by a callback comes after it.
+    queue = Variable._execution_engine.queue_callback
+    queue(partial(queue, write))
 
 
 def _process_set_of(group: ProcessGroup | None) -> ProcessSet:

@@ -1,5 +1,6 @@
 """Run under torchrun on 2 ranks or more: gTop-k as a communication hook of PyTorch's DDP."""
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,17 @@ class Recorder:
         self.buckets = max(self.buckets, bucket.index() + 1)
         return gtopk_hook(state, bucket)
 
+    def assert_nothing_is_lost(self, model: Any, begun: torch.Tensor) -> None:
+        """Since it began, the model was trained by `train`."""
+        held = self.state.state_dict(model)["held"][RANK]
+        names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
+        residuals = torch.cat([held[name]["residual"].reshape(-1) for name in names])
+        handed = torch.cat([self.handed[p].reshape(-1) for p in model.parameters()])
+        updates = (begun - weights(model)) / 0.1
+        assert (updates != 0).sum() < len(updates)
+        given = updates + summed(residuals)
+        torch.testing.assert_close(summed(handed), given, rtol=1e-12, atol=1e-12)
+
 
 def train(
     model: Any, steps: range, loss: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -114,12 +126,7 @@ def test_nothing_is_lost_also_when_ddp_makes_its_buckets_anew() -> None:
     train(model, range(5))
     assert record.buckets > 1
     assert_alike(model)
-    held = state.state_dict(model)["held"][RANK]
-    residuals = torch.cat([held[n]["residual"].reshape(-1) for n, _ in Net().named_parameters()])
-    handed = torch.cat([record.handed[p].reshape(-1) for p in model.parameters()])
-    updates = (begun - weights(model)) / 0.1
-    assert (updates != 0).sum() < len(updates)
-    torch.testing.assert_close(summed(handed), updates + summed(residuals), rtol=1e-12, atol=1e-12)
+    record.assert_nothing_is_lost(model, begun)
 
 
 def test_passes_without_sync_add_up() -> None:
@@ -143,6 +150,53 @@ def test_a_layer_that_is_not_used_keeps_what_it_held_back() -> None:
     train(model, range(5, 7))
     assert_alike(model)
     assert state.progress.steps == 7
+
+
+def test_nothing_is_lost_of_a_layer_that_no_rank_uses() -> None:
+    """DDP leaves its gradients alone, whatever they are: none, zeros, or what was not cleared."""
+    clear: dict[str, Callable[[torch.optim.Optimizer], None]] = {
+        "none": lambda optimizer: optimizer.zero_grad(),
+        "zeros": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+        "stale": lambda optimizer: None,
+    }
+    for way, view in itertools.product(clear, (False, True)):
+        state = GTopKState(0.05)
+        options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+        model = DistributedDataParallel(Net(), **SMALL_BUCKETS, **options)
+        record = Recorder(state)
+        model.register_comm_hook(state, record.hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        begun = weights(model)
+        for step in range(8):
+            model.module.used = range(4) if step % 2 == 0 else [0, 1, 3]
+            clear[way](optimizer)
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+        record.assert_nothing_is_lost(model, begun)
+        assert_alike(model)
+
+
+def test_where_nothing_is_held_back_an_unused_layer_has_no_gradient() -> None:
+    model = wrapped(GTopKState(0.05), find_unused_parameters=True)
+    model.module.used = [0, 1, 3]
+    train(model, range(3))
+    assert [p.grad for p in model.module.layers[2].parameters()] == [None, None]
+
+
+def test_a_layer_that_was_frozen_has_no_gradient() -> None:
+    model = wrapped(GTopKState(0.05), find_unused_parameters=True)
+    train(model, range(2))
+    for parameter in model.module.layers[2].requires_grad_(False).parameters():
+        parameter.grad = None
+    train(model, range(2, 5))
+    assert [p.grad for p in model.module.layers[2].parameters()] == [None, None]
+
+
+def test_ranks_that_run_out_of_batches_join() -> None:
+    model = wrapped(GTopKState(0.05), find_unused_parameters=True)
+    with model.join():
+        train(model, range(2 + RANK))
+    assert_alike(model)
 
 
 def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
