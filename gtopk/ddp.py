@@ -45,6 +45,8 @@ __all__ = ["GTopKState", "gtopk_hook"]
 class GTopKState:
     """What `gtopk_hook` keeps from step to step: of each parameter, what was not sent yet.
 
+    Of one model: each needs a state of its own, and a step is one backward pass of that model.
+
     density: of every bucket; `options` are the others of Compression.gtopk. With
         momentum_correction the optimizer's own momentum must be 0.
     process_group: DDP's; None: of all ranks. Another one must be a process set, too:
@@ -108,6 +110,7 @@ class GTopKState:
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to replace a bucket's gradients by what all ranks agree on."""
         buffer = bucket.buffer()
+        self._refuse_another_model(bucket)
         lane = self._lane_of(bucket.parameters(), buffer)
         scale = loss_scale(self.scaler)
         lane.parameters[0].grad = buffer
@@ -126,6 +129,16 @@ class GTopKState:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
         self._finisher.submit(self._finish, operation, lane, buffer, future, bucket.is_last())
         return future
+
+    def _refuse_another_model(self, bucket: GradBucket) -> None:
+        """Only the first step has new parameters, and its buckets are numbered as they come."""
+        known = all(p in self._homes or p in self._held for p in bucket.parameters())
+        if not known and bucket.index() != len(self._lanes):
+            raise ValueError(
+                "this GTopKState has the parameters of another model: use one GTopKState for each "
+                "model (or, of one model whose parameters have several dtypes, static_graph=True, "
+                "with which DDP does not number its first buckets: leave it out)"
+            )
 
     def _work(
         self, lane: Lane, number: int, buckets: int, transport: Transport, votes: list[int]

@@ -302,6 +302,20 @@ def test_ranks_that_mean_different_things_are_told_so() -> None:
         train(model, range(1))
 
 
+def test_a_state_is_of_one_model() -> None:
+    state = GTopKState(0.5)
+    first, second = wrapped(state), wrapped(state)
+    with pytest.raises(ValueError, match="use one GTopKState for each model"):
+        second(first(batch(0))).square().mean().backward()  # a pass of both at once
+    state = GTopKState(0.5)
+    first, second = wrapped(state), wrapped(state)
+    train(first, range(2))
+    with pytest.raises(ValueError, match="use one GTopKState for each model"):
+        train(second, range(1))
+    train(first, range(2, 4))
+    assert state.progress.steps == 4
+
+
 def test_a_rank_that_is_told_to_end_tells_the_others_in_its_next_step() -> None:
     state = GTopKState(0.05)
     model, here = wrapped(state), world.current()
