@@ -129,6 +129,22 @@ def test_nothing_is_lost_also_when_ddp_makes_its_buckets_anew() -> None:
     record.assert_nothing_is_lost(model, begun)
 
 
+def test_what_a_float16_cannot_hold_is_kept_for_later() -> None:
+    state = GTopKState(0.25)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False).half())
+    model.register_comm_hook(state, gtopk_hook)
+    gradient = torch.tensor([[60032.0, 56032.0, 52032.0, 48032.0]], dtype=torch.float16)
+    updates = torch.zeros(1, 4, dtype=torch.float64)
+    for _ in range(8):
+        model.zero_grad()
+        model(gradient).sum().backward()
+        updates += model.module.weight.grad
+    assert state.skipped_steps == 0
+    residual = state.state_dict(model)["held"][RANK]["weight"]["residual"]
+    given = updates + summed(residual.double())
+    torch.testing.assert_close(given, 8 * gradient.double(), rtol=1e-3, atol=0.0)
+
+
 def test_passes_without_sync_add_up() -> None:
     ours, theirs = wrapped(GTopKState(1.0)), wrapped(None)
     for model in (ours, theirs):
