@@ -86,7 +86,8 @@ class GTopKState:
         self.skipped_steps = self._dropped_steps = 0
         self._lanes: dict[tuple[int, ...], Lane] = {}  # by the identities of their parameters
         self._homes: dict[torch.Tensor, tuple[Lane, int]] = {}  # where a parameter begins
-        self._held: dict[torch.Tensor, Held] = {}  # of parameters without a lane, in memory's order
+        # Of parameters without a lane, and of frozen ones, in memory's order.
+        self._held: dict[torch.Tensor, Held] = {}
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
@@ -112,6 +113,7 @@ class GTopKState:
         buffer = bucket.buffer()
         self._refuse_another_model(bucket)
         lane = self._lane_of(bucket.parameters(), buffer)
+        self._pass_over_frozen(bucket.parameters(), buffer)
         scale = loss_scale(self.scaler)
         lane.parameters[0].grad = buffer
         lane.take(1.0 / (len(self._members.ranks) * scale), scale)
@@ -192,31 +194,46 @@ class GTopKState:
         start = 0
         for parameter in parameters:
             self._homes[parameter] = lane, start
-            held = self._held.pop(parameter, {})
-            for what, part in self._views(parameter):
-                if what in held:
-                    part.copy_(held[what])
-                    lane.exchange.residual.holds_nothing = False  # type: ignore[union-attr]
             start += parameter.numel()
         return lane
+
+    def _pass_over_frozen(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Let what is held back of frozen parameters wait, and take no gradient of theirs."""
+        for parameter, gradient in zip(parameters, _split(buffer, parameters), strict=True):
+            if not parameter.requires_grad:
+                gradient.zero_()
+                if parameter not in self._held:
+                    self._held[parameter] = self._copy_of(parameter)
+                    self._put_in(parameter, {})
+            elif parameter in self._held:
+                self._put_in(parameter, self._held.pop(parameter))
 
     def _take_out(self, lane: Lane) -> None:
         """Keep what a lane holds back until other lanes have its parameters."""
         moved = [parameter for parameter, (home, _) in self._homes.items() if home is lane]
         for parameter in moved:
-            self._held[parameter] = {what: part.clone() for what, part in self._views(parameter)}
-        for parameter in moved:
+            if parameter not in self._held:
+                self._held[parameter] = self._copy_of(parameter)
             del self._homes[parameter]
         self._lanes = {key: each for key, each in self._lanes.items() if each is not lane}
 
-    def _views(self, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def _put_in(self, parameter: torch.Tensor, held: Held) -> None:
+        """Make its lane hold back this of a parameter, and nothing else."""
+        for what, part in self._views(parameter).items():
+            part.copy_(held[what]) if what in held else part.zero_()
+        self._homes[parameter][0].exchange.residual.holds_nothing = False  # type: ignore[union-attr]
+
+    def _copy_of(self, parameter: torch.Tensor) -> Held:
+        return {what: part.clone() for what, part in self._views(parameter).items()}
+
+    def _views(self, parameter: torch.Tensor) -> Held:
         """Return a parameter's part of what its lane holds, in memory's order."""
         lane, start = self._homes[parameter]
         assert lane.exchange.residual is not None
-        return [
-            (what, tensor[start : start + parameter.numel()])
+        return {
+            what: tensor[start : start + parameter.numel()]
             for what, tensor in lane.exchange.residual.after_last_step().items()
-        ]
+        }
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return what this rank holds back of the model's parameters, by name, in their shapes.
@@ -228,7 +245,7 @@ class GTopKState:
         for name, parameter in _named(model):
             own = self._held.get(parameter)
             if own is None and parameter in self._homes:
-                own = dict(self._views(parameter))
+                own = self._views(parameter)
             if own is not None:
                 held[name] = {
                     what: _as_shaped(part, parameter).clone(memory_format=torch.contiguous_format)
@@ -312,11 +329,10 @@ def _write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.T
     before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
     def write() -> None:
-        parts = buffer.split([p.numel() for p in parameters])
+        parts = _split(buffer, parameters)
         for parameter, part, (grad, version) in zip(parameters, parts, before, strict=True):
-            written = parameter.grad is not grad or (grad is not None and grad._version != version)
-            if written or not parameter.requires_grad:
-                continue
+            if parameter.grad is not grad or (grad is not None and grad._version != version):
+                continue  # DDP has written it
             update = _as_shaped(part, parameter)
             if grad is not None:
                 grad.copy_(update)  # nothing, where it lies in DDP's bucket
@@ -363,3 +379,9 @@ def _as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return elements in memory's order as the parameter has them."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides)
+
+
+def _split(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return each parameter's part of a bucket, in memory's order."""
+    parts: Sequence[torch.Tensor] = buffer.split([p.numel() for p in parameters])
+    return parts

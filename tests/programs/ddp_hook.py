@@ -199,13 +199,30 @@ def test_where_nothing_is_held_back_an_unused_layer_has_no_gradient() -> None:
     assert [p.grad for p in model.module.layers[2].parameters()] == [None, None]
 
 
-def test_a_layer_that_was_frozen_has_no_gradient() -> None:
-    model = wrapped(GTopKState(0.05), find_unused_parameters=True)
-    train(model, range(2))
-    for parameter in model.module.layers[2].requires_grad_(False).parameters():
-        parameter.grad = None
-    train(model, range(2, 5))
-    assert [p.grad for p in model.module.layers[2].parameters()] == [None, None]
+def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back() -> None:
+    state = GTopKState(0.05)
+    model = DistributedDataParallel(Net(), **SMALL_BUCKETS, find_unused_parameters=True)
+    record = Recorder(state)
+    model.register_comm_hook(state, record.hook)
+    begun = weights(model)
+    layer = model.module.layers[2]
+
+    def held() -> torch.Tensor:
+        return state.state_dict(model)["held"][RANK]["layers.2.weight"]["residual"]
+
+    train(model, range(3))
+    held_before, weight = held(), layer.weight.detach().clone()
+    assert held_before.any()
+    layer.requires_grad_(False)
+    train(model, range(3, 6))
+    assert torch.equal(layer.weight, weight)
+    assert layer.weight.grad is None
+    assert torch.equal(held(), held_before)
+    layer.requires_grad_(True)
+    train(model, range(6, 8))
+    assert not torch.equal(layer.weight, weight)
+    record.assert_nothing_is_lost(model, begun)
+    assert_alike(model)
 
 
 def test_ranks_that_run_out_of_batches_join() -> None:
