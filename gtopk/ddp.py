@@ -7,8 +7,12 @@
     engine               [   a   ] [ b ][ c ]   all ranks exchange it meanwhile
                                             ^   backward ends when every bucket is back
 
-A bucket holds what was not sent of its parameters. DDP makes its buckets anew after the first step:
-what is held back moves along, parameter by parameter.
+A bucket holds what was not sent of its parameters. DDP makes its buckets anew after the first step,
+unless it is to find unused parameters: what is held back moves along, parameter by parameter.
+
+With find_unused_parameters a parameter that no rank uses in a step gets, as every step, what is
+sent of what was held back of it; where that is nothing its .grad stays as DDP leaves it. What is
+held back of a frozen one waits until it is thawed.
 """
 
 # DDP looks at the hook's annotations: they must be no strings.
@@ -53,9 +57,10 @@ class GTopKState:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
     scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
         changes.
-    skipped_steps: in how many steps a gradient was not finite on some rank. Their gradients become
-        NaN in the bucket where that shows, on every rank: GradScaler skips such a step; without
-        one, optimizer.register_step_pre_hook(state.drop_skipped) does. What is held back stays.
+    skipped_steps: in how many steps a gradient was not finite on some rank, or a sum overflowed.
+        From the bucket on where that shows, gradients become NaN on every rank: GradScaler skips
+        such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does. What is
+        held back is then as before the step.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a process group that gtopk does not know.
     """
@@ -291,6 +296,9 @@ class GTopKState:
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
         """Hold back this from the next step on; between steps only.
 
+        A new process takes its first step in the buckets that DDP begins with, and density holds in
+        each: the run goes on to the bit where it was saved in the same ones, as with
+        find_unused_parameters or where there is but one. Nothing is lost in any case.
         Raises ValueError for a state of another format, and for tensors of other shapes.
         """
         held = share_of(state, self._rank, len(self._members.ranks))

@@ -17,10 +17,11 @@ TOLD: Final = 2  # this rank was told to end
 
 
 class OneStep:
-    """Exchanges the buckets of a step, and undoes them all where one has no finite sum.
+    """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
 
     A bucket that is back cannot be called back: it is the NaN in the one that failed, and in all
-    that follow it, that tells who steps with them to skip. What was held back is as it was then.
+    that follow it, that tells who steps with them to skip. What is held back is then, to the bit,
+    what it was before the step.
     """
 
     def __init__(self) -> None:

@@ -7,9 +7,9 @@
 A vote says whether this rank's gradients are finite, which of them are missing, of how many samples
 they are, and, in lanes that `synchronize` submits, whether the round is void: because gradients
 were changed after their lane was submitted, or belong to no lane. The last one also says whether
-this rank was told to end (`told_to_end`). So all ranks apply a round, or
-skip the step, or undo the round and try again with what is there by then; and residuals that a
-round began to change are, where it does not count, to the bit what they were.
+this rank was told to end (`told_to_end`). So all ranks apply a round; or skip the step, where a
+gradient or a sum is not finite; or try again with what is there by then. Residuals that a round
+began to change are, where it does not count, to the bit what they were.
 """
 
 from __future__ import annotations

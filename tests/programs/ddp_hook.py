@@ -256,6 +256,35 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
     assert bool(weights(model).isfinite().all())
 
 
+def test_a_sum_that_overflows_leaves_no_trace_in_any_bucket() -> None:
+    state = GTopKState(0.25)
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 1, bias=False) for _ in range(3))
+    scales = torch.ones(3)
+    layers.forward = lambda x: sum(  # type: ignore[method-assign]
+        layer(scale * x).sum() for layer, scale in zip(layers, scales, strict=True)
+    )
+    model = DistributedDataParallel(layers, **{**SMALL_BUCKETS, "find_unused_parameters": True})
+    model.register_comm_hook(state, gtopk_hook)
+    x = torch.tensor([[1.0, 0.9, 0.8, 0.7]])
+
+    def held() -> list[torch.Tensor]:
+        mine = state.state_dict(model)["held"][RANK]
+        return [mine[f"{number}.weight"]["residual"] for number in range(3)]
+
+    scales[1] = 3e38  # in the middle: of the others one is back by then, one is not
+    model(x).backward()
+    before = held()
+    model.zero_grad()
+    model(x).backward()
+    assert state.skipped_steps == 1
+    assert all(map(torch.equal, held(), before))
+    scales[1] = 1.0
+    model.zero_grad()
+    model(x).backward()
+    assert (state.skipped_steps, state.progress.steps) == (1, 2)
+    assert not any(map(torch.equal, held(), before))
+
+
 def test_without_a_scaler_a_hook_of_the_optimizer_passes_over_such_a_step() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
@@ -311,6 +340,22 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     said = re.escape("the residual of 'layers.0.weight' has the shape [3]")
     with pytest.raises(ValueError, match=said):
         again.load_state_dict(wrong, resumed)
+
+
+def test_where_ddp_keeps_its_buckets_a_resumed_run_is_the_same_to_the_bit() -> None:
+    for options in ({"find_unused_parameters": True}, {"bucket_cap_mb": 25}):
+        state = GTopKState(0.05, momentum_correction=0.9)
+        model = wrapped(state, **options)
+        train(model, range(3))
+        saved = state.state_dict(model), {k: v.clone() for k, v in model.state_dict().items()}
+        train(model, range(3, 6))
+
+        again = GTopKState(0.05, momentum_correction=0.9)
+        resumed = wrapped(again, **options)
+        resumed.load_state_dict(saved[1])
+        again.load_state_dict(saved[0], resumed)
+        train(resumed, range(3, 6))
+        assert torch.equal(weights(resumed), weights(model)), options
 
 
 def test_a_scale_that_changes_does_not_weigh_what_is_held_back_anew() -> None:
