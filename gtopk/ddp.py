@@ -10,7 +10,7 @@
 A bucket holds what was not sent of its parameters. DDP makes its buckets anew after the first step,
 unless it is to find unused parameters: what is held back moves along, parameter by parameter.
 
-With find_unused_parameters a parameter that no rank uses in a step gets, as every step, what is
+With find_unused_parameters a parameter that no rank uses in a step gets, as in any other, what is
 sent of what was held back of it; where that is nothing its .grad stays as DDP leaves it. What is
 held back of a frozen one waits until it is thawed.
 """
