@@ -33,13 +33,13 @@ from . import world
 from .compression import GTopK
 from .engine import Operation
 from .exchange import Progress
+from .held import Held
 from .hook_steps import HookSteps
 from .lanes import Lane, open_lane
 from .objects import decode, encode
 from .one_step import NOT_FINITE, TOLD, OneStep
 from .optimizer_checkpoint import FORMAT, share_of
 from .process_sets import ProcessSet, global_process_set
-from .residual_state import Held
 from .telemetry import StepReport
 from .weights import loss_scale
 

@@ -31,11 +31,11 @@ from .compression import Automatic, Compression, ErrorFeedback, check_count
 from .engine import Operation
 from .exchange import Exchanged, Progress
 from .exchanges import require_compression
+from .held import put_in, take_out
 from .lanes import Lane, open_lane
 from .parameters import name_parameters
 from .process_sets import ProcessSet, global_process_set
 from .replicas import checksums, require_the_same
-from .residual_state import put_in, take_out
 from .telemetry import StepReport
 from .world import World
 from .wrapping import Wrapping, wrap

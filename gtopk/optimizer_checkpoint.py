@@ -26,9 +26,9 @@ import numpy as np
 
 from collectives.transports import Transport
 
+from .held import Held
 from .objects import decode, encode
 from .reducer import Reducer
-from .residual_state import Held
 
 _log = logging.getLogger("gtopk")
 KEY: Final = "gtopk"

@@ -25,6 +25,7 @@ from . import advice, world
 from .calibration import calibration_of
 from .engine import Engine, Work
 from .exchange import DenseExchange, Progress, SparseExchange
+from .held import Held, put_in, take_out
 from .hooks import BackwardHooks
 from .lane_plan import Agreed, Plan
 from .lanes import Lane
@@ -32,7 +33,6 @@ from .node_exchange import NodeExchange
 from .optimizer_options import Options
 from .parameters import ParameterNames
 from .reductions import Average
-from .residual_state import Held, put_in, take_out
 from .rounds import AnyLane, Round
 from .samples import Samples
 from .sparse_gradients import SparseGradientLane

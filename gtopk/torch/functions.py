@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from .. import optimizer_state
+from .. import optimizer_tree
 from ..agreement import name_ranks
 from ..exceptions import HorovodInternalError
 from ..objects import decode, encode, holds_pickle, pickle_allowed
@@ -212,13 +212,13 @@ def broadcast_optimizer_state(
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     name = "optimizer_state"
     is_root = rank() == root_rank
-    layout, own = optimizer_state.layout(optimizer), optimizer_state.tree(optimizer)
+    layout, own = optimizer_tree.layout(optimizer), optimizer_tree.tree(optimizer)
     message: Any = None
     if is_root:
-        skeleton, slots = optimizer_state.take_tensors_out(own, optimizer)
+        skeleton, slots = optimizer_tree.take_tensors_out(own, optimizer)
         message = {"layout": layout, "optimizer": skeleton, "tensors": [(*slot,) for slot in slots]}
     message = broadcast_object(message, root_rank, name)
-    difference = optimizer_state.difference(layout, message["layout"])
+    difference = optimizer_tree.difference(layout, message["layout"])
     complaints = allgather_object(difference, f"{name}.layout")
     if any(complaints):
         raise ValueError(
@@ -229,15 +229,15 @@ def broadcast_optimizer_state(
                 if complaint
             )
         )
-    slots = [optimizer_state.Slot(*slot) for slot in message["tensors"]]
+    slots = [optimizer_tree.Slot(*slot) for slot in message["tensors"]]
     if is_root:
-        tensors = {slot.path: optimizer_state.at(own, slot.path) for slot in slots}
+        tensors = {slot.path: optimizer_tree.at(own, slot.path) for slot in slots}
     else:
-        tensors = optimizer_state.make_tensors(slots, own, optimizer)
+        tensors = optimizer_tree.make_tensors(slots, own, optimizer)
     large = [slot.path for slot in slots if slot.value is None]
     _broadcast_in_place(
         [(f"{name}.{'.'.join(map(str, path))}", tensors[path]) for path in large], root_rank
     )
     if not is_root:
-        filled = optimizer_state.put_tensors_in(message["optimizer"], tensors)
-        optimizer_state.install(filled, optimizer)
+        filled = optimizer_tree.put_tensors_in(message["optimizer"], tensors)
+        optimizer_tree.install(filled, optimizer)

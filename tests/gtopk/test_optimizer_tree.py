@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gtopk.optimizer_state import make_tensors, put_tensors_in, take_tensors_out, tree
+from gtopk.optimizer_tree import make_tensors, put_tensors_in, take_tensors_out, tree
 
 
 def stepped(device: str) -> torch.optim.Optimizer:
