@@ -29,6 +29,7 @@ from .logs import EVERYWHERE
 from .parameters import name_parameters, refuse_complex
 from .reductions import Adasum
 from .telemetry import StepReport
+from .world import World
 from .wrapping import Wrapping, wrap
 
 _log = logging.getLogger("gtopk")
@@ -60,14 +61,19 @@ class _AdasumOptimizer(Wrapping):
         self._hooks = BackwardHooks(self._parameter_names, backward_passes_per_step)
         if self._world.size > 1:
             self._hooks.watch(self._trained())
-        self._name = f"deltas.{self._world.name_optimizer(self._parameter_names.values())}"
-        self._are_finite = False  # the gradients, on all ranks; as long as nobody asked: not yet
+        self._enter(self._world)
         self._begun = time.perf_counter()  # this step, when the last one ended
         self._traffic = Traffic()  # of this step
         self._communicate_seconds = 0.0
         self._select_seconds = 0.0
         self.skipped_steps = 0
         self.last_step: StepReport | None = None
+
+    def _enter(self, here: World) -> None:
+        """Take part in a world: the first, or the next one after `shutdown`, or a failure."""
+        self._world = here
+        self._name = f"deltas.{here.name_optimizer(self._parameter_names.values())}"
+        self._are_finite = False  # the gradients, on all ranks; as long as nobody asked: not yet
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -80,7 +86,12 @@ class _AdasumOptimizer(Wrapping):
 
     def _trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that may have a gradient now; some may have come later."""
-        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        trained = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.requires_grad or p.grad is not None  # frozen after its backward pass
+        ]
         refuse_complex(trained, self._parameter_names)
         return trained
 
@@ -91,6 +102,8 @@ class _AdasumOptimizer(Wrapping):
         the step on all of them. `step` asks by itself, unless this was called before.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree.
         """
+        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+            self._enter(here)
         self._hooks.forget()
         trained = self._trained()
         self._parameter_names.add(self.param_groups)
@@ -143,7 +156,7 @@ class _AdasumOptimizer(Wrapping):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._are_finite:
+        if not self._are_finite or world.current() is not self._world:
             self.synchronize()
         done = self._are_finite and self._step_together()
         self._are_finite = False

@@ -33,7 +33,7 @@ from .exchange import Exchanged, Progress
 from .exchanges import require_compression
 from .held import put_in, take_out
 from .lanes import Lane, open_lane
-from .parameters import name_parameters
+from .parameters import name_parameters, require_known
 from .process_sets import ProcessSet, global_process_set
 from .replicas import checksums, require_the_same
 from .telemetry import StepReport
@@ -165,7 +165,12 @@ class _LocalSGD(Wrapping):
             self._enter(here)
         assert self._lane is not None
         if not self._center:
-            self._require_known_parameters()
+            require_known(
+                self.param_groups,
+                self._names.keys(),
+                "LocalSGD (make another of the plain optimizer) exchanges the parameters that "
+                "required a gradient when it was made",
+            )
             self._center = [p.detach().clone() for p in self._lane.parameters]
         if not self._are_alike:
             own, names = checksums(self._center), list(self._names.values())
@@ -176,19 +181,6 @@ class _LocalSGD(Wrapping):
             ).wait()
             self._are_alike = True
         return self._lane
-
-    def _require_known_parameters(self) -> None:
-        later = [
-            f"number {j} of group {i}, {list(p.shape)}"
-            for i, group in enumerate(self.param_groups)
-            for j, p in enumerate(group["params"])
-            if p.requires_grad and p not in self._names
-        ]
-        if later:
-            raise ValueError(
-                "LocalSGD exchanges the parameters that required a gradient when it was made, but "
-                f"now others do, too: {'; '.join(later)}; make another of the plain optimizer"
-            )
 
     def _facts(self, lane: Lane) -> list[str]:
         """Return what must be equal on all ranks, in words."""

@@ -174,7 +174,7 @@ class _DistributedOptimizer(Wrapping):
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._world = here
             self._reducer.enter(here)
-        if not self._reducer.takes_part:
+        if not self._reducer.takes_part or not self._reducer.trained():  # all are frozen
             self._synchronized = True
             return
         self._check_scaler()
@@ -355,6 +355,10 @@ class _DistributedOptimizer(Wrapping):
         super().load_state_dict(state_dict)
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             optimizer_checkpoint.load(self._reducer, part)
+
+    def forget_steps(self) -> None:
+        """Hold back nothing, as before the first step: a state from then does not say so itself."""
+        self._reducer.put_state_in({}, [], 0)
 
 
 def DistributedOptimizer(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain, count
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -37,7 +37,8 @@ class ParameterNames(dict[torch.nn.Parameter, str]):
                     continue
                 name = self._given.get(parameter)
                 if name is None:
-                    base = group["param_names"][j] if "param_names" in group else f"noname.{i}.{j}"
+                    known = group.get("param_names", ())
+                    base = known[j] if j < len(known) else f"noname.{i}.{j}"
                     others = (f"{base}~{number}" for number in count(2))
                     name = next(each for each in chain([base], others) if each not in taken)
                     taken.add(name)
@@ -80,6 +81,29 @@ def name_parameters(
             f"{'; '.join(unnamed)}"
         )
     return ParameterNames(optimizer.param_groups, named)
+
+
+KNOWN_TO_ADAPT: Final = (
+    "this mode of adapt (thaw before you call it) trains the parameters that required a gradient "
+    "when it began"
+)
+
+
+def require_known(
+    param_groups: Iterable[dict[str, Any]], known: Collection[torch.nn.Parameter], what: str
+) -> None:
+    """Raise ValueError where others require a gradient by now than those that are known.
+
+    what: knows them, since when, and the way out.
+    """
+    later = [
+        f"number {j} of group {i}, {list(p.shape)}"
+        for i, group in enumerate(param_groups)
+        for j, p in enumerate(group["params"])
+        if p.requires_grad and p not in known
+    ]
+    if later:
+        raise ValueError(f"{what}, but now others do, too: {'; '.join(later)}")
 
 
 def refuse_complex(

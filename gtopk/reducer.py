@@ -87,6 +87,7 @@ class Reducer:
         self.samples = Samples()
         self._predicted_seconds: float | None = None
         self.overlaps = options.overlap and options.local_clip_norm is None
+        self._exchanges = True
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
         self._awaited: list[set[torch.nn.Parameter]] = []
@@ -127,8 +128,20 @@ class Reducer:
         self._engine.stand_in = partial(_stand_in, _reducers_of[self._engine])
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that may have a gradient, in the optimizer's order."""
-        return [p for group in self._param_groups for p in group["params"] if p.requires_grad]
+        """Return the parameters that may have a gradient, in the optimizer's order.
+
+        One that was frozen after its backward pass has one until that is cleared.
+        """
+        return [
+            p
+            for group in self._param_groups
+            for p in group["params"]
+            if p.requires_grad or p.grad is not None
+        ]
+
+    def stand_aside(self) -> None:
+        """Exchange nothing, and look at nothing: somebody else does."""
+        self.overlaps = self._exchanges = False
 
     def reduce(self) -> Round:
         """Exchange all gradients; the round that counts is to be applied, or skipped.
@@ -175,7 +188,7 @@ class Reducer:
 
     def drops_overflow(self) -> bool:
         """Tell whether `drop` forgets complete gradients that are not finite here."""
-        if not self.hooks.order or self._size == 1:
+        if not (self._exchanges and self.hooks.order) or self._size == 1:
             return False
         gradients = [p.grad for p in self.hooks.order if p.grad is not None]
         return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)
@@ -246,6 +259,8 @@ class Reducer:
         if self._round is not None and index in self._round.operations:
             return
         self._make_dense()
+        if self._turned_sparse(index):
+            return  # `reduce` plans anew
         if self._round is None:
             self._round = self._open()
         self._round.submit_early(index)
@@ -321,8 +336,9 @@ class Reducer:
         trained = self.trained()
         if self._loaded_steps is not None:
             return True
-        if trained and not self._lane_of.keys() <= set(trained):
-            return True  # one was frozen, say: what is held back of it waits until it is not
+        gone = self._lane_of.keys() - set(trained)  # frozen, or taken out of the groups
+        if any(self._holds_back(parameter) for parameter in gone):
+            return True  # what is held back of it waits until it is there again
         for parameter in trained:
             if parameter.grad is None:
                 continue
@@ -332,6 +348,15 @@ class Reducer:
             if parameter.grad.is_sparse and isinstance(self.lanes[index], Lane):
                 return True
         return False
+
+    def _turned_sparse(self, index: int) -> bool:
+        lane = self.lanes[index]
+        gradients = [p.grad for p in lane.parameters if p.grad is not None]
+        return isinstance(lane, Lane) and any(g.is_sparse for g in gradients)
+
+    def _holds_back(self, parameter: torch.nn.Parameter) -> bool:
+        lane = self.lanes[self._lane_of[parameter]]
+        return isinstance(lane, Lane) and lane.exchange.residual is not None
 
     def _plan(self, order: Sequence[torch.nn.Parameter]) -> None:
         """Make the lanes, the same on every rank."""

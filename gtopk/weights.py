@@ -45,11 +45,12 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
 
     def norm(least: torch.dtype) -> float:
         wide = [torch.promote_types(part.dtype, least) for part in parts]
-        norms = [
-            torch.linalg.vector_norm(part, dtype=dtype).double().cpu()
-            for part, dtype in zip(parts, wide, strict=True)
-        ]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        norms: dict[torch.device, list[torch.Tensor]] = {}
+        for part, dtype in zip(parts, wide, strict=True):
+            one = torch.linalg.vector_norm(part, dtype=dtype).double()
+            norms.setdefault(part.device, []).append(one)
+        # One wait for each device.
+        return math.hypot(*(float(torch.stack(each).norm()) for each in norms.values()))
 
     found = norm(torch.float32)
     return norm(torch.float64) if found == math.inf else found

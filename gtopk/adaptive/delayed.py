@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from ..logs import EVERYWHERE
+from ..parameters import KNOWN_TO_ADAPT, require_known
 from .dealing import Passes
 from .epochs import Epochs
 from .learning_rate import LearningRate
@@ -67,6 +68,7 @@ class DelayedLoader:
         world.engine.submit(name, facts, lambda transport, votes: None).wait()
         names = optimizer._parameter_names
         trained = [parameter for parameter in names if parameter.requires_grad]
+        self._trained = set(trained)
         asked = optimizer._options
         self.exchange = RoundExchange(trained, optimizer._compression)
         self._steps = OwnSteps(world, optimizer, "round")
@@ -94,7 +96,7 @@ class DelayedLoader:
         self.num_samples = 0
         self.drain_wanted = False
         self.left_out = 0
-        optimizer._reducer.overlaps = False  # rounds are exchanged, not backward passes
+        optimizer._reducer.stand_aside()  # rounds are exchanged, not backward passes
         self._wrapped_step = optimizer.step
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -183,6 +185,7 @@ class DelayedLoader:
         if self._in_epoch:  # a script broke the last iteration off, on all ranks
             self._in_hand = False
             self._close_pass()
+        require_known(self._optimizer.param_groups, self._trained, KNOWN_TO_ADAPT)
         self._steps.spent.begin()
         epoch, start = self._epochs.begin()
         order = self._order(epoch)

@@ -27,6 +27,7 @@ from collectives.vector import Array
 from ..compression import ErrorFeedback
 from ..engine import Operation
 from ..logs import EVERYWHERE
+from ..parameters import KNOWN_TO_ADAPT, require_known
 from ..replicas import checksums, require_the_same
 from .cursor import Cursor, ReplayedCursor, Stretch, in_step, open_cursor, record_of
 from .epochs import Epochs
@@ -117,7 +118,7 @@ class MergingLoader:
         self.last_merge: Merge | None = None
         self.record: list[list[list[list[int]]]] = []
         self.lost_replicas = 0
-        self._optimizer._reducer.overlaps = False  # its hooks have nothing to exchange
+        self._optimizer._reducer.stand_aside()  # its hooks have nothing to exchange
         self._wrapped_step = self._optimizer.step
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -173,6 +174,8 @@ class MergingLoader:
         """Return how far any rank has seen the cursor, once all begin the same epoch."""
         if self._replica is None:
             self._replica = self._open_replica()
+        known = set(self._replica.parameters)
+        require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
         left = [(place.start, place.stop) for place in self._batches.left]
         facts = [f"epoch {epoch}", f"places left {left}"]
         operation = self._world.engine.submit(

@@ -58,7 +58,7 @@ class Endpoint:
 
         try:
             self._server = ThreadingHTTPServer(address, Handler)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter of ports beyond 65535
             raise OSError(
                 f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
             ) from error

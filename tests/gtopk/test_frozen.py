@@ -58,6 +58,63 @@ def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back(
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.3)], ids=repr)
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_gradient_that_is_there_when_its_layer_is_frozen_is_reduced(
+    threads, compression, passes, first
+):
+    """Torch's optimizers step what has a gradient, frozen or not."""
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, compression, backward_passes_per_step=passes)
+            for step in range(4):
+                optimizer.zero_grad()
+                for one in range(passes):
+                    loss = model(inputs(transport.rank, 10 * step + one)).square().sum()
+                    loss.backward()
+                    if step == first and one == 0:
+                        model[1].requires_grad_(False)
+                optimizer.step()
+        return flat(model)
+
+    one, other = threads(2, program)
+    assert torch.equal(one, other)
+
+
+def test_a_model_that_is_frozen_as_a_whole_stays_as_it_is(threads):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model)
+            take_steps(model, optimizer, transport.rank, range(3))
+            optimizer.zero_grad()
+            frozen = flat(model.requires_grad_(False))
+            for _ in range(3):
+                optimizer.step()
+            assert torch.equal(flat(model), frozen)
+            take_steps(model.requires_grad_(True), optimizer, transport.rank, range(3, 5))
+            assert not torch.equal(flat(model), frozen)
+
+    threads(2, program)
+
+
+def test_a_layer_may_be_frozen_while_a_rank_has_joined_where_nothing_is_held_back(threads):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport) as here:
+            optimizer = distribute(model, Compression.none)
+            take_steps(model, optimizer, transport.rank, range(2))
+            if transport.rank == 0:
+                model[0].requires_grad_(False)
+                take_steps(model, optimizer, transport.rank, range(2, 4))
+            here.engine.join().wait()
+
+    threads(2, program)
+
+
 def test_what_a_checkpoint_holds_back_of_a_layer_that_is_frozen_by_then_waits(threads):
     def program(transport: LocalTransport) -> None:
         model = layers()

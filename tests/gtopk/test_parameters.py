@@ -46,3 +46,6 @@ def test_names_that_torchs_optimizer_was_given_are_taken() -> None:
     except TypeError:
         pytest.skip("this torch takes parameters without names only")
     assert list(name_parameters(optimizer, None).values()) == ["weight", "bias"]
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1)))
+    names = name_parameters(optimizer, None)
+    assert list(names.values()) == ["weight", "bias", "noname.0.2"]

@@ -228,3 +228,23 @@ def test_sparse_gradients_are_clipped_with_the_dense_ones(threads, option):
     shares = {"local_clip_norm": 0.01 / 2**0.5, "global_clip_norm": 0.01}
     for moved in threads(2, program):
         assert float(moved) == pytest.approx(0.1 * shares[option])
+
+
+def test_an_embedding_that_turns_sparse_in_a_bucket_exchanged_early_is_planned_anew(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = tables()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01),
+                model.items(),
+                Compression.gtopk(0.5),
+                bucket_bytes=8,
+            )
+            for step in range(5):
+                optimizer.zero_grad()
+                loss(model, drawn(transport.rank, step), sparse=step > 2).backward()
+                optimizer.step()
+        return flat(model)
+
+    one, other = threads(2, program)
+    assert torch.equal(one, other)

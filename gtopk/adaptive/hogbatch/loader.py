@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from ...parameters import KNOWN_TO_ADAPT, require_known
 from ..epochs import Epochs
 from ..learning_rate import LearningRate
 from ..memory import Memory
@@ -110,7 +111,7 @@ class HogbatchLoader:
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._board["kind"] = NAMES.index(self._class.name)
         self._board["size"] = self._sizer.size
-        optimizer._reducer.overlaps = False  # gradients are this worker's own
+        optimizer._reducer.stand_aside()  # gradients are this worker's own
         world.engine.ranks_may_leave |= options.ranks_may_leave
         self._wrapped_step = optimizer.step
 
@@ -133,6 +134,7 @@ class HogbatchLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches; the epoch is over when every sample was in one of some."""
         self._writer.check()
+        require_known(self._optimizer.param_groups, set(self._trained), KNOWN_TO_ADAPT)
         epoch, _ = self._epochs.begin()
         order = self._order(epoch)
         self._begin(len(order))

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from ...optimizer import _DistributedOptimizer
 from ...optimizer_checkpoint import KEY
 from ..checkpoint.archive import Owned
 from ..checkpoint.residuals import share
@@ -101,6 +102,11 @@ class OptimizerStateHandler(StateDictHandler):
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
+
+    def restore(self) -> None:
+        super().restore()
+        if KEY not in self._saved and isinstance(self.value, _DistributedOptimizer):
+            self.value.forget_steps()
 
     def saved(self) -> Any:
         return {key: part for key, part in self._saved.items() if key != KEY}

@@ -545,3 +545,23 @@ def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back(threads: Any)
         assert reduced(0.0, 0.0) == [[0.0, large]]
 
     threads(2, program)
+
+
+@pytest.mark.parametrize("mode", ["abs", "adaptive-sgd", "hogbatch"])
+def test_a_layer_that_is_thawed_after_adapt_is_an_error_of_the_next_epoch(mode: str) -> None:
+    def program(here: World) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)).double()
+        model[0].requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        loader = hvd.adapt(DataLoader(data(16), 4), optimizer, mode)
+        for _, x in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        model[0].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"others do, too: number 0 of group 0, \[2, 3\]"):
+            next(iter(loader))
+
+    on_ranks(1, program)
