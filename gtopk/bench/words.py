@@ -6,7 +6,6 @@ With spaces, not commas, as a word may hold some itself: gtopk:growth=2.0,pieces
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -40,24 +39,6 @@ def add_words(
     described.add_argument(
         option, type=word, nargs=many, default=default, metavar=metavar, help=help
     )
-
-
-def whole_number(text: str) -> int:
-    """Return a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"must be a whole number, at least 1, got {text!r}")
-    return int(text)
-
-
-def share(text: str) -> float:
-    """Return a share of entries, such as a density."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value <= 1.0:
-        raise ValueError(f"must lie in (0, 1], got {text!r}")
-    return value
 
 
 def one_of(known: Collection[str]) -> Callable[[str], str]:

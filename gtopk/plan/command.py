@@ -7,16 +7,16 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Network, Prediction, Rates
 from collectives.planning.calibration import measure_rates
 from collectives.planning.formats import FORMATS
 
-from ..compression import check_density
+from ..arguments import as_argument, number_in, share
 from ..replay.simulate import SimulationError
 from . import simulation
 from .comparison import Cluster, Comparison, compare
@@ -24,8 +24,8 @@ from .models import PARAMETERS
 from .quantities import bandwidth, count, duration
 from .show import LABELS, render, show
 
-T = TypeVar("T")
 MOST_RANKS = 65_536
+MOST_ELEMENTS = 10**15  # beyond, a float cannot tell one of them from none
 EXACT_FORMATS = [format for format in FORMATS if format.values == "exact"]  # nothing is rounded
 
 
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         help="inside a node; default: 5us",
     )
     described.add_argument(
-        "--density", type=as_argument(density), default=0.001, help="default: %(default)s"
+        "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
     )
     described.add_argument(
         "--backward-ms",
@@ -87,41 +87,13 @@ def parser() -> argparse.ArgumentParser:
         "--no-measure", action="store_true", help="take assumed rates, not this machine's"
     )
     described.add_argument("--json", metavar="FILE", help="write the figures; '-': print them only")
-    simulation.add_arguments(described, as_argument(bandwidth), as_argument(duration))
+    simulation.add_arguments(described)
     return described
-
-
-def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return `read` with its ValueError made argparse's."""
-
-    def value(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return value
-
-
-def density(text: str) -> float:
-    """Return a share in (0, 1]."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"must be a number, got {text!r}") from None
-    check_density("it", value)
-    return value
 
 
 def milliseconds(text: str) -> float:
     """Return milliseconds, 0 or more, in seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"must be a number of milliseconds, got {text!r}")
-    return value / 1e3
+    return number_in("[0, inf)")(text) / 1e3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,6 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.ranks > MOST_RANKS:
         return _fail(f"--ranks must be at most {MOST_RANKS:,}, got {options.ranks:,}")
+    length = options.elements or PARAMETERS[options.model]
+    if length > MOST_ELEMENTS:
+        return _fail(f"--elements must be at most {MOST_ELEMENTS:,}, got {length:,}")
     if options.ranks_per_node > options.ranks:
         return _fail(
             f"--ranks-per-node must be at most --ranks {options.ranks}, "
@@ -152,7 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.ranks_per_node,
         Link.of(options.node_bandwidth, options.node_latency),
     )
-    length = options.elements or PARAMETERS[options.model]
     comparison = compare(Cluster(length, network, options.density, options.backward_ms), rates)
     content, lines = as_record(comparison, rates, origin), render(comparison, origin)
     if options.simulate:

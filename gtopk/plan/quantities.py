@@ -37,7 +37,10 @@ def duration(text: str) -> float:
     found = _DURATION.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"must be a time such as 0.4ms or 30us, got {text!r}")
-    return _number(found["number"]) * _SECONDS[found["unit"]]
+    seconds = _number(found["number"]) * _SECONDS[found["unit"]]
+    if math.isinf(seconds):
+        raise ValueError(f"must be finite, got {text!r}")
+    return seconds
 
 
 def count(text: str) -> int:

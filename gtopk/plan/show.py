@@ -57,7 +57,7 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
         "",
         *_wrapped(verdict(comparison)),
     ]
-    if comparison.equal_bytes:
+    if comparison.equal_bytes and network.ranks > 1:
         sent = comparison.equal_bytes[0].sent.most_bytes
         rows = (_equal_row(each, comparison) for each in comparison.equal_bytes)
         lines += [

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from collectives.cost import Link
 from collectives.planning import Network, Prediction
 
+from ..arguments import as_argument, number_in, whole_number
 from ..charts.units import bandwidth_text, digits, seconds_text
 from ..replay.platform import NODES_PER_SWITCH, Platform
 from ..replay.simulate import find_python, simulate
 from ..replay.traces import Reduction, trace_of
 from .comparison import Comparison, exposed_seconds
+from .quantities import bandwidth, duration
 
 MOST_RANKS: Final = 4096
 
@@ -44,26 +46,37 @@ def is_dense(prediction: Prediction) -> bool:
     return prediction.candidate.algorithm == "dense"
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    bandwidth: Callable[[str], float],
-    duration: Callable[[str], float],
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --simulate, and what the tree of the simulated network is like."""
     add = parser.add_argument_group(
         "simulation", "every message of the real code, on links that SimGrid shares among them"
     ).add_argument
     add("--simulate", action="store_true", help=f"up to {MOST_RANKS:,} ranks, each a thread")
-    add("--nodes-per-switch", type=int, default=NODES_PER_SWITCH, help="default: %(default)s")
+    add(
+        "--nodes-per-switch",
+        type=as_argument(whole_number),
+        default=NODES_PER_SWITCH,
+        help="default: %(default)s",
+    )
     add(
         "--oversubscription",
-        type=float,
+        type=as_argument(number_in("[1, inf)")),
         default=1.0,
         help="of a switch's uplink: its nodes' links over it; default: %(default)s",
     )
-    add("--sites", type=int, default=1, help="the switches are dealt to; default: %(default)s")
-    add("--site-bandwidth", type=bandwidth, help="of a site's link to the others")
-    add("--site-latency", type=duration, default=0.01, help="between sites; default: 10ms")
+    add(
+        "--sites",
+        type=as_argument(whole_number),
+        default=1,
+        help="the switches are dealt to; default: %(default)s",
+    )
+    add("--site-bandwidth", type=as_argument(bandwidth), help="of a site's link to the others")
+    add(
+        "--site-latency",
+        type=as_argument(duration),
+        default=0.01,
+        help="between sites; default: 10ms",
+    )
 
 
 def platform_of(options: argparse.Namespace, network: Network) -> Platform:

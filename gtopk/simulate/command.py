@@ -10,13 +10,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from collectives.cost import Link
 
 from ..adaptive.hogbatch.sizes import Thresholds, checked
-from ..plan.command import as_argument, density
+from ..arguments import above_zero, as_argument, number_in, share
 from ..plan.models import PARAMETERS
 from ..plan.quantities import bandwidth, count, duration
 from .classes import Classes
@@ -49,7 +50,11 @@ def slowdown(text: str) -> Slowdown:
     found = _SLOWDOWN.fullmatch(text)
     if found is None:
         raise ValueError(f"must be RANK:FACTOR@TIME, as 0:4@30s, got {text!r}")
-    return Slowdown(int(found["rank"]), float(found["factor"]), duration(found["second"]))
+    try:
+        factor = above_zero(found["factor"])
+    except ValueError as error:
+        raise ValueError(f"FACTOR {error}") from None
+    return Slowdown(int(found["rank"]), factor, duration(found["second"]))
 
 
 def death(text: str) -> Death:
@@ -81,7 +86,7 @@ def ranks(text: str) -> list[int]:
 
 def dense_or_density(text: str) -> float | None:
     """Return gTop-k's density; None for "dense"."""
-    return None if text == "dense" else density(text)
+    return None if text == "dense" else share(text)
 
 
 def modes(text: str) -> list[str]:
@@ -111,7 +116,12 @@ def parser() -> argparse.ArgumentParser:
         help="samples a second of each rank; default: 400:200:100:100",
     )
     add("--overhead", type=as_argument(duration), default=0.0, help="of every batch; default: none")
-    add("--noise", type=float, default=0.03, help="of a batch's time; default: %(default)s")
+    add(
+        "--noise",
+        type=as_argument(number_in("[0, 10]")),
+        default=0.03,
+        help="of a batch's time; default: %(default)s",
+    )
     add(
         "--slow",
         type=as_argument(slowdown),
@@ -143,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     add("--exchange", type=as_argument(duration), help="of a step, in place of the link's model")
     add(
         "--overlap",
-        type=float,
+        type=as_argument(number_in("[0, 1]")),
         default=0.0,
         metavar="SHARE",
         help="of a batch's time, beside which synchronous modes exchange; default: %(default)s",
@@ -192,10 +202,25 @@ def parser() -> argparse.ArgumentParser:
         help="of hogbatch's batches; default: slow=4:64,fast=32:256",
     )
     add("--interval", type=as_argument(count), default=5, help="steps of a window of balanced")
-    add("--lr", type=float, default=0.5, help="learning rate; default: %(default)s")
-    add("--momentum", type=float, default=0.0, help="of SGD; default: %(default)s")
+    add(
+        "--lr",
+        type=as_argument(above_zero),
+        default=0.5,
+        help="learning rate; default: %(default)s",
+    )
+    add(
+        "--momentum",
+        type=as_argument(number_in("[0, 1)")),
+        default=0.0,
+        help="of SGD; default: %(default)s",
+    )
     add("--density", type=as_argument(dense_or_density), default=0.05, help="or 'dense'")
-    add("--target", type=float, default=0.9, help="accuracy to be reached; default: %(default)s")
+    add(
+        "--target",
+        type=as_argument(share),
+        default=0.9,
+        help="accuracy to be reached; default: %(default)s",
+    )
     add(
         "--modes",
         type=as_argument(modes),
@@ -260,8 +285,6 @@ def _refusal(
         return f"--fast must be of ranks 0..{cluster.ranks - 1}, as --speeds has them"
     if options.die and (others := [mode for mode in options.modes if mode not in OUTLIVE]):
         return f"{others[0]} ends with a rank; --die is of {', '.join(OUTLIVE)}"
-    if not 0 <= options.overlap <= 1:
-        return f"--overlap must lie in 0..1, got {options.overlap:g}"
     if options.batch < 8 * cluster.ranks:
         return f"--batch must be at least {8 * cluster.ranks}, got {options.batch}"
     return None
@@ -321,6 +344,12 @@ def _json(records: Sequence[Record], setting: Setting) -> str:
         "simulated": True,
         "cluster": dataclasses.asdict(setting.cluster),
         "reduce_seconds": setting.reduce_seconds,
-        "records": [dataclasses.asdict(record) for record in records],
+        "records": [_as_json(record) for record in records],
     }
     return json.dumps(said, indent=1)
+
+
+def _as_json(record: Record) -> dict[str, Any]:
+    """Return the fields; JSON knows no NaN, so a loss that is not finite is null there."""
+    loss = [(second, value if math.isfinite(value) else None) for second, value in record.loss]
+    return {**dataclasses.asdict(record), "loss": loss}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from ..arguments import above_zero, as_argument
 from ..recording.reading import Run, read_run
 from .show import as_lines, as_table
 from .status import Status, status_of
@@ -32,7 +33,11 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument("run", type=Path, metavar="RUN", help="the folder of its record")
     described.add_argument("--once", action="store_true", help="show it once")
     described.add_argument(
-        "--every", type=float, default=1.0, metavar="SECONDS", help="default: %(default)s"
+        "--every",
+        type=as_argument(above_zero),
+        default=1.0,
+        metavar="SECONDS",
+        help="default: %(default)s",
     )
     described.add_argument("--json", action="store_true", help="a JSON object for each look")
     return described
@@ -41,9 +46,6 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Show the run and return the exit code: 1 where there is none."""
     options = parser().parse_args(arguments)
-    if not options.every > 0:
-        print(f"gtopk top: --every must be above 0, got {options.every}", file=sys.stderr)
-        return 2
     live = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
     try:
         if options.json or options.once or not live:

@@ -17,9 +17,10 @@ from collectives.transports import local_world, open_transport, run_ranks
 from collectives.wire.indices import INDEX_CODES
 from collectives.wire.values import VALUE_CODES
 
+from ...arguments import above_zero, as_argument, number_in, share, whole_number
 from ...invented_picks import DISTRIBUTIONS
 from ...launch import launched_by
-from ..words import add_words, one_of, share, whole_number
+from ..words import add_words, one_of
 from .contenders import BASELINES, parse, spelled
 from .picture import picture
 from .plan import Plan
@@ -69,11 +70,20 @@ def parser() -> argparse.ArgumentParser:
         help=f"a code of values ({', '.join(VALUE_CODES)}) with the code of indices that the model "
         f"picks, or both, as packed+bf16 (indices: {', '.join(INDEX_CODES)}); default: exact",
     )
-    add("--rounds", type=int, default=9)
-    add("--budget-seconds", type=float, default=20.0, help="of a contender in a case")
-    add("--bandwidth", type=float, help="bits per second for the model; default: measured here")
-    add("--latency", type=float, help="seconds for the model; default: measured here")
-    add("--shared-cores", type=int, help="of all ranks together, where one machine emulates hosts")
+    positive, natural = as_argument(above_zero), as_argument(whole_number)
+    add("--rounds", type=natural, default=9)
+    add("--budget-seconds", type=positive, default=20.0, help="of a contender in a case")
+    add("--bandwidth", type=positive, help="bits per second for the model; default: measured here")
+    add(
+        "--latency",
+        type=as_argument(number_in("[0, inf)")),
+        help="seconds for the model; default: measured here",
+    )
+    add(
+        "--shared-cores",
+        type=natural,
+        help="of all ranks together, where one machine emulates hosts",
+    )
     add("--interface", help="network interface whose sent bytes to note, as eth0")
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="file to write")

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ... import world
+from ...arguments import as_argument, share
 from .measure import Record, measure, ways
 from .networks import NETWORKS
 
@@ -29,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     )
     described.add_argument("--model", choices=NETWORKS, default="resnet20")
     described.add_argument("--batch", type=int, default=32, help="default: %(default)s")
-    described.add_argument("--density", type=float, default=0.001, help="default: %(default)s")
+    described.add_argument(
+        "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
+    )
     described.add_argument("--rounds", type=int, default=20, help="timed; default: %(default)s")
     described.add_argument("--json", type=Path, help="file to write the records to")
     return described
@@ -41,8 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("batch", "rounds"):
         if getattr(options, name) < 1:
             return _refuse(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if not 0.0 < options.density <= 1.0:
-        return _refuse(f"--density must lie in (0, 1], got {options.density}")
     torch.set_num_threads(1)
     world.init()
     here = world.current()

@@ -20,6 +20,7 @@ from collectives.planning.calibration import measure_network
 from collectives.transports import Transport
 
 from ... import world
+from ...arguments import above_zero, as_argument, number_in, share
 from ...heartbeat.address import own_address
 from ...launch import usable_cores
 from ...machine import load, this_machine
@@ -62,15 +63,29 @@ def parser() -> argparse.ArgumentParser:
         help="paper: a step's computing is emulated, at the speed of the published workers; "
         "real: computed here; default: %(default)s",
     )
-    add("--scale", type=float, default=1.0, help="make an emulated model as many times smaller")
+    add(
+        "--scale",
+        type=as_argument(number_in("[1, inf)")),
+        default=1.0,
+        help="make an emulated model as many times smaller",
+    )
     add("--batch", type=int, default=32, help="of a rank, with --compute real")
-    add("--density", type=float, default=0.001, help="default: %(default)s")
+    add("--density", type=as_argument(share), default=0.001, help="default: %(default)s")
     others = [name for name in CONTENDERS if name != ALONE]
     listed = f"of {', '.join(others)}; default: all"
     add_words(described, "--contenders", one_of(others), others, help=listed)
     add("--rounds", type=int, default=5, help="steps that are timed; default: %(default)s")
-    add("--budget-seconds", type=float, default=20.0, help="of a contender; default: %(default)s")
-    add("--bandwidth", type=float, help="bits per second that the link was set to, to be told")
+    add(
+        "--budget-seconds",
+        type=as_argument(above_zero),
+        default=20.0,
+        help="of a contender; default: %(default)s",
+    )
+    add(
+        "--bandwidth",
+        type=as_argument(above_zero),
+        help="bits per second that the link was set to, to be told",
+    )
     add("--shared-cores", type=int, help="of all ranks together, where one machine emulates hosts")
     add("--interface", help="network interface whose sent bytes to note, as eth0")
     add("--json", type=Path, help="file to write")
@@ -110,12 +125,10 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--compute {options.compute} knows {', '.join(known)}; got --model {options.model}"
         )
-    for name, least in (("rounds", 1), ("batch", 1), ("scale", 1), ("shared_cores", 1)):
+    for name in ("rounds", "batch", "shared_cores"):
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-    if not 0.0 < options.density <= 1.0:
-        raise ValueError(f"--density must lie in (0, 1], got {options.density}")
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def run(options: argparse.Namespace, command: str) -> Results:

@@ -17,8 +17,9 @@ from collectives import kernels
 from collectives.kernels.device.timing import Row
 from collectives.kernels.device.timing import table as gpu_table
 
+from ...arguments import as_argument, share, whole_number
 from ...launch import usable_cores
-from ..words import add_words, one_of, whole_number
+from ..words import add_words, one_of
 from .gpu import gpu_name, measure_on_gpu, why_no_gpu
 from .gradients import open_source
 from .measure import MergeRecord, Record, measure, measure_merges
@@ -39,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     add_words(
         described, "--elements", whole_number, [25_600_000], metavar="N", help="default: 25600000"
     )
-    described.add_argument("--density", type=float, default=0.001, help="default: %(default)s")
+    described.add_argument(
+        "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
+    )
     data = f"of {', '.join(DATA)}; default: all"
     add_words(described, "--data", one_of(DATA), DATA, help=data)
     add_words(described, "--methods", str, help="default: all")
@@ -61,8 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, name) < 1:
             option = name.replace("_", "-")
             return _refuse(f"--{option} must be at least 1, got {getattr(options, name)}")
-    if not 0.0 < options.density <= 1.0:
-        return _refuse(f"--density must lie in (0, 1], got {options.density}")
     known = [method.name for method in all_methods(options.threads)]
     unknown = set(options.methods or known) - set(known)
     if unknown:

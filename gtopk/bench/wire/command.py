@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...arguments import share
 from ..selection.command import describe
-from ..words import add_words, share
+from ..words import add_words
 from .lists import Entries, from_file, trained, uniform
 from .measure import Record, measure, table
 

@@ -61,7 +61,6 @@ def test_only_the_methods_asked_for_run(
     [
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--warm-up", "0"], "--warm-up must be at least 1"),
-        (["--density", "2"], "--density must lie in (0, 1], got 2.0"),
         (["--methods", "bogus"], "got bogus"),
     ],
 )

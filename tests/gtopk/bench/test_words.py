@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gtopk.bench.words import add_words, one_of, share, whole_number
+from gtopk.arguments import share, whole_number
+from gtopk.bench.words import add_words, one_of
 
 
 def grammar() -> argparse.ArgumentParser:

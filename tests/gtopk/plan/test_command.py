@@ -45,6 +45,13 @@ def test_on_a_fast_network_it_says_plainly_not_to_compress(capsys):
     assert "Do not compress here" in out
 
 
+@pytest.mark.parametrize("ranks", ["2", "65536"])
+def test_the_largest_model_can_be_asked_about(capsys, ranks):
+    for density in ("1e-320", "1"):
+        command = ["--elements", "1e15", "--ranks", ranks, "--bandwidth", "1gbit"]
+        assert "4,000 TB" in said(capsys, *command, "--density", density, assumed)
+
+
 def test_dense_hides_behind_backward(capsys):
     args = ["--model", "resnet50", "--ranks", "8", "--bandwidth", "10gbit", assumed]
     assert "Do not compress" not in said(capsys, *args)
@@ -56,6 +63,7 @@ def test_dense_hides_behind_backward(capsys):
 def test_one_rank_has_nothing_to_compress(capsys):
     out = said(capsys, "--elements", "1M", "--ranks", "1", "--bandwidth", "1gbit", assumed)
     assert "nothing to compress" in out
+    assert "Equal k" not in out
 
 
 @pytest.mark.parametrize(
@@ -128,9 +136,14 @@ def test_every_model_can_be_asked_about(capsys, text):
         (["--model", "resnet51"], "invalid choice"),
         ([*SLOW, "--bandwidth", "1 foo"], "--bandwidth: must be a rate such as 1gbit"),
         ([*SLOW, "--latency", "0.4"], "--latency: must be a time such as 0.4ms or 30us"),
-        ([*SLOW, "--density", "0"], "it must lie in (0, 1], got 0"),
-        ([*SLOW, "--density", "x"], "must be a number, got 'x'"),
-        ([*SLOW, "--backward-ms", "-1"], "must be a number of milliseconds"),
+        ([*SLOW, "--density", "0"], "--density: must lie in (0, 1], got '0'"),
+        ([*SLOW, "--density", "x"], "--density: must lie in (0, 1], got 'x'"),
+        ([*SLOW, "--backward-ms", "-1"], "--backward-ms: must lie in [0, inf), got '-1'"),
+        ([*SLOW, "--latency", "1e999s"], "--latency: must be finite, got '1e999s'"),
+        (
+            ["--elements", "99999999999999999999", *SLOW[2:]],
+            "--elements must be at most 1,000,000,000,000,000, got 100,000,000,000,000,000,000",
+        ),
         ([*SLOW, "--ranks", "0"], "must be at least 1, got '0'"),
         ([*SLOW, "--ranks-per-node", "33"], "--ranks-per-node must be at most --ranks 32, got 33"),
         ([*SLOW, "--ranks", "1M"], "--ranks must be at most 65,536, got 1,000,000"),

@@ -83,12 +83,6 @@ def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
         assert {"rank", "step", "step takes", "loss", "state"} <= set(headings)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "text"),
-    [(["nowhere"], 1, "must hold a run's record"), (["x", "--every", "0"], 2, "--every must")],
-)
-def test_what_cannot_be_shown_says_why(
-    capsys: pytest.CaptureFixture[str], words: list[str], code: int, text: str
-) -> None:
-    assert main(words) == code
-    assert text in capsys.readouterr().err
+def test_what_cannot_be_shown_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nowhere"]) == 1
+    assert "must hold a run's record" in capsys.readouterr().err

@@ -36,7 +36,6 @@ def test_every_contender_steps_on_real_ranks(mpirun: Any, tmp_path: Path) -> Non
         (["--compute", "real", "--model", "vgg16"], "--compute real knows resnet20, resnet18"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--shared-cores", "0"], "--shared-cores must be at least 1"),
-        (["--density", "2"], "--density must lie in"),
         (["--markdown", "/nowhere.json"], "No such file"),
     ],
 )

@@ -1,0 +1,52 @@
+"""Arguments: the numbers that options of the command `gtopk` take, and how others are refused."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Return `read` with its ValueError made argparse's."""
+
+    def value(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value
+
+
+def whole_number(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"must be a whole number, at least 1, got {text!r}")
+    return int(text)
+
+
+def number_in(interval: str) -> Callable[[str], float]:
+    """Return what reads a finite number of an interval, as "(0, 1]" or "[0, inf)"."""
+    least, most = map(float, interval[1:-1].split(","))
+    holds_least, holds_most = interval[0] == "[", interval[-1] == "]"
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        above = value > least or (holds_least and value == least)
+        below = value < most or (holds_most and value == most)
+        if not (above and below and math.isfinite(value)):
+            raise ValueError(f"must lie in {interval}, got {text!r}")
+        return value
+
+    return read
+
+
+share = number_in("(0, 1]")  # of entries, such as a density
+above_zero = number_in("(0, inf)")
