@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,24 +155,31 @@ def simulate(setting: Setting) -> Record:
     ends = Ends(setting, time, models, record)
     claims = claim(task.samples, setting.micro_batch, 1000 * setting.seed)
     noises = cluster.noises(setting.seed)
-    applied = 0  # samples, on rank 0
+    processed = 0  # samples of the rounds that are over, on rank 0
 
     def open_rounds(rank: int) -> Rounds:
         parameters = list(models[rank].parameters()) if rank in models else []
         optimizer = setting.optimizer(parameters) if parameters else None
 
         def apply(samples: int) -> None:
-            nonlocal applied
             if optimizer is not None:
                 optimizer.step()
+            close(samples)
+
+        def skip(culprits: Sequence[int]) -> None:
+            record.skipped += rank == 0
+            close(sum(rounds[rank].samples))
+
+        def close(samples: int) -> None:
+            nonlocal processed
             if rank == 0:
-                applied += samples
+                processed += samples
                 record.steps += 1
-                if 0 in models and setting.is_due(applied, len(record.accuracy)):
+                if 0 in models and setting.is_due(processed, len(record.accuracy)):
                     record.accuracy.append((time.now, task.accuracy(models[0])))
 
         wire = SimulatedWire(ends, rank)
-        return Rounds(parameters, wire, rank, cluster.ranks, setting.global_batch, apply)
+        return Rounds(parameters, wire, rank, cluster.ranks, setting.global_batch, apply, skip)
 
     rounds = [open_rounds(rank) for rank in range(cluster.ranks)]
     events: list[tuple[float, int, float, list[int]]] = []  # the ends of micro-batches
@@ -184,7 +191,7 @@ def simulate(setting: Setting) -> Record:
 
     for rank in range(cluster.ranks):
         begin(rank)
-    while applied < setting.epochs * task.samples:
+    while processed < setting.epochs * task.samples:
         time.now, rank, seconds, indices = heapq.heappop(events)
         if rank in models:
             task.loss(models[rank], torch.tensor(indices)).backward()

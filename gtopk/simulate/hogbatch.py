@@ -88,13 +88,17 @@ class Hogbatch:
         """Step the shared model with a worker's gradients; the rate follows its batch."""
         worker, record = self.workers[rank], self.record
         own = worker.model.parameters() if worker.model is not None else repeat(None)
+        finite = True
         for shared, parameter in zip(self.model.parameters(), own, strict=False):
             gradient = None if parameter is None else parameter.grad
             shared.grad = torch.zeros_like(shared) if gradient is None else gradient
             self.setting.ranks.broadcast(shared.grad, rank)
+            finite &= bool(shared.grad.isfinite().all())
         rate = self.setting.learning_rate * worker.samples / self.setting.global_batch
         self.optimizer.param_groups[0]["lr"] = rate
-        self.optimizer.step()
+        if finite:
+            self.optimizer.step()
+        record.skipped += not finite
         self._stale += record.steps - worker.seen
         worker.updates += 1
         record.steps += 1

@@ -26,7 +26,10 @@ from .setting import Setting
 
 
 class Rank:
-    """A rank's replica."""
+    """A rank's replica.
+
+    skipped: steps that no rank made, as a gradient was not finite.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self._task = setting.task
@@ -34,6 +37,7 @@ class Rank:
         self._parameters = list(self.model.parameters())
         self._optimizer = setting.optimizer(self._parameters)
         self._exchange = RoundExchange(self._parameters, Compression.none)
+        self.skipped = 0
 
     def step(self, batch: torch.Tensor, total: int, transport: Transport) -> None:
         """Step by the mean over all ranks' samples, as losses weighted by samples make it."""
@@ -43,6 +47,7 @@ class Rank:
         self._exchange.take([parameter.grad for parameter in self._parameters])
         update = self._exchange.reduce(transport, 1.0 / total)
         if update is None:  # not finite, on all ranks
+            self.skipped += 1
             return
         for parameter, gradient in zip(self._parameters, update, strict=True):
             parameter.grad = gradient
@@ -88,4 +93,5 @@ def simulate(setting: Setting) -> Record:
             record.sizes.append((record.seconds, sizes))
             if 0 in here and setting.is_due(record.samples, len(record.accuracy)):
                 record.accuracy.append((record.seconds, task.accuracy(here[0].model)))
+    record.skipped = next(iter(here.values())).skipped
     return record

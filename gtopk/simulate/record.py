@@ -16,6 +16,8 @@ class Record:
                waited for it.
     samples:   computed, of all ranks.
     steps:     updates of the parameters; of replicas, those of the rank that makes most.
+    skipped:   how often what was computed was left out, as it was not finite: an update, which
+               counts as a step all the same, or what a replica brought to a merge.
     accuracy:  (simulated seconds, share of the test samples) after every epoch, or more often.
     sizes:     (simulated seconds, samples of each rank in the step that ended then).
     updates:   of each rank, between two merges of replicas, or in an epoch of hogbatch.
@@ -31,6 +33,7 @@ class Record:
     exchange: float = 0.0
     samples: int = 0
     steps: int = 0
+    skipped: int = 0
     accuracy: list[tuple[float, float]] = field(default_factory=list)
     sizes: list[tuple[float, list[int]]] = field(default_factory=list)
     updates: list[list[int]] = field(default_factory=list)

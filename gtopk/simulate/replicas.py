@@ -186,6 +186,7 @@ class _Run:
         record.exchange += exchange_seconds
         record.updates.append([report.updates for report in reports])
         record.steps += max(record.updates[-1])
+        record.skipped += sum(not report.finite for report in reports)
         self._unseen += sum(report.samples for report in reports)
         record.sizes.append((record.seconds, [report.samples for report in reports]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..charts.units import count_text, digits, seconds_text
 from .record import Record
@@ -48,9 +48,18 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
         f"target: simulated seconds to {100 * target:g} %."
     )
     lines = [*textwrap.wrap(intro, 80), "", *aligned(rows), "", *textwrap.wrap(notes, 80)]
+    skipped = {mode: sum(run.skipped for run in runs) for mode, runs in by_mode.items()}
+    if any(skipped.values()):
+        lines += ["", *textwrap.wrap(_left_out(skipped), 80)]
     if of_classes := render_classes(records, setting):
         lines += ["", *aligned(of_classes), "", *textwrap.wrap(NOTES, 80)]
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _left_out(skipped: Mapping[str, int]) -> str:
+    """Say what was not finite, as it is where a training diverges."""
+    times = (f"{mode} {count_text(n)} time{'s' * (n > 1)}" for mode, n in skipped.items() if n)
+    return f"Not finite, and left out as in a real run: {', '.join(times)}. Try a smaller --lr."
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

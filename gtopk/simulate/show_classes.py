@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Final
@@ -24,19 +25,29 @@ def render_classes(records: Sequence[Record], setting: Setting) -> list[list[str
     if not any(record.used for record in records):
         return []
     common = {
-        seed: max(record.loss[-1][1] for record in records if record.loss and record.seed == seed)
+        seed: max(
+            (
+                record.loss[-1][1]
+                for record in records
+                if record.loss and record.seed == seed and math.isfinite(record.loss[-1][1])
+            ),
+            default=-math.inf,  # which no mode reaches
+        )
         for seed in {record.seed for record in records}
     }
     modes = list(dict.fromkeys(record.mode for record in records if record.loss))
     rows = [list(_HEADINGS)]
     for mode in modes:
         runs = [record for record in records if record.mode == mode]
-        seconds = [second for run in runs if (second := run.seconds_to_loss(common[run.seed]))]
+        reached = [run.seconds_to_loss(common[run.seed]) for run in runs]
+        seconds = [second for second in reached if second is not None]
         rows.append(
             [
                 mode,
                 f"{statistics.median(run.loss[-1][1] for run in runs):.4f}",
-                seconds_text(statistics.median(seconds)),
+                seconds_text(statistics.median(seconds))
+                if len(seconds) == len(runs)
+                else "not reached",
                 *_of_classes(runs, setting),
             ]
         )

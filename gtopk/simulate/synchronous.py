@@ -120,6 +120,7 @@ def train(setting: Setting, mode: str) -> Record:
         setting.optimizer(model.parameters()),
         model.named_parameters(),
         setting.compression,
+        max_skipped_steps=NEVER,  # the record counts them
     )
     loader = adapt(
         DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
@@ -139,4 +140,5 @@ def train(setting: Setting, mode: str) -> Record:
                 record.accuracy.append((record.seconds, task.accuracy(model)))
                 if setting.losses:
                     record.loss.append((record.seconds, mean_loss(task, model)))
+    record.skipped = optimizer.skipped_steps
     return record

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.cli import main
+from gtopk.simulate.modes import SIMULATED
 
 QUICK = ["--epochs", "1", "--speeds", "200:100", "--batch", "128"]
 
@@ -36,6 +37,29 @@ def test_a_comparison_is_printed_written_and_drawn(
     assert drawn.count("<svg") == 4
 
 
+def test_a_training_that_diverges_ends_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record.json"
+    words = ["--lr", "1e30", "--modes", ",".join(SIMULATED), "--json", str(record)]
+    assert main(["simulate", *QUICK, *words]) == 0
+    printed = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+    _, left_out = printed.split("Not finite, and left out as in a real run: ")
+    said = json.loads(record.read_text(), parse_constant=pytest.fail)
+    for run in said["records"]:
+        assert f"{run['mode']} {run['skipped']} times" in left_out
+        assert run["loss"] == [] or run["loss"][-1][1] is None
+    assert "not reached" in left_out  # the loss common to all
+
+
+def test_more_skipped_steps_than_a_real_run_allows_are_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--lr", "1e30", "--epochs", "2", "--speeds", "2:1", "--batch", "16"]
+    assert main(["simulate", *words, "--modes", "equal"]) == 0
+    assert "equal 179 times" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -46,7 +70,12 @@ def test_a_comparison_is_printed_written_and_drawn(
         (["--sizes", "slow=4"], "must be as slow=4:64,fast=32:256"),
         (["--sizes", "slow=64:4"], "thresholds of the class 'slow' are crossed"),
         (["--fast", "one"], "must be ranks, as 0,2"),
-        (["--density", "2"], "it must lie in"),
+        (["--slow", "0:0@1s"], "FACTOR must lie in (0, inf), got '0'"),
+        (["--density", "2"], "--density: must lie in (0, 1], got '2'"),
+        (["--lr", "-1"], "--lr: must lie in (0, inf), got '-1'"),
+        (["--momentum", "1"], "--momentum: must lie in [0, 1), got '1'"),
+        (["--target", "2"], "--target: must lie in (0, 1], got '2'"),
+        (["--overlap", "2"], "--overlap: must lie in [0, 1], got '2'"),
     ],
 )
 def test_words_that_mean_nothing_are_an_error(
@@ -64,7 +93,6 @@ def test_words_that_mean_nothing_are_an_error(
         (["--die", "2@1s", *QUICK], "--die must be of ranks 0..1"),
         (["--fast", "2", *QUICK], "--fast must be of ranks 0..1"),
         (["--die", "1@1s", *QUICK, "--modes", "local-sgd,abs"], "abs ends with a rank; --die is"),
-        ([*QUICK, "--overlap", "2"], "--overlap must lie in 0..1, got 2"),
         ([*QUICK, "--batch", "8"], "--batch must be at least 16, got 8"),
         ([*QUICK, "--modes", "local-sgd", "--json", "/nowhere/x"], "/nowhere/x cannot be written"),
     ],
