@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +33,8 @@ _COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "timeline": (".timeline_command", "put the traces of all ranks together"),
 }
 _COMPLETION: Final = "completion"
+_INTERRUPTED: Final = 130
+_UNREAD: Final = 141
 _COMPLETES: Final = "what lets bash, zsh or fish complete these words"
 
 
@@ -47,8 +50,54 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command and return its exit code.
+
+    130 after Ctrl-C, and 141 where nobody reads on (`gtopk plan ... | head -1`), as of a program
+    that SIGINT or SIGPIPE ends: a shell's pipefail tells the latter from all of the output.
+    """
+    try:
+        try:
+            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        except SystemExit:  # of argparse, after its help
+            _flush()
+            raise
+        _flush()
+        return code
+    except KeyboardInterrupt:
+        if _is_one_of_several():
+            raise
+        return _INTERRUPTED
+    except OSError as error:
+        if _is_one_of_several() or not _lacks_stdout():
+            raise
+        if isinstance(error, BrokenPipeError):
+            return _UNREAD
+        print(f"gtopk: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _flush() -> None:
+    """Write what is still in stdout's buffer: at exit its errors would be nobody's."""
+    print(end="", flush=True)
+
+
+def _is_one_of_several() -> bool:
+    """Tell whether other ranks are to hear of what ends this one: its traceback's hook tells."""
+    world = sys.modules.get(f"{__package__}.world")
+    return world is not None and world.is_initialized() and world.current().size > 1
+
+
+def _lacks_stdout() -> bool:
+    """Tell whether stdout is what fails, and not a file or a peer; if so, nothing is left in it."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _run(words: list[str]) -> int:
     if words and words[0] in _COMMANDS:
         command: Callable[[Sequence[str]], int] = _module(_COMMANDS[words[0]][0]).main
         return command(words[1:])

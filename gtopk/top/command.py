@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json or options.once or not live:
             return _print(options.run, options.once or not options.json, options)
         return _refresh(options.run, options.every)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(f"gtopk top: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -59,8 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _look(folder: Path) -> tuple[Run, list[Status]]:
-    run = read_run(folder, _TAIL_BYTES)
-    return run, status_of(run, folder)
+    """Return the run as it is now; raise ValueError where it cannot be read."""
+    try:
+        run = read_run(folder, _TAIL_BYTES)
+        return run, status_of(run, folder)
+    except OSError as error:
+        raise ValueError(str(error)) from error
 
 
 def _print(folder: Path, once: bool, options: argparse.Namespace) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
 
 import pytest
 
 import gtopk
+from gtopk import world
 from gtopk.cli import main
+from tests.gtopk.made_runs import write_run
 
 
 def test_version_and_help(capsys):
@@ -33,3 +37,74 @@ def test_python_m_gtopk_is_the_command():
         [sys.executable, "-m", "gtopk", "--version"], capture_output=True, text=True, check=True
     )
     assert said.stdout == f"gtopk {gtopk.__version__}\n"
+
+
+PRINTING = [
+    ["--help"],
+    ["top", "--help"],  # short enough for the buffer: argparse hears nothing of it
+    ["plan", "--model", "resnet50", "--ranks", "4", "--bandwidth", "1gbit", "--no-measure"],
+    ["top", "made"],
+    ["top", "made", "--json"],
+]
+
+
+def printed_to(stdout, folder, words, unbuffered=""):
+    """Return the command's exit code and stderr, its output going to a file or a pipe's end."""
+    told = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
+    write_run(folder / "made", ranks=1, steps=2)
+    done = subprocess.run(
+        [sys.executable, "-m", "gtopk", *words],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **told},
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+def test_who_reads_no_further_ends_a_command_without_a_word(tmp_path, words):
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        assert printed_to(writes, tmp_path, words) == (141, "")
+    finally:
+        os.close(writes)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_takes_no_more_is_an_error_in_one_line(tmp_path, unbuffered):
+    with open("/dev/full", "w") as full:
+        code, said = printed_to(full, tmp_path, PRINTING[2], unbuffered)
+    assert (code, said) == (1, "gtopk: stdout cannot be written: No space left on device\n")
+
+
+def raises(error):
+    def anything(*arguments):
+        raise error
+
+    return anything
+
+
+def test_ctrl_c_ends_a_command_without_a_word_also_while_it_is_imported(monkeypatch, capsys):
+    monkeypatch.setattr(importlib, "import_module", raises(KeyboardInterrupt()))
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_that_is_not_of_the_output_is_the_commands_own(monkeypatch):
+    monkeypatch.setattr("gtopk.plan.command.main", raises(BrokenPipeError("a peer's")))
+    with pytest.raises(BrokenPipeError, match="a peer's"):
+        main(["plan"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_the_other_ranks_hear_of_what_ends_one(monkeypatch, threads, error):
+    monkeypatch.setattr("gtopk.plan.command.main", raises(error()))
+
+    def rank(transport):
+        with world.entered(transport), pytest.raises(error):
+            main(["plan"])
+
+    threads(2, rank)
