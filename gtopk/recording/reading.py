@@ -13,6 +13,7 @@ from ..telemetry import StepReport
 from .lines import FORMAT, Line, report_of
 
 _PATTERN: Final = "rank-*.jsonl"
+_FEW: Final = 12  # ranks or files that are named
 
 
 class Step(NamedTuple):
@@ -79,6 +80,20 @@ class Run:
         """Return how long it has gone on."""
         return max(each.last_seconds for each in self.ranks)
 
+    @property
+    def missing(self) -> list[int]:
+        """Return the ranks that it had, and that there is no record of."""
+        read = {each.rank for each in self.ranks}
+        return [rank for rank in range(int(self.first.begin["ranks"])) if rank not in read]
+
+    def lacks(self) -> tuple[str, str] | None:
+        """Return which ranks there is no record of, and what that means; None where it has all."""
+        missing = self.missing
+        if not missing:
+            return None
+        who = f"rank{'s' * (len(missing) > 1)} {_listed(map(str, missing))}"
+        return who, "no record is here: the file is missing, or without a whole first line"
+
 
 def read_run(folder: Path, tail_bytes: int | None = None) -> Run:
     """Return a run's record; raise ValueError where there is none, or one of another version.
@@ -90,10 +105,15 @@ def read_run(folder: Path, tail_bytes: int | None = None) -> Run:
     paths = sorted(folder.glob(_PATTERN))
     read = {path: _attempts(_lines(path, tail_bytes)) for path in paths}
     found = [attempts for attempts in read.values() if attempts]
-    if not found:
+    if not paths:
         raise ValueError(
             f"'{folder}' must hold a run's record, files named {_PATTERN}, and has none: record a "
             "run with GTOPK_RUN=FOLDER in its environment"
+        )
+    if not found:
+        raise ValueError(
+            f"'{folder}' must hold a run's record, and has only files without a whole first line, "
+            f"empty or damaged: {_listed(path.name for path in paths)}"
         )
     most = max(attempts[-1][0]["unix_seconds"] for attempts in found)
     current = [each for each in found if _is_of(each[-1][0], most, found)]
@@ -101,6 +121,13 @@ def read_run(folder: Path, tail_bytes: int | None = None) -> Run:
     lead = min(current, key=lambda attempts: attempts[-1][0]["rank"])
     ranks = [_record(attempts, lead, began) for attempts in current]
     return Run(sorted(ranks, key=lambda each: each.rank), began)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return the first of them, and how many there are besides."""
+    every = list(names)
+    more = f" and {len(every) - _FEW} more" if len(every) > _FEW else ""
+    return ", ".join(every[:_FEW]) + more
 
 
 def _is_of(begin: Line, most: float, found: Sequence[Sequence[Sequence[Line]]]) -> bool:

@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = read_run(options.run)
     except (OSError, ValueError) as error:
         return _fail(str(error))
+    if (lacks := run.lacks()) is not None:
+        print(f"gtopk report: {': '.join(lacks)}", file=sys.stderr)
     if options.json:
         print(json.dumps(as_record(run), indent=1))
         return 0

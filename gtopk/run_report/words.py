@@ -92,7 +92,7 @@ def _ranks(run: Run) -> Tile:
     goes_on = " so far" if _goes_on(run) else ""
     detail = f"{steps_taken(run)} in {seconds_text(run.seconds)}{goes_on}"
     if started < ranks:
-        detail += f"; {ranks - started} of them have no record here"
+        detail += f"; {ranks - started} of them have no record here, see below"
     if amiss:
         detail += f"; {len(amiss)} did not end in order, see below"
     return Tile("Ranks", str(ranks), detail, loss=bool(amiss) or started < ranks)
@@ -124,8 +124,13 @@ def how_it_left(rank: RankRecord, run: Run) -> str | None:
 
 
 def happenings(run: Run) -> list[tuple[str, str]]:
-    """Return what happened, as (when and where, what): ends out of order, then what was said."""
-    found = [
+    """Return what happened, as (when and where, what).
+
+    Whose record is missing first, ends out of order, then what was said.
+    """
+    lacks = run.lacks()
+    found = [] if lacks is None else [lacks]
+    found += [
         (f"rank {rank.rank}", said)
         for rank in run.ranks
         if (said := how_it_left(rank, run)) is not None

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from ..arguments import above_zero, as_argument
-from ..recording.reading import Run, read_run
+from ..recording.reading import read_run
 from .show import as_lines, as_table
 from .status import Status, status_of
 
@@ -48,9 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     live = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
     try:
+        looks = _looks(options.run, options.every)
+        if options.once or not (options.json or live):
+            looks = itertools.islice(looks, 1)
         if options.json or options.once or not live:
-            return _print(options.run, options.once or not options.json, options)
-        return _refresh(options.run, options.every)
+            _print(looks, options.json)
+        else:
+            _refresh(looks, options.run)
+        return 0
     except ValueError as error:
         print(f"gtopk top: {error}", file=sys.stderr)
         return 1
@@ -58,42 +64,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _look(folder: Path) -> tuple[Run, list[Status]]:
-    """Return the run as it is now; raise ValueError where it cannot be read."""
-    try:
-        run = read_run(folder, _TAIL_BYTES)
-        return run, status_of(run, folder)
-    except OSError as error:
-        raise ValueError(str(error)) from error
+def _looks(folder: Path, every: float) -> Iterator[list[Status]]:
+    """Yield what the ranks do now, again and again until the run is over.
 
-
-def _print(folder: Path, once: bool, options: argparse.Namespace) -> int:
+    Says on stderr whose record is missing, whenever that changes; raises ValueError where there is
+    no run to be read.
+    """
+    lacked = None
     while True:
-        run, statuses = _look(folder)
-        if options.json:
+        try:
+            run = read_run(folder, _TAIL_BYTES)
+            statuses = status_of(run, folder)
+        except OSError as error:
+            raise ValueError(str(error)) from error
+        lacks = run.lacks()
+        if lacks is not None and lacks != lacked:
+            print(f"gtopk top: {': '.join(lacks)}", file=sys.stderr)
+        lacked = lacks
+        yield statuses
+        if all(rank.end is not None for rank in run.ranks):
+            return
+        time.sleep(every)
+
+
+def _print(looks: Iterable[list[Status]], as_json: bool) -> None:
+    for statuses in looks:
+        if as_json:
             looked = [dataclasses.asdict(status) for status in statuses]
             print(json.dumps({"unix_seconds": time.time(), "ranks": looked}), flush=True)
         else:
             print("\n".join(as_lines(statuses)))
-        if once or _is_over(run):
-            return 0
-        time.sleep(options.every)
 
 
-def _is_over(run: Run) -> bool:
-    return all(rank.end is not None for rank in run.ranks)
-
-
-def _refresh(folder: Path, every: float) -> int:
+def _refresh(looks: Iterable[list[Status]], folder: Path) -> None:
     from rich.console import Console
     from rich.live import Live
 
     # rich itself looks at NO_COLOR; TERM=dumb has no way to draw over a line.
     console = Console(force_terminal=os.environ.get("TERM") != "dumb", highlight=False)
     with Live(console=console, auto_refresh=False) as live:
-        while True:
-            run, statuses = _look(folder)
+        for statuses in looks:
             live.update(as_table(statuses, f"{folder}", console.width), refresh=True)
-            if _is_over(run):
-                return 0
-            time.sleep(every)

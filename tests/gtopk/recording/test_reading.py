@@ -79,3 +79,30 @@ def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     path_of(tmp_path, 0).write_text(as_text(begin(format=99)))
     with pytest.raises(ValueError, match="of format 99, written by gtopk 0"):
         read_run(tmp_path)
+
+
+def test_files_without_a_whole_first_line_are_told_from_no_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"files named rank-\*\.jsonl, and has none"):
+        read_run(tmp_path)
+    path_of(tmp_path, 0).touch()
+    path_of(tmp_path, 1).write_bytes(as_text(begin(1, 2)).encode()[:-9] + b"\xff\n")
+    said = "only files without a whole first line, .*: rank-00000.jsonl, rank-00001.jsonl$"
+    with pytest.raises(ValueError, match=said):
+        read_run(tmp_path)
+    for rank in range(20):
+        path_of(tmp_path, rank).write_text("{")
+    with pytest.raises(ValueError, match=r"rank-00011\.jsonl and 8 more$"):
+        read_run(tmp_path)
+
+
+def test_a_run_lacks_the_ranks_it_had_whose_files_are_not_here(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, ranks=4, steps=3))
+    assert (run.missing, run.lacks()) == ([], None)
+    path_of(tmp_path, 0).unlink()
+    path_of(tmp_path, 2).write_text("")
+    run = read_run(tmp_path)
+    assert run.missing == [0, 2]
+    assert run.lacks() == (
+        "ranks 0, 2",
+        "no record is here: the file is missing, or without a whole first line",
+    )

@@ -167,3 +167,15 @@ def test_without_a_step_there_is_nothing_to_draw(tmp_path: Path, capsys, started
     assert main([str(tmp_path)]) == 1
     text = "has taken no step yet" if started else "must hold a run's record"
     assert text in capsys.readouterr().err
+
+
+def test_a_record_that_is_missing_is_said_on_the_page_and_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, ranks=3)
+    path_of(tmp_path, 1).unlink()
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().err.startswith("gtopk report: rank 1: no record is here")
+    assert "<h3>rank 1</h3><p>no record is here" in html_of(tmp_path)
+    assert main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["happened"][0][0] == "rank 1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -86,3 +87,23 @@ def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
 def test_what_cannot_be_shown_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nowhere"]) == 1
     assert "must hold a run's record" in capsys.readouterr().err
+
+
+def test_whose_record_is_missing_is_said_when_it_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = "".join(map(as_text, lines_of(0, 3, 10)[:-1]))
+    path_of(tmp_path, 0).write_text(goes_on)
+
+    waits = itertools.count()
+
+    def later(seconds: float) -> None:
+        if next(waits) == 1:  # after two looks at rank 0 alone
+            write_run(tmp_path, ranks=3, steps=10)
+
+    monkeypatch.setattr("gtopk.top.command.time.sleep", later)
+    assert main([str(tmp_path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [len(json.loads(line)["ranks"]) for line in out.splitlines()] == [1, 1, 3]
+    (line,) = err.splitlines()
+    assert line.startswith("gtopk top: ranks 1, 2: no record is here")
