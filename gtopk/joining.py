@@ -51,6 +51,21 @@ def join(comm: MPI.Intracomm | Sequence[int] | None = None) -> Transport:
     return open_transport(over, *timeouts, bootstrap=host)
 
 
+def left_apart(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return what is amiss where GTOPK_TRANSPORT joined fewer ranks than were launched, to rank 0.
+
+    size: of the world that all of them were to be in.
+    """
+    job, wanted = launched_by(environ), environ.get("GTOPK_TRANSPORT")
+    if not wanted or job is None or job.rank > 0 or job.size <= size:
+        return None
+    return (
+        f"GTOPK_TRANSPORT={wanted} makes a world of {size} in each of the {job.size} processes "
+        f"that {job.launcher} has started ({job.variables[1]}={job.size}): each trains a model of "
+        "its own; unset GTOPK_TRANSPORT to have them train one"
+    )
+
+
 def join_over(name: str) -> Transport:
     """Return the transport of this name, whatever the launcher and the environment say."""
     return open_transport(name, *_timeouts_seconds())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -24,7 +25,7 @@ from .engine import Engine
 from .exceptions import HorovodInternalError, InvalidCallError
 from .guard import Guard, describe
 from .heartbeat.heartbeat import timeout_from
-from .joining import join
+from .joining import join, left_apart
 from .members import Members
 from .recording import start as recording
 from .recording.recorder import Recorder
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+_log = logging.getLogger("gtopk")
 _MOMENT_SECONDS: Final = 5.0
 
 
@@ -167,6 +169,8 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     if _process is None:
         init_on(join(comm))
         _communicator = comm
+        if comm is None and (amiss := left_apart(current().size)) is not None:
+            _log.warning(amiss)
 
 
 def init_on(transport: Transport) -> None:

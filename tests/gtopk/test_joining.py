@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from gtopk.joining import join, transport_for
+from gtopk.joining import join, left_apart, transport_for
 from gtopk.launch import launched_by
 from tests.matrix import some_of
 
@@ -73,6 +73,30 @@ def test_what_sends_for_gpus_lies_over_the_launchers_transport(monkeypatch, over
     opened.clear()
     assert join() == over
     assert opened == [("mpi", None), (over, "mpi")]
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "launcher"),
+    [
+        (OPEN_MPI, 1, "Open MPI's mpirun has started (OMPI_COMM_WORLD_SIZE=2)"),
+        (TORCHRUN, 1, "torchrun has started (WORLD_SIZE=2)"),
+        (OPEN_MPI, 2, None),
+        ({}, 1, None),
+    ],
+)
+def test_ranks_that_a_transport_leaves_apart_are_warned_once(
+    environ: dict[str, str], size: int, launcher: str | None
+) -> None:
+    first = {name: "0" if name.endswith("RANK") else value for name, value in environ.items()}
+    said = left_apart(size, first | {"GTOPK_TRANSPORT": "local"})
+    assert (said is None) == (launcher is None)
+    if said is not None and launcher is not None:
+        assert (
+            f"GTOPK_TRANSPORT=local makes a world of 1 in each of the 2 processes that {launcher}"
+            in said
+        )
+        assert said.endswith("unset GTOPK_TRANSPORT to have them train one")
+    assert left_apart(size, environ | {"GTOPK_TRANSPORT": "local"}) is None  # of rank 1
 
 
 def test_without_cupy_nccl_says_what_to_install(monkeypatch) -> None:

@@ -45,6 +45,19 @@ def test_one_rank_of_torchrun_is_a_world_of_one(monkeypatch):
     world.shutdown()
 
 
+def test_a_world_of_one_among_several_ranks_is_warned_of(monkeypatch, caplog):
+    told = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "GTOPK_TRANSPORT": "local"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    world.init()
+    try:
+        assert world.current().size == 1
+    finally:
+        world.shutdown()
+    (said,) = caplog.messages
+    assert "each trains a model of its own" in said
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
 def test_a_timeout_that_is_none_is_refused(monkeypatch, text):
     monkeypatch.setenv("GTOPK_TIMEOUT", text)
