@@ -258,7 +258,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mode in options.modes:
             if is_first:
                 print(f"simulating {mode}, seed {seed}", file=sys.stderr)
-            records.append(SIMULATED[mode](setting))
+            try:
+                records.append(SIMULATED[mode](setting))
+            except ValueError as error:
+                if processes is not None:
+                    raise  # the other ranks are to hear of it
+                print(f"gtopk simulate: {mode}: {error}", file=sys.stderr)
+                return 1
             if is_first and options.json not in (None, "-"):  # now: the others may take long
                 Path(options.json).write_text(_json(records, setting) + "\n", encoding="utf-8")
     if is_first:

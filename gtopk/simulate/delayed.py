@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -17,6 +17,8 @@ from ..adaptive.round_exchange import RoundExchange
 from ..adaptive.rounds import Ready, Reduced, Rounds
 from .record import Record
 from .setting import Setting
+
+_MOST_EPOCHS: Final = 100  # of samples in one round
 
 
 class Time:
@@ -148,8 +150,17 @@ def simulate(setting: Setting) -> Record:
 
     Micro-batches come from one counter that all ranks share, through all epochs. Every process
     moves all ranks' rounds, and computes the gradients of those that are here.
+    Raises ValueError for rounds that go on and on.
     """
     cluster, task, time = setting.cluster, setting.task, Time()
+    exchange_seconds = max(setting.reduce_seconds, cluster.signal_seconds())
+    epochs = max(setting.global_batch, sum(cluster.speeds) * exchange_seconds) / task.samples
+    if epochs > _MOST_EPOCHS:
+        raise ValueError(
+            f"ranks compute while they exchange, and a round of {setting.global_batch:,} samples "
+            f"that takes {exchange_seconds:g} s to exchange would be {epochs:.3g} epochs long, "
+            f"where at most {_MOST_EPOCHS} are simulated"
+        )
     record = Record("abs", setting.seed, busy=[0.0] * cluster.ranks)
     models = {rank: task.model() for rank in setting.ranks.here}
     ends = Ends(setting, time, models, record)
