@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from collectives.transports import LocalTransport, local_world
+from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import world
 from gtopk.compression import Compression, Compressor
 from gtopk.exceptions import HorovodInternalError
@@ -485,3 +485,26 @@ def test_it_trains_on_the_digits_at_the_learning_rate_of_one_rank(threads):
     accuracies = threads(3, program)
     assert len(set(accuracies)) == 1
     assert accuracies[0] > 0.85
+
+
+def test_it_goes_on_in_the_next_world():
+    """As after elastic's recovery, here with fewer ranks."""
+    models = [network() for _ in range(3)]
+    optimizers: list[Any] = [None] * 3
+
+    def train(transport: LocalTransport) -> None:
+        rank = transport.rank
+        with world.entered(transport):
+            optimizers[rank] = optimizers[rank] or DistributedOptimizer(
+                torch.optim.SGD(models[rank].parameters(), lr=0.1), op=Adasum
+            )
+            for step in range(2):
+                optimizers[rank].zero_grad()
+                loss(models[rank], rank, step).backward()
+                optimizers[rank].step()
+
+    run_ranks(local_world(3, 30), train)
+    run_ranks(local_world(2, 30), train)
+    one, other, left = ([*model.parameters()] for model in models)
+    assert all(map(torch.equal, one, other))
+    assert not any(map(torch.equal, one, left))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -565,3 +566,13 @@ def test_a_layer_that_is_thawed_after_adapt_is_an_error_of_the_next_epoch(mode: 
             next(iter(loader))
 
     on_ranks(1, program)
+
+
+def test_a_micro_batch_left_out_is_told_of_as_that_and_as_nothing_else(caplog: Any) -> None:
+    def program(here: World) -> None:
+        scaled_run(here, [1.0], lambda number: number == 1)
+
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        on_ranks(2, program)
+    assert "is left out of its round" in caplog.text
+    assert "dropped without a step" not in caplog.text

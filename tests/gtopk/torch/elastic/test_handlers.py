@@ -97,3 +97,32 @@ def test_a_plain_optimizer_goes_on_too(ranks, tmp_path, monkeypatch):
 
     assert ranks(2, program) == [0.2, 0.2]
     assert ranks(3, program) == [0.4, 0.4, 0.4]
+
+
+def test_a_commit_from_before_the_first_step_takes_back_what_was_held_back_since(ranks):
+    def program(rank):
+        model = torch.nn.Linear(4, 3)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            hvd.Compression.gtopk(0.3, warmup_steps=4),
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        state = TorchState(model, optimizer)
+
+        def steps():
+            generator, taken = torch.Generator().manual_seed(rank), []
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(5, 4, generator=generator)).square().sum().backward()
+                optimizer.step()
+                taken.append(optimizer.last_step.selected)
+            return [p.detach().clone() for p in model.parameters()], taken
+
+        first = steps()
+        state.restore()
+        again = steps()
+        assert all(map(torch.equal, first[0], again[0]))
+        assert first[1] == again[1]
+
+    ranks(2, program)
