@@ -70,6 +70,18 @@ class Posing:
     def __lt__(self, other: Posing) -> Posing:
         return Posing(self.content < other.content)
 
+    def __ne__(self, other: Posing) -> Posing:  # type: ignore[override]
+        return Posing(self.content != other.content)
+
+    def __sub__(self, other: Posing) -> Posing:
+        return Posing(self.content - other.content)
+
+    def clip(self, least: float, most: float) -> Posing:
+        return Posing(self.content.clip(least, most))
+
+    def any(self) -> np.bool_:
+        return self.content.any()
+
     def __imul__(self, other: float) -> Posing:
         self.content *= self.content.dtype.type(other)
         return self
