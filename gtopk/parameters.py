@@ -25,20 +25,24 @@ class ParameterNames(dict[torch.nn.Parameter, str]):
         self._given = given or {}
         self.add(param_groups)
 
+    def known(self) -> set[str]:
+        """Return all names, those of parameters that the optimizer does not step yet included."""
+        return {*self.values(), *self._given.values()}
+
     def add(self, param_groups: Iterable[dict[str, Any]]) -> None:
         """Name those that are in the groups and have no name yet.
 
         As they were given; else as torch's optimizer was given them; else by their places.
         """
-        taken = {*self.values(), *self._given.values()}
+        taken = self.known()
         for i, group in enumerate(param_groups):
             for j, parameter in enumerate(group["params"]):
                 if parameter in self:
                     continue
                 name = self._given.get(parameter)
                 if name is None:
-                    known = group.get("param_names", ())
-                    base = known[j] if j < len(known) else f"noname.{i}.{j}"
+                    torchs = group.get("param_names", ())
+                    base = torchs[j] if j < len(torchs) else f"noname.{i}.{j}"
                     others = (f"{base}~{number}" for number in count(2))
                     name = next(each for each in chain([base], others) if each not in taken)
                     taken.add(name)

@@ -392,7 +392,7 @@ class Reducer:
 
     def _warn_of_strangers(self) -> None:
         """Warn of what is held back of names that no parameter has; it stays, and is saved."""
-        strangers = self._held.keys() - set(self.names.values()) - self._strangers
+        strangers = self._held.keys() - self.names.known() - self._strangers
         if strangers:
             self._strangers |= strangers
             named = ", ".join(map(repr, sorted(strangers)[:5]))
