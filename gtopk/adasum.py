@@ -26,7 +26,7 @@ from .deltas import Deltas
 from .engine import Work
 from .hooks import BackwardHooks
 from .logs import EVERYWHERE
-from .parameters import name_parameters, refuse_complex
+from .parameters import name_parameters, refuse_complex, with_gradients
 from .reductions import Adasum
 from .telemetry import StepReport
 from .world import World
@@ -86,12 +86,7 @@ class _AdasumOptimizer(Wrapping):
 
     def _trained(self) -> list[torch.nn.Parameter]:
         """Return the parameters that may have a gradient now; some may have come later."""
-        trained = [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if p.requires_grad or p.grad is not None  # frozen after its backward pass
-        ]
+        trained = with_gradients(self.param_groups)
         refuse_complex(trained, self._parameter_names)
         return trained
 

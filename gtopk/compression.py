@@ -53,25 +53,21 @@ class NoneCompressor(Compressor):
 class FP16Compressor(Compressor):
     """Send floating-point gradients as float16."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return (tensor.half() if tensor.dtype.is_floating_point else tensor), tensor.dtype
+    sent_as = torch.float16
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.to(cls.sent_as) if tensor.dtype.is_floating_point else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         return tensor.to(ctx)
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(FP16Compressor):
     """Send floating-point gradients as bfloat16: float32's range, and 8 significant bits."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return (tensor.bfloat16() if tensor.dtype.is_floating_point else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor.to(ctx)
+    sent_as = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)

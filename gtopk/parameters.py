@@ -110,6 +110,19 @@ def require_known(
         raise ValueError(f"{what}, but now others do, too: {'; '.join(later)}")
 
 
+def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Parameter]:
+    """Return the parameters that may have a gradient, in their order.
+
+    One that was frozen after its backward pass has one until that is cleared.
+    """
+    return [
+        p
+        for group in param_groups
+        for p in group["params"]
+        if p.requires_grad or p.grad is not None
+    ]
+
+
 def refuse_complex(
     parameters: Iterable[torch.Tensor], names: Mapping[torch.nn.Parameter, str] | None = None
 ) -> None:

@@ -31,7 +31,7 @@ from .lane_plan import Agreed, Plan
 from .lanes import Lane
 from .node_exchange import NodeExchange
 from .optimizer_options import Options
-from .parameters import ParameterNames
+from .parameters import ParameterNames, with_gradients
 from .reductions import Average
 from .rounds import AnyLane, Round
 from .samples import Samples
@@ -128,16 +128,8 @@ class Reducer:
         self._engine.stand_in = partial(_stand_in, _reducers_of[self._engine])
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that may have a gradient, in the optimizer's order.
-
-        One that was frozen after its backward pass has one until that is cleared.
-        """
-        return [
-            p
-            for group in self._param_groups
-            for p in group["params"]
-            if p.requires_grad or p.grad is not None
-        ]
+        """Return the parameters that may have a gradient, in the optimizer's order."""
+        return with_gradients(self._param_groups)
 
     def stand_aside(self) -> None:
         """Exchange nothing, and look at nothing: somebody else does."""
