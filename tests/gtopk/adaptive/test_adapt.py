@@ -1,11 +1,40 @@
-"""Balanced batches on real ranks."""
+"""What holds of adapt in several modes, and balanced batches on real ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import gtopk.torch as hvd
+from gtopk.world import World
+from tests.gtopk.adaptive.modelled_ranks import on_ranks
+from tests.gtopk.adaptive.sums_of_samples import data
+
 
 def test_real_ranks_with_workers_see_every_sample_once(mpirun: Callable[..., Any]) -> None:
     job = mpirun(3, "adapts.py")
     assert job.returncode == 0, job.stderr
+
+
+@pytest.mark.parametrize("mode", ["abs", "adaptive-sgd", "hogbatch"])
+def test_a_layer_that_is_thawed_after_adapt_is_an_error_of_the_next_epoch(mode: str) -> None:
+    def program(here: World) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)).double()
+        model[0].requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        loader = hvd.adapt(DataLoader(data(16), 4), optimizer, mode)
+        for _, x in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        model[0].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"others do, too: number 0 of group 0, \[2, 3\]"):
+            next(iter(loader))
+
+    on_ranks(1, program)

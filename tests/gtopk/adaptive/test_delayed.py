@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import gtopk.torch as hvd
-from collectives.transports import LocalTransport
 from gtopk.adaptive.round_exchange import RoundExchange
 from gtopk.adaptive.rounds import Ready, Reduced, Rounds
 from gtopk.world import World
-from tests.gtopk.adaptive.modelled_ranks import Prompt, on_ranks
-
-
-def data(length: int) -> TensorDataset:
-    x = torch.randn(length, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return TensorDataset(torch.arange(length), x)
-
-
-class Model(torch.nn.Module):
-    """Its gradient at a sample is the sample: sums of gradients are sums of samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
-
-
-def adapted(
-    here: World, length: int, compression: Any = hvd.Compression.none, **options: Any
-) -> Any:
-    model = Model()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), compression
-    )
-    loader = hvd.adapt(
-        DataLoader(data(length), 8, shuffle=True), optimizer, "abs", micro_batch=4, **options
-    )
-    return loader, model, optimizer
+from tests.gtopk.adaptive.modelled_ranks import on_ranks
+from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, adapted, data, prompt, run
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -186,27 +154,6 @@ def test_a_gradient_that_is_not_finite_skips_a_round_on_every_rank(
     with caplog.at_level("WARNING", "gtopk"):
         assert on_ranks(2, program) == [((1, 1), True)] * 2
     assert "the gradient is not finite on rank 1" in caplog.text
-
-
-def prompt(parts: Any) -> Any:
-    parts[0].rounds._wire = Prompt(parts[0].rounds._wire)
-    return parts
-
-
-GTOPK = hvd.Compression.gtopk(density=0.4)
-
-
-def run(loader: Any, model: Model, optimizer: Any, until: float = float("inf")) -> list[int]:
-    """Return the samples that count, of an epoch, or until a round, when all is drained."""
-    seen: list[int] = []
-    for indices, x in loader:
-        seen += indices.tolist() if loader.num_samples else []
-        model(x).mean().backward()
-        optimizer.step()
-        if loader.round >= until:
-            loader.drain()
-            break
-    return seen
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
@@ -357,102 +304,6 @@ def test_a_state_within_an_epoch_is_taken_when_drained_only() -> None:
     on_ranks(1, program)
 
 
-def scaled_run(
-    here: World, scales: list[float] | None, overflows: Callable[[int], bool], **options: Any
-) -> Any:
-    """Train an epoch with a GradScaler, whose scale is set after every micro-batch."""
-    model = Model()
-    inner = torch.optim.SGD(model.parameters(), lr=1.0, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales is not None)
-    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), GTOPK, scaler=scaler)
-    loader = hvd.adapt(DataLoader(data(101), 8), optimizer, "abs", micro_batch=4)
-    loader.rounds._wire = Prompt(loader.rounds._wire)
-    kept = []
-    for number, (indices, x) in enumerate(loader):
-        optimizer.zero_grad()
-        scaler.scale(model(x).mean()).backward()
-        if overflows(number):
-            model.weight.grad.fill_(float("inf"))
-        else:
-            kept += indices.tolist()
-        optimizer.synchronize()
-        scaler.step(optimizer)
-        scaler.update(scales[number % len(scales)] if scales else None)
-    return kept, model.weight.detach(), loader
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_loss_scale_that_changes_does_not_weigh_rounds_anew(fused: bool) -> None:
-    def program(here: World, scales: list[float] | None) -> Any:
-        _, weight, loader = scaled_run(here, scales, lambda number: False, fused=fused)
-        return weight.numpy().tobytes(), loader.state_dict()["residual"].numpy().tobytes()
-
-    scales = [4.0, 65536.0, 2.0, 1024.0, 0.5]
-    scaled = on_ranks(2, lambda here: program(here, [s * 2**here.rank for s in scales]))
-    assert scaled == on_ranks(2, lambda here: program(here, None))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_micro_batch_that_overflows_is_left_out_with_its_samples(fused: bool) -> None:
-    def program(here: World) -> Any:
-        def overflows(number: int) -> bool:
-            return here.rank == 1 and number in (1, 5)
-
-        kept, weight, loader = scaled_run(here, [1.0], overflows, fused=fused)
-        return kept, weight, loader.left_out, loader.rounds.skipped
-
-    results = on_ranks(2, program)
-    assert [left_out for *_, left_out, _ in results] == [0, 2]
-    assert [skipped for *_, skipped in results] == [0, 0]
-    assert len({i for kept, *_ in results for i in kept}) == 101 - 2 * 4
-    assert torch.equal(results[0][1], results[1][1])
-    assert bool(results[0][1].isfinite().all())
-
-
-def test_the_update_of_a_round_is_clipped_to_the_global_norm() -> None:
-    def program(here: World) -> list[float]:
-        model = Model()
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = hvd.DistributedOptimizer(
-            inner, model.named_parameters(), GTOPK, global_clip_norm=1e-3
-        )
-        moves, before = [], [model.weight.detach().clone()]
-        inner_step = optimizer._step_wrapped
-
-        def step() -> None:
-            inner_step()
-            moves.append(float((model.weight.detach() - before[0]).norm()))
-            before[0] = model.weight.detach().clone()
-
-        optimizer._step_wrapped = step
-        run(hvd.adapt(DataLoader(data(64), 8), optimizer, "abs", micro_batch=4), model, optimizer)
-        return moves
-
-    for moves in on_ranks(2, program):
-        assert moves
-        assert moves == pytest.approx([1e-3] * len(moves), rel=1e-3)
-
-
-def test_a_ranks_part_of_a_round_is_clipped_to_its_share_before_the_residual() -> None:
-    allowed = 0.1
-
-    def program(here: World) -> Any:
-        model = Model()
-        exchange = RoundExchange(list(model.parameters()), GTOPK)
-        sums = torch.tensor([3.0, -4.0, 12.0]).double() * (1 + here.rank)
-        assert exchange.take([sums.clone()], allowed, 2, samples=10)
-        update = here.engine.submit(
-            "clipped", [], lambda transport, votes: exchange.reduce(transport, 1 / 20)
-        ).wait()
-        return update[0], exchange.state_dict()["residual"], sums
-
-    ranks = on_ranks(2, program)
-    share = allowed / 2**0.5
-    clipped = sum(10 * share * sums / sums.norm() for *_, sums in ranks) / 20
-    left = sum(residual for _, residual, _ in ranks)
-    torch.testing.assert_close(ranks[0][0] + left, clipped, rtol=1e-12, atol=1e-12)
-
-
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -481,98 +332,3 @@ def test_what_rounds_cannot_do_is_said() -> None:
             hvd.adapt(DataLoader(data(8), 4), twice, "abs")
 
     on_ranks(1, program)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sums_over_many_samples_outgrow_no_parameters_dtype(dtype: torch.dtype) -> None:
-    """A mean gradient of 100 over 2,048 samples: 16 bits hold neither that sum nor its steps."""
-
-    def program(here: World) -> torch.Tensor:
-        weight = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
-        loader = hvd.adapt(
-            DataLoader(TensorDataset(torch.zeros(4096)), 2048), optimizer, "abs", micro_batch=2
-        )
-        for _ in loader:
-            (100 * weight.sum()).backward()
-            optimizer.step()
-            if loader.round or loader.drain_wanted:
-                break
-        loader.drain()
-        assert optimizer.skipped_steps == 0
-        return weight.detach().float() / loader.round
-
-    for moved in on_ranks(2, program):
-        torch.testing.assert_close(moved, torch.full((2,), -100.0), rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize("missing_on", [[0, 1], [1]])
-def test_the_optimizer_passes_over_what_has_a_gradient_on_no_rank(missing_on: list[int]) -> None:
-    def program(here: World) -> list[torch.Tensor]:
-        used, rare = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in "ab")
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([used, rare], lr=0.1, weight_decay=0.5),
-            [("used", used), ("rare", rare)],
-        )
-        loader = hvd.adapt(DataLoader(data(64), 8), optimizer, "abs", micro_batch=4)
-        for _, x in loader:
-            loss = (x @ used).mean()
-            if here.rank not in missing_on:
-                loss = loss + 0 * rare.sum()
-            loss.backward()
-            optimizer.step()
-        return [used.detach(), rare.detach()]
-
-    for used, rare in on_ranks(2, program):
-        assert not torch.equal(used, torch.ones(3, dtype=torch.float64))
-        decays = len(missing_on) == 1
-        assert torch.equal(rare, torch.ones(3, dtype=torch.float64)) != decays
-
-
-def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back(threads: Any) -> None:
-    def program(transport: LocalTransport) -> None:
-        exchange = RoundExchange([torch.nn.Parameter(torch.zeros(2))], hvd.Compression.gtopk(0.5))
-
-        def reduced(*sums: float) -> list[list[float]] | None:
-            exchange.take([torch.tensor(sums)])
-            update = exchange.reduce(transport, 0.5)
-            return update and [each.tolist() for each in update]
-
-        large = float(np.float32(2.9e38))
-        assert reduced(3e38, large) == [[float(np.float32(3e38)), 0.0]]
-        before = exchange.state_dict()
-        assert reduced(0.0, large) is None  # what was held back and this, of two ranks
-        assert torch.equal(exchange.state_dict()["residual"], before["residual"])
-        assert reduced(0.0, 0.0) == [[0.0, large]]
-
-    threads(2, program)
-
-
-@pytest.mark.parametrize("mode", ["abs", "adaptive-sgd", "hogbatch"])
-def test_a_layer_that_is_thawed_after_adapt_is_an_error_of_the_next_epoch(mode: str) -> None:
-    def program(here: World) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)).double()
-        model[0].requires_grad_(False)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
-        loader = hvd.adapt(DataLoader(data(16), 4), optimizer, mode)
-        for _, x in loader:
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
-        model[0].requires_grad_(True)
-        with pytest.raises(ValueError, match=r"others do, too: number 0 of group 0, \[2, 3\]"):
-            next(iter(loader))
-
-    on_ranks(1, program)
-
-
-def test_a_micro_batch_left_out_is_told_of_as_that_and_as_nothing_else(caplog: Any) -> None:
-    def program(here: World) -> None:
-        scaled_run(here, [1.0], lambda number: number == 1)
-
-    with caplog.at_level(logging.WARNING, "gtopk"):
-        on_ranks(2, program)
-    assert "is left out of its round" in caplog.text
-    assert "dropped without a step" not in caplog.text
