@@ -26,7 +26,7 @@ from .deltas import Deltas
 from .engine import Work
 from .hooks import BackwardHooks
 from .logs import EVERYWHERE
-from .parameters import name_parameters, refuse_complex, with_gradients
+from .parameters import name_parameters, refuse_complex, require_trained, with_gradients
 from .reductions import Adasum
 from .telemetry import StepReport
 from .world import World
@@ -52,12 +52,7 @@ class _AdasumOptimizer(Wrapping):
         self._world = world.current()
         self._parameter_names = name_parameters(self, named_parameters)
         self._compression = compression
-        if not self._trained():
-            raise ValueError(
-                "DistributedOptimizer needs a parameter that requires a gradient, and all "
-                f"{len(self._parameter_names)} are frozen: thaw one (requires_grad_()), or step "
-                "the plain optimizer"
-            )
+        require_trained(self._parameter_names)
         self._hooks = BackwardHooks(self._parameter_names, backward_passes_per_step)
         if self._world.size > 1:
             self._hooks.watch(self._trained())

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-from collectives.planning import Calibration, Candidate, Prediction, predict
+from collectives.planning import Calibration, Prediction
 
 from .charts.units import (
     about_bandwidth_text,
@@ -21,7 +21,7 @@ from .charts.units import (
     digits,
     seconds_text,
 )
-from .compression import ErrorFeedback, SparseCompression
+from .expectation import expected
 from .plan.comparison import Cluster, Comparison, compare
 from .plan.show import LABELS
 
@@ -33,30 +33,6 @@ _CLOSE: Final = 1.1  # times apart by less are taken for the same
 def wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether this rank wants advice."""
     return environ.get(_VARIABLE, "on").lower() not in ("off", "0", "false", "no")
-
-
-def expected(
-    compression: object, length: int, calibration: Calibration, value_bytes: int = 4
-) -> Prediction | None:
-    """Return what the exchange of such a gradient is expected to take; None for what chooses."""
-    network, rates = calibration.network, calibration.rates
-    if isinstance(compression, SparseCompression):
-        found = [
-            predict(
-                Candidate(
-                    compression.algorithm, compression.density, format, compression.widening()
-                ),
-                length,
-                network,
-                rates,
-                value_bytes,
-            )
-            for format in compression.formats()
-        ]
-        return min(found, key=lambda each: each.seconds)
-    if isinstance(compression, ErrorFeedback):
-        return None
-    return predict(Candidate("dense"), length, network, rates, value_bytes)
 
 
 def advice(compression: object, length: int, calibration: Calibration) -> str:

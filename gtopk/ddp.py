@@ -31,8 +31,10 @@ from collectives.transports import Transport
 
 from . import world
 from .compression import GTopK
+from .ddp_lanes import BucketLanes, as_shaped, split
 from .engine import Operation
 from .exchange import Progress
+from .grad_scaler import loss_scale
 from .held import Held
 from .hook_steps import HookSteps
 from .lanes import Lane, open_lane
@@ -41,7 +43,6 @@ from .one_step import NOT_FINITE, TOLD, OneStep
 from .optimizer_checkpoint import FORMAT, share_of
 from .process_sets import ProcessSet, global_process_set
 from .telemetry import StepReport
-from .weights import loss_scale
 
 __all__ = ["GTopKState", "gtopk_hook"]
 
@@ -89,10 +90,7 @@ class GTopKState:
         self.scaler = scaler
         self.progress = Progress()
         self.skipped_steps = self._dropped_steps = 0
-        self._lanes: dict[tuple[int, ...], Lane] = {}  # by the identities of their parameters
-        self._homes: dict[torch.Tensor, tuple[Lane, int]] = {}  # where a parameter begins
-        # Of parameters without a lane, and of frozen ones, in memory's order.
-        self._held: dict[torch.Tensor, Held] = {}
+        self._lanes = BucketLanes(self._open_lane)
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
@@ -111,14 +109,11 @@ class GTopKState:
         """How fast each rank computes beside the fastest, 1, as told last; None before."""
         return self._steps.stragglers.scores
 
-    # ---- the step
-
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to replace a bucket's gradients by what all ranks agree on."""
         buffer = bucket.buffer()
         self._refuse_another_model(bucket)
-        lane = self._lane_of(bucket.parameters(), buffer)
-        self._pass_over_frozen(bucket.parameters(), buffer)
+        lane = self._lanes.lane_of(bucket.parameters(), buffer)
         scale = loss_scale(self.scaler)
         lane.parameters[0].grad = buffer
         lane.take(1.0 / (len(self._members.ranks) * scale), scale)
@@ -137,10 +132,12 @@ class GTopKState:
         self._finisher.submit(self._finish, operation, lane, buffer, future, bucket.is_last())
         return future
 
+    def _open_lane(self, whole: torch.nn.Parameter) -> Lane:
+        return open_lane(self._name, [whole], ["bucket"], self.compression, self.progress)
+
     def _refuse_another_model(self, bucket: GradBucket) -> None:
         """Only the first step has new parameters, and its buckets are numbered as they come."""
-        known = all(p in self._homes or p in self._held for p in bucket.parameters())
-        if not known and bucket.index() != len(self._lanes):
+        if not self._lanes.knows(bucket.parameters()) and bucket.index() != len(self._lanes):
             raise ValueError(
                 "this GTopKState has the parameters of another model: use one GTopKState for each "
                 "model (or, of one model whose parameters have several dtypes, static_graph=True, "
@@ -182,80 +179,14 @@ class GTopKState:
         with lane.bucket.on_stream():
             future.set_result(buffer)
 
-    # ---- what is held back
-
-    def _lane_of(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Lane:
-        key = tuple(map(id, parameters))
-        if key not in self._lanes:
-            for parameter in parameters:
-                if parameter in self._homes:
-                    self._take_out(self._homes[parameter][0])
-            self._lanes[key] = self._open_lane(parameters, buffer)
-        return self._lanes[key]
-
-    def _open_lane(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Lane:
-        whole = torch.nn.Parameter(buffer.detach())  # DDP's own memory
-        lane = open_lane(self._name, [whole], ["bucket"], self.compression, self.progress)
-        start = 0
-        for parameter in parameters:
-            self._homes[parameter] = lane, start
-            start += parameter.numel()
-        return lane
-
-    def _pass_over_frozen(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Let what is held back of frozen parameters wait, and take no gradient of theirs."""
-        for parameter, gradient in zip(parameters, _split(buffer, parameters), strict=True):
-            if not parameter.requires_grad:
-                gradient.zero_()
-                if parameter not in self._held:
-                    self._held[parameter] = self._copy_of(parameter)
-                    self._put_in(parameter, {})
-            elif parameter in self._held:
-                self._put_in(parameter, self._held.pop(parameter))
-
-    def _take_out(self, lane: Lane) -> None:
-        """Keep what a lane holds back until other lanes have its parameters."""
-        moved = [parameter for parameter, (home, _) in self._homes.items() if home is lane]
-        for parameter in moved:
-            if parameter not in self._held:
-                self._held[parameter] = self._copy_of(parameter)
-            del self._homes[parameter]
-        self._lanes = {key: each for key, each in self._lanes.items() if each is not lane}
-
-    def _put_in(self, parameter: torch.Tensor, held: Held) -> None:
-        """Make its lane hold back this of a parameter, and nothing else."""
-        for what, part in self._views(parameter).items():
-            part.copy_(held[what]) if what in held else part.zero_()
-        self._homes[parameter][0].exchange.residual.holds_nothing = False  # type: ignore[union-attr]
-
-    def _copy_of(self, parameter: torch.Tensor) -> Held:
-        return {what: part.clone() for what, part in self._views(parameter).items()}
-
-    def _views(self, parameter: torch.Tensor) -> Held:
-        """Return a parameter's part of what its lane holds, in memory's order."""
-        lane, start = self._homes[parameter]
-        assert lane.exchange.residual is not None
-        return {
-            what: tensor[start : start + parameter.numel()]
-            for what, tensor in lane.exchange.residual.after_last_step().items()
-        }
-
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return what this rank holds back of the model's parameters, by name, in their shapes.
 
         Save it on every rank; or put the parts of all under "held" of one of them, which any number
         of ranks can load.
         """
-        held: dict[str, Held] = {}
-        for name, parameter in _named(model):
-            own = self._held.get(parameter)
-            if own is None and parameter in self._homes:
-                own = self._views(parameter)
-            if own is not None:
-                held[name] = {
-                    what: _as_shaped(part, parameter).clone(memory_format=torch.contiguous_format)
-                    for what, part in own.items()
-                }
+        parts = {name: self._lanes.held_of(parameter) for name, parameter in _named(model)}
+        held = {name: part for name, part in parts.items() if part}
         return {
             "format": FORMAT,
             "ranks": len(self._members.ranks),
@@ -304,16 +235,14 @@ class GTopKState:
         held = share_of(state, self._rank, len(self._members.ranks))
         found: dict[torch.Tensor, Held] = {}
         for name, parameter in _named(model):
-            for what, tensor in held.get(name, {}).items():
+            found[parameter] = held.get(name, {})
+            for what, tensor in found[parameter].items():
                 if tensor.shape != parameter.shape:
                     raise ValueError(
                         f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
                         f"parameter has {list(parameter.shape)}"
                     )
-                part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
-                _as_shaped(part, parameter).copy_(tensor)
-                found.setdefault(parameter, {})[what] = part
-        self._lanes, self._homes, self._held = {}, {}, found
+        self._lanes.hold(found)
         self.progress.steps = int(state["steps"])
 
 
@@ -337,11 +266,11 @@ def _write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.T
     before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
     def write() -> None:
-        parts = _split(buffer, parameters)
+        parts = split(buffer, parameters)
         for parameter, part, (grad, version) in zip(parameters, parts, before, strict=True):
             if parameter.grad is not grad or (grad is not None and grad._version != version):
                 continue  # DDP has written it
-            update = _as_shaped(part, parameter)
+            update = as_shaped(part, parameter)
             if grad is not None:
                 grad.copy_(update)  # nothing, where it lies in DDP's bucket
             elif update.any():
@@ -381,15 +310,3 @@ def _process_set_of(group: ProcessGroup | None) -> ProcessSet:
 def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters by their names, with or without DDP around the model."""
     return [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
-
-
-def _as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return elements in memory's order as the parameter has them."""
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return part.as_strided(parameter.shape, strides)
-
-
-def _split(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return each parameter's part of a bucket, in memory's order."""
-    parts: Sequence[torch.Tensor] = buffer.split([p.numel() for p in parameters])
-    return parts

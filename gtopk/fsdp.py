@@ -29,12 +29,12 @@ from . import world
 from .agreement import gather_words
 from .compression import GTopK
 from .exchange import Progress
+from .grad_scaler import loss_scale
 from .hook_steps import HookSteps
 from .lanes import Lane, open_lane
 from .one_step import NOT_FINITE, OneStep
 from .process_sets import ProcessSet, find_or_register
 from .telemetry import StepReport
-from .weights import loss_scale
 
 __all__ = ["ReplicaState", "replicate"]
 

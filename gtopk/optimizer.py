@@ -14,29 +14,31 @@ import torch
 from . import optimizer_checkpoint, world
 from .adasum import distribute_adasum
 from .compression import Compression, ErrorFeedback
+from .grad_scaler import RECIPE, loss_scale, require_no_fused_unscaling, require_scaled
 from .logs import EVERYWHERE
 from .optimizer_options import Groups, Options, warn_of_few_entries, warn_of_second_moments
-from .parameters import name_parameters, refuse_complex
+from .optimizer_readings import Readings
+from .parameters import name_parameters, require_trained
 from .process_sets import ProcessSet, global_process_set
 from .recording import looks
 from .reducer import Reducer
 from .reductions import Adasum, Average
 from .replica_check import ReplicaCheck
 from .samples import Samples
+from .skipped_steps import SkippedSteps
 from .telemetry import StepReport, report
 from .timeline import Span, Step
-from .weights import loss_scale, norm_of
-from .wrapping import Wrapping, wrap
+from .weights import norm_of
+from .wrapping import wrap
 
 _log = logging.getLogger("gtopk")
 MAX_SKIPPED_STEPS: Final = 100
 
 
-class _DistributedOptimizer(Wrapping):
+class _DistributedOptimizer(Readings):
     """What is mixed into the class of the wrapped optimizer.
 
-    skipped_steps: those that no rank applied, as a gradient was not finite on one.
-    last_step:     what the last step cost; None before the first.
+    last_step: what the last step cost; None before the first.
     """
 
     def _distribute(
@@ -49,20 +51,7 @@ class _DistributedOptimizer(Wrapping):
         self._world = world.current()
         self._parameter_names = name_parameters(self, named_parameters)
         self._options = options
-        trained = [p for p in self._parameter_names if p.requires_grad]
-        if not trained:
-            raise ValueError(
-                "DistributedOptimizer needs a parameter that requires a gradient, and all "
-                f"{len(self._parameter_names)} are frozen: thaw one (requires_grad_()), or step "
-                "the plain optimizer"
-            )
-        refuse_complex(trained, self._parameter_names)
-        elements = sum(p.numel() for p in trained)
-        if elements == 0:
-            raise ValueError(
-                f"there is nothing to train: the {len(trained)} parameters that require a gradient "
-                "hold no values; give the model its sizes before its optimizer"
-            )
+        elements = sum(p.numel() for p in require_trained(self._parameter_names))
         self._reducer = Reducer(
             self.param_groups, self._parameter_names, options, self._world, scaler
         )
@@ -75,62 +64,8 @@ class _DistributedOptimizer(Wrapping):
         self._skip = False
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
-        self._skipped_in_a_row = 0
-        self.skipped_steps = 0
+        self._skipped = SkippedSteps(options.max_skipped_steps)
         self.last_step: StepReport | None = None
-
-    # ---- what scripts read of Horovod's
-
-    @property
-    def process_set(self) -> ProcessSet:
-        """The ranks that reduce together."""
-        return self._options.process_set
-
-    @property
-    def op(self) -> int:
-        """Average or Sum."""
-        return self._options.op
-
-    @property
-    def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before the sum, and multiplied with after it."""
-        return self._options.gradient_predivide_factor
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        """How many backward passes add up before a step."""
-        return self._reducer.hooks.limit
-
-    @property
-    def straggler_scores(self) -> list[float | None] | None:
-        """How fast each rank computes beside the fastest, 1, as told last; None before.
-
-        The least of all ranks' median seconds over a rank's own, of the last steps.
-        """
-        return self._reducer.stragglers.scores
-
-    @property
-    def divergences(self) -> int:
-        """How many checks found replicas apart, and did not end in an error."""
-        return self._replicas.divergences
-
-    @property
-    def _compression(self) -> Any:
-        return self._options.compression
-
-    @property
-    def _handles(self) -> dict[torch.nn.Parameter, Any]:
-        return self._reducer.in_flight()
-
-    @property
-    def _requires_update(self) -> set[torch.nn.Parameter]:
-        return set(self._reducer.trained())
-
-    @property
-    def _allreduce_delay(self) -> dict[torch.nn.Parameter, int]:
-        return {p: self._reducer.hooks.passes_left(p) for p in self._reducer.trained()}
-
-    # ---- the step
 
     @property
     def scaler(self) -> Any:
@@ -177,7 +112,7 @@ class _DistributedOptimizer(Wrapping):
         if not self._reducer.takes_part or not self._reducer.trained():  # all are frozen
             self._synchronized = True
             return
-        self._check_scaler()
+        require_scaled(self.scaler, self)
         begun, ended_before = time.perf_counter(), self._exchange_ended
         compute_seconds = begun - ended_before if ended_before else 0.0
         round = self._reducer.reduce()
@@ -217,47 +152,15 @@ class _DistributedOptimizer(Wrapping):
             working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
             self._world.timeline.note_step(Step(self._reducer.name, spans, working, hidden))
         if self._skip:
-            self._count_skip(
-                "; ".join(
-                    f"rank {rank}: {', '.join(map(repr, names[:3]))}"
-                    for rank, names in zip(self._reducer.ranks, round.culprits, strict=False)
-                    if names
-                )
+            where = "; ".join(
+                f"rank {rank}: {', '.join(map(repr, names[:3]))}"
+                for rank, names in zip(self._reducer.ranks, round.culprits, strict=False)
+                if names
             )
+            self._skipped.note(self._world.rank, self._world.step, where)
         else:
-            self._skipped_in_a_row = 0
+            self._skipped.end_row()
             self._clip(loss_scale(self.scaler))
-
-    def _check_scaler(self) -> None:
-        """Raise ValueError where the scaler told of has unscaled the gradients too early."""
-        states = getattr(self.scaler, "_per_optimizer_states", {})
-        if id(self) in states and states[id(self)]["stage"].name == "UNSCALED":
-            raise ValueError(_unscale_between("it has unscaled them before they were reduced"))
-
-    def _count_skip(self, where: str) -> None:
-        """Warn, on every rank, of the ranks and parameters whose gradients are not finite.
-
-        where: what these are; "" where their sum is what is not.
-        """
-        self.skipped_steps += 1
-        self._skipped_in_a_row += 1
-        _log.warning(
-            "rank %d: step %d is skipped on every rank, residuals untouched: %s",
-            self._world.rank,
-            self._world.step,
-            f"the gradient is not finite on {where}"
-            if where
-            else "the sum of finite gradients is not finite",
-            extra=EVERYWHERE,
-        )
-        allowed = self._options.max_skipped_steps
-        if self._skipped_in_a_row > allowed:
-            raise FloatingPointError(
-                f"rank {self._world.rank}: {self._skipped_in_a_row} steps in a row were skipped at "
-                f"step {self._world.step}, the last because "
-                f"{'a gradient is not finite on ' + where if where else 'a sum overflowed'}; "
-                f"max_skipped_steps={allowed} allows as many"
-            )
 
     def _clip(self, scale: float) -> None:
         """Shorten the agreed update, which is as large as the loss was scaled."""
@@ -299,8 +202,8 @@ class _DistributedOptimizer(Wrapping):
                     "        optimizer.step()",
                     stacklevel=2,
                 )
-            if getattr(self, "grad_scale", None) is not None and len(self._reducer.ranks) > 1:
-                raise ValueError(_unscale_between("a fused optimizer unscales when it steps"))
+            if len(self._reducer.ranks) > 1:
+                require_no_fused_unscaling(self)
             self.synchronize()
         self._synchronized = False
         if not self._skip:
@@ -322,7 +225,7 @@ class _DistributedOptimizer(Wrapping):
                 "rank %d: gradients that are not finite are dropped without a step on this rank; "
                 "if a GradScaler has skipped it, the other ranks do not know. %s",
                 self._world.rank,
-                _RECIPE,
+                RECIPE,
                 extra=EVERYWHERE,
             )
         self._synchronized = False
@@ -450,22 +353,6 @@ def DistributedOptimizer(
     distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed
-
-
-_RECIPE: Final = (
-    "Use\n"
-    "    optimizer.synchronize()\n"
-    "    scaler.unscale_(optimizer)\n"
-    "    with optimizer.skip_synchronize():\n"
-    "        scaler.step(optimizer)"
-)
-
-
-def _unscale_between(why: str) -> str:
-    return (
-        f"other ranks cannot see the overflows of this rank's GradScaler, and scales part: {why}. "
-        f"{_RECIPE}"
-    )
 
 
 def _require_one_momentum(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback | None) -> None:

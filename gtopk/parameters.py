@@ -87,6 +87,26 @@ def name_parameters(
     return ParameterNames(optimizer.param_groups, named)
 
 
+def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Parameter]:
+    """Return the parameters that require a gradient.
+
+    Raises ValueError where there is none, where all of them are empty, and for complex ones.
+    """
+    trained = [parameter for parameter in names if parameter.requires_grad]
+    if not trained:
+        raise ValueError(
+            "DistributedOptimizer needs a parameter that requires a gradient, and all "
+            f"{len(names)} are frozen: thaw one (requires_grad_()), or step the plain optimizer"
+        )
+    refuse_complex(trained, names)
+    if not any(parameter.numel() for parameter in trained):
+        raise ValueError(
+            f"there is nothing to train: the {len(trained)} parameters that require a gradient "
+            "hold no values; give the model its sizes before its optimizer"
+        )
+    return trained
+
+
 KNOWN_TO_ADAPT: Final = (
     "this mode of adapt (thaw before you call it) trains the parameters that required a gradient "
     "when it began"

@@ -24,12 +24,13 @@ from collectives.transports import Transport
 from . import advice, world
 from .calibration import calibration_of
 from .engine import Engine, Work
-from .exchange import DenseExchange, Progress, SparseExchange
+from .exchange import Progress
+from .expectation import expected_seconds
+from .grad_scaler import loss_scale
 from .held import Held, put_in, take_out
 from .hooks import BackwardHooks
 from .lane_plan import Agreed, Plan
 from .lanes import Lane
-from .node_exchange import NodeExchange
 from .optimizer_options import Options
 from .parameters import ParameterNames, with_gradients
 from .reductions import Average
@@ -37,7 +38,7 @@ from .rounds import AnyLane, Round
 from .samples import Samples
 from .sparse_gradients import SparseGradientLane
 from .stragglers import Stragglers
-from .weights import local_clip, loss_scale
+from .weights import local_clip
 from .world import World
 
 _log = logging.getLogger("gtopk")
@@ -412,27 +413,11 @@ class Reducer:
         calibration = self._engine.submit(name, [], calibrate, vote=wanted).wait()
         if calibration is None:
             return
-        self._predicted_seconds = self._expect(calibration)
+        self._predicted_seconds = expected_seconds(self.lanes, calibration)
         if self.rank == 0 and not self._world.advised:
             self._world.advised = True
             elements = sum(lane.elements for lane in self.lanes)
             _log.info("%s", advice.advice(self.options.compression, elements, calibration))
-
-    def _expect(self, calibration: Calibration) -> float | None:
-        """Return what all lanes are expected to take; None where one is beyond the model."""
-        seconds = 0.0
-        for lane in self.lanes:
-            exchange = lane.exchange if isinstance(lane, Lane) else None
-            plain = isinstance(exchange, DenseExchange | SparseExchange)
-            if not isinstance(lane, Lane) or not plain or isinstance(exchange, NodeExchange):
-                return None
-            compression = getattr(exchange, "compression", None)
-            value_bytes = lane.bucket.dtype.itemsize
-            found = advice.expected(compression, lane.elements, calibration, value_bytes)
-            if found is None:
-                return None
-            seconds += found.seconds
-        return seconds
 
     @property
     def predicted_seconds(self) -> float | None:

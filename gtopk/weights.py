@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-
-
-def loss_scale(scaler: Any) -> float:
-    """Return what a GradScaler has multiplied the gradients with; 1 without one."""
-    if scaler is None or not scaler.is_enabled():
-        return 1.0
-    return float(scaler.get_scale())
 
 
 def local_clip(

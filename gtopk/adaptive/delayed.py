@@ -117,7 +117,7 @@ class DelayedLoader:
         """Step with the update that is in the gradients."""
         self._report(skipped=False)
         self._rate.scale(samples, None)
-        self._optimizer._skipped_in_a_row = 0
+        self._optimizer._skipped.end_row()
         self._optimizer._clip(1.0)
         with self._optimizer.skip_synchronize():
             self._wrapped_step()
@@ -125,7 +125,8 @@ class DelayedLoader:
     def _skip(self, culprits: Sequence[int]) -> None:
         """Count a round that is not applied, on all ranks alike."""
         self._report(skipped=True)
-        self._optimizer._count_skip("; ".join(f"rank {rank}" for rank in culprits))
+        where = "; ".join(f"rank {rank}" for rank in culprits)
+        self._optimizer._skipped.note(self._world.rank, self._world.step, where)
         self._world.step += 1
 
     def _report(self, skipped: bool) -> None:

@@ -50,15 +50,6 @@ def test_the_edge_is_where_the_verdict_turns() -> None:
     assert edges[1] > edges[0]
 
 
-def test_what_chooses_by_itself_is_not_foretold() -> None:
-    assert advice.expected(Compression.auto(density=0.01), LENGTH, at(1e9)) is None
-    dense = advice.expected(Compression.none, LENGTH, at(1e9))
-    gtopk = advice.expected(Compression.gtopk(density=0.001), LENGTH, at(1e9))
-    assert dense is not None
-    assert gtopk is not None
-    assert gtopk.seconds < dense.seconds
-
-
 @pytest.mark.parametrize(("said", "is_wanted"), [({}, True), ({"GTOPK_ADVICE": "off"}, False)])
 def test_it_can_be_switched_off(said: dict[str, str], is_wanted: bool) -> None:
     assert advice.wanted(said) == is_wanted

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gtopk.weights import local_clip, loss_scale, norm_of
+from gtopk.weights import local_clip, norm_of
 
 
 def test_a_gradient_longer_than_its_share_is_shortened_to_it():
@@ -39,9 +39,3 @@ def test_a_norm_may_be_larger_than_the_gradients_dtype_can_hold(dtype, value):
 def test_entries_of_a_sparse_gradient_that_are_there_twice_count_as_their_sum():
     sparse = torch.sparse_coo_tensor([[1, 1, 4]], [1.0, 2.0, 4.0], (9,), check_invariants=True)
     assert norm_of([sparse, torch.zeros(0), torch.tensor(12.0)]) == 13.0
-
-
-def test_a_scaler_tells_its_scale_where_it_scales():
-    assert loss_scale(None) == 1.0
-    assert loss_scale(torch.amp.GradScaler("cpu", init_scale=8.0)) == 8.0
-    assert loss_scale(torch.amp.GradScaler("cpu", init_scale=8.0, enabled=False)) == 1.0
