@@ -52,17 +52,22 @@ def join(comm: MPI.Intracomm | Sequence[int] | None = None) -> Transport:
 
 
 def left_apart(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return what is amiss where GTOPK_TRANSPORT joined fewer ranks than were launched, to rank 0.
+    """Return what is amiss where fewer ranks have joined than were launched, to rank 0.
 
     size: of the world that all of them were to be in.
     """
-    job, wanted = launched_by(environ), environ.get("GTOPK_TRANSPORT")
-    if not wanted or job is None or job.rank > 0 or job.size <= size:
+    job = launched_by(environ)
+    if job is None or job.rank > 0 or job.size <= size:
         return None
+    who, way_out = "gtopk has made", "`gtopk doctor` knows of launchers that do not fit together"
+    if wanted := environ.get("GTOPK_TRANSPORT"):
+        who, way_out = (
+            f"GTOPK_TRANSPORT={wanted} makes",
+            "unset GTOPK_TRANSPORT to have them train one",
+        )
     return (
-        f"GTOPK_TRANSPORT={wanted} makes a world of {size} in each of the {job.size} processes "
-        f"that {job.launcher} has started ({job.variables[1]}={job.size}): each trains a model of "
-        "its own; unset GTOPK_TRANSPORT to have them train one"
+        f"{who} a world of {size} in each of the {job.size} processes that {job.launcher} has "
+        f"started ({job.variables[1]}={job.size}): each trains a model of its own; {way_out}"
     )
 
 

@@ -16,26 +16,32 @@ class Launched(NamedTuple):
     variables: tuple[str, str]
 
 
-# Name, variable of the rank, variable of the size. MPI's come first: gtopk's ranks are MPI's.
-_MPI = (
+# Name, variable of the rank, variable of the size.
+_TORCHRUN = ("torchrun", "RANK", "WORLD_SIZE")
+# Which of several is the inner one: srun with PMI starts shells, and agents whose ranks inherit
+# what it said to the agent. RANK comes last: people set it by hand, too.
+_FAMILIES = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("a PMI launcher", "PMI_RANK", "PMI_SIZE"),  # MPICH's mpirun, or srun
-)
-_MPI_SIZES = tuple(size for _, _, size in _MPI)
-_OTHERS = (
-    ("torchrun", "RANK", "WORLD_SIZE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("a PMI launcher", "PMI_RANK", "PMI_SIZE"),  # MPICH's mpirun, or srun
+    _TORCHRUN,
 )
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # nobody sets it but the agent, and of its workers only
 # A step's size, not the job's: a batch script has the latter without being a rank.
 _SRUN = ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
-    """Return what every launcher that left its mark says, MPI's first.
+    """Return what every launcher that left its mark says, the innermost first.
 
-    srun counts only alone: it starts the daemons of mpirun and the agents of torchrun, too.
+    Whoever started a torchrun's agent does not count; srun only alone: it starts the daemons of
+    mpirun, too.
     """
-    found = [said for family in (*_MPI, *_OTHERS) if (said := _read(family, environ))]
+    worker = _read(_TORCHRUN, environ) if environ.get(_OF_TORCHRUN) else None
+    if worker is not None and worker.size > 1:
+        return [worker]
+    found = [said for family in _FAMILIES if (said := _read(family, environ))]
     if not found and (said := _read(_SRUN, environ)):
         found.append(said)
     return found
@@ -43,8 +49,8 @@ def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
 
 def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Return the launcher whose rank this process is; None when it runs alone."""
-    mpi = {name for name, _, _ in _MPI}
-    return next((s for s in launchers(environ) if s.launcher in mpi or s.size > 1), None)
+    said = launchers(environ)
+    return next((s for s in said if s.variables[1] in _MPI_SIZES or s.size > 1), None)
 
 
 def carried_by(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -53,8 +59,9 @@ def carried_by(job: Launched | None, environ: Mapping[str, str] = os.environ) ->
         return wanted
     if job is None:
         return "local"
-    # srun --mpi=pmix leaves only PMIX_RANK.
-    if job.variables[1] in _MPI_SIZES or "PMIX_RANK" in environ:
+    # srun --mpi=pmix leaves only PMIX_RANK, and to what its tasks start as well.
+    by_pmix = job.launcher == _SRUN[0] and "PMIX_RANK" in environ
+    if job.variables[1] in _MPI_SIZES or by_pmix:
         return "mpi"
     return "torch.distributed" if job.size > 1 else "local"
 

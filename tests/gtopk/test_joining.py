@@ -26,12 +26,13 @@ PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 HOROVODRUN = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-OF_LAUNCHERS = [*OPEN_MPI, *PMI, *TORCHRUN, *HOROVODRUN, *SRUN, "PMIX_RANK", "GTOPK_TRANSPORT"]
+AGENT = {"TORCHELASTIC_RUN_ID": "none"}
+OF_LAUNCHERS = [*OPEN_MPI, *PMI, *TORCHRUN, *HOROVODRUN, *SRUN, *AGENT, "PMIX_RANK"]
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch) -> None:
-    for variable in (*OF_LAUNCHERS, "MASTER_ADDR", "MASTER_PORT"):
+    for variable in (*OF_LAUNCHERS, "GTOPK_TRANSPORT", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -44,7 +45,11 @@ def _no_launcher(monkeypatch) -> None:
         (SRUN | {"PMIX_RANK": "1"}, "mpi"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, "mpi"),
         (TORCHRUN, "torch.distributed"),
+        (TORCHRUN | AGENT | SRUN | {"PMIX_RANK": "0"}, "torch.distributed"),
+        (TORCHRUN | AGENT | SRUN | PMI, "torch.distributed"),
+        (TORCHRUN | AGENT | OPEN_MPI, "torch.distributed"),
         (HOROVODRUN, "torch.distributed"),
+        (HOROVODRUN | {"PMIX_RANK": "0"}, "torch.distributed"),
         (SRUN, "torch.distributed"),
         (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, "local"),
         (OPEN_MPI | {"GTOPK_TRANSPORT": "torch.distributed"}, "torch.distributed"),
@@ -97,6 +102,13 @@ def test_ranks_that_a_transport_leaves_apart_are_warned_once(
         )
         assert said.endswith("unset GTOPK_TRANSPORT to have them train one")
     assert left_apart(size, environ | {"GTOPK_TRANSPORT": "local"}) is None  # of rank 1
+
+
+def test_ranks_whose_mpi_is_not_their_launchers_are_warned() -> None:
+    said = left_apart(1, {"PMI_RANK": "0", "PMI_SIZE": "4"})
+    assert said is not None
+    assert "a world of 1 in each of the 4 processes that a PMI launcher has started" in said
+    assert "gtopk doctor" in said
 
 
 def test_without_cupy_nccl_says_what_to_install(monkeypatch) -> None:

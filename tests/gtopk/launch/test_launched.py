@@ -31,6 +31,28 @@ def test_mpi_comes_before_other_launchers() -> None:
     assert found.variables == ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 
 
+@pytest.mark.parametrize(
+    "outer",
+    [
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"},  # one agent for each node
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},  # a shell of srun --pty --mpi=pmi2
+        {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"},
+    ],
+)
+def test_whoever_started_its_agent_torchrun_is_the_launcher_of_its_workers(
+    outer: dict[str, str],
+) -> None:
+    environ = TORCHRUN | outer | {"TORCHELASTIC_RUN_ID": "none"}
+    assert launched_by(environ) == Launched("torchrun", 2, 4, ("RANK", "WORLD_SIZE"))
+    assert launchers(environ) == [launched_by(environ)]  # they do not contradict each other
+
+
+def test_horovodrun_in_a_shell_of_a_pmi_launcher_is_the_launcher() -> None:
+    found = launched_by(HOROVODRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"})
+    assert found is not None
+    assert found.launcher == "horovodrun"
+
+
 @pytest.mark.parametrize("inner", [OPEN_MPI, PMI, TORCHRUN])
 def test_srun_that_started_another_launcher_does_not_count(inner: dict[str, str]) -> None:
     said = launchers(inner | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
