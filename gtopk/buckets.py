@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from collectives.kernels import Gradient, all_finite, put_at
 from collectives.vector import SparseVector
 
-from .arrays import current_stream, home_of, view_array, zeros
+from .arrays import current_stream, home_of, view_array, view_tensor, zeros
 from .parameters import refuse_complex
 
 _READ_WHERE_THEY_LIE = {
@@ -55,7 +55,8 @@ class Bucket:
         self.dtype: np.dtype[Any] = np.dtype(np.float64 if any_double else np.float32)
         self.device = home_of(self.parameters)
         self.strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
-        self._largest = min(torch.finfo(p.dtype).max for p in self.parameters)
+        self._dtypes = {p.dtype for p in self.parameters if p.numel()}
+        self._largest = min(torch.finfo(dtype).max for dtype in self._dtypes)
         self.weight = self.scale = 1.0
         self.gradients: list[torch.Tensor] = []
         self._parts: list[NDArray[Any]] | None = None
@@ -150,15 +151,36 @@ class Bucket:
         return bool((-self.largest <= least) & (most <= self.largest))  # NaN is not
 
     def fit(self, update: SparseVector) -> tuple[SparseVector, SparseVector | None]:
-        """Return the update with no value above `largest`, and what was cut off, if anything."""
-        if self.largest == np.finfo(self.dtype).max:
+        """Return the update as the gradients can hold it, and what that leaves, if anything.
+
+        They cannot hold what is beyond `largest`, nor, in 16 bits, what rounding takes.
+        """
+        if self.largest == np.finfo(self.dtype).max and self._dtypes == {_torchs(self.dtype)}:
             return update, None
         values = update.values.clip(-self.largest, self.largest)
-        beyond = values != update.values
-        if not beyond.any():
+        if self._dtypes != {_torchs(self.dtype)}:
+            scale = values.dtype.type(self.scale)
+            values = self._rounded(values * scale, update.indices) / scale
+        left = update.values - values
+        some = left != 0
+        if not some.any():
             return update, None
-        rest = SparseVector(update.indices[beyond], (update.values - values)[beyond], self.length)
+        rest = SparseVector(update.indices[some], left[some], self.length)
         return SparseVector(update.indices, values, self.length), rest
+
+    def _rounded(self, values: NDArray[Any], indices: NDArray[Any]) -> NDArray[Any]:
+        """Return an update's values as they are in the dtypes of the parameters they are of."""
+        wide = view_tensor(values)
+        if len(self._dtypes) == 1:
+            (dtype,) = self._dtypes
+            return view_array(wide.to(dtype).to(wide.dtype))
+        sizes = torch.tensor([p.numel() for p in self.parameters], device=wide.device)
+        numbers = view_tensor(indices.astype(np.int64))
+        parameter_of = torch.searchsorted(sizes.cumsum(0), numbers, right=True)
+        for dtype in self._dtypes:
+            are = torch.tensor([p.dtype == dtype for p in self.parameters], device=wide.device)
+            wide = torch.where(are[parameter_of], wide.to(dtype).to(wide.dtype), wide)
+        return view_array(wide)
 
     def gather(self) -> NDArray[Any]:
         """Copy the gradients, times `weight`, side by side into `flat`, and return it."""
@@ -233,6 +255,11 @@ class Bucket:
         """Hold no memory that `zero_grad` is to free before the next backward pass."""
         self.gradients = []
         self._parts = None
+
+
+def _torchs(dtype: np.dtype[Any]) -> torch.dtype:
+    own: torch.dtype = getattr(torch, dtype.name)
+    return own
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:

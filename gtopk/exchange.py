@@ -119,7 +119,7 @@ class SparseExchange:
         self.compression = compression
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
-        # What was picked, the update, what returned, and what is beyond the gradients' dtype.
+        # What was picked, the update, what returned, and what the gradients' dtype cannot hold.
         self._outcome: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None

@@ -28,7 +28,7 @@ from .samples import Samples
 from .skipped_steps import SkippedSteps
 from .telemetry import StepReport, report
 from .timeline import Span, Step
-from .weights import norm_of
+from .weights import agreed_norm
 from .wrapping import wrap
 
 _log = logging.getLogger("gtopk")
@@ -168,7 +168,7 @@ class _DistributedOptimizer(Readings):
         if allowed is None:
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
-        norm = norm_of(gradients) / scale
+        norm = agreed_norm(gradients) / scale
         if norm > allowed:
             torch._foreach_mul_(
                 [g._values() if g.is_sparse else g for g in gradients], allowed / norm

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from collectives.kernels import squared_norm
+
+from .arrays import home_of, view_array
+
 
 def local_clip(
     gradients: Sequence[torch.Tensor | None],
@@ -46,3 +50,19 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
 
     found = norm(torch.float32)
     return norm(torch.float64) if found == math.inf else found
+
+
+def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the norm of what is the same on all ranks: it is then, to the bit, the same on each.
+
+    The kernels add in float64 and in one order, on any processor and any GPU; torch's sums go by
+    its instructions, and two ranks' norms may differ in the last bit.
+    """
+    home = home_of(tensors)
+    square = 0.0
+    for tensor in tensors:
+        part = tensor.detach().coalesce()._values() if tensor.is_sparse else tensor.detach()
+        wide = part.to(home, torch.promote_types(part.dtype, torch.float32)).reshape(-1)
+        if wide.numel():
+            square += squared_norm(view_array(wide.contiguous()))
+    return math.sqrt(square)

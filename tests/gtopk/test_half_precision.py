@@ -1,4 +1,4 @@
-"""Updates beyond what the gradients' dtype can hold: never infinity, and nothing is lost."""
+"""What the gradients' dtype cannot hold of an update: never infinity, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -51,8 +51,47 @@ def test_what_a_sum_has_beyond_float16_stays_in_the_residuals(threads, compressi
     assert torch.equal(updates[0], updates[1])
     assert float(updates[0].abs().max()) == LARGEST / scale
     left = sum(torch.from_numpy(residual).double() for _, _, residual in ranks)
-    # Rounding to float16, of an update up to 65504, is all that is not there.
-    torch.testing.assert_close(updates[0] + left, gradients, rtol=0, atol=16 / scale)
+    torch.testing.assert_close(updates[0] + left, gradients, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        [torch.bfloat16],
+        [torch.float16],
+        [torch.bfloat16, torch.float32, torch.bfloat16],
+        [torch.float64, torch.float32],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("compression", [SPARSE[0], SPARSE[3], Compression.topk(1.0)], ids=repr)
+def test_what_rounding_to_the_gradients_dtype_takes_is_sent_later(threads, compression, dtypes):
+    """Gradients that are tiny beside others, or finer than the dtype, come through in the end."""
+    steps = 60
+
+    def program(transport: LocalTransport) -> Any:
+        parameters = [torch.nn.Parameter(torch.zeros(5, dtype=dtype)) for dtype in dtypes]
+        random = torch.Generator().manual_seed(transport.rank)
+        given, applied = (torch.zeros(5 * len(dtypes), dtype=torch.float64) for _ in range(2))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(parameters, lr=0.0),
+                compression=compression,
+                gradient_predivide_factor=3.0,
+            )
+            for _ in range(steps):
+                for parameter in parameters:
+                    parameter.grad = (torch.rand(5, generator=random) - 0.25).to(parameter.dtype)
+                given += torch.cat([p.grad.double() for p in parameters]) / transport.size
+                optimizer.step()
+                applied += torch.cat([p.grad.double() for p in parameters])
+            return given, applied, torch.from_numpy(held(optimizer)).double()
+
+    ranks = threads(3, program)
+    given = sum(given for given, _, _ in ranks)
+    left = 3 * sum(left for _, _, left in ranks)  # it was divided before the sum
+    # Float32 additions alone round; of a step, bfloat16 would take a thousand times as much.
+    torch.testing.assert_close(ranks[0][1] + left, given, rtol=0, atol=1e-6 * steps)
 
 
 def test_small_gradients_that_wait_for_long_never_become_infinite(threads):

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from gtopk.weights import local_clip, norm_of
+from collectives.kernels import reference
+from gtopk.weights import agreed_norm, local_clip, norm_of
 
 
 def test_a_gradient_longer_than_its_share_is_shortened_to_it():
@@ -39,3 +40,16 @@ def test_a_norm_may_be_larger_than_the_gradients_dtype_can_hold(dtype, value):
 def test_entries_of_a_sparse_gradient_that_are_there_twice_count_as_their_sum():
     sparse = torch.sparse_coo_tensor([[1, 1, 4]], [1.0, 2.0, 4.0], (9,), check_invariants=True)
     assert norm_of([sparse, torch.zeros(0), torch.tensor(12.0)]) == 13.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_an_agreed_norm_is_added_in_the_kernels_order(dtype):
+    random = torch.Generator().manual_seed(5)
+    first = torch.randn(3, 40_000, generator=random).to(dtype).t()
+    sparse = torch.sparse_coo_tensor(
+        [[1, 1, 4]], [1.0, 2.0, 4.0], (9,), dtype=dtype, check_invariants=True
+    )
+    norm = agreed_norm([first, sparse, torch.zeros(0)])
+    wide = first.reshape(-1).to(torch.promote_types(dtype, torch.float32)).numpy()
+    assert norm == math.sqrt(reference.squared_norm(wide) + 25.0)
+    assert norm == pytest.approx(norm_of([first, sparse]), rel=1e-5)
