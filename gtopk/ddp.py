@@ -58,10 +58,11 @@ class GTopKState:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
     scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
         changes.
-    skipped_steps: in how many steps a gradient was not finite on some rank, or a sum overflowed.
-        From the bucket on where that shows, gradients become NaN on every rank: GradScaler skips
-        such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does. What is
-        held back is then as before the step.
+    skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
+        float32. From the bucket on where that shows, gradients become NaN on every rank: GradScaler
+        skips such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does.
+        What is held back is then as before the step. What a sum has beyond float16, of gradients in
+        it, is held back, and the step counts.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a process group that gtopk does not know.
     """

@@ -105,10 +105,11 @@ class ReplicaState:
     """What replicas keep from step to step: of each sharded module, what was not sent yet.
 
     process_set: the ranks that hold the same shard.
-    skipped_steps: in how many steps a gradient was not finite on some replica, or a sum overflowed.
-        From the module on where that shows, gradients become NaN on all of them: GradScaler skips
-        such a step; without one, look at `skipped_steps` before optimizer.step(). What is held back
-        is then as before the step.
+    skipped_steps: in how many steps a gradient was not finite on some replica, or a sum beyond
+        float32. From the module on where that shows, gradients become NaN on all of them:
+        GradScaler skips such a step; without one, look at `skipped_steps` before optimizer.step().
+        What is held back is then as before the step. What a sum has beyond float16, of gradients in
+        it, is held back, and the step counts.
     """
 
     def __init__(self, process_set: ProcessSet, compression: GTopK, scaler: Any) -> None:

@@ -28,8 +28,8 @@ class GTopK(Callback):
     """Registers gTop-k with a Trainer whose strategy is "ddp", or a DDPStrategy.
 
     density, options: as `gtopk.ddp.GTopKState` takes them.
-    state: of the hook, while a fit goes on: `state.skipped_steps` counts the steps in which a
-        gradient was not finite on some rank, and which all ranks passed over.
+    state: of the hook, while a fit goes on: `state.skipped_steps` counts the steps that all ranks
+        passed over, as a gradient or a sum was not finite.
     """
 
     def __init__(self, density: float = 0.001, **options: Any) -> None:

@@ -100,9 +100,9 @@ class _DistributedOptimizer(Readings):
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
 
-        When a gradient was not finite on any rank, or their sum is not in the gradients' dtype, all
-        ranks skip: the residuals stay as they were, the gradients become NaN on every rank, and
-        `step` applies nothing.
+        When a gradient was not finite on any rank, a dense sum is not in its dtype, or a sparse one
+        in float32, all ranks skip: the residuals stay as they were, the gradients become NaN on
+        every rank, and `step` applies nothing. What a sparse sum has beyond float16 is held back.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree;
         FloatingPointError when more steps in a row were skipped than may be.
         """
@@ -320,7 +320,8 @@ def DistributedOptimizer(
         each parameter, and the optimizer's state of it, becomes on all ranks what it is on more
         than half of them, and a warning says so. Without such a majority it is an error. What
         ranks hold back is their own, and stays.
-    max_skipped_steps: how many steps in a row may be skipped because gradients are not finite.
+    max_skipped_steps: how many steps in a row may be skipped because a gradient, or a sum of them,
+        is not finite.
     Raises ValueError for an argument out of its range, names that are missing or double, a
     momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
     """

@@ -52,7 +52,7 @@ class Readings(Wrapping):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps no rank applied, as a gradient was not finite on one."""
+        """How many steps no rank applied, as a gradient or a sum was not finite."""
         return self._skipped.count
 
     @property

@@ -1,4 +1,4 @@
-"""Skipped steps: those that no rank applied, as a gradient was not finite on one."""
+"""Skipped steps: those that no rank applied, as a gradient or a sum was not finite."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class StepReport:
     samples:             that this rank's gradients come from; None where nobody said.
     selected:            entries this rank picked (dense: all).
     updated:             coordinates that the agreed update holds.
-    skipped:             a rank's gradient was not finite: nothing was applied anywhere. Of a
+    skipped:             a gradient, or a sum, was not finite: nothing was applied anywhere. Of a
                          "period": some of this rank's own were not, and left out.
     local_steps:         of this rank's optimizer, in what is covered; what was skipped may be none.
     covers:              "step". Of mode "abs" a "round": its micro-batches, and their reduction,
