@@ -9,7 +9,8 @@
     gTop-k       0 <> 2, 1 <> 3            each shard among its replicas, over what is slow
 
 The residual is sharded as the gradients are. A module's shard is exchanged when FSDP has it, before
-backward goes on; what the replicas of one shard do is independent of the others.
+backward goes on; what the replicas of one shard do is independent of the others. Needs torch 2.7 or
+newer.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+
+try:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+    _set_hook = FSDPModule.set_all_reduce_hook  # of torch 2.7; the class itself is of 2.6
+except (ImportError, AttributeError) as missing:
+    raise ImportError(f"gtopk.fsdp needs torch 2.7 or newer, got {torch.__version__}") from missing
 
 from collectives.transports import Transport
 
@@ -82,7 +89,7 @@ def replicate(
         )
     state = ReplicaState(_process_set_of(replicas), compression, scaler)
     for name, module in sharded.items():
-        module.set_all_reduce_hook(partial(state.exchange, name))
+        _set_hook(module, partial(state.exchange, name))
     return state
 
 
