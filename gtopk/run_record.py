@@ -25,7 +25,9 @@ def record(
     Raises OSError where something cannot be opened, ImportError without tensorboard, ValueError for
     an address or a number that makes no sense.
     """
-    address = parse_address(prometheus) if prometheus else None
+    if every < 1:
+        raise ValueError(f"every must be at least 1 step, got {every}")
+    address = parse_address(prometheus, "prometheus") if prometheus else None
     settings = Settings(folder, every, tensorboard, address)
     here = world.current()
     here.clock = here.engine.submit("clocks", [], lambda t, votes: clock_offset(t)).wait()

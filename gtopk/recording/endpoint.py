@@ -24,11 +24,14 @@ class Address(NamedTuple):
     port: int
 
 
-def parse_address(text: str) -> Address:
-    """Return the address of "9400" (this host alone), or of "HOST:9400"; raise ValueError."""
+def parse_address(text: str, said_by: str) -> Address:
+    """Return the address of "9400" (this host alone), or of "HOST:9400"; raise ValueError.
+
+    said_by: the variable or the argument, for the error.
+    """
     host, _, port = text.rpartition(":")
     if not port.isdigit() or not 0 <= int(port) < 65536:
-        raise ValueError(f"GTOPK_PROMETHEUS must be PORT or HOST:PORT, as 9400, got {text!r}")
+        raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
     return Address(host.strip("[]") or _LOOPBACK, int(port))
 
 

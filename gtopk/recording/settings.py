@@ -39,5 +39,5 @@ def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
         environ.get("GTOPK_RUN", ""),
         whole_number("GTOPK_RUN_EVERY", 1, "steps", environ),
         environ.get("GTOPK_TENSORBOARD", ""),
-        parse_address(address) if address else None,
+        parse_address(address, "GTOPK_PROMETHEUS") if address else None,
     )

@@ -177,16 +177,30 @@ def test_what_makes_no_sense_is_refused(variables: dict[str, str], text: str) ->
     assert Settings(run="a").asked
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"prometheus": "yes"}, "^prometheus must be PORT or HOST:PORT, as 9400, got 'yes'"),
+        ({"every": 0}, "^every must be at least 1 step, got 0"),
+    ],
+)
+def test_what_a_script_asks_for_is_refused_by_its_argument(
+    arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        gtopk.record("runs", **arguments)
+
+
 # ---- Prometheus
 
 
 def test_the_endpoint_is_on_this_host_alone_unless_told_otherwise() -> None:
-    assert parse_address("9400") == Address("127.0.0.1", 9400)
-    assert parse_address("0.0.0.0:9400") == Address("0.0.0.0", 9400)
+    assert parse_address("9400", "prometheus") == Address("127.0.0.1", 9400)
+    assert parse_address("0.0.0.0:9400", "prometheus") == Address("0.0.0.0", 9400)
 
 
 def test_the_endpoint_tells_of_the_last_step() -> None:
-    endpoint = Endpoint(parse_address("0"), rank=3)
+    endpoint = Endpoint(Address("127.0.0.1", 0), rank=3)
     try:
         endpoint.take([begin()])
         endpoint.take([step_line(report(4, skipped=True), 1.0, 6000)])
