@@ -347,7 +347,7 @@ def open_torch_distributed(
         store = distributed.distributed_c10d._get_default_store()
     else:
         variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        absent = [name for name in variables if name not in os.environ]
+        absent = [name for name in variables if not os.environ.get(name)]
         if absent:
             raise RuntimeError(
                 "transport 'torch.distributed' needs a process group, or torchrun's environment; "

@@ -23,7 +23,7 @@ def main() -> None:
     if len(words) < 1 + is_module or (words[0].startswith("-") and not is_module):
         print(_USAGE, file=sys.stderr)
         sys.exit(2)
-    os.environ.setdefault("GTOPK_ALLOW_PICKLE", "1")
+    os.environ["GTOPK_ALLOW_PICKLE"] = os.environ.get("GTOPK_ALLOW_PICKLE") or "1"
     install()
     follow()
     if is_module:

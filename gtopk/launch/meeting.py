@@ -38,7 +38,7 @@ def master(environ: Mapping[str, str]) -> Address | None:
 
     Raises ValueError for a port that is no number.
     """
-    if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
+    if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT"):
         return None
     port = whole_number("MASTER_PORT", None, environ=environ, least=0)
     return Address(environ["MASTER_ADDR"], port)

@@ -31,6 +31,16 @@ def test_torch_distributed_without_torch_says_what_to_install(
         open_transport("torch.distributed")
 
 
+def test_torch_distributed_without_a_launcher_names_what_is_not_set_or_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_PORT", "")
+    with pytest.raises(RuntimeError, match="environment; MASTER_PORT not set"):
+        open_transport("torch.distributed")
+
+
 @pytest.mark.parametrize("lacking", ["is_available", "is_gloo_available"])
 def test_a_torch_without_gloo_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, lacking: str

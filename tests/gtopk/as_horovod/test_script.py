@@ -105,6 +105,8 @@ def test_pickles_are_allowed_unless_the_environment_says_otherwise(
     (folder / "ask.py").write_text("import os; print(os.environ['GTOPK_ALLOW_PICKLE'])")
     monkeypatch.delenv("GTOPK_ALLOW_PICKLE", raising=False)
     assert python(folder, "-m", "gtopk.as_horovod", "ask.py").out == "1\n"
+    monkeypatch.setenv("GTOPK_ALLOW_PICKLE", "")  # as if it were not set
+    assert python(folder, "-m", "gtopk.as_horovod", "ask.py").out == "1\n"
     monkeypatch.setenv("GTOPK_ALLOW_PICKLE", "0")
     assert python(folder, "-m", "gtopk.as_horovod", "ask.py").out == "0\n"
 

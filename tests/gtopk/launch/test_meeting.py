@@ -51,6 +51,8 @@ def test_half_of_slurms_variables_are_an_error_with_the_way_out(environ: dict[st
 def test_an_address_is_named_by_both_variables() -> None:
     assert master({"MASTER_ADDR": "n1", "MASTER_PORT": "7"}) == Address("n1", 7)
     assert master({"MASTER_ADDR": "n1"}) is None
+    assert master({"MASTER_ADDR": "n1", "MASTER_PORT": ""}) is None
+    assert master({"MASTER_ADDR": "", "MASTER_PORT": "7"}) is None
     with pytest.raises(ValueError, match=r"MASTER_PORT must be a whole number, .* got 'any'"):
         master({"MASTER_ADDR": "n1", "MASTER_PORT": "any"})
 
