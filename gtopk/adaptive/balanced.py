@@ -47,7 +47,6 @@ class BalancedLoader:
 
     num_samples: of the batch in hand; 0 where it stands in for none and weighs nothing.
     decisions:   every change of the sizes so far.
-    waited_seconds: for the last batch, here in the loader.
     """
 
     def __init__(self, job: Job[BalancedOptions]) -> None:
