@@ -23,7 +23,7 @@ from .rows import LabelledRows, LabelLists, SparseRows
 
 SUFFIX: Final = ".rows"
 _MAGIC: Final = b"csr-rows"
-_VERSION: Final = 1
+_VERSION: Final = 2  # 1 may lack rows of a damaged bzip2 file
 _ALIGNMENT: Final = 64
 _DTYPES: Final = ("<i8", "<i4", "<f4", "<i8", "<i4")  # as `_arrays` has them
 

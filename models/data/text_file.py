@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+from .bzip2_streams import open_bzip2
 from .malformed import MalformedFile
 from .rows import LabelledRows, concatenated
 from .text_block import BadLine, parse_block
@@ -18,7 +18,7 @@ BLOCK_BYTES: Final = 1 << 20  # larger => leaves the cache; smaller => NumPy's c
 MOST_LINE_BYTES: Final = 1 << 26
 _OPENERS: Final[Mapping[bytes, tuple[Any, str]]] = {
     b"\x1f\x8b": (gzip.GzipFile, "gzip"),
-    b"BZ": (bz2.BZ2File, "bzip2"),
+    b"BZ": (open_bzip2, "bzip2"),
 }
 
 

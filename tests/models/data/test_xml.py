@@ -142,6 +142,27 @@ def test_a_packed_file_that_is_cut_off_or_damaged_is_refused(tmp_path, pack) -> 
         read_xml(written(path, damaged))
 
 
+def test_all_streams_of_a_bzip2_file_are_read(tmp_path, monkeypatch) -> None:
+    parts = b"3 10", b" 20\n", b"", LINES[:9], LINES[9:], b""
+    path = written(tmp_path / "train", b"".join(map(bz2.compress, parts)))
+    for block_bytes in (5, 1 << 20):
+        monkeypatch.setattr(text_file, "BLOCK_BYTES", block_bytes)
+        assert as_lists(read_xml(path, cache=False)) == ROWS
+
+
+def test_a_later_stream_of_a_bzip2_file_that_is_damaged_is_refused(tmp_path) -> None:
+    lines = b"".join(b"-1 %d:1\n" % (1 + n % 7) for n in range(500))
+    first, later = bz2.compress(lines), bz2.compress(lines[:350])
+    damaged = [later[:n] + bytes([later[n] ^ 0xFF]) + later[n + 1 :] for n in (0, 12, 50, -2)]
+    cut = [later[:n] for n in (1, 4, len(later) // 2, -1)]
+    for end in (*damaged, *cut, b"garbage", b"\0"):
+        path = written(tmp_path / "w8a", first + end)
+        with pytest.raises(MalformedFile, match=r"w8a, line .*the bzip2 file is truncated or dam"):
+            read_libsvm("w8a", path)
+        assert list(tmp_path.iterdir()) == [path]
+    assert len(read_libsvm("w8a", written(path, first + later))) == 550
+
+
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(text_file, "MOST_LINE_BYTES", 4000)
     monkeypatch.setattr(text_file, "BLOCK_BYTES", 1000)
@@ -246,7 +267,7 @@ def test_a_damaged_cache_is_passed_over(tmp_path) -> None:
         b"x" + sound[1:],
         sound[:20] + b"\xff" + sound[21:],
         sound[: record_end - 20] + b"nonsense" + sound[record_end - 12 :],
-        sound.replace(b'"version": 1', b'"version": 0'),
+        sound.replace(b'"version": 2', b'"version": 1'),
         sound[:indices] + b"\xff\xff\xff\x7f" + sound[indices + 4 :],
     ):
         assert damaged != sound
