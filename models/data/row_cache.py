@@ -1,7 +1,9 @@
 """A parsed file, kept beside it as arrays that are mapped into memory, not read.
 
-    magic  8 bytes    length of the record, 8 bytes    record, JSON    array    array ...
-                                                       each array begins at a multiple of 64
+    magic    checksum    length of the record    record    array    array ...
+    8 bytes  8 bytes     8 bytes                 JSON      each begins at a multiple of 64
+
+The checksum is zlib's crc32 of all that follows it.
 
 A cache that is of another file, of another time, read in another way, damaged or of another version
 of this format is passed over. Where it cannot be written (a folder that is read-only, a full disk)
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -23,8 +26,10 @@ from .rows import LabelledRows, LabelLists, SparseRows
 
 SUFFIX: Final = ".rows"
 _MAGIC: Final = b"csr-rows"
-_VERSION: Final = 2  # 1 may lack rows of a damaged bzip2 file
+_VERSION: Final = 2  # 1 had no checksum, and may lack rows of a damaged bzip2 file
 _ALIGNMENT: Final = 64
+_CHECKED: Final = 16  # bytes before those that the checksum is of
+_RECORD: Final = 24  # bytes before the record
 _DTYPES: Final = ("<i8", "<i4", "<f4", "<i8", "<i4")  # as `_arrays` has them
 
 
@@ -59,7 +64,7 @@ def _arrays(rows: LabelledRows) -> list[np.ndarray]:
 
 
 def _save(path: Path, identity: dict[str, Any], rows: LabelledRows) -> None:
-    """Write it beside, and put it in place at once."""
+    """Write it beside, and put it in place at once, when the disk has it."""
     arrays = [array.astype(dtype) for array, dtype in zip(_arrays(rows), _DTYPES, strict=True)]
     record = {
         **identity,
@@ -67,19 +72,33 @@ def _save(path: Path, identity: dict[str, Any], rows: LabelledRows) -> None:
         "widths": [rows.features.width, rows.labels.width],
         "origin": rows.origin,
     }
-    said = json.dumps(record).encode()
+    parts = list(_parts(json.dumps(record).encode(), arrays))
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
     written = path.with_name(f".{path.name}.{os.getpid()}")
     file = written.open("xb")
     try:
         with file:
-            file.write(_MAGIC + len(said).to_bytes(8, "little") + said)
-            for array in arrays:
-                file.write(bytes(-file.tell() % _ALIGNMENT))
-                file.write(array.data)
+            file.write(_MAGIC + checksum.to_bytes(8, "little"))
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())  # or a power loss could leave its name, and zeros
         written.replace(path)
     except BaseException:
         written.unlink(missing_ok=True)
         raise
+
+
+def _parts(record: bytes, arrays: Sequence[np.ndarray]) -> Iterator[bytes | memoryview]:
+    """Yield what follows the checksum."""
+    yield len(record).to_bytes(8, "little")
+    yield record
+    place = _RECORD + len(record)
+    for array in arrays:
+        yield bytes(-place % _ALIGNMENT)
+        yield array.data
+        place += -place % _ALIGNMENT + array.nbytes
 
 
 def _load(path: Path, identity: dict[str, Any]) -> LabelledRows | None:
@@ -88,9 +107,12 @@ def _load(path: Path, identity: dict[str, Any]) -> LabelledRows | None:
         whole = np.memmap(path, np.uint8, "r")
         if whole[:8].tobytes() != _MAGIC:
             return None
-        end = 16 + int.from_bytes(whole[8:16].tobytes(), "little")
-        record = json.loads(whole[16:end].tobytes())
+        checksum, length = whole[8:_RECORD].view("<u8").tolist()
+        end = _RECORD + length
+        record = json.loads(whole[_RECORD:end].tobytes())
         if any(record[name] != value for name, value in identity.items()):
+            return None
+        if zlib.crc32(whole[_CHECKED:].data) != checksum:
             return None
         arrays = []
         for length, dtype in zip(record["lengths"], _DTYPES, strict=True):
@@ -101,7 +123,7 @@ def _load(path: Path, identity: dict[str, Any]) -> LabelledRows | None:
         features = SparseRows(arrays[0], arrays[1], arrays[2], feature_width)
         labels = LabelLists(arrays[3], arrays[4], label_width)
         rows = LabelledRows(features, labels, str(record["origin"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     sound = end == len(whole) and len(features) == len(labels)
     sound = sound and len(features.values) == len(features.indices)

@@ -266,6 +266,11 @@ def read_cache(content: bytes, file: Path) -> Any:
     return rows
 
 
+def sealed_cache(content: bytes) -> bytes:
+    body = content[16:]
+    return content[:8] + zlib.crc32(body).to_bytes(8, "little") + body
+
+
 def some_batch(dice: random.Random) -> tuple[np.ndarray, np.ndarray]:
     """Return two images of CIFAR-10's shape and their labels."""
     pixels = np.frombuffer(dice.randbytes(2 * IMAGE_BYTES), np.uint8)
@@ -318,7 +323,7 @@ TARGETS = {
     "libsvm_multilabel": Target(
         lambda dice: some_rows(dice).partition(b"\n")[2], as_file(read_listed), (ValueError,)
     ),
-    "row_cache": Target(some_cache, read_cache, ()),
+    "row_cache": Target(some_cache, read_cache, (), sealed_cache),
     "idx": Target(some_idx, as_file(lambda file: read_idx(file, 3)), (ValueError,), repacked),
     "cifar10_binary": Target(
         lambda dice: published_files.binary_batch(*some_batch(dice)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -269,11 +270,48 @@ def test_a_damaged_cache_is_passed_over(tmp_path) -> None:
         sound[: record_end - 20] + b"nonsense" + sound[record_end - 12 :],
         sound.replace(b'"version": 2', b'"version": 1'),
         sound[:indices] + b"\xff\xff\xff\x7f" + sound[indices + 4 :],
+        sound[:-40] + bytes(40),  # the labels, as a power loss may leave them
+        sound.replace(b'"origin": "train"', b'"origin": "brain"'),
+        sound[:24] + b"[" * 200_000,
     ):
         assert damaged != sound
         cache.write_bytes(damaged)
         assert arrays(read_xml(path)) == fresh
         assert cache.read_bytes() == sound
+
+
+def test_a_damaged_cache_under_a_checksum_that_fits_points_nowhere_else(tmp_path) -> None:
+    path = tmp_path / "train"
+    write_xml(path, synthesise(SMALL, 20))
+    fresh = arrays(read_xml(path))
+    cache = tmp_path / "train.rows"
+    sound = cache.read_bytes()
+    for array, value in ((0, b"\1"), (1, b"\xff\xff\xff\x7f"), (3, b"\1"), (4, b"\xff" * 4)):
+        place = sound.index(fresh[array])
+        body = sound[16:place] + value + sound[place + len(value) :]
+        cache.write_bytes(sound[:8] + zlib.crc32(body).to_bytes(8, "little") + body)
+        assert arrays(read_xml(path)) == fresh
+        assert cache.read_bytes() == sound
+
+
+def test_a_cache_has_its_name_only_when_the_disk_has_it(tmp_path, monkeypatch) -> None:
+    path = written(tmp_path / "train", HEADER + LINES)
+    done: list[tuple[str, int]] = []
+    sync, replace = os.fsync, Path.replace
+
+    def noted_sync(descriptor: int) -> None:
+        sync(descriptor)
+        done.append(("sync", os.fstat(descriptor).st_size))
+
+    def noted_replace(written: Path, target: Path) -> Path:
+        done.append(("replace", written.stat().st_size))
+        return replace(written, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    read_xml(path)
+    size = (tmp_path / "train.rows").stat().st_size
+    assert done == [("sync", size), ("replace", size)]
 
 
 def test_where_no_cache_can_be_written_there_is_none(tmp_path, monkeypatch) -> None:
