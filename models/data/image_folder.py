@@ -24,6 +24,7 @@ MEAN: Final = np.array((0.485, 0.456, 0.406), np.float32)  # of red, green, blue
 DEVIATION: Final = np.array((0.229, 0.224, 0.225), np.float32)
 ENDINGS: Final = (".jpeg", ".jpg", ".png")
 FORMATS: Final = ("JPEG", "PNG")
+MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of 8 bits at most
 MOST_PIXELS: Final = 64 << 20  # of an image, before it is cut
 _TESTED_SHARE: Final = 224 / 256  # of the shorter side
 _AREAS: Final = (0.08, 1.0)  # that a cut may have of its image
@@ -138,7 +139,8 @@ def decoded(path: Path, size: int, cut: Cut) -> np.ndarray:
     """Return a part of an image, uint8 [size, size, 3].
 
     cut: says which, of its width and height.
-    Raises MalformedFile for what is no JPEG or PNG, is damaged, or larger than MOST_PIXELS.
+    Raises MalformedFile for what is no JPEG or PNG, is damaged, larger than MOST_PIXELS, or of
+    another mode than MODES.
     """
     from PIL import Image
 
@@ -147,6 +149,11 @@ def decoded(path: Path, size: int, cut: Cut) -> np.ndarray:
             width, height = image.size
             if width * height > MOST_PIXELS:
                 raise ValueError(f"{width} x {height} pixels are more than {MOST_PIXELS}")
+            if image.mode not in MODES:  # Pillow would cut off what is above 255
+                known = ", ".join(MODES)
+                raise ValueError(
+                    f"mode {image.mode} is none of {known}; scale it to 8 bits, and save it anew"
+                )
             part = image.convert("RGB").resize(
                 (size, size), Image.Resampling.BILINEAR, cut(width, height), reducing_gap=2.0
             )

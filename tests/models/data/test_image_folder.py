@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from models.data import image_folder
 from models.data.image_folder import anywhere, decoded, middle, read_image_folder
@@ -75,6 +76,20 @@ def test_a_file_that_is_no_image_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(image_folder, "MOST_PIXELS", 80)
     with pytest.raises(MalformedFile, match="9 x 9 pixels are more than 80"):
         decoded(path, 4, middle)
+
+
+def test_grey_of_16_bits_is_refused_and_not_clipped_to_white(tmp_path) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray((np.arange(64, dtype=np.uint16) * 1024).reshape(8, 8)).save(path)
+    with pytest.raises(MalformedFile, match=r"a\.png: .* mode I(;16)? is none of 1, L, .* 8 bits"):
+        decoded(path, 4, middle)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
+def test_images_of_8_bits_are_read_whatever_their_channels(tmp_path, mode) -> None:
+    path = tmp_path / ("a.jpg" if mode in ("CMYK", "YCbCr") else "a.png")
+    Image.new("RGB", (8, 8), (255, 255, 255)).convert(mode).save(path)
+    assert decoded(path, 4, middle).min() > 250
 
 
 def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
