@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .lanes import Text
+from .malformed import MalformedFile
 
 TEST_EVERY: Final = 10  # docstrings, one is held out for testing
 VOCABULARY: Final = 256
@@ -27,13 +28,14 @@ def load_docstrings(library: Path | None = None) -> Text:
     """Return what the modules of the library say of themselves, in the order of their names.
 
     library: the folder of the standard library; None: this interpreter's.
-    Raises FileNotFoundError where the interpreter came without its sources.
+    Raises FileNotFoundError where the interpreter came without its sources, MalformedFile for a
+    module that is no UTF-8.
     """
     folder = library or Path(os.__file__).parent
     texts = [
         inspect.cleandoc(text)
         for path in sorted(folder.glob("[a-z]*.py"))
-        for text in _DOCSTRING.findall(path.read_text(encoding="utf-8"))
+        for text in _DOCSTRING.findall(_source(path))
     ]
     train = [text for number, text in enumerate(texts, 1) if number % TEST_EVERY]
     test = texts[TEST_EVERY - 1 :: TEST_EVERY]
@@ -43,6 +45,14 @@ def load_docstrings(library: Path | None = None) -> Text:
         )
     origin = f"docstrings of Python {platform.python_version()}'s standard library"
     return Text(_as_bytes(train), _as_bytes(test), VOCABULARY, origin)
+
+
+def _source(path: Path) -> str:
+    """Return a module's text without the byte-order mark that Python allows before it."""
+    try:
+        return path.read_text(encoding="utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise MalformedFile(path, None, f"is no UTF-8: {error.reason}", byte=error.start) from error
 
 
 def _as_bytes(texts: list[str]) -> torch.Tensor:

@@ -8,6 +8,7 @@ first; a word that is in another text only is refused.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from .malformed import MalformedFile
 
 END: Final = "<eos>"
 MOST_BYTES: Final = 1 << 30  # of a text
+_WORD: Final = re.compile(r"[^ \t]+")  # str.split would split at spaces that do not break, too
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -58,9 +60,12 @@ def _sentences(path: Path) -> Iterator[list[str]]:
     """Yield the words of each line, its end among them."""
     if (size := path.stat().st_size) > MOST_BYTES:
         raise MalformedFile(path, None, f"has {size} bytes; at most {MOST_BYTES} are read")
-    lines = path.read_bytes().splitlines()
-    if not lines:
+    content = path.read_bytes()
+    if not content:
         raise MalformedFile(path, None, "is empty")
+    if content.startswith(codecs.BOM_UTF8):
+        raise MalformedFile(path, 1, "begins with a byte-order mark: save it without one")
+    lines = content.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             text = line.decode("utf-8")
@@ -68,7 +73,7 @@ def _sentences(path: Path) -> Iterator[list[str]]:
             raise MalformedFile(path, number, f"is no UTF-8: {error}") from error
         if control := _CONTROL.search(text):
             raise MalformedFile(path, number, f"{control.group()!r} is part of no word")
-        words = text.split()
+        words = _WORD.findall(text)
         if not words:
             raise MalformedFile(path, number, "holds no word")
         yield [*words, END]

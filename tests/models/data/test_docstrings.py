@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from models.data.docstrings import load_docstrings
+from models.data.malformed import MalformedFile
 
 
 def as_text(tokens: torch.Tensor) -> str:
@@ -36,3 +37,15 @@ def test_every_tenth_docstring_is_held_out_whole(tmp_path) -> None:
 def test_an_interpreter_without_sources_is_named(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="the sources of Python's standard library"):
         load_docstrings(tmp_path)
+
+
+def test_a_module_that_is_no_utf_8_is_named(tmp_path) -> None:
+    (tmp_path / "a.py").write_bytes('"""Sträucher"""\n'.encode("latin-1"))
+    with pytest.raises(MalformedFile, match=r"a\.py, byte 6: is no UTF-8: invalid"):
+        load_docstrings(tmp_path)
+
+
+def test_a_byte_order_mark_hides_no_docstring(tmp_path) -> None:
+    told = "".join(f'def f():\n    """{i}"""\n' for i in range(9))
+    (tmp_path / "a.py").write_text(f'"""first"""\n{told}', encoding="utf-8-sig")
+    assert as_text(load_docstrings(tmp_path).train).startswith("first\n\n0")

@@ -41,6 +41,16 @@ def test_words_are_numbered_by_frequency_and_lines_end_in_a_word(tmp_path) -> No
     assert text.origin == "Penn Treebank"
 
 
+def test_words_end_at_spaces_and_tabs_and_lines_at_their_ends_alone(tmp_path) -> None:
+    odd = ["10\u00a0000", "a\u2028b", "c\u0085d", "\u3000"]
+    content = f"{' '.join(odd)}\r\n\tx  y\t\r\n".encode()
+    write_set(tmp_path, content, " ".join(odd).encode())
+    text = read_ptb(tmp_path)
+    assert text.vocabulary == len({*odd, "x", "y", "<eos>"})
+    assert len(text.train) == len(odd) + 4
+    assert len(text.test) == len(odd) + 1
+
+
 def test_what_is_wrong_has_a_file_and_a_line(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no ptb\.train\.txt in .* are needed"):
         read_ptb(tmp_path)
@@ -51,6 +61,8 @@ def test_what_is_wrong_has_a_file_and_a_line(tmp_path) -> None:
         (b"a\n", b"a\x00\n"): r"valid\.txt, line 1: '\\x00' is part of no word",
         (b"", b"a\n"): r"train\.txt: is empty",
         (b"a\n", b""): r"valid\.txt: is empty",
+        (b"\xef\xbb\xbfa\n", b"a\n"): r"train\.txt, line 1: begins with a byte-order mark",
+        (b"a\n", b"a\ra\n"): r"valid\.txt, line 1: '\\r' is part of no word",
     }
     for (train, valid), reason in cases.items():
         write_set(tmp_path, train, valid)
