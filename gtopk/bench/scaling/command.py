@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add = described.add_argument
     add(
         "--model",
-        choices=[*PUBLISHED, *NETWORKS],
+        choices=list({**PUBLISHED, **NETWORKS}),  # some are in both
         default="vgg16",
         help="default: %(default)s. With --compute paper one of "
         f"{', '.join(PUBLISHED)}; with --compute real one of {', '.join(NETWORKS)}",

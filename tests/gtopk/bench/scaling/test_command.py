@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ def test_every_contender_steps_on_real_ranks(mpirun: Any, tmp_path: Path) -> Non
             alone["seconds"]["median"] / record["seconds"]["median"]
         )
     assert "gtopk-tree" in job.stdout
+
+
+def test_help_names_each_model_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    (models,) = re.findall(r"\[--model \{([^}]*)\}\]", capsys.readouterr().out)
+    named = models.split(",")
+    assert sorted(set(named)) == sorted(named)
+    assert {"vgg16", "resnet20", "resnet18"} < set(named)
 
 
 @pytest.mark.parametrize(
