@@ -11,7 +11,7 @@ import pytest
 
 import gtopk
 from gtopk import world
-from gtopk.cli import main
+from gtopk.cli import completable, main
 from tests.gtopk.made_runs import write_run
 
 
@@ -37,6 +37,19 @@ def test_python_m_gtopk_is_the_command():
         [sys.executable, "-m", "gtopk", "--version"], capture_output=True, text=True, check=True
     )
     assert said.stdout == f"gtopk {gtopk.__version__}\n"
+
+
+def test_every_command_has_an_example_and_but_for_completion_json(capsys):
+    without_json = set()
+    for name, command in completable().items():
+        if name in ("", "bench"):  # commands follow
+            continue
+        if not any("--json" in option.names for option in command.options):
+            without_json.add(name)
+        with pytest.raises(SystemExit):
+            main([*name.split(), "--help"])
+        assert "\nexample" in capsys.readouterr().out, name
+    assert without_json == {"completion"}
 
 
 PRINTING = [
