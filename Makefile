@@ -6,6 +6,7 @@
 #             over each launcher (SOAK_MINUTES=480 for a night; SOAK_MINUTES=4
 #             ARGS="-k faults_for_a_long_time" for a quarter of an hour)
 # make check  linter, formatter, types, import directions, and the docs as a site
+# make format  linter and formatter mend what they can
 # make docs   the site alone, in build/docs
 # make test-docs       runs every bash block and every titled script of docs/, and the notebook
 # make test-packaging  wheel and sdist, each installed into an environment of its own; linters of containers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,6 +41,12 @@ def test_the_command_line_has_its_way() -> None:
     assert "python9 -m venv /my/own\n" in asked
     assert "/my/own/bin/python -m pytest --numprocesses=2 --dist=worksteal --maxfail=1\n" in asked
     assert "rm -rf /my/own " in recipe("clean", "VENV=/my/own")
+
+
+def test_each_target_is_told_of_at_the_top() -> None:
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert set(re.findall(r"^# make ([\w-]+) ", text, re.MULTILINE)) == set(targets.split())
 
 
 def test_horovod_is_built_for_the_environment_that_tests_it() -> None:
