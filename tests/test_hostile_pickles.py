@@ -32,6 +32,14 @@ from gtopk.torch.checkpoint.errors import DamagedError
 from gtopk.torch.checkpoint.files import seal
 from gtopk.torch.checkpoint.tree import put_together
 from models.data import load
+from models.data.an4 import read_transcript
+from models.data.cifar10 import read_binary_batch
+from models.data.cifar10_pickle import read_pickled_batch
+from models.data.idx import read_idx
+from models.data.image_folder import decoded, middle
+from models.data.malformed import MalformedFile
+from models.data.wav import read_wav
+from models.data.xml import read_xml
 
 ROOT = Path(__file__).parents[1]
 
@@ -124,6 +132,20 @@ def test_no_data_set_is_unpickled(canary, tmp_path):
     for name in ("x.npz", "y.npz"):
         with pytest.raises(ValueError, match=r"no \.npz file with arrays x and y"):
             load(str(tmp_path / name))
+    file = tmp_path / "file"
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        file.write_bytes(pickle.dumps(Hostile(canary), protocol))
+        for read in (
+            lambda: read_pickled_batch(file, 1, 3072, 10),
+            lambda: read_binary_batch(file, 1),
+            lambda: read_idx(file, 1),
+            lambda: read_wav(file, 16_000),
+            lambda: decoded(file, 4, middle),
+            lambda: read_xml(file),
+            lambda: read_transcript(file),
+        ):
+            with pytest.raises(MalformedFile):
+                read()
 
 
 def executes(node: ast.AST) -> set[str]:
