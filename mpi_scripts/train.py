@@ -70,11 +70,12 @@ def parse() -> argparse.Namespace:
     run.add_argument("--log", type=Path, help="file for a line of JSON an epoch")
     arguments = parser.parse_args()
     _require_one_source(arguments)
+    _require_use(arguments)
     return arguments
 
 
 def _require_one_source(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for arguments that would go unheard."""
+    """Raise ValueError for data that would go unread."""
     if arguments.preset == "digits":
         if arguments.data or arguments.synthetic_samples:
             raise ValueError(
@@ -85,6 +86,30 @@ def _require_one_source(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--dataset is for --preset digits: give {arguments.preset} --data FOLDER")
     if arguments.data and arguments.synthetic_samples:
         raise ValueError("give --data FOLDER or --synthetic-samples N, not both")
+
+
+def _require_use(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for what was asked for and would do nothing; a preset asks for nothing."""
+    compression, preset = arguments.compression, PRESETS[arguments.preset]
+    idle = []
+    if compression in DENSE and arguments.density is not None:
+        idle.append("--density")
+    if compression not in SPARSE and arguments.density_warmup_epochs:
+        idle.append("--density-warmup-epochs")
+    if compression in DENSE and arguments.momentum_correction:
+        idle.append("--momentum-correction")
+    if idle:
+        raise ValueError(
+            f"--compression {compression} has no use for {', '.join(idle)}: leave that out, or "
+            f"choose one of {', '.join(SPARSE)}"
+        )
+    if preset.is_adam and (arguments.momentum_correction or arguments.momentum is not None):
+        given = "--momentum" if arguments.momentum is not None else "--momentum-correction"
+        raise ValueError(f"{given} is for SGD; {arguments.preset} trains with AdamW")
+    if arguments.momentum_correction and not _given(arguments.momentum, preset.momentum):
+        raise ValueError(f"--momentum-correction needs a momentum, {arguments.preset} has none")
+    if arguments.checkpoint_every and not arguments.checkpoint:
+        raise ValueError("--checkpoint-every needs --checkpoint FOLDER to save in")
 
 
 def prepare(arguments: argparse.Namespace) -> Training:
@@ -116,7 +141,7 @@ def prepare(arguments: argparse.Namespace) -> Training:
         "passes": arguments.passes,
         "parameters": sum(p.numel() for p in model.parameters()),
         "compression": arguments.compression,
-        "density": _given(arguments.density, preset.density),
+        "density": _density(arguments, preset),
         "seed": arguments.seed,
         "device": device.type,
     }
@@ -143,14 +168,19 @@ def _given(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
 
 
+def _density(arguments: argparse.Namespace, preset: Preset) -> float | None:
+    """Return the share of the entries that is sent; None: all of them, always."""
+    if arguments.compression in DENSE:
+        return None
+    return float(_given(arguments.density, preset.density))
+
+
 def _correction(arguments: argparse.Namespace, preset: Preset) -> float:
     """Return the momentum to take before the selection; 0: none."""
     if arguments.compression in DENSE:
         return 0.0
     if not _given(arguments.momentum_correction, preset.momentum_correction):
         return 0.0
-    if preset.is_adam:
-        raise ValueError(f"--momentum-correction is for SGD; {arguments.preset} trains with AdamW")
     return float(_given(arguments.momentum, preset.momentum))
 
 
@@ -173,7 +203,7 @@ def _compression(arguments: argparse.Namespace, preset: Preset, steps_per_epoch:
     options: dict[str, Any] = {"momentum_correction": _correction(arguments, preset)}
     if arguments.compression in SPARSE:
         options["warmup_steps"] = round(arguments.density_warmup_epochs * steps_per_epoch)
-    return kind(density=_given(arguments.density, preset.density), **options)
+    return kind(density=_density(arguments, preset), **options)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mpi_scripts import train
 from mpi_scripts.training.presets import PRESETS
 
 NOT_TRAINING = ("sent_bytes", "seconds")
+SENDING = (["--density", "0.1"], ["--density-warmup-epochs", "1"], ["--momentum-correction"])
 
 
 @pytest.fixture
@@ -102,6 +104,15 @@ def test_half_precision_and_a_warm_up_of_the_density_train(trained) -> None:
         assert record["skipped_steps"] == 0 or "fp16" in arguments
 
 
+def test_the_log_has_a_density_only_where_one_is_used(trained) -> None:
+    quick = ["--steps", "1", "--batch-size", "20"]
+    for compression, density in (("gtopk", 0.01), ("auto", 0.01), ("none", None), ("bf16", None)):
+        (record,) = trained(2, *quick, "--compression", compression)  # the preset's own options
+        assert record["density"] == density
+    (record,) = trained(2, *quick, "--compression", "topk", "--density", "0.2")
+    assert record["density"] == 0.2
+
+
 def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
     for arguments, reason in (
         (["--data", "folder"], "--preset digits takes --dataset"),
@@ -114,6 +125,21 @@ def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
         (["--passes", "99"], "--passes 99 must not exceed the 22 batches that each rank has"),
         (["--device", "cuda"], "needs a GPU that torch can use"),
         (["--preset", "gpt-docstrings", "--momentum-correction"], "trains with AdamW"),
+        (["--preset", "gpt-docstrings", "--momentum", "0.9"], "--momentum is for SGD; gpt-"),
+        (
+            ["--preset", "lstm-ptb", "--momentum-correction"],
+            "--momentum-correction needs a momentum, lstm-ptb has none",
+        ),
+        (["--checkpoint-every", "3"], "--checkpoint-every needs --checkpoint FOLDER"),
+        *(
+            (["--compression", kind, *option], f"--compression {kind} has no use for {option[0]}:")
+            for kind, option in [*product(train.DENSE, SENDING), ("auto", SENDING[1])]
+        ),
+        (
+            ["--compression", "none", *(word for option in SENDING for word in option)],
+            "for --density, --density-warmup-epochs, --momentum-correction: leave that out, or "
+            "choose one of topk, gtopk, oktopk, hierarchical",
+        ),
         (
             ["--preset", "lstm-ptb", "--synthetic-samples", "90"],
             "--batch-size 20 on 2 ranks leaves 2 words a lane, less than a window of 35",
