@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gtopk.torch as hvd  # was: import horovod.torch as hvd
 from mpi_scripts.arguments import Parser, at_least, on_every_rank
 from mpi_scripts.device import own_device
-from mpi_scripts.training.loop import AMP_DTYPES, Training, train
+from mpi_scripts.training.loop import AMP_DTYPES, Training, loss_scaler, train
 from mpi_scripts.training.presets import PRESETS, Preset
 from mpi_scripts.training.task import Feed, Source
 
@@ -157,6 +157,7 @@ def prepare(arguments: argparse.Namespace) -> Training:
         steps=arguments.steps,
         clip_norm=preset.clip_norm,
         amp=arguments.amp,
+        scaler=loss_scaler(arguments.amp, device),
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,
         log=arguments.log,

@@ -28,6 +28,7 @@ class Training:
     passes:     backward passes of a step, whose gradients are averaged.
     steps:      after which it ends; None: after its epochs.
     amp:        "bf16" or "fp16" for autocast; None: float32 throughout.
+    scaler:     of the loss, a GradScaler; None: it is not scaled.
     checkpoint: the folder, saved after each epoch, and after every `checkpoint_every` steps if any.
     log:        a file, for a line of JSON an epoch.
     facts:      for the log: what the run is.
@@ -44,6 +45,7 @@ class Training:
     steps: int | None = None
     clip_norm: float | None = None
     amp: str | None = None
+    scaler: Any = None
     checkpoint: Path | None = None
     checkpoint_every: int = 0
     log: Path | None = None
@@ -77,22 +79,38 @@ class Tally:
         return replace(self, epoch=self.epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
 
 
+def loss_scaler(amp: str | None, device: torch.device) -> Any:
+    """Return the GradScaler that gradients in fp16 need; None: they need none.
+
+    Raises ValueError where torch has none for the CPU.
+    """
+    if amp != "fp16":
+        return None
+    if hasattr(torch.amp, "GradScaler"):
+        return torch.amp.GradScaler(device.type)
+    if device.type != "cuda":
+        raise ValueError(
+            f"--amp fp16 on the CPU needs torch 2.3 or newer, got {torch.__version__}: "
+            "use --amp bf16, or a GPU"
+        )
+    return torch.cuda.amp.GradScaler()  # torch 2.1 and 2.2 have this one only
+
+
 def train(training: Training) -> None:
     """Train; rank 0 prints. Every rank calls it with what is equal on all but for its share."""
-    task, model, device = training.task, training.model, training.device
-    scaler = torch.amp.GradScaler(device.type) if training.amp == "fp16" else None
+    task, model = training.task, training.model
     base_rates = [group["lr"] for group in training.optimizer.param_groups]
     optimizer = hvd.DistributedOptimizer(
         training.optimizer,
         named_parameters=model.named_parameters(),
         compression=training.compression,
         backward_passes_per_step=training.passes,
-        scaler=scaler,
+        scaler=training.scaler,
         global_clip_norm=training.clip_norm,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    tally = _begin(training, optimizer, scaler)
+    tally = _begin(training, optimizer)
     done = tally.epoch * tally.steps_per_epoch + tally.step
     last = training.epochs * tally.steps_per_epoch
     last = last if training.steps is None else min(last, training.steps)
@@ -106,22 +124,23 @@ def train(training: Training) -> None:
             )
             for group, rate in zip(optimizer.param_groups, base_rates, strict=True):
                 group["lr"] = rate * training.schedule(at)
-            tally.loss_sum += _step(training, optimizer, scaler, batches)
+            tally.loss_sum += _step(training, optimizer, batches)
             tally.step, done = tally.step + 1, done + 1
             tally.sent_bytes += optimizer.last_step.sent_bytes
             tally.counted &= optimizer.last_step.bytes_counted
             tally.seconds += time.perf_counter() - begun
             every = training.checkpoint_every
             if every and done % every == 0 and done < last:
-                _save(training, optimizer, scaler, tally, done)
+                _save(training, optimizer, tally, done)
         _report(training, optimizer, tally)
         if tally.step == tally.steps_per_epoch:
             tally = tally.next_epoch()
-        _save(training, optimizer, scaler, tally, done)
+        _save(training, optimizer, tally, done)
 
 
-def _step(training: Training, optimizer: Any, scaler: Any, batches: Iterator[Any]) -> float:
+def _step(training: Training, optimizer: Any, batches: Iterator[Any]) -> float:
     """Step once; return the loss."""
+    scaler = training.scaler
     optimizer.zero_grad()
     total = torch.zeros((), device=training.device)
     for _ in range(training.passes):
@@ -147,7 +166,7 @@ def _autocast(training: Training) -> AbstractContextManager[Any]:
     return torch.autocast(training.device.type, AMP_DTYPES[training.amp])
 
 
-def _begin(training: Training, optimizer: Any, scaler: Any) -> Tally:
+def _begin(training: Training, optimizer: Any) -> Tally:
     """Return where the run begins, or goes on."""
     tally, found = Tally(), None
     if training.checkpoint is not None:
@@ -157,7 +176,7 @@ def _begin(training: Training, optimizer: Any, scaler: Any) -> Tally:
             optimizer,
             task=training.task,
             tally={},
-            **({"scaler": scaler} if scaler else {}),
+            **({"scaler": training.scaler} if training.scaler else {}),
         )
     if found is not None:
         tally = Tally(**found.values["tally"])
@@ -167,7 +186,7 @@ def _begin(training: Training, optimizer: Any, scaler: Any) -> Tally:
     return tally
 
 
-def _save(training: Training, optimizer: Any, scaler: Any, tally: Tally, done: int) -> None:
+def _save(training: Training, optimizer: Any, tally: Tally, done: int) -> None:
     if training.checkpoint is not None:
         gtopk.save_checkpoint(
             training.checkpoint,
@@ -176,7 +195,7 @@ def _save(training: Training, optimizer: Any, scaler: Any, tally: Tally, done: i
             step=done,
             task=training.task,
             tally=vars(tally),
-            **({"scaler": scaler} if scaler else {}),
+            **({"scaler": training.scaler} if training.scaler else {}),
         )
 
 

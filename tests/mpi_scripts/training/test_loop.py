@@ -11,11 +11,13 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import world
 from models.lstm_ptb import LstmLanguageModel
 from mpi_scripts import train
+from mpi_scripts.training.loop import loss_scaler
 from mpi_scripts.training.presets import PRESETS
 
 NOT_TRAINING = ("sent_bytes", "seconds")
@@ -102,6 +104,18 @@ def test_half_precision_and_a_warm_up_of_the_density_train(trained) -> None:
         (record,) = trained(2, "--epochs", "1", "--batch-size", "25", *arguments)
         assert record["accuracy"] > 0.4, arguments  # chance: 0.1
         assert record["skipped_steps"] == 0 or "fp16" in arguments
+
+
+def test_a_torch_that_scales_for_gpus_only_does_so_there_and_says_so_elsewhere(
+    trained, monkeypatch
+) -> None:
+    """As torch 2.1 and 2.2."""
+    monkeypatch.delattr(torch.amp, "GradScaler")
+    monkeypatch.setattr(torch.cuda.amp, "GradScaler", lambda: "of GPUs")
+    assert loss_scaler("fp16", torch.device("cuda", 1)) == "of GPUs"
+    assert loss_scaler("bf16", torch.device("cpu")) is None
+    with pytest.raises(ValueError, match=r"fp16 on the CPU needs torch 2\.3 .*: use --amp bf16"):
+        trained(1, "--amp", "fp16")
 
 
 def test_the_log_has_a_density_only_where_one_is_used(trained) -> None:
