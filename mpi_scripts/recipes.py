@@ -97,6 +97,7 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "dense": lambda s: Recipe(),
     "dense, no momentum": lambda s: plain(),
     "fp16": lambda s: Recipe(Compression.fp16),
+    "bf16": lambda s: Recipe(Compression.bf16),
     "PowerSGD, rank 2": lambda s: Recipe(low_rank=2),
     "PowerSGD, rank 4": lambda s: Recipe(low_rank=4),
     "topk, momentum after": lambda s: Recipe(Compression.topk(s.density)),
