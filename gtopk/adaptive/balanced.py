@@ -51,6 +51,7 @@ class BalancedLoader:
 
     def __init__(self, job: Job[BalancedOptions]) -> None:
         options, world = job.options, job.world
+        require_one_pass(job.optimizer)
         self._options, self._world, self._optimizer = options, world, job.optimizer
         self._name = f"adapt.{next(world.sets[0].unnamed)}"
         self._most = [_NO_BOUND] * world.size  # of every rank, for its memory
@@ -65,12 +66,6 @@ class BalancedLoader:
         self._noise = NoiseAverage()
         self._aims = options.policy == "goodput"
         needed = self._aims or options.lr_scaling == "adascale"
-        if self._aims and job.optimizer.backward_passes_per_step != 1:
-            raise ValueError(
-                "policy 'goodput' goes by what a step of one backward pass takes: use "
-                "backward_passes_per_step=1 and a larger global_batch, got "
-                f"{job.optimizer.backward_passes_per_step}"
-            )
         probes = options.noise_every or (100 if needed else 0)
         self._noise_every = probes if world.size > 1 else 0
         self._copy = GradientCopy(parameters) if self._noise_every else None
@@ -133,6 +128,7 @@ class BalancedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch, or of what is left of one that was resumed."""
+        require_one_pass(self._optimizer)
         if self._cut is not None:
             self._abandon()
         epoch, start = self._epochs.begin()
@@ -172,9 +168,8 @@ class BalancedLoader:
                 self._exchanges.append(self._timer.exchanged(step))
         self._cut = None
         self.step += 1
-        passes = self._optimizer.backward_passes_per_step
-        if self._controller.is_due(self.step) and self.step % passes == 0:
-            self._decide(passes)
+        if self._controller.is_due(self.step):
+            self._decide()
 
     def _abandon(self) -> None:
         """Let go of the batch that a script was left with when it broke off an iteration."""
@@ -184,7 +179,7 @@ class BalancedLoader:
         self._cut = None
         self.step += 1
 
-    def _decide(self, passes: int) -> None:
+    def _decide(self) -> None:
         """Gather every rank's window, and change the sizes where nothing is cut yet."""
         before = self._plan.at(self.step - 1)
         seconds = summarise(self._seconds) if self._seconds else 0.0
@@ -203,7 +198,7 @@ class BalancedLoader:
         ]
         if any(window.size and not window.seconds for window in windows):
             return  # a rank computed no gradients, or only a partial step
-        takes_effect = -(-(self.step + self._lead) // passes) * passes
+        takes_effect = self.step + self._lead
         sizes = self._controller.decide(windows, self.step, takes_effect)
         self._most = [min(a, window.most) for a, window in zip(self._most, windows, strict=True)]
         if self._aims and self._noise.is_sure:
@@ -269,8 +264,7 @@ class BalancedLoader:
         limits = self._limits_of(samples)
         scale = samples / self._limits.total
         sizes = whole([scale * size for size in self._controller.sizes], limits)
-        passes = self._optimizer.backward_passes_per_step
-        step = -(-(self.step + (self._cut is not None) + self._lead) // passes) * passes
+        step = self.step + (self._cut is not None) + self._lead
         self._limits = limits
         self._controller.resize(limits, sizes, step)
         self._seconds.clear()
@@ -334,3 +328,14 @@ class BalancedLoader:
         self._controller.load_state_dict(state["controller"])
         self._seconds = list(state["seconds"])
         self._exchanges = list(state["exchanges"])
+
+
+def require_one_pass(optimizer: Any) -> None:
+    """Raise ValueError where backward passes add up: each would have to weigh its own samples."""
+    if optimizer.backward_passes_per_step != 1:
+        raise ValueError(
+            "mode 'balanced' weighs a step's gradients by the samples of one batch: use "
+            f"backward_passes_per_step=1, got {optimizer.backward_passes_per_step}; for more "
+            "samples a step use a larger global_batch, and loader.backward(loss_of, batch) where "
+            "a batch does not fit into memory"
+        )

@@ -472,6 +472,26 @@ def test_arguments_out_of_range_are_an_error(options: dict[str, Any], text: str)
     on_ranks(2, program)
 
 
+def test_passes_that_add_up_are_refused_whenever_they_are_said() -> None:
+    """Sizes differ from pass to pass, and a step's gradients have one weight."""
+
+    def program(here: World) -> None:
+        text = "use backward_passes_per_step=1, got 2; for more samples a step use a larger"
+        loader, model = DataLoader(Indices(10), 4), network()
+        accumulating = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
+        )
+        with pytest.raises(ValueError, match=text):
+            hvd.adapt(loader, accumulating)
+        optimizer = some_optimizer()
+        adapted = hvd.adapt(loader, optimizer)
+        optimizer.set_backward_passes_per_step(2)
+        with pytest.raises(ValueError, match=text):
+            next(iter(adapted))
+
+    on_ranks(1, program)
+
+
 def test_a_process_set_is_not_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
