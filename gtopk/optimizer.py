@@ -62,6 +62,7 @@ class _DistributedOptimizer(Readings):
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
+        self._stands_in = False  # the batch in hand is no rank's own, and weighs nothing
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
@@ -89,12 +90,15 @@ class _DistributedOptimizer(Readings):
         samples / total, a sum's 1 / total, and that of no samples nothing, whatever it is.
         None: every rank weighs alike. Where some ranks only say a number, the step is an error.
         Say it before the backward pass: what was exchanged during one is exchanged anew otherwise.
+        While a batch of an adapted loader stands in for none, a number stays 0.
         Raises ValueError for a number out of range, or with op=Sum.
         """
         if samples is not None and self.op != Average:
             raise ValueError("set_num_samples weights an average: use op=Average")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+        if self._stands_in and samples is not None:
+            samples = 0
         self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
     def synchronize(self) -> None:

@@ -149,6 +149,7 @@ class BalancedLoader:
         self._cut = cut
         self._epochs.start = cut.start + cut.total
         self.num_samples = cut.sizes[self._world.rank]
+        self._optimizer._stands_in = self.num_samples == 0
         self._optimizer.set_num_samples(self.num_samples, self._options.loss_reduction)
         self._rate.scale(cut.total, self._noise.value)
         if self._copy is not None and self.step % self._noise_every == 0:
@@ -166,8 +167,7 @@ class BalancedLoader:
             self._seconds.append(seconds)
             if self._aims and (step := self._optimizer.last_step) is not None:
                 self._exchanges.append(self._timer.exchanged(step))
-        self._cut = None
-        self.step += 1
+        self._let_go()
         if self._controller.is_due(self.step):
             self._decide()
 
@@ -176,7 +176,11 @@ class BalancedLoader:
         self._timer.take()
         if self._copy is not None:
             self._copy.disarm()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._cut = None
+        self._optimizer._stands_in = False
         self.step += 1
 
     def _decide(self) -> None:

@@ -174,6 +174,33 @@ def test_a_gradient_of_no_samples_weighs_nothing_even_where_it_is_not_finite() -
         assert gradient == pytest.approx((1 * 1 + 2 * 2) / 3)
 
 
+def test_tokens_of_a_batch_that_stands_in_for_none_weigh_nothing() -> None:
+    """The script says its tokens with every batch; the last step has 3 samples for 4 ranks."""
+    x, tokens = data(15).tensors[0], torch.arange(15) % 4 + 1
+
+    def program(here: World) -> Any:
+        weight = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+        loader = hvd.adapt(DataLoader(Indices(15), 3), optimizer, min_batch=0)
+        for batch in loader:
+            optimizer.zero_grad()
+            optimizer.set_num_samples(int(tokens[batch].sum()))
+            ((x[batch] @ weight) @ tokens[batch].double() / tokens[batch].sum()).backward()
+            before = weight.detach().clone()
+            optimizer.step()
+        last = before - weight.detach()
+        stood_in = loader.num_samples == 0
+        optimizer.set_num_samples(7)  # the script's own step, after the epoch
+        return last, stood_in, optimizer._reducer.samples.count
+
+    expected = (x * tokens[:, None])[12:].sum(0) / tokens[12:].sum()
+    results = on_ranks(4, program)
+    assert [stood_in for _, stood_in, _ in results].count(True) == 1
+    for last, _, count in results:
+        torch.testing.assert_close(last, expected)
+        assert count == 7
+
+
 def test_ranks_that_disagree_about_samples_get_an_error() -> None:
     def program(here: World) -> None:
         optimizer = some_optimizer()
