@@ -9,6 +9,7 @@
     HOLD ends with two windows whose spread is 0.10 or more, or one above 0.30. After SOLVE come
     two windows of FINE only, unless a rank has become another. One window is too noisy to tell a
     spread of a few per cent: 16 windows of HOLD together are not, and may move sizes once more.
+    A size beyond what a rank's memory holds is cut in HOLD, too.
 
 spread: (max - min) / mean of the ranks' median seconds a batch. Every rank gets the same records
 in the same order and computes the same sizes: there is no coordinator.
@@ -123,6 +124,9 @@ class Controller:
 
     def _refined(self, now: list[int], seconds: Sequence[float], limits: Limits) -> list[int]:
         """Return the sizes that all windows of this hold speak for, where they are worth it."""
+        if (bounded := whole([float(size) for size in now], limits)) != now:
+            self._held.clear()  # memory has run out: they speak for sizes that were too large
+            return bounded
         self._held.append(list(seconds))
         if len(self._held) < HELD_WINDOWS:
             return now

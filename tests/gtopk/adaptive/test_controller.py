@@ -146,6 +146,17 @@ def test_memory_that_ran_out_bounds_a_rank() -> None:
     assert sum(sizes) == TOTAL
 
 
+def test_memory_that_ran_out_bounds_a_rank_while_ranks_end_together() -> None:
+    """A batch that is computed in parts takes no longer, perhaps: sizes are held."""
+    controller = start()
+    assert controller.decide([Window(64, 0.64, TOTAL)] * 4, 25, 25) == [64] * 4
+    ran_out = [Window(64, 0.64, 16), *[Window(64, 0.64, TOTAL)] * 3]
+    assert controller.decide(ran_out, 45, 45) == [16, 80, 80, 80]
+    even = [Window(16, 0.64, 16), *[Window(80, 0.64, TOTAL)] * 3]
+    for step in range(65, 25 * 20, 20):  # until HOLD has seen windows enough to refine
+        assert controller.decide(even, step, step) == [16, 80, 80, 80]
+
+
 def test_memory_that_is_too_small_for_the_batch_is_not_asked() -> None:
     controller = start()
     windows = [Window(64, 0.64 / speed, 10) for speed in (4, 2, 1, 1)]
