@@ -314,24 +314,37 @@ class BalancedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader stopped: the same samples are left, in the same order.
 
-        With another number of ranks the sizes begin equal. Raises ValueError for another mode.
+        With another number of ranks the sizes begin equal; with other bounds, such as a smaller
+        max_batch, they are cut to them. Raises ValueError for another mode, and where this loader's
+        bounds do not allow the state's global batch.
         """
         if state["mode"] != "balanced":
             raise ValueError(
                 f"this loader's mode is 'balanced', the state's {state['mode']!r}; make the loader "
                 "with the mode it was saved with"
             )
+        if state["ranks"] == self._world.size:
+            self._load_sizes(state)
         self._epochs.load_state_dict(state["epochs"])
         self._noise.load_state_dict(state["noise"])
-        if state["ranks"] != self._world.size:
-            return
+
+    def _load_sizes(self, state: dict[str, Any]) -> None:
+        """Go on with another loader's sizes, cut to the bounds of this one."""
+        limits = self._limits_of(state["global_batch"])
+        limits.check()
+        planned = state["plan"]["sizes"]
+        bounded = [whole(sizes, self._limits_of(sum(sizes))) for sizes in planned]
         self.step = state["step"]
-        self._plan.load_state_dict(state["plan"], self.step)
-        self._limits = self._limits_of(state["global_batch"])
-        self._controller.limits = self._limits
+        self._plan.load_state_dict({**state["plan"], "sizes": bounded}, self.step)
+        self._limits = self._controller.limits = limits
         self._controller.load_state_dict(state["controller"])
         self._seconds = list(state["seconds"])
         self._exchanges = list(state["exchanges"])
+        if bounded != planned:  # the open window is of other sizes
+            since = max(self.step, state["plan"]["steps"][-1])
+            self._controller.resize(limits, bounded[-1], since)
+            self._seconds.clear()
+            self._exchanges.clear()
 
 
 def require_one_pass(optimizer: Any) -> None:

@@ -195,6 +195,7 @@ class Controller:
     def resize(self, limits: Limits, sizes: Sequence[int], takes_effect: int) -> None:
         """Divide another total from now on."""
         self.limits, self.sizes = limits, list(sizes)
+        self._held.clear()
         self.measuring_from = takes_effect + SETTLING_STEPS
 
     def state_dict(self) -> dict[str, Any]:

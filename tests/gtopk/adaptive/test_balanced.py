@@ -344,6 +344,53 @@ def test_an_epoch_is_resumed_in_its_middle(left_after: int, resumed_on: int) -> 
             assert batches == before[offset + left_after % steps : offset + steps]
 
 
+def test_a_resumed_run_keeps_to_its_own_bounds() -> None:
+    def open_loader(here: World, most: int | None) -> Any:
+        return hvd.adapt(
+            DataLoader(Indices(400), 8, shuffle=True),
+            some_optimizer(),
+            max_batch=most if here.rank == 1 else None,
+            interval=1,
+            min_batch=0,
+            timer=Modelled(1.0 + 3 * here.rank),
+        )
+
+    def save(here: World) -> Any:
+        loader = open_loader(here, None)
+        seen = [batch.tolist() for _, batch in zip(range(12), loader, strict=False)]
+        return seen, loader.sizes, json.loads(json.dumps(loader.state_dict()))
+
+    saved = on_ranks(2, save)
+    assert saved[0][1] == [3, 13]
+
+    def resume(here: World) -> Any:
+        loader = open_loader(here, 9)
+        loader.load_state_dict(saved[here.rank][2])
+        sizes, seen = [loader.sizes], []
+        for batch in loader:
+            seen += batch.tolist()
+            sizes.append(loader.sizes)
+        return seen, sizes, loader._controller.sizes
+
+    resumed = on_ranks(2, resume)
+    for _, sizes, decided in resumed:
+        assert sizes[:-1] == [[7, 9]] * len(sizes[:-1])
+        assert decided == [7, 9]
+    seen = [i for rank in (0, 1) for b in saved[rank][0] for i in b] + resumed[0][0] + resumed[1][0]
+    assert sorted(seen) == list(range(400))
+
+    def refuse(here: World) -> None:
+        loader = open_loader(here, None)
+        loader.load_state_dict(saved[here.rank][2])
+        state = loader.state_dict()
+        small = hvd.adapt(DataLoader(Indices(400), 4), some_optimizer(), max_batch=5, min_batch=0)
+        with pytest.raises(ValueError, match="allow 0 to 10 samples a step, and the global batch"):
+            small.load_state_dict(state)
+        assert small.state_dict()["epochs"]["start"] == 0
+
+    on_ranks(2, refuse)
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(50))

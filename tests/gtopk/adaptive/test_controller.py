@@ -163,6 +163,15 @@ def test_memory_that_is_too_small_for_the_batch_is_not_asked() -> None:
     assert controller.decide(windows, 25, 25) == [128, 64, 32, 32]
 
 
+def test_seconds_of_another_total_do_not_count_in_a_hold() -> None:
+    controller = start()
+    for step in (25, 45):
+        controller.decide([Window(64, 0.64, TOTAL)] * 4, step, step)
+    assert len(controller.state_dict()["held"]) == 2
+    controller.resize(Limits(2 * TOTAL, [8] * 4, [2 * TOTAL] * 4), [128] * 4, 50)
+    assert controller.state_dict()["held"] == []
+
+
 def test_a_controller_survives_a_checkpoint() -> None:
     one, other = start(), start()
     run(one, lambda step: AFFINE, 60, noise=0.05)
