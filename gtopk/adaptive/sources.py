@@ -147,8 +147,17 @@ def open_source(
 
 
 def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
-    """Return the order of all samples that a loader's sampler stands for: as it is, or shuffled."""
+    """Return the order of all samples that a loader's sampler stands for: as it is, or shuffled.
+
+    Raises ValueError for another sampler, and for one that does not draw every sample once.
+    """
     sampler = loader.sampler
+    if isinstance(sampler, (RandomSampler, SequentialSampler)) and len(sampler) != length:
+        raise ValueError(
+            f"adapt hands out each of the {length} samples once an epoch, and the "
+            f"{type(sampler).__name__} draws {len(sampler)}; pass order=, a function from the "
+            "epoch to its indices, equal on every rank"
+        )
     if isinstance(sampler, DistributedSampler):
         if sampler.shuffle:
             seed = sampler.seed

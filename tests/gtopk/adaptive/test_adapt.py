@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import gtopk.torch as hvd
 from gtopk.world import World
@@ -36,5 +36,22 @@ def test_a_layer_that_is_thawed_after_adapt_is_an_error_of_the_next_epoch(mode: 
         model[0].requires_grad_(True)
         with pytest.raises(ValueError, match=r"others do, too: number 0 of group 0, \[2, 3\]"):
             next(iter(loader))
+
+    on_ranks(1, program)
+
+
+@pytest.mark.parametrize("mode", ["balanced", "abs", "adaptive-sgd", "hogbatch"])
+def test_a_sampler_of_a_part_of_the_samples_is_not_taken_for_all(mode: str) -> None:
+    def program(here: World) -> None:
+        samples = data(64)
+        inner = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner)
+        for sampler, name in (
+            (RandomSampler(samples, num_samples=16), "RandomSampler"),
+            (SequentialSampler(range(16)), "SequentialSampler"),
+        ):
+            loader = DataLoader(samples, 8, sampler=sampler)
+            with pytest.raises(ValueError, match=f"each of the 64 samples .* {name} draws 16;"):
+                hvd.adapt(loader, optimizer, mode)
 
     on_ranks(1, program)
