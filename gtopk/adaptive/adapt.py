@@ -42,7 +42,8 @@ def adapt(
         Of "adaptive-sgd": of the ranks' first batches together.
     order: from an epoch to the indices of all samples, equal on every rank; default: as the
         loader's sampler has it, over all samples.
-    timer: what tells a batch's seconds in place of the clock, in simulations.
+    timer: what tells a batch's seconds in place of the clock, in simulations of "balanced"; other
+        modes pass it over.
     options: min_batch=8, max_batch=None, grain=1, lr_scaling="none", loss_reduction="mean", seed=0;
         of "balanced" also interval=20, policy="equal_finish", noise_every=0, min_global_batch=0,
         max_global_batch=0; of "abs" micro_batch=16: see `options`. Of "adaptive-sgd" min_batch=0,

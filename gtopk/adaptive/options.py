@@ -135,7 +135,7 @@ class Job(Generic[O_co]):
     """What a mode is opened with.
 
     optimizer: a DistributedOptimizer.
-    timer: what tells a batch's seconds in place of the clock, in simulations.
+    timer: what tells a batch's seconds in place of the clock, in simulations of "balanced".
     """
 
     loader: DataLoader[Any]
