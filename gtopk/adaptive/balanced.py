@@ -144,6 +144,7 @@ class BalancedLoader:
             self.drain()
         self._epochs.finish()
         self._optimizer.set_num_samples(None)
+        self._rate.factor = 1.0  # of a step that the script takes before the next epoch
 
     def _hand_over(self, cut: Cut) -> None:
         self._cut = cut

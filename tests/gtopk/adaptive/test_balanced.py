@@ -479,6 +479,25 @@ def test_a_batch_of_another_total_scales_the_rate() -> None:
         assert rate_after == 0.1
 
 
+def test_a_step_between_epochs_is_at_the_rate_as_it_is() -> None:
+    """The last batch of an epoch has 12 samples of 16, and its step three quarters of the rate."""
+
+    def program(here: World) -> Any:
+        model = network()
+        optimizer = sgd(model)
+        rates: list[float] = []
+        loader = hvd.adapt(DataLoader(data(60), 16 // here.size), optimizer, lr_scaling="linear")
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *step: rates.append(optimizer.param_groups[0]["lr"])
+        )
+        for batch in loader:
+            step_on(model, optimizer, batch, mean_loss)
+        step_on(model, optimizer, data(4).tensors, mean_loss)
+        return rates[-2:]
+
+    assert on_ranks(2, program) == [pytest.approx([0.075, 0.1])] * 2
+
+
 def test_the_noise_is_probed_now_and_then() -> None:
     def program(here: World) -> Any:
         model = network()
