@@ -6,13 +6,33 @@
 
 #include "abi.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace gtopk {
 namespace {
 
+#if defined(__x86_64__)
+// Before GCC 11 and clang 17 __builtin_cpu_supports does not know the name, and does not compile.
+// Whether the system keeps the registers, "avx2" tells.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+// Whether the processor has all that the functions of a set are compiled for.
 bool available(const Instructions& set) {
 #if defined(__x86_64__)
-  if (&set == &avx512) return __builtin_cpu_supports("avx512vl") && available(avx2);
-  if (&set == &avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  if (&set == &avx512) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+           available(avx2);
+  }
+  if (&set == &avx2) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") && has_f16c();
+  }
 #endif
   return &set == &portable;
 }

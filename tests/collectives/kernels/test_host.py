@@ -15,7 +15,7 @@ import pytest
 
 from collectives import SparseVector
 from collectives.kernels import Momentum, host, reference
-from collectives.kernels.host import entries, library, selection
+from collectives.kernels.host import entries, library, selection, sources
 from collectives.kernels.host.threads import default_threads, threads, using
 from collectives.vector import check
 
@@ -367,6 +367,26 @@ def test_what_is_no_number_of_threads_is_refused(text: str, alone: pytest.Monkey
 
 
 # ---- what a compiler can find out
+
+
+# What GCC 8 and clang 14 know; GCC 11 and clang 17 know more.
+KNOWN_FEATURES = {"avx2", "avx512f", "avx512vl", "bmi", "bmi2", "popcnt"}
+
+
+def test_a_processor_is_asked_for_all_that_functions_are_compiled_for() -> None:
+    text = (sources.FOLDER / "scan.cpp").read_text()
+    asked = {}
+    for name, body in re.findall(r"&set == &(\w+)\) \{(.*?)\}", text, re.DOTALL):
+        asked[name] = set(re.findall(r'__builtin_cpu_supports\("(\w+)"\)', body))
+        assert asked[name] <= KNOWN_FEATURES, "older compilers fail on names that are new to them"
+        if "has_f16c()" in body:
+            asked[name].add("f16c")
+    assert list(asked) == ["avx512", "avx2"]
+    for path in sources.sources() + sources.headers():
+        compiled_for = re.findall(r'target\("(.*?)"\)', path.read_text())
+        needed = {feature for features in compiled_for for feature in features.split(",")}
+        wide = asked["avx512"] if path.name == "scan_avx512.cpp" else set()
+        assert needed <= asked["avx2"] | wide, path.name
 
 
 def test_no_access_is_out_of_bounds_and_nothing_is_undefined(
