@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <new>
 
 #include "ranking.hpp"
 
@@ -14,6 +15,7 @@ class Scratch {
   Element* reserve(std::size_t count) {
     if (count > room_ || (room_ > MOST && count < room_ / 2)) {
       memory_.reset();
+      room_ = 0;  // also where the next line throws
       memory_.reset(new Element[count]);
       room_ = count;
     }
@@ -50,8 +52,8 @@ class Candidates {
  public:
   // block: the most hits that one `append` brings.
   // threshold: the smallest key to collect, at least 1.
-  // prunes: how often to prune before the threshold counts as hopeless; then nothing more is
-  //         collected, and `overrun` is true.
+  // prunes: how often to prune before the threshold counts as hopeless; then, or without memory to
+  //         prune in, nothing more is collected, and `overrun` is true.
   void begin(std::size_t k, std::size_t length, std::size_t block, Key<T> threshold, int prunes) {
     k_ = k;
     block_ = block;
@@ -65,7 +67,8 @@ class Candidates {
   }
 
   // Take the hits of a block: `dense` is where the block begins, at index `start`.
-  void append(const T* dense, std::int64_t start, const std::uint32_t* offsets, std::size_t hits) {
+  void append(const T* dense, std::int64_t start, const std::uint32_t* offsets,
+              std::size_t hits) noexcept {
     for (std::size_t j = 0; j < hits; j++) {
       indices_[count_ + j] = static_cast<I>(start + offsets[j]);
       values_[count_ + j] = dense[offsets[j]];
@@ -92,13 +95,13 @@ class Candidates {
  private:
   // Keep the k largest so far; from here on only a larger |value| can displace one of them.
   void prune() {
-    if (prunes_left_-- == 0) {
-      overrun = true;
-      floor = LARGEST<T>;
-      count_ = 0;
-      return;
+    if (prunes_left_-- == 0) return give_up();
+    typename Ranking<T>::Place at_k;
+    try {
+      at_k = Ranking<T>(values_, count_).at(k_);
+    } catch (const std::bad_alloc&) {  // the scan goes on: it adds the gradient, too
+      return give_up();
     }
-    const auto at_k = Ranking<T>(values_, count_).at(k_);
     Cut<T> cut(k_, at_k);
     std::size_t kept = 0;
     for (std::size_t i = 0; i < count_; i++) {
@@ -108,6 +111,12 @@ class Candidates {
     }
     count_ = k_;
     floor = at_k.key;
+  }
+
+  void give_up() {
+    overrun = true;
+    floor = LARGEST<T>;
+    count_ = 0;
   }
 
   void grow(std::size_t room) {

@@ -8,7 +8,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 namespace gtopk {
@@ -24,11 +23,11 @@ class Pool {
     if (!alone.owns_lock()) return false;
     while (workers_ < parts - 1) {
       try {
-        std::thread(&Pool::work, this, ++workers_).detach();
-      } catch (const std::system_error&) {  // the system gives no more threads
-        --workers_;
+        std::thread(&Pool::work, this, workers_ + 1).detach();
+      } catch (const std::exception&) {  // the system gives no more threads, or no memory for one
         return false;
       }
+      ++workers_;
     }
     {
       const std::lock_guard<std::mutex> lock(mutex_);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
+#include <new>
 #include <vector>
 
 #include "abi.hpp"
@@ -38,10 +39,12 @@ class Search {
     if (parts().size() < static_cast<std::size_t>(threads_)) parts().resize(threads_);
   }
 
+  // Throws std::bad_alloc with the gradient added as a whole, or not at all.
   void run(const Gradient<T>* gradient, double threshold) {
     scan(gradient, threshold > 0 ? key(static_cast<T>(threshold)) : 1, PRUNES);
     if (misled()) scan(nullptr, sampled_threshold(), PRUNES);
     if (misled()) scan(nullptr, 1, INT_MAX);
+    if (overrun_) throw std::bad_alloc();  // INT_MAX prunes are never used up: memory was
   }
 
   // Write the k largest, and return how many there are.
@@ -85,9 +88,13 @@ class Search {
     threshold_ = std::max<Key<T>>(threshold, 1);
     scans_++;
     auto& all = parts();
+    const std::int64_t longest = (blocks_ + threads_ - 1) / threads_ * BLOCK;
+    for (int part = 0; part < threads_; part++) {
+      all[part].begin(k_, longest, BLOCK, threshold_, prunes);
+    }
+    // All memory is reserved: no part ends early, with its share of the gradient not yet added.
     const int used = in_parallel(threads_, blocks_, [&](int part, std::int64_t begin,
                                                         std::int64_t end) {
-      all[part].begin(k_, (end - begin) * BLOCK, BLOCK, threshold_, prunes);
       collect(gradient, begin * BLOCK, std::min(end * BLOCK, length_), all[part]);
     });
     overrun_ = all[0].overrun;

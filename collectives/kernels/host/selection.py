@@ -51,7 +51,10 @@ def accumulate_and_select(
     momentum: Momentum | None = None,
     weight: float = 1.0,
 ) -> tuple[SparseVector, float]:
-    """Add to `residual` in place and select from the sum."""
+    """Add to `residual` in place and select from the sum.
+
+    A MemoryError leaves the gradient added as a whole, or not at all.
+    """
     picked, report = search(residual, gradient, k, threshold, momentum, weight)
     return picked, report.next_threshold
 

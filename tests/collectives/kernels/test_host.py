@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -284,6 +285,24 @@ def test_running_out_of_memory_is_an_error_of_python(monkeypatch: pytest.MonkeyP
     vector = SparseVector.empty(4)
     with pytest.raises(MemoryError, match=r"C\+\+ core"):
         host.merge(vector, vector, 1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here to make `new` fail with")
+def test_wherever_memory_runs_out_no_gradient_is_halved_and_the_next_call_works(
+    tmp_path: Path,
+) -> None:
+    preloaded = tmp_path / "failing_new.so"
+    source = PROGRAMS / "failing_new.cpp"
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", "-o", preloaded, source], check=True)
+    job = subprocess.run(
+        [sys.executable, str(PROGRAMS / "kernels_out_of_memory.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(preloaded)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert (job.returncode, job.stdout) == (0, "it goes on after each failure\n"), job.stderr
 
 
 # ---- which one is in use
