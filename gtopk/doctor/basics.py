@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
+import shutil
 from importlib import import_module, metadata
 
 from ..launch import core_quota, usable_cores
@@ -85,14 +86,21 @@ def look_at_kernels() -> Finding:
         return Finding("kernels", State.FAIL, "they need numpy", "pip install numpy")
     kernels = import_module("collectives.kernels")
     if reason := kernels.why_not_compiled():
-        advice = (
-            "unset GTOPK_KERNELS"
-            if "GTOPK_KERNELS" in reason
-            else "with a C++ compiler (apt install g++): pip install --force-reinstall --no-deps "
-            "gtopk, or in a checkout: pip install -e ."
-        )
+        advice = "unset GTOPK_KERNELS" if "GTOPK_KERNELS" in reason else _how_to_build()
         return Finding("kernels", State.WARN, f"{kernels.in_use()}: {reason}", advice)
     return Finding("kernels", State.OK, kernels.in_use())
+
+
+def _how_to_build() -> str:
+    # pip keeps the wheel that it built without the core.
+    build = (
+        "pip install -v --force-reinstall --no-deps --no-cache-dir gtopk, or in a checkout: "
+        "pip install -v -e ."
+    )
+    compiler = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        return f"with a C++ compiler (apt install g++): {build}"
+    return f"{compiler} is here: {build}; where the build fails, that shows why"
 
 
 def look_at_horovod() -> Finding:

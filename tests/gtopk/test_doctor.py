@@ -403,7 +403,7 @@ def test_another_rank_than_the_first_prints_nothing(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("reason", "advice"),
     [
-        ("the C++ core is not built", "pip install -e ."),
+        ("the C++ core is not built", "pip install -v -e ."),
         ("GTOPK_KERNELS=reference asks for NumPy", "unset GTOPK_KERNELS"),
     ],
 )
@@ -415,6 +415,21 @@ def test_kernels_that_are_not_compiled_come_with_the_way_to_get_them(
     assert finding.state is State.WARN
     assert finding.detail.endswith(f": {reason}")
     assert advice in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("compiler", "advice"),
+    [
+        (None, "with a C++ compiler (apt install g++): pip install -v "),
+        ("g++", "g++ is here: pip install -v "),
+    ],
+)
+def test_a_compiler_is_asked_for_only_where_there_is_none(
+    compiler: str | None, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: "the core is not built")
+    monkeypatch.setattr("shutil.which", lambda name: name if name == compiler else None)
+    assert basics.look_at_kernels().advice.startswith(advice)
 
 
 def test_compiled_kernels_are_named_with_their_instructions(
