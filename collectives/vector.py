@@ -13,6 +13,18 @@ Array = NDArray[Any]
 VALUE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
+def is_on_device(array: Array) -> bool:
+    """Tell whether an array is a CuPy one, or raise TypeError for what is no array at all."""
+    if isinstance(array, np.ndarray):
+        return False
+    if hasattr(array, "__cuda_array_interface__"):
+        return True
+    raise TypeError(
+        f"arrays must be NumPy's or CuPy's, got {type(array).__name__}; "
+        "make them NumPy's: tensor.numpy(), np.array(list)"
+    )
+
+
 def module_of(array: Array) -> Any:
     """Return the module that an array's kind of arrays comes from: numpy, or cupy."""
     return sys.modules[type(array).__module__.partition(".")[0]]
@@ -104,6 +116,16 @@ class SparseVector(NamedTuple):
         return int(self.indices.size)
 
 
+def require_values(values: Array) -> None:
+    """Raise ValueError unless an array is float32 or float64, in this machine's byte order."""
+    if not (hasattr(values, "dtype") and values.dtype in VALUE_DTYPES):
+        is_on_device(values)  # raises TypeError for what is no array
+        raise ValueError(
+            f"values must be float32 or float64, got {values.dtype}: "
+            ".astype(np.float32) converts them"
+        )
+
+
 def check(vector: SparseVector) -> SparseVector:
     """Return the vector, or raise ValueError naming what makes it none.
 
@@ -111,8 +133,7 @@ def check(vector: SparseVector) -> SparseVector:
     for the answer.
     """
     indices, values, length = vector
-    if values.dtype not in VALUE_DTYPES:
-        raise ValueError(f"values must be float32 or float64, got {values.dtype}")
+    require_values(values)
     if indices.ndim != 1 or indices.shape != values.shape:
         raise ValueError(
             f"indices and values must be one-dimensional and equally long, "

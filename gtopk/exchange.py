@@ -21,8 +21,7 @@ from collectives.algorithms import ALGORITHMS, Regions, where_it_works
 from collectives.errors import NonFiniteError
 from collectives.planning import Candidate, predict
 from collectives.transports import Transport
-from collectives.transports.gpu import is_on_device
-from collectives.vector import SparseVector
+from collectives.vector import SparseVector, is_on_device
 from collectives.wire import NOTHING_CODED, Coded, Format, coded
 
 from .arrays import from_array, to_array

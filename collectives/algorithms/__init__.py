@@ -21,9 +21,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from ..errors import NonFiniteError
-from ..transports.gpu import is_on_device
 from ..transports.transport import Transport
-from ..vector import SparseVector, check
+from ..vector import SparseVector, check, is_on_device
 from ..wire import EXACT, Format
 from ..wire.format import check as check_format
 from . import dense, gtopk, gtopk_tree, hierarchical, oktopk, topk_allgather
@@ -85,9 +84,10 @@ def reduce(
     the format EXACT; else they go by way of the host, where ranks without a GPU may take part.
 
     Raises ValueError for an unknown algorithm, option or format, an option out of bounds, k outside
-    1..length, more than k entries, or a `selected` that is no SparseVector; NonFiniteError, on all
-    ranks alike, for NaN or infinity in any rank's `selected` or in the sum; MessageError when a
-    peer's message is malformed, and PeerError when a peer is gone.
+    1..length, more than k entries, or a `selected` that is no SparseVector; TypeError where its
+    values are no array of NumPy or CuPy; NonFiniteError, on all ranks alike, for NaN or infinity in
+    any rank's `selected` or in the sum; MessageError when a peer's message is malformed, and
+    PeerError when a peer is gone.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")

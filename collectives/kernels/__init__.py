@@ -14,9 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-
-from ..vector import Array, SparseVector
+from ..vector import Array, SparseVector, is_on_device, require_values
 from . import reference
 from .gradients import Gradient, Momentum
 from .host.library import absence, library
@@ -55,9 +53,9 @@ def _choose() -> Any:
 _for_numpy: Final = _choose()
 
 
-def _twin(array: object) -> Any:
-    """Return the module whose functions work on arrays of this kind."""
-    if isinstance(array, np.ndarray):
+def _twin(array: Array) -> Any:
+    """Return the module whose functions work on arrays of this kind; TypeError where none does."""
+    if not is_on_device(array):
         return _for_numpy
     from . import device
 
@@ -83,8 +81,8 @@ def accumulate_and_select(
     weight:    multiplies the gradient first, in the residual's dtype.
     momentum:  takes the gradient into its velocity, in place, which is then what is added.
     Returns the k largest entries, or all that are not zero where there are fewer, and the
-    threshold for the next step. Raises ValueError for what does not fit together, with nothing
-    changed.
+    threshold for the next step. Raises ValueError for what does not fit together, and TypeError for
+    what is no array of NumPy or CuPy, with nothing changed.
     """
     twin = _twin(residual)
     picked, following = twin.accumulate_and_select(
@@ -96,7 +94,7 @@ def accumulate_and_select(
 def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
     """Return the k largest entries of `dense` and a threshold to begin the next search at.
 
-    dense: float32 or float64 [n], unchanged; the rest as in `accumulate_and_select`.
+    dense: float32 or float64 [n], unchanged; the rest as in `accumulate_and_select`, errors too.
     """
     picked, following = _twin(dense).select(dense, k, threshold)
     return picked, following
@@ -105,8 +103,15 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
 def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """Return the k largest entries of a + b, and the other nonzero entries of a + b.
 
-    One float addition for an index in both, hence the same bits for (a, b) and (b, a).
+    One float addition for an index in both, hence the same bits for (a, b) and (b, a). Raises
+    ValueError for k < 1, and for vectors of unlike length, or not of float32 or float64.
     """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    if a.length != b.length:
+        raise ValueError(f"vectors must be of one length, got {a.length} and {b.length}")
+    for vector in (a, b):
+        require_values(vector.values)
     kept, dropped = _twin(a.values).merge(a, b, k)
     return kept, dropped
 

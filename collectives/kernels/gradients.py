@@ -10,13 +10,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..vector import Array
+from ..vector import Array, is_on_device, require_values
 
 # One array of the residual's length, or several that follow each other in it.
 Gradient: TypeAlias = Array | Sequence[Array]
 
-# By dtype character: float16, and uint16 for the bits of bfloat16, which NumPy does not know.
-SIXTEEN_BITS: Final = ("e", "H")
+# uint16: the bits of bfloat16, which NumPy does not know.
+SIXTEEN_BITS: Final = (np.dtype(np.float16), np.dtype(np.uint16))
 
 
 class Momentum(NamedTuple):
@@ -32,7 +32,7 @@ class Momentum(NamedTuple):
 def require_parts(parts: Sequence[Array], dtype: np.dtype[Any], length: int, what: str) -> None:
     """Raise ValueError unless the parts make up a vector of this dtype, or of 16 bits for it."""
     dtypes, size = {part.dtype for part in parts}, sum(part.size for part in parts)
-    narrow = dtype.char == "f" and len(dtypes) == 1 and next(iter(dtypes)).char in SIXTEEN_BITS
+    narrow = dtype == np.float32 and len(dtypes) == 1 and dtypes <= set(SIXTEEN_BITS)
     if not (dtypes == {dtype} or narrow) or size != length:
         got = " and ".join(sorted(map(str, dtypes))) or "nothing"
         raise ValueError(
@@ -41,18 +41,24 @@ def require_parts(parts: Sequence[Array], dtype: np.dtype[Any], length: int, wha
         )
 
 
-def require_k(k: int, length: int) -> None:
-    """Raise ValueError unless k lies in 1..length."""
-    if not 1 <= k <= length:
-        raise ValueError(f"k must lie in 1..{length} (the vector's length), got {k}")
+def require_selectable(dense: Array, k: int) -> None:
+    """Raise ValueError unless k entries can be selected from a dense vector: 1 <= k <= n."""
+    require_values(dense)
+    if dense.ndim != 1:
+        shape = list(dense.shape)
+        raise ValueError(f"select from a one-dimensional array, got {shape}: pass .reshape(-1)")
+    if not 1 <= k <= dense.size:
+        raise ValueError(f"k must lie in 1..{dense.size} (the vector's length), got {k}")
 
 
 def gradient_parts(
     residual: Array, gradient: Gradient, k: int, momentum: Momentum | None
 ) -> Sequence[Array]:
-    """Return the gradient's arrays in order, or raise ValueError for what does not fit."""
-    require_k(k, residual.size)
+    """Return the gradient's arrays in order; ValueError or TypeError for what does not fit."""
+    require_selectable(residual, k)
     parts = gradient if isinstance(gradient, Sequence) else [gradient]
+    if not is_on_device(residual) and any(map(is_on_device, parts)):
+        raise TypeError("the gradient must be NumPy's, as the residual is; got CuPy's")
     dtype = residual.dtype
     require_parts(parts, dtype, residual.size, "the gradient must be of the residual's")
     if momentum is not None:

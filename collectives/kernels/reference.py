@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..vector import Array, SparseVector, index_dtype
-from .gradients import Gradient, Momentum, gradient_parts, require_k, require_parts
+from .gradients import Gradient, Momentum, gradient_parts, require_parts, require_selectable
 from .narrow import round_to_bfloat16, widen_bfloat16
 
 # A multiple of 8. Smaller chunks cost calls, larger ones leave the cache: 25.6 million elements
@@ -55,7 +55,7 @@ def squared_norm(array: Array) -> float:
 
 def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
     """Return the k largest entries of `dense` and a threshold for the next search."""
-    require_k(k, dense.size)
+    require_selectable(dense, k)
     return _select(_Search(dense, k), ((start, None) for start in _starts(dense)), threshold)
 
 

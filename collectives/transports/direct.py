@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..vector import Array
+from ..vector import Array, is_on_device
 from .announcement import Announcement, Way
 from .cuda_aware import why_staged
-from .gpu import has_gpu, is_on_device
+from .gpu import has_gpu
 from .mpi import MpiTransport
 from .patience import wait_until
 from .staged import StagedTransport

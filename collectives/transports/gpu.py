@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..vector import Array
 from .transport import Transport
 
 _STAGED: Final = "open_transport('staged', bootstrap=...) goes through pinned host memory instead"
@@ -25,11 +24,6 @@ class Gpu(NamedTuple):
     cupy: Any
     nccl: Any
     device: Any
-
-
-def is_on_device(array: Array) -> bool:
-    """Tell whether an array is a CuPy one."""
-    return not isinstance(array, np.ndarray)
 
 
 def load_cupy(transport: str) -> Any:

@@ -28,9 +28,9 @@ import numpy as np
 
 from .. import cost
 from ..errors import MismatchError
-from ..vector import Array
+from ..vector import Array, is_on_device
 from .announcement import Announcement, Way
-from .gpu import Gpu, choose_gpu, is_on_device
+from .gpu import Gpu, choose_gpu
 from .nccl_communicator import Communicator
 from .staged import StagedTransport
 from .transport import Transport

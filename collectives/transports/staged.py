@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import MismatchError
-from ..vector import Array
+from ..vector import Array, is_on_device
 from .announcement import Announcement, Way
 from .counter import Counter
 from .farewell import Farewell
-from .gpu import is_on_device, load_cupy
+from .gpu import load_cupy
 from .node_memory import NodeMemory
 from .transport import Path, Step, Transport
 

@@ -32,6 +32,7 @@ class Posing:
 
     __module__ = "posing"  # where `module_of` finds `asarray`
     device = nullcontext()
+    __cuda_array_interface__ = None  # by which the library knows a GPU's arrays
 
     def __init__(self, content: np.ndarray) -> None:
         self.content = content

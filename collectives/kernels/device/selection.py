@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
-from ..gradients import Gradient, Momentum, gradient_parts, require_k
+from ..gradients import Gradient, Momentum, gradient_parts, require_selectable
 from .machine import Machine, Scratch, blocks_for, ceil_divide, require_packed
 from .source import instance
 from .table import parts_table
@@ -61,7 +61,7 @@ def select(
     scratch: Scratch, dense: Array, k: int, threshold: float = 0.0
 ) -> tuple[SparseVector, float]:
     """Return the k largest entries of `dense` and a threshold for the next search."""
-    require_k(k, dense.size)
+    require_selectable(dense, k)
     return _select(scratch, dense, (), k, threshold, None, 1.0)
 
 

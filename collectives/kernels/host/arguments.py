@@ -14,9 +14,26 @@ from .library import library
 POINTER: Final = ctypes.c_void_p
 COUNT: Final = ctypes.c_int64
 
-# How the C names spell a dtype.
-_FLOATS: Final = {"e": "f16", "H": "bf16", "f": "f32", "d": "f64"}
-SUFFIX: Final = _FLOATS | {"i": "i32", "l": "i64", "q": "i64"}
+
+class _Suffixes(dict[np.dtype[Any], str]):
+    def __missing__(self, dtype: np.dtype[Any]) -> str:
+        raise ValueError(
+            f"the C++ core has no {dtype}: convert values with .astype(np.float32), "
+            "indices with .astype(np.int32)"
+        )
+
+
+# How the C names spell a dtype. Those of foreign byte order are others, and missing.
+SUFFIX: Final = _Suffixes(
+    {
+        np.dtype(np.float16): "f16",
+        np.dtype(np.uint16): "bf16",
+        np.dtype(np.float32): "f32",
+        np.dtype(np.float64): "f64",
+        np.dtype(np.int32): "i32",
+        np.dtype(np.int64): "i64",
+    }
+)
 
 _byte: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
 _address: Final = ctypes.addressof

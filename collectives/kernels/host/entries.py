@@ -63,7 +63,7 @@ def contains(indices: Array, wanted: Array) -> Array:
     """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
     indices, wanted = packed(indices), packed(wanted.astype(indices.dtype, copy=False))
     found = np.empty(wanted.size, np.bool_)
-    _contains[SUFFIX[indices.dtype.char]](
+    _contains[SUFFIX[indices.dtype]](
         *(address(indices), indices.size, address(wanted), wanted.size, address(found)),
     )
     return found
@@ -86,7 +86,7 @@ def clear_at(dense: Array, indices: Array) -> None:
         reference.clear_at(dense, indices)
         return
     indices = packed(indices)
-    clear = _clear_at[f"{SUFFIX[dense.dtype.char]}_{SUFFIX[indices.dtype.char]}"]
+    clear = _clear_at[f"{SUFFIX[dense.dtype]}_{SUFFIX[indices.dtype]}"]
     if not clear(address(dense), dense.size, address(indices), indices.size):
         raise _outside(dense, indices)
 
@@ -99,7 +99,7 @@ def _outside(dense: Array, indices: Array) -> IndexError:
 
 def _suffix(vectors: Sequence[SparseVector]) -> str:
     """Return the suffix of vectors of one dtype, or raise ValueError: C would misread others."""
-    kinds = {(vector.values.dtype.char, vector.indices.dtype.char) for vector in vectors}
+    kinds = {(vector.values.dtype, vector.indices.dtype) for vector in vectors}
     if len(kinds) != 1:
         dtypes = sorted({f"{v.values.dtype} at {v.indices.dtype}" for v in vectors})
         raise ValueError(f"vectors must be of one dtype, got {' and '.join(dtypes)}")

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
-from ..gradients import Gradient, Momentum, gradient_parts, require_k
+from ..gradients import Gradient, Momentum, gradient_parts, require_selectable
 from .arguments import COUNT, POINTER, SUFFIX, address, enough_memory, function, packed
 from .threads import threads
 
@@ -23,7 +23,7 @@ _select = function(
 
 # gradient.hpp: Format, by the dtype of the gradient's arrays.
 _SAME: Final = 0
-_FORMATS: Final = {"e": 1, "H": 2}
+_FORMATS: Final = {np.dtype(np.float16): 1, np.dtype(np.uint16): 2}
 _NO_GRADIENT: Final = (None, None, _SAME, 1.0, None, 0.0)
 
 
@@ -38,7 +38,7 @@ class Report(ctypes.Structure):
 
 def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
     """Return the k largest entries of `dense` and a threshold for the next search."""
-    require_k(k, dense.size)
+    require_selectable(dense, k)
     picked, report = _search(packed(dense), _NO_GRADIENT, k, threshold)
     return picked, report.next_threshold
 
@@ -78,7 +78,7 @@ def search(
     given = (
         ctypes.addressof(arrays),
         ctypes.addressof(lengths),
-        _FORMATS.get(parts[0].dtype.char, _SAME),
+        _FORMATS.get(parts[0].dtype, _SAME),
         weight,
         None if momentum is None else address(momentum.velocity),
         0.0 if momentum is None else momentum.factor,
@@ -111,7 +111,7 @@ def _search(
     values = np.empty(k, dense.dtype)
     report = Report()
     found = enough_memory(
-        _select[f"{SUFFIX[dense.dtype.char]}_{SUFFIX[indices.dtype.char]}"](
+        _select[f"{SUFFIX[dense.dtype]}_{SUFFIX[indices.dtype]}"](
             *(address(dense), dense.size, *given, k, threshold, threads()),
             *(address(indices), address(values), ctypes.addressof(report)),
         )

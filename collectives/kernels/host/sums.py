@@ -15,13 +15,13 @@ _squared_norm = function("squared_norm", POINTER, COUNT, ctypes.c_int, POINTER)
 def all_finite(array: Array) -> bool:
     """Tell whether no exponent is all ones."""
     array = packed(array)
-    return bool(_all_finite[SUFFIX[array.dtype.char]](address(array), array.size))
+    return bool(_all_finite[SUFFIX[array.dtype]](address(array), array.size))
 
 
 def squared_norm(array: Array) -> float:
     """Return the sum of squares, in the order of additions of the reference."""
     array = packed(array)
     norm = ctypes.c_double()
-    count = _squared_norm[SUFFIX[array.dtype.char]]
+    count = _squared_norm[SUFFIX[array.dtype]]
     enough_memory(count(address(array), array.size, threads(), ctypes.addressof(norm)))
     return norm.value

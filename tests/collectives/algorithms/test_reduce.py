@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from collectives import ALGORITHMS, PeerError, SparseVector, local_world, reduce, run_ranks
 from collectives.transports import LocalTransport, Traffic
@@ -93,6 +94,13 @@ def test_an_option_that_is_unknown_is_refused_with_those_there_are(
     with pytest.raises(ValueError, match=text):
         reduce(SparseVector.empty(5), 2, transport, algorithm, **{option: 1})
     assert transport.traffic == Traffic(0, 0)
+
+
+@pytest.mark.parametrize("values", [torch.ones(2), [1.0, 1.0]], ids=["tensor", "list"])
+def test_what_is_no_vector_of_arrays_is_refused_with_the_way_to_one(values: Any) -> None:
+    (transport,) = local_world(1)
+    with pytest.raises(TypeError, match=r"must be NumPy's or CuPy's, got .*: tensor\.numpy\(\)"):
+        reduce(SparseVector(np.array([1, 3], np.int32), values, 5), 2, transport)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

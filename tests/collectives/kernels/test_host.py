@@ -280,6 +280,22 @@ def test_vectors_of_other_dtypes_are_converted_or_refused_and_never_misread() ->
             call()
 
 
+def test_foreign_byte_orders_are_refused_and_never_misread() -> None:
+    foreign = np.arange(5).astype(np.dtype(np.float32).newbyteorder())
+    indices = np.arange(5, dtype=np.int32)
+    vector = SparseVector(indices, foreign, 5)
+    for call in (
+        lambda: host.all_finite(foreign),
+        lambda: host.squared_norm(foreign),
+        lambda: host.sum_by_index([vector, vector]),
+        lambda: host.add_at(foreign, vector),
+        lambda: host.clear_at(np.ones(5, np.float32), indices.astype(indices.dtype.newbyteorder())),
+    ):
+        with pytest.raises(ValueError, match=r"no [<>][fi]4: convert values with \.astype\("):
+            call()
+    assert foreign.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_running_out_of_memory_is_an_error_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "_merge", {"f32_i32": lambda *_: -1})
     vector = SparseVector.empty(4)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -236,6 +238,44 @@ def test_k_outside_the_vector_is_refused(k: int) -> None:
     assert dense.tolist() == [1] * 5
 
 
+SWAPPED = [np.dtype(dtype).newbyteorder() for dtype in (np.float32, np.float64)]
+
+
+@pytest.mark.parametrize("dtype", [*SWAPPED, *map(np.dtype, (np.float16, np.int32, np.int64))])
+def test_vectors_of_other_dtypes_and_byte_orders_are_refused_untouched(
+    dtype: np.dtype[Any],
+) -> None:
+    dense = np.arange(5).astype(dtype)
+    for call in (lambda: select(dense, 2), lambda: accumulate_and_select(dense, dense.copy(), 2)):
+        with pytest.raises(ValueError, match=rf"float32 or float64, got {dtype}: \.astype\("):
+            call()
+    assert dense.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_vector_has_one_dimension() -> None:
+    dense = np.ones((2, 3), np.float32)
+    for call in (lambda: select(dense, 2), lambda: accumulate_and_select(dense, dense.copy(), 2)):
+        with pytest.raises(ValueError, match=r"one-dimensional .*, got \[2, 3\]: .*reshape"):
+            call()
+    assert dense.tolist() == [[1] * 3] * 2
+
+
+@pytest.mark.parametrize("what", [torch.ones(4), [1.0] * 4], ids=["tensor", "list"])
+def test_what_is_no_array_is_refused_with_the_way_to_one(what: Any) -> None:
+    residual = np.zeros(4, np.float32)
+    vector = SparseVector(what, what, 4)
+    for call in (
+        lambda: select(what, 1),
+        lambda: accumulate_and_select(what, residual, 1),
+        lambda: accumulate_and_select(residual, what, 1),
+        lambda: accumulate_and_select(residual, [what], 1),
+        lambda: merge(vector, vector, 1),
+    ):
+        with pytest.raises(TypeError, match=r"NumPy's or CuPy's, got .*tensor\.numpy\(\), np\.arr"):
+            call()
+    assert not residual.any()
+
+
 # ---- accumulate and select
 
 
@@ -372,14 +412,15 @@ def test_what_does_not_fit_together_is_refused_untouched() -> None:
         [],
         [ones[:2].astype(np.float16), ones[2:]],
         ones.astype(np.int32),
+        *(ones.astype(dtype).astype(np.dtype(dtype).newbyteorder()) for dtype in "feH"),
     ]
     for gradient in wrong:
         with pytest.raises(ValueError, match=r"the gradient must be .* float32 \[4\], got "):
             accumulate_and_select(residual, gradient, 1)
     with pytest.raises(ValueError, match=r"float64 \[4\], got float16"):
         accumulate_and_select(np.zeros(4), ones.astype(np.float16), 1)
-    for velocity in (np.ones(4), np.ones(3, np.float32)):
-        with pytest.raises(ValueError, match=r"the velocity must be .* float32 \[4\], got float"):
+    for velocity in (np.ones(4), np.ones(3, np.float32), ones.astype(SWAPPED[0])):
+        with pytest.raises(ValueError, match=r"the velocity must be .* float32 \[4\], got "):
             accumulate_and_select(residual, ones, 1, momentum=Momentum(velocity, 0.9))
     assert not residual.any()
 
@@ -435,6 +476,24 @@ def test_both_partners_merge_to_the_same_bits(
     a, b = pair
     for one, other in zip(merge(a, b, k), merge(b, a, k), strict=True):
         assert_same(one, other)
+
+
+@pytest.mark.parametrize("k", [0, -1])
+def test_a_merge_keeps_one_entry_or_more(k: int) -> None:
+    vector = SparseVector.from_dense(np.ones(4, np.float32))
+    with pytest.raises(ValueError, match=f"k must be at least 1, got {k}"):
+        merge(vector, vector, k)
+
+
+def test_what_does_not_fit_together_is_not_merged() -> None:
+    vector = SparseVector.from_dense(np.ones(4, np.float32))
+    with pytest.raises(ValueError, match="vectors must be of one length, got 4 and 5"):
+        merge(vector, vector._replace(length=5), 2)
+    for dtype in (SWAPPED[0], np.dtype(np.float16)):
+        other = vector._replace(values=vector.values.astype(dtype))
+        for pair in ((vector, other), (other, vector)):
+            with pytest.raises(ValueError, match=rf"float32 or float64, got {dtype}: \.astype\("):
+                merge(*pair, 2)
 
 
 def test_merging_is_not_associative() -> None:

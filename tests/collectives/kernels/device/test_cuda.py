@@ -18,6 +18,12 @@ from collectives.kernels import Momentum, device, reference
 from collectives.kernels.device import cuda
 
 
+class OnDevice:
+    """What looks like an array of a GPU."""
+
+    __cuda_array_interface__: Any = None
+
+
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing of CuPy is remembered, before and after."""
@@ -33,7 +39,7 @@ def fresh() -> Iterator[None]:
 def test_without_cupy_one_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"needs? cupy: pip install gtopk\[cuda12\]"):
-        kernels.select(object(), 1)
+        kernels.select(OnDevice(), 1)
 
 
 def test_the_kernels_are_there_before_cupy_is_imported() -> None:
@@ -44,7 +50,7 @@ def test_the_kernels_are_there_before_cupy_is_imported() -> None:
 
 def test_numpy_arrays_stay_on_the_host() -> None:
     assert kernels._twin(np.empty(1)) is not device
-    assert kernels._twin(object()) is device
+    assert kernels._twin(OnDevice()) is device
 
 
 @pytest.fixture
