@@ -15,7 +15,7 @@ __global__ __launch_bounds__(THREADS) void begin(
   for (u32 group = threadIdx.x; group < group_count; group += THREADS)
     groups[group] = Tally{0, 0, 0};
   if (threadIdx.x) return;
-  const u64 key = guess == guess ? (guess > 0 ? (u64)K::of((Real)guess) : 0) : search->next;
+  const u64 key = guess == guess ? (guess > 0 ? (u64)K::of(narrowed<Real>(guess)) : 0) : search->next;
   Search fresh = {};
   fresh.k = k;
   fresh.capacity = capacity;

@@ -7,7 +7,7 @@ template <class Real, class Index>
 __global__ __launch_bounds__(THREADS) void add_at(
     Real* dense_n, const Index* indices_k, const Real* values_k, u64 k) {
   for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS)
-    dense_n[indices_k[at]] += values_k[at];
+    dense_n[indices_k[at]] = added(dense_n[indices_k[at]], values_k[at]);
 }
 
 template <class Real, class Index>

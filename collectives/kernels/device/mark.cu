@@ -45,11 +45,12 @@ __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) 
         search->above = 0;
       }
       if (at_k.total < aim && guessed) {  // the marks do not reach that far: extrapolate
-        const Real lowest = Keys<Real>::value((typename Keys<Real>::Key)guess), half = lowest / 2;
-        const Real at = Keys<Real>::value((typename Keys<Real>::Key)search->lo);
-        const Real slope = (at - lowest) / (Real)(at_k.total - k);
-        const Real next = lowest - slope * (Real)(aim - at_k.total);
-        search->next = Keys<Real>::of(next > half ? next : half);
+        typedef typename Keys<Real>::Key Key;
+        const double lowest = in_double(Keys<Real>::value((Key)guess)), half = lowest / 2;
+        const double at = in_double(Keys<Real>::value((Key)search->lo));
+        const double slope = (at - lowest) / (double)(at_k.total - k);
+        const double next = lowest - slope * (double)(aim - at_k.total);
+        search->next = Keys<Real>::of(narrowed<Real>(next > half ? next : half));
       }
     }
   }
@@ -118,11 +119,13 @@ __device__ u32 mark_tile(
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (SOURCES > 1) {
-          const Real fading = velocity[i].at[j] * vectors.momentum;
-          velocity[i].at[j] = fading + widened(gradient[i].at[j]) * vectors.weight;
-          sum[i].at[j] += velocity[i].at[j];
+          const Real fading = multiplied(velocity[i].at[j], vectors.momentum);
+          const Real weighted = multiplied(widened(gradient[i].at[j]), vectors.weight);
+          velocity[i].at[j] = added(fading, weighted);
+          sum[i].at[j] = added(sum[i].at[j], velocity[i].at[j]);
         } else if (SOURCES > 0) {
-          sum[i].at[j] += widened(gradient[i].at[j]) * vectors.weight;
+          const Real weighted = multiplied(widened(gradient[i].at[j]), vectors.weight);
+          sum[i].at[j] = added(sum[i].at[j], weighted);
         }
         nibble |= (u32)(K::of(sum[i].at[j]) >= guess && (WHOLE || from + j < n)) << j;
       }
@@ -161,7 +164,7 @@ __global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
   __syncthreads();
 
   Vectors<Real, Gradient> vectors = {residual_n, velocity_n, gradient_n, parts_p, p,
-                                     (Real)weight, (Real)momentum, n};
+                                     narrowed<Real>(weight), narrowed<Real>(momentum), n};
   const Key guess = (Key)search->guess;
   const int shift = (int)search->shift;
   const u64 tiles = (n + 32 * THREADS - 1) / (32 * THREADS);

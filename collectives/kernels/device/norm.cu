@@ -23,7 +23,7 @@ __global__ __launch_bounds__(THREADS) void sum_squares(
     double sum = 0;
 #pragma unroll 8
     for (u64 at = chunk * CHUNK + lane; at < end; at += LANES)
-      sum += (double)array_n[at] * (double)array_n[at];
+      sum += in_double(array_n[at]) * in_double(array_n[at]);
     sums[threadIdx.x] = sum;
     __syncthreads();
     if (lane == 0 && chunk < chunks) {

@@ -1,4 +1,5 @@
-// The numbers: |value| as an integer key, and the 16-bit formats, without any header.
+// The numbers: |value| as an integer key, the 16-bit formats, and sums and products to the bit,
+// without any header.
 //
 //   float   s eeeeeeee mmm...   key = the bits without s: ordered like |value|, infinity above
 //                               every number, NaN above infinity, and 0 for both zeros
@@ -48,7 +49,32 @@ static __device__ __forceinline__ u16 float_to_half(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
-#endif  // elsewhere whoever includes this file brings the two
+
+// CuPy compiles with -ftz=true: every operator and cast would take a subnormal float for zero, and
+// make it one. These do not.
+static __device__ __forceinline__ float added(float a, float b) {
+  float sum;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+static __device__ __forceinline__ float multiplied(float a, float b) {
+  float product;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+static __device__ __forceinline__ double in_double(float value) {
+  double same;
+  asm("cvt.f64.f32 %0, %1;" : "=d"(same) : "f"(value));
+  return same;
+}
+static __device__ __forceinline__ void narrow_to(float& narrow, double value) {
+  asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(value));
+}
+#endif  // elsewhere whoever includes this file brings them
+
+static __device__ __forceinline__ double added(double a, double b) { return a + b; }
+static __device__ __forceinline__ double multiplied(double a, double b) { return a * b; }
+static __device__ __forceinline__ double in_double(double value) { return value; }
 
 static __device__ __forceinline__ float widened(float value) { return value; }
 static __device__ __forceinline__ double widened(double value) { return value; }
@@ -68,6 +94,12 @@ static __device__ __forceinline__ void narrow_to(Bfloat& narrow, float value) {
   const u32 bits = __float_as_uint(value);
   const bool nan = (bits & 0x7fffffffu) > Keys<float>::INFINITE;
   narrow.bits = (u16)((nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+template <class Real> static __device__ __forceinline__ Real narrowed(double value) {
+  Real narrow;
+  narrow_to(narrow, value);
+  return narrow;
 }
 
 // Four neighbours of one memory transaction.

@@ -15,7 +15,8 @@ __global__ __launch_bounds__(THREADS) void sum_runs(
     Real sum = 0;
     if (at == 0 || indices_m[at - 1] != index) {
       sum = values_m[at];
-      for (u64 next = at + 1; next < m && indices_m[next] == index; ++next) sum += values_m[next];
+      for (u64 next = at + 1; next < m && indices_m[next] == index; ++next)
+        sum = added(sum, values_m[next]);
     }
     sums_m[at] = sum;
   }

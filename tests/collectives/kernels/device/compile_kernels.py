@@ -1,6 +1,6 @@
 """Compile every kernel for every architecture without a GPU, and tell what each one takes.
 
-python tests/collectives/device/compile_kernels.py [architecture ...]
+python tests/collectives/kernels/device/compile_kernels.py [architecture ...]
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from collectives.kernels.device.source import FILES, FOLDER, OPTIONS, instances, text
 
 # Turing, Ampere (A100, then its small sisters), Ada, Hopper, Blackwell (B200, then its sisters).
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+
+# What CuPy 14 adds to the options: subnormal float32 are zeros, to operators of C++.
+FLUSHING: Final = "-ftz=true"
+OF_CUPY: Final = (FLUSHING, "--device-as-default-execution-space")
 
 
 class Taken(NamedTuple):
@@ -32,21 +36,10 @@ class Taken(NamedTuple):
 
 def nvcc(architecture: int) -> list[Taken]:
     """Compile all kernels at once, and read the assembler's account of them."""
-    names = instances()
-    # A kernel whose address is taken is instantiated.
-    lines = [f'#include "{file}"' for file in sorted(set(FILES.values()))]
-    lines += ["void* kernels[] = {", *(f"  (void*){name}," for name in names), "};"]
-    with TemporaryDirectory() as folder:
-        source = Path(folder, "kernels.cu")
-        source.write_text("\n".join(lines) + "\n")
-        command = ["nvcc", *OPTIONS, f"-arch=sm_{architecture}", "-cubin", "-Xptxas", "-v"]
-        command += ["-Werror", "all-warnings", f"-I{FOLDER}", "-o", f"{folder}/out", str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"nvcc for sm_{architecture}: {done.stderr}")
+    _, account = _compile_all(architecture, "-cubin", "-Xptxas", "-v")
     taken = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
-        done.stderr,
+        account,
         re.DOTALL,
     )
     filt = subprocess.run(
@@ -59,19 +52,41 @@ def nvcc(architecture: int) -> list[Taken]:
     ]
 
 
-def nvrtc(architecture: int) -> list[Taken]:
-    """Compile one kernel after the other, as CuPy does; it keeps no account."""
+def ptx(architecture: int) -> str:
+    """Compile all kernels at once to PTX, with subnormal numbers as CuPy has them."""
+    return _compile_all(architecture, "-ptx", FLUSHING)[0].decode()
+
+
+def _compile_all(architecture: int, *options: str) -> tuple[bytes, str]:
+    """Return what nvcc writes, and what it says."""
+    # A kernel whose address is taken is instantiated.
+    lines = [f'#include "{file}"' for file in sorted(set(FILES.values()))]
+    lines += ["void* kernels[] = {", *(f"  (void*){name}," for name in instances()), "};"]
+    with TemporaryDirectory() as folder:
+        source, output = Path(folder, "kernels.cu"), Path(folder, "out")
+        source.write_text("\n".join(lines) + "\n")
+        command = ["nvcc", *OPTIONS, f"-arch=sm_{architecture}", *options]
+        command += ["-Werror", "all-warnings", f"-I{FOLDER}", "-o", str(output), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"nvcc for sm_{architecture}: {done.stderr}")
+        return output.read_bytes(), done.stderr
+
+
+def nvrtc(architecture: int) -> str:
+    """Compile one kernel after the other, as CuPy does; return the PTX of all."""
     path = nvrtc_library()
     assert path is not None
     for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(builtins))  # NVRTC opens it by its bare name
     library = ctypes.CDLL(str(path))
+    written = []
     for name in instances():
         program = ctypes.c_void_p()
         source = text(FILES[name.partition("<")[0]]).encode()
         library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None)
         library.nvrtcAddNameExpression(program, name.encode())
-        options = [option.encode() for option in (*OPTIONS, f"-arch=sm_{architecture}")]
+        options = [option.encode() for option in (*OPTIONS, *OF_CUPY, f"-arch=sm_{architecture}")]
         failed = library.nvrtcCompileProgram(
             program, len(options), (ctypes.c_char_p * len(options))(*options)
         )
@@ -79,10 +94,14 @@ def nvrtc(architecture: int) -> list[Taken]:
         library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
         library.nvrtcGetProgramLog(program, log)
+        library.nvrtcGetPTXSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetPTX(program, code)
         library.nvrtcDestroyProgram(ctypes.byref(program))
         if failed:
             raise RuntimeError(f"nvrtc for sm_{architecture}, {name}: {log.value.decode()}")
-    return []
+        written.append(code.value.decode())
+    return "".join(written)
 
 
 def nvrtc_library() -> Path | None:

@@ -337,3 +337,8 @@ inline unsigned short float_to_half(float value) {
   // A mantissa that rounds up to 2048 carries into the exponent by itself.
   return sign | (unsigned short)(((unit + 24) << 10) + places);
 }
+
+inline float added(float a, float b) { return a + b; }
+inline float multiplied(float a, float b) { return a * b; }
+inline double in_double(float value) { return value; }
+inline void narrow_to(float& narrow, double value) { narrow = (float)value; }

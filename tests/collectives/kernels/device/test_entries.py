@@ -105,3 +105,18 @@ def test_the_squared_norm_is_the_reference_s_to_the_bit(
     array = random.standard_normal(size).astype(dtype)
     got = entries.squared_norm(scratch, scratch.machine.put(array))
     assert got == reference.squared_norm(array)
+
+
+def test_subnormal_numbers_are_added_and_squared(scratch: Scratch) -> None:
+    machine: Any = scratch.machine
+    tiny = np.finfo(np.float32).smallest_subnormal
+    dense = np.full(100, tiny)
+    indices = np.arange(0, 100, 3, dtype=np.int32)
+    values = np.arange(indices.size).astype(np.float32) * tiny
+    held = machine.put(dense)
+    entries.add_at(
+        scratch, held, SparseVector(machine.put(indices), machine.put(values), dense.size)
+    )
+    dense[indices] += values
+    assert machine.fetch(held).tobytes() == dense.tobytes()
+    assert entries.squared_norm(scratch, held) == reference.squared_norm(dense) > 0

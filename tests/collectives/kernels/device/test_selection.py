@@ -207,6 +207,22 @@ def test_accumulating_adds_exactly_once_whatever_the_threshold(
         assert_same(machine, picked, top(before + gradient, 20))
 
 
+def test_subnormal_numbers_add_up(scratch: Scratch, random: np.random.Generator) -> None:
+    machine: Any = scratch.machine
+    tiny = np.finfo(np.float32).smallest_subnormal
+    residual, velocity, gradient = (
+        random.integers(-99, 100, TILE + 9).astype(np.float32) * tiny for _ in range(3)
+    )
+    held, held_velocity = machine.put(residual), machine.put(velocity)
+    picked, _ = accumulate_and_select(
+        scratch, held, machine.put(gradient), 40, 50 * float(tiny), Momentum(held_velocity, 0.5)
+    )
+    velocity = velocity * np.float32(0.5) + gradient
+    assert machine.fetch(held_velocity).tobytes() == velocity.tobytes()
+    assert machine.fetch(held).tobytes() == (residual + velocity).tobytes()
+    assert_same(machine, picked, top(residual + velocity, 40))
+
+
 def bfloat16(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return float32 values cut to bfloat16: their bits as uint16, and the values."""
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)

@@ -35,7 +35,19 @@ def test_every_kernel_compiles_without_a_spill(compilers: Any, architecture: int
 def test_every_kernel_compiles_as_cupy_compiles_it(compilers: Any) -> None:
     if "nvrtc" not in compilers.available():
         pytest.skip("no NVRTC here: pip install nvidia-cuda-nvrtc")
-    compilers.nvrtc(90)
+    assert flushing(compilers.nvrtc(90)) == set()
+
+
+def test_no_kernel_takes_subnormal_numbers_for_zeros(compilers: Any) -> None:
+    if "nvcc" not in compilers.available():
+        pytest.skip("no nvcc here")
+    assert flushing(compilers.ptx(90)) == set()
+
+
+def flushing(ptx: str) -> set[str]:
+    """Return the instructions by which a subnormal number is a zero."""
+    assert ".entry" in ptx
+    return set(re.findall(r"\S+\.ftz\S*", ptx))
 
 
 def test_every_file_belongs_to_a_kernel_and_every_kernel_to_a_file() -> None:

@@ -101,6 +101,14 @@ def test_each_index_is_summed_in_the_order_of_the_list(
     assert_same(scratch.machine, got, reference.sum_by_index(vectors))
 
 
+def test_subnormal_numbers_add_up(scratch: Scratch) -> None:
+    tiny = np.finfo(np.float32).smallest_subnormal
+    vectors = [sparse(np.arange(1, 200).astype(np.float32) * scale * tiny) for scale in (1, 2, -3)]
+    for together in (vectors, vectors[:2]):
+        got = sum_by_index(scratch, [put(scratch.machine, vector) for vector in together])
+        assert_same(scratch.machine, got, reference.sum_by_index(together))
+
+
 def test_nothing_and_nothing_is_nothing(scratch: Scratch) -> None:
     nothing = put(scratch.machine, SparseVector.empty(7))
     kept, dropped = merge(scratch, nothing, nothing, 3)
