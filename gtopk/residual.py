@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from collectives.kernels import Gradient, Momentum, accumulate_and_select, add_at, clear_at
 from collectives.vector import SparseVector
 
-from .arrays import view_array, zeros
+from .arrays import view_array, view_tensor, zeros
 
 _HOST: Final = torch.device("cpu")
 _PIECE: Final = 1 << 16
@@ -139,12 +139,12 @@ class Residual:
         With momentum correction the gradient becomes the velocity, which goes on: there is nothing
         stale to mask when every entry is sent in every step.
         """
+        # By torch: CuPy's operators take subnormal float32 for zeros.
+        total = view_tensor(gradient)
         if self.velocity is not None:
-            self.velocity *= self.momentum
-            self.velocity += gradient
-            gradient[...] = self.velocity
+            total.copy_(self._tensors[1].mul_(self.momentum).add_(total))
         if not self.holds_nothing:
-            gradient += self.values
+            total.add_(self._tensors[0])
 
     def clear(self) -> None:
         """Forget what was left: it has been sent."""
