@@ -61,7 +61,12 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
     bits = flat.dtype == torch.bfloat16
     if bits:
         flat = flat.view(torch.int16)
-    array: NDArray[Any] = device.from_dlpack(flat) if flat.is_cuda else flat.numpy()
+    array: NDArray[Any]
+    if flat.is_cuda:
+        with torch.cuda.device(flat.device):  # as in `current_stream`
+            array = device.from_dlpack(flat)
+    else:
+        array = flat.numpy()
     return array.view(np.uint16) if bits else array
 
 
@@ -125,7 +130,13 @@ def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None
 
     @contextmanager
     def on_stream() -> Iterator[None]:
-        with torch.cuda.stream(stream), device.on_stream(stream.cuda_stream, stream.device_index):
+        # A thread begins on GPU 0. Alone, torch.cuda.stream would go back there by cudaSetDevice,
+        # which opens a context on it; torch.cuda.device goes back without one.
+        with (
+            torch.cuda.device(stream.device),
+            torch.cuda.stream(stream),
+            device.on_stream(stream.cuda_stream, stream.device_index),
+        ):
             yield
 
     return on_stream

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -38,17 +39,19 @@ class Communicator:
         self._gpu = gpu
         self._timeout_seconds = timeout_seconds
         self._nccl: Any = None
+        self._stream: Any = None
         self._broken = ""
         self._met: set[Hashable] = set()
         # What a kernel may read or write, until it is known to have ended.
         self._touched: Sequence[Array] = ()
         own_id = np.frombuffer(gpu.nccl.get_unique_id(), np.uint8) if host.rank == 0 else None
         unique_id = host.broadcast(own_id, root=0).tobytes()
-        with gpu.device:
+
+        def join() -> Any:
             self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
-        self._nccl = self._patiently(
-            lambda: gpu.nccl.NcclCommunicator(host.size, unique_id, host.rank), ()
-        )
+            return gpu.nccl.NcclCommunicator(host.size, unique_id, host.rank)
+
+        self._nccl = self._patiently(join, ())
 
     def run(
         self,
@@ -96,8 +99,8 @@ class Communicator:
 
         def make() -> None:
             try:
-                with self._gpu.device:
-                    results.append(call())
+                self._gpu.device.use()  # to go back to GPU 0 would open a context there
+                results.append(call())
             except BaseException as error:
                 errors.append(error)
 
@@ -151,6 +154,8 @@ class Communicator:
             return
 
         def end() -> None:
+            with suppress(RuntimeError):  # of a GPU that failed
+                self._gpu.device.use()  # NCCL goes back to the thread's own
             nccl.abort()
             self._touched = ()  # not before: a kernel may still write there
 

@@ -65,6 +65,7 @@ class Cuda:
         self.streams: dict[int, Stream] = {}
         self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self.thread = threading.local()
+        self.opened: set[int] = set()  # GPUs with a context: to set one opens it
         self.null_streams = [Stream(self, gpu) for gpu in range(gpus)]
         self.cliques: dict[bytes, Clique] = {}
         self.moved_bytes = 0
@@ -78,6 +79,10 @@ class Cuda:
     @property
     def device(self) -> int:
         return getattr(self.thread, "device", 0)
+
+    def set_device(self, number: int) -> None:
+        self.thread.device = number
+        self.opened.add(number)
 
     def wrong(self, text: str) -> None:
         self.wrongs.append(text)
@@ -156,11 +161,14 @@ class Device:
     def __enter__(self) -> Device:
         stack = self._before.__dict__.setdefault("stack", [])
         stack.append(self.cuda.device)
-        self.cuda.thread.device = self.id
+        self.use()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.cuda.thread.device = self._before.stack.pop()
+        self.cuda.set_device(self._before.stack.pop())
+
+    def use(self) -> None:
+        self.cuda.set_device(self.id)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Device) and other.id == self.id
@@ -563,7 +571,10 @@ class Communicator:
     def abort(self) -> None:
         if self.cuda.abort_hangs:
             self.cuda.off.wait()
+        before = self.cuda.device
+        self.cuda.set_device(self.device)
         self.aborted = True
+        self.cuda.set_device(before)
         self.cuda.change()
 
     def destroy(self) -> None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from collectives.kernels import Momentum, accumulate_and_select
+from collectives.kernels.device import cuda
 from collectives.kernels.narrow import BFLOAT16, widen
-from gtopk.arrays import from_array, stream_of, to_array, view_array, view_tensor
+from gtopk.arrays import (
+    current_stream,
+    from_array,
+    stream_of,
+    to_array,
+    view_array,
+    view_tensor,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool]
 
@@ -58,6 +71,103 @@ def test_a_tensor_whose_elements_lie_apart_has_no_view() -> None:
 def test_on_the_host_there_is_no_stream() -> None:
     with stream_of(torch.zeros(1)):
         assert view_array(torch.ones(1)).tolist() == [1]
+
+
+class Gpus(threading.local):
+    """The GPU that is current in this thread, to CUDA and to torch, which may only mean to set it.
+
+    opened: those of all threads with a context: to set a GPU opens one.
+    """
+
+    opened: set[int]
+    to_cuda = 0
+    meant: int | None = None
+
+    def __init__(self, opened: set[int]) -> None:
+        self.opened = opened
+
+    @property
+    def to_torch(self) -> int:
+        return self.to_cuda if self.meant is None else self.meant
+
+    def set(self, number: int) -> None:
+        self.to_cuda, self.meant = number, None
+        self.opened.add(number)
+
+    def exchange(self, number: int) -> int:
+        before = self.to_torch
+        self.set(number)
+        return before
+
+    def exchange_if_opened(self, number: int) -> int:
+        before = self.to_torch
+        if number in self.opened:
+            self.set(number)
+        else:
+            self.meant = number
+        return before
+
+    @contextmanager
+    def of_cupy(self, number: int) -> Any:
+        before = self.to_cuda
+        self.set(number)
+        yield
+        self.set(before)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """GPUs that torch and CuPy reach, none of them with a context."""
+    gpus = Gpus(set())
+
+    def stream(of: torch.device | None = None) -> Any:
+        number = gpus.to_torch if of is None else of.index
+        return SimpleNamespace(
+            device=torch.device("cuda", number), device_index=number, cuda_stream=number
+        )
+
+    def index(of: Any, optional: bool = False) -> int:
+        return gpus.to_torch if of is None else torch.device(of).index
+
+    for name, model in {
+        "_exchange_device": gpus.exchange,
+        "_maybe_exchange_device": gpus.exchange_if_opened,
+        "_get_device_index": index,
+        "current_stream": stream,
+        "set_stream": lambda stream: gpus.set(stream.device_index),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, model)
+    cupy = SimpleNamespace(
+        Device=gpus.of_cupy, ExternalStream=lambda pointer, device: nullcontext()
+    )
+    monkeypatch.setattr(cuda, "cupy", lambda: SimpleNamespace(cuda=cupy))
+    return gpus
+
+
+def test_a_thread_on_another_gpus_stream_opens_no_context_on_the_first(gpus: Gpus) -> None:
+    on_stream = current_stream(torch.device("cuda", 1))
+    seen = []
+
+    def work() -> None:
+        for _ in range(2):
+            with on_stream():
+                seen.append((gpus.to_cuda, gpus.to_torch))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(1, 1)] * 2
+    assert gpus.opened == {1}
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_after_a_stream_the_gpu_is_the_one_it_was(gpus: Gpus, used: bool) -> None:
+    if used:
+        gpus.set(0)
+    with current_stream(torch.device("cuda", 1))():
+        assert (gpus.to_cuda, gpus.to_torch) == (1, 1)
+    assert gpus.to_torch == 0
+    assert gpus.opened == ({0, 1} if used else {1})
 
 
 @pytest.mark.gpu

@@ -178,3 +178,13 @@ def test_a_step_comes_after_the_backward_pass_and_before_what_follows(gpu: Any) 
     )
     assert prompt == late
     assert np.any(prompt[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("transport", ["mpi", "nccl"])
+def test_ranks_open_a_context_on_their_own_gpu_only(mpirun: Any, transport: str) -> None:
+    if (gpus := torch.cuda.device_count()) < 2:
+        pytest.skip("needs two GPUs")
+    job = mpirun(gpus, "own_gpu.py", GTOPK_TRANSPORT=transport)
+    assert job.returncode == 0, job.stderr

@@ -62,6 +62,13 @@ def test_a_rank_may_choose_its_gpu(cuda: Any) -> None:
     assert sorted(c.device for c in cuda.communicators) == [4, 5]
 
 
+def test_a_rank_opens_no_context_on_other_gpus(cuda: Any) -> None:
+    transport = NcclTransport(local_world(1)[0], device=5)
+    transport.leave("done")
+    assert [c.aborted for c in cuda.communicators] == [True]
+    assert cuda.opened == {5}
+
+
 def test_a_gpu_that_is_not_there_is_refused(cuda: Any) -> None:
     with pytest.raises(RuntimeError, match=r"device must lie in 0\.\.7 .*got 8"):
         NcclTransport(local_world(1)[0], device=8)
