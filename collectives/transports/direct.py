@@ -24,7 +24,7 @@ import numpy as np
 from ..vector import Array, is_on_device
 from .announcement import Announcement, Way
 from .cuda_aware import why_staged
-from .gpu import has_gpu
+from .gpu import has_come, has_gpu
 from .mpi import MpiTransport
 from .patience import wait_until
 from .staged import StagedTransport
@@ -113,7 +113,7 @@ class DirectTransport(StagedTransport):
         cuda = self._cupy.cuda
         with array.device:  # type: ignore[attr-defined]
             done = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
-        wait_until(lambda: done.done or None, self.host, [], self._timeout_seconds)
+        wait_until(lambda: has_come(done, self._cupy) or None, self.host, [], self._timeout_seconds)
 
     def allgather(self, message: Array) -> list[Array]:
         """Return every rank's message; each is sent to every rank, P-1 times.

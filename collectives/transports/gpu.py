@@ -11,6 +11,7 @@ import numpy as np
 
 from .transport import Transport
 
+_NOT_READY: Final = 600  # cudaErrorNotReady
 _STAGED: Final = "open_transport('staged', bootstrap=...) goes through pinned host memory instead"
 
 
@@ -24,6 +25,17 @@ class Gpu(NamedTuple):
     cupy: Any
     nccl: Any
     device: Any
+
+
+def has_come(event: Any, cupy: Any) -> bool:
+    """Tell whether a GPU has come to an event; raise CuPy's error where it fails instead.
+
+    To CuPy's `event.done`, a GPU that has failed is one that has not come there yet.
+    """
+    status = cupy.cuda.runtime.eventQuery(event.ptr)
+    if status != _NOT_READY:
+        cupy.cuda.runtime.check_status(status)
+    return bool(status != _NOT_READY)
 
 
 def load_cupy(transport: str) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import PeerError
 from ..vector import Array
-from .gpu import Gpu
+from .gpu import Gpu, has_come
 from .patience import wait_until
 from .transport import Transport
 
@@ -65,7 +65,7 @@ class Communicator:
         touched: the arrays it reads and writes; ready on the caller's current stream.
         peers:   whom it waits for; none when it is all ranks.
         meets:   with whom NCCL must be connected for it; None when NCCL alone knows.
-        Raises PeerError after an abort, this one or an earlier one.
+        Raises PeerError after an abort, this one or an earlier one; CuPy's error where CUDA fails.
         """
         if self._broken:
             raise PeerError(self._broken)
@@ -80,7 +80,7 @@ class Communicator:
                 self._patiently(lambda: self._group(enqueue), peers)
                 self._met |= meets or set()
             done = self._stream.record(event(disable_timing=True))
-            self._wait(lambda: done.done or None, peers)
+            self._wait(lambda: has_come(done, self._gpu.cupy) or None, peers)
             self._touched = ()
         if self._broken:  # by another thread: an abort ends a kernel, too
             raise PeerError(self._broken)
@@ -133,7 +133,7 @@ class Communicator:
         """Return what an action returns; abort when it fails."""
         try:
             return action()
-        except PeerError as error:
+        except (PeerError, self._gpu.cupy.cuda.runtime.CUDARuntimeError) as error:
             self.abort(str(error))
             raise
         # KeyError: CuPy has no name for NCCL's newest statuses.

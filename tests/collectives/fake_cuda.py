@@ -50,6 +50,14 @@ class NcclError(RuntimeError):
         self.status = status
 
 
+class CUDARuntimeError(RuntimeError):
+    """What cupy.cuda.runtime raises."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"CUDA status {status}")
+        self.status = status
+
+
 class Off(BaseException):
     """The model has been switched off."""
 
@@ -63,6 +71,8 @@ class Cuda:
         self.off = threading.Event()
         self.changed = threading.Condition()
         self.streams: dict[int, Stream] = {}
+        self.events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
+        self.failed: set[int] = set()  # GPUs on which a kernel has failed: so does all after it
         self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self.thread = threading.local()
         self.opened: set[int] = set()  # GPUs with a context: to set one opens it
@@ -112,6 +122,12 @@ class Cuda:
         self.wrong(f"{count} bytes were used after they were freed")
         return np.zeros(count, np.uint8)
 
+    def query(self, event: int) -> int:
+        """Return 0 for what has happened, and else why it has not, or will not."""
+        if self.device in self.failed:
+            return 700
+        return 0 if self.events[event].done else 600
+
     def modules(self) -> dict[str, types.ModuleType]:
         """Return what to put into sys.modules."""
         cupy, cuda, nccl = map(types.ModuleType, ("cupy", "cupy.cuda", "cupy.cuda.nccl"))
@@ -127,11 +143,16 @@ class Cuda:
         cupy.RawModule = lambda code, options, name_expressions: RawModule(self)
         cupy.asnumpy = lambda array: array.get()
         cuda.Device = lambda number=None: Device(self, self.device if number is None else number)
-        cuda.Event = Event
+        cuda.Event = lambda disable_timing: Event(self)
         cuda.Stream = lambda non_blocking: Stream(self, self.device)
         cuda.get_current_stream = lambda: current_stream(self)
         cuda.alloc_pinned_memory = lambda count: bytearray(count + 512)
-        cuda.runtime = types.SimpleNamespace(getDeviceCount=lambda: self.gpus)
+        cuda.runtime = types.SimpleNamespace(
+            getDeviceCount=lambda: self.gpus,
+            eventQuery=self.query,
+            check_status=check_status,
+            CUDARuntimeError=CUDARuntimeError,
+        )
         nccl.available = True
         nccl.NcclError = NcclError
         nccl.get_version = lambda: 23203
@@ -182,8 +203,17 @@ class Device:
         self.cuda.wrong("the whole device was waited for")
 
 
+def check_status(status: int) -> None:
+    if status:
+        raise CUDARuntimeError(status)
+
+
 class Event:
-    def __init__(self, *, disable_timing: bool = False) -> None:
+    numbers = itertools.count(0x9000)
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.ptr = next(self.numbers)
+        cuda.events[self.ptr] = self
         self._reached: threading.Event | None = None
 
     @property
@@ -226,7 +256,7 @@ class Stream:
         self.cuda.thread.current.pop()
 
     def record(self, event: Event | None = None) -> Event:
-        event = event or Event()
+        event = event or Event(self.cuda)
         event._reached = reached = threading.Event()
         self.tasks.put(reached.set)
         return event

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from collectives import Transport, run_ranks
@@ -16,7 +17,9 @@ from collectives.transports import LocalTransport, direct, local_world
 from collectives.transports.announcement import Announcement, Way
 from collectives.transports.direct import DirectTransport, over_gpus
 from collectives.transports.staged import StagedTransport
+from tests.collectives.fake_cuda import CUDARuntimeError
 from tests.matrix import some_of
+from tests.programs.of_gpus import up
 
 
 @pytest.mark.parametrize("ranks", some_of([1, 3], 3))
@@ -80,3 +83,11 @@ def test_an_announcement_of_mpis_way_is_read_as_such() -> None:
 def test_staged_over_direct_stages(cuda: Any) -> None:
     (host,) = local_world(1)
     assert StagedTransport(DirectTransport(host)).host is host
+
+
+def test_a_gpu_that_fails_is_not_waited_for(cuda: Any) -> None:
+    transport = DirectTransport(local_world(1)[0])
+    message = up(np.zeros(3, np.uint8))
+    cuda.failed.add(0)
+    with pytest.raises(CUDARuntimeError, match="700"):
+        transport.send(message, 0)

@@ -131,6 +131,20 @@ def test_what_nccl_notices_itself_is_an_error_with_both_ranks(cuda: Any) -> None
     on_ranks(2, program)
 
 
+def test_a_gpu_that_fails_is_not_waited_for(cuda: Any) -> None:
+    def program(transport: NcclTransport) -> None:
+        meet(transport)
+        if transport.rank == 1:
+            announce_only(transport, 0)
+            return
+        cuda.failed.add(0)
+        with pytest.raises(fake_cuda.CUDARuntimeError, match="700"):
+            transport.receive(1)
+        assert_broken(transport, cuda, "CUDA status 700")
+
+    on_ranks(2, program)
+
+
 def test_a_status_that_cupy_has_no_name_for_is_an_error_all_the_same(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
