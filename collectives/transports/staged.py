@@ -105,7 +105,10 @@ class StagedTransport(Transport):
             return
         host = self._to_host(array)
         collective(host)
-        array[...] = self._to_device(host)
+        with array.device:  # type: ignore[attr-defined]
+            array.set(host)  # type: ignore[attr-defined]
+            # Until the copy has ended, nobody else may get the host's memory.
+            self._cupy.cuda.get_current_stream().synchronize()
 
     def barrier(self) -> None:
         self.host.barrier()

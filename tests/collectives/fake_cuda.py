@@ -422,6 +422,19 @@ class ndarray:
         out[...] = self._content
         return out
 
+    def set(self, host: np.ndarray) -> None:
+        assert (host.shape, host.dtype) == (self.shape, self.dtype)
+        self.cuda.copies.append(("up", self.memory.device, self.nbytes))
+        held = weakref.ref(host)
+
+        def copy() -> None:
+            if (content := held()) is None:
+                self.cuda.wrong("memory of the host was given away while a copy was to read it")
+            else:
+                self._content[...] = content
+
+        self.launch(copy)
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         # What mpi4py asks for: an MPI that is not CUDA-aware reads this model's memory, too.

@@ -73,6 +73,20 @@ def test_parts_that_ranks_own_are_reduced_and_gathered_as_on_hosts(
 # ---- which way a message takes
 
 
+def test_a_staged_reduction_takes_no_memory_of_the_gpu(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(transport: Transport) -> None:
+        array = up(np.arange(100.0))
+        for name in ("asarray", "empty", "zeros"):
+            monkeypatch.delattr(sys.modules["cupy"], name)
+        transport.allreduce(array)
+        assert array.get().tolist() == list(range(100))
+
+    on_ranks(1, program, staged=True)
+    assert [kind for kind, _, size in cuda.copies if size == 800] == ["up", "down", "up", "down"]
+
+
 def test_partners_swap_over_nccl(cuda: Any) -> None:
     def program(transport: NcclTransport) -> None:
         received = transport.exchange(up(message(100, transport.rank)), transport.rank ^ 1)
