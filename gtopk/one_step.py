@@ -43,7 +43,8 @@ class OneStep:
         if self._void:
             for each in self._ran:
                 each.undo()
-            lane.bucket.poison()
+            with lane.bucket.on_stream():
+                lane.bucket.poison()
             return exchanged
         begun = time.perf_counter()
         with lane.bucket.on_stream():
