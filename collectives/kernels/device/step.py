@@ -23,7 +23,7 @@ class Step:
     Call it once before it is captured: kernels are compiled at their first launch. After each call
     or replay, the first `kept` entries of `indices` and `values`, [k] both, are the selection.
 
-        step = Step(residual.size, k, residual.dtype)
+        step = Step(machine, residual.size, k, residual.dtype)
         step(residual, gradient)
         stream.begin_capture(); step(residual, gradient); graph = stream.end_capture()
         graph.launch()
