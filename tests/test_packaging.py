@@ -17,6 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import gtopk
 
@@ -144,6 +145,16 @@ def test_every_extra_that_is_told_of_is_there(setup_cfg) -> None:
                 told |= set(names.split(","))
     assert told >= {"mpi", "demo", "cuda12"}
     assert told <= set(setup_cfg["options.extras_require"])
+
+
+@pytest.mark.parametrize("nccl", ["2.18.1", "2.21.5", "2.26.2", "2.27.3"])  # torch 2.1 to 2.8
+def test_the_nccl_that_torch_wants_will_do(setup_cfg, nccl: str) -> None:
+    (wanted,) = (
+        Requirement(line)
+        for line in setup_cfg["options.extras_require"]["cuda12"].split()
+        if "nccl" in line
+    )
+    assert nccl in wanted.specifier
 
 
 @pytest.fixture(scope="module")
