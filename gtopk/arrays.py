@@ -135,7 +135,7 @@ def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None
         with (
             torch.cuda.device(stream.device),
             torch.cuda.stream(stream),
-            device.on_stream(stream.cuda_stream, stream.device_index),
+            device.on_stream(stream.cuda_stream, stream.device_index, torch.cuda.empty_cache),
         ):
             yield
 

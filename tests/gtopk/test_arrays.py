@@ -138,7 +138,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     }.items():
         monkeypatch.setattr(torch.cuda, name, model)
     cupy = SimpleNamespace(
-        Device=gpus.of_cupy, ExternalStream=lambda pointer, device: nullcontext()
+        Device=gpus.of_cupy,
+        ExternalStream=lambda pointer, device: nullcontext(),
+        get_allocator=lambda: None,
+        using_allocator=nullcontext,
     )
     monkeypatch.setattr(cuda, "cupy", lambda: SimpleNamespace(cuda=cupy))
     return gpus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final
@@ -109,9 +109,27 @@ def scratch(array: Array) -> Scratch:
 
 
 @contextmanager
-def on_stream(pointer: int, device: int) -> Iterator[None]:
-    """Let everything here run on a stream of another library: a CUDA stream's address."""
-    with cupy().cuda.Device(device), cupy().cuda.ExternalStream(pointer, device):
+def on_stream(pointer: int, device: int, make_room: Callable[[], object]) -> Iterator[None]:
+    """Let everything here run on a stream of another library: a CUDA stream's address.
+
+    make_room: has that library let go of memory it does not use; called where there is too little
+        for CuPy's pool, before a second try.
+    """
+    cuda = cupy().cuda
+    allocate = cuda.get_allocator()
+
+    def allocate_patiently(size: int) -> Any:
+        try:
+            return allocate(size)
+        except cuda.memory.OutOfMemoryError:
+            make_room()
+            return allocate(size)
+
+    with (
+        cuda.Device(device),
+        cuda.ExternalStream(pointer, device),
+        cuda.using_allocator(allocate_patiently),  # in this thread only
+    ):
         yield
 
 

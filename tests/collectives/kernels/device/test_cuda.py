@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,47 @@ def test_an_array_of_another_gpu_is_refused(stand_in: Any) -> None:
         cuda.scratch(on(1))
 
 
+class OutOfMemoryError(Exception):
+    """CuPy's pool found no room."""
+
+
+@pytest.mark.parametrize("kept_by_others", [0, 60, 100])
+def test_a_second_try_finds_the_room_that_the_stream_s_library_made(
+    stand_in: Any, kept_by_others: int
+) -> None:
+    allocators, emptied, left = [], [], 100 - kept_by_others
+
+    @contextmanager
+    def using_allocator(allocate: Callable[[int], int]) -> Iterator[None]:
+        allocators.append(allocate)
+        yield
+        allocators.pop()
+
+    def allocate(size: int) -> int:
+        if size > left:
+            raise OutOfMemoryError
+        return size
+
+    def make_room() -> None:
+        nonlocal left
+        left = 100
+        emptied.append(True)
+
+    vars(cuda.cupy().cuda).update(
+        Device=nullcontext,
+        ExternalStream=lambda pointer, device: nullcontext(),
+        get_allocator=lambda: allocate,
+        using_allocator=using_allocator,
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+    )
+    with cuda.on_stream(None, 0, make_room):
+        assert allocators[0](50) == 50
+        assert len(emptied) == (kept_by_others > 50)
+        with pytest.raises(OutOfMemoryError):
+            allocators[0](101)
+    assert not allocators
+
+
 # ---- on a GPU
 
 
@@ -172,6 +214,21 @@ def test_the_public_functions_are_the_reference_s(cupy: Any, random: np.random.G
     )
     assert kernels.squared_norm(held) == reference.squared_norm(residual)
     assert kernels.all_finite(held)
+
+
+@pytest.mark.gpu
+def test_the_pool_gets_what_torch_has_cached(cupy: Any) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    cupy.get_default_memory_pool().free_all_blocks()
+    free, _ = torch.cuda.mem_get_info()
+    cached = torch.empty(free * 7 // 10, dtype=torch.uint8, device="cuda")
+    del cached  # torch keeps it
+    stream = torch.cuda.current_stream()
+    with cuda.on_stream(stream.cuda_stream, stream.device_index, torch.cuda.empty_cache):
+        assert cupy.empty(free // 2, np.uint8).size == free // 2
+    cupy.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.mark.gpu
