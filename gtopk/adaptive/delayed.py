@@ -20,6 +20,7 @@ import torch
 
 from ..logs import EVERYWHERE
 from ..parameters import KNOWN_TO_ADAPT, require_known
+from .agreed_rates import AgreedRates
 from .dealing import Passes
 from .epochs import Epochs
 from .learning_rate import LearningRate
@@ -72,12 +73,14 @@ class DelayedLoader:
         asked = optimizer._options
         self.exchange = RoundExchange(trained, optimizer._compression)
         self._steps = OwnSteps(world, optimizer, "round")
+        self._rates = AgreedRates(optimizer.param_groups)
         self._wire = RoundWire(
             name,
             self.exchange,
             [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
             world.engine,
             world.size,
+            self._rates,
             asked.local_clip_norm,
             self._steps,
         )
@@ -119,7 +122,7 @@ class DelayedLoader:
         self._rate.scale(samples, None)
         self._optimizer._skipped.end_row()
         self._optimizer._clip(1.0)
-        with self._optimizer.skip_synchronize():
+        with self._optimizer.skip_synchronize(), self._rates.set():
             self._wrapped_step()
 
     def _skip(self, culprits: Sequence[int]) -> None:
@@ -158,6 +161,7 @@ class DelayedLoader:
                 self.rounds.add(self.num_samples, summed, loss_scale)
             self._optimizer.zero_grad()  # it counts backward passes between its own steps
             self.rounds.poll()
+        self._rates.seen = self.round
         return loss
 
     def _leave_out(self) -> None:
@@ -219,6 +223,7 @@ class DelayedLoader:
         self.num_samples = samples
         self._in_hand = True
         yield batch
+        self._rates.seen = self.round  # after a batch without a step, too
         if self._in_hand:
             self._leave_out()
 

@@ -115,7 +115,7 @@ class Rounds:
     @property
     def waits_for(self) -> Pending | None:
         """Return what a rank with nothing to compute has to wait for."""
-        under_way = (self._ready, self._reducing)
+        under_way = (self._reducing, self._ready)
         return next((each for each in under_way if each is not None and not each.done), None)
 
     def load(self, number: int, samples: Sequence[int]) -> None:
@@ -164,6 +164,9 @@ class Rounds:
         """
         if self.ended:
             return
+        waits = self.waits_for is not None
+        if self._reducing is not None and self._reducing.done:
+            self._reducing.wait()  # if it has failed, every rank says so, and not who left after it
         if self._ready is None:
             # A round ends in a later call of `poll`: one more micro-batch is sure to be in it.
             promised = self._samples + (0 if is_last else self._next)
@@ -171,7 +174,7 @@ class Rounds:
             if is_last or promised >= share * self._least_samples:
                 self._ready = self._wire.ready(promised, is_last)
             return
-        if self.waits_for is not None:
+        if waits:
             return
         ready: Ready = self._ready.wait()
         self._ready = None

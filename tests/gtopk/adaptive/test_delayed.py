@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import gtopk.torch as hvd
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+from gtopk.adaptive.agreed_rates import AgreedRates
 from gtopk.adaptive.round_exchange import RoundExchange
 from gtopk.adaptive.rounds import Ready, Reduced, Rounds
 from gtopk.world import World
@@ -154,6 +158,68 @@ def test_a_gradient_that_is_not_finite_skips_a_round_on_every_rank(
     with caplog.at_level("WARNING", "gtopk"):
         assert on_ranks(2, program) == [((1, 1), True)] * 2
     assert "the gradient is not finite on rank 1" in caplog.text
+
+
+def test_rates_that_differ_are_one_error_on_every_rank() -> None:
+    """A schedule that is stepped with every batch is further on a rank that makes more of them."""
+
+    def program(here: World) -> str:
+        loader, model, optimizer = adapted(here, 120)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        try:
+            for _, x in loader:
+                model(x).mean().backward()
+                optimizer.step()
+                if here.rank == 1 or scheduler.last_epoch == 0:
+                    scheduler.step()
+        except hvd.HorovodInternalError as error:
+            return str(error)
+        return "none"
+
+    errors = on_ranks(2, program)
+    assert errors[0] == errors[1]
+    assert "about the learning rate of a round: rank 0: 0.5; rank 1: " in errors[0]
+    assert "while scheduler.last_epoch < loader.round: scheduler.step()" in errors[0]
+
+
+def test_a_schedule_that_follows_the_rounds_keeps_replicas_together() -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted(here, 120)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        behind = 0
+        for _ in range(3):
+            loader._passes.speeds = [29, 1]  # rank 1 does not see the last rounds end
+            for _, x in loader:
+                model(x).mean().backward()
+                optimizer.step()
+                behind = max(behind, loader.round - scheduler.last_epoch)
+                while scheduler.last_epoch < loader.round:
+                    scheduler.step()
+        assert scheduler.last_epoch > 2
+        return behind, model.weight.detach()
+
+    (_, weight), (behind, other) = on_ranks(2, program)
+    assert behind > 1
+    assert torch.equal(weight, other)
+
+
+def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]) -> None:
+    def program(transport: Transport) -> list[float]:
+        # Rank 2 had nothing left to compute when round 7 began.
+        group = {"lr": torch.tensor([0.5, 0.5, 1.0][transport.rank], dtype=torch.float64)}
+        rates = AgreedRates([group, {"without": "a rate"}])
+        rates.seen = [7, 7, 6][transport.rank]
+        rates.agree(transport, rates.said())
+        own = group["lr"]
+        with rates.set():
+            found = float(group["lr"])
+        assert group["lr"] is own
+        group["lr"] = torch.tensor(1.0 + transport.rank)
+        with pytest.raises(MismatchError, match=r"rank 0: 1\.0; rank 1: 2\.0"):
+            rates.agree(transport, rates.said())
+        return [found]
+
+    assert threads(3, program) == [[0.5]] * 3
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
@@ -316,8 +382,11 @@ def test_what_rounds_cannot_do_is_said() -> None:
         optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
         with pytest.warns(UserWarning, match=r"with momentum 0.9 .* stay below 0.1/L"):
             hvd.adapt(DataLoader(data(8), 4), optimizer, "abs")
+        other = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+        )
         with pytest.raises(ValueError, match="needs a data set of a length"):
-            hvd.adapt(DataLoader(Stream(), 2), optimizer, "abs")
+            hvd.adapt(DataLoader(Stream(), 2), other, "abs")
         with pytest.raises(ValueError, match="measures no noise"):
             hvd.adapt(DataLoader(data(8), 4), optimizer, "abs", lr_scaling="adascale")
         held = RoundExchange(list(model.parameters()), GTOPK).state_dict()
