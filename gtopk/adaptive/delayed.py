@@ -22,6 +22,7 @@ from ..logs import EVERYWHERE
 from ..parameters import KNOWN_TO_ADAPT, require_known
 from .agreed_rates import AgreedRates
 from .dealing import Passes
+from .drains import all_alike
 from .epochs import Epochs
 from .learning_rate import LearningRate
 from .options import Job, RoundOptions
@@ -255,20 +256,10 @@ class DelayedLoader:
         """
         facts = [f"epoch {self._epochs.epoch}", f"{len(self._passes.left)} micro-batches left"]
         said = self._wire.meet(facts, drains)
-        if len(set(said)) == 1:
-            self.drain_wanted = False
-            return True
-        if self.drain_wanted:
-            drained = [rank for rank, each in enumerate(said) if each]
-            others = [rank for rank, each in enumerate(said) if not each]
-            raise RuntimeError(
-                f"rank {self._world.rank}: ranks {drained} called loader.drain() in round "
-                f"{self.round}, and ranks {others} did not; every rank must call it (or "
-                "gtopk.save_checkpoint, which does) after the first optimizer.step() that finds "
-                "loader.round at, or above, the same number, or loader.drain_wanted"
-            )
-        self.drain_wanted = True
-        return False
+        rank = self._world.rank
+        alike = all_alike(said, self.drain_wanted, rank, "loader.round", self.round)
+        self.drain_wanted = not alike
+        return alike
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""

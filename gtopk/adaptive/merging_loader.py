@@ -30,6 +30,7 @@ from ..logs import EVERYWHERE
 from ..parameters import KNOWN_TO_ADAPT, require_known
 from ..replicas import checksums, require_the_same
 from .cursor import Cursor, ReplayedCursor, Stretch, in_step, open_cursor, record_of
+from .drains import all_alike
 from .epochs import Epochs
 from .learning_rate import LearningRate
 from .mega_batches import MegaBatches
@@ -54,7 +55,10 @@ class Merge(NamedTuple):
 
 
 class TakenBatches(Sampler[list[int]]):
-    """The indices of the batches that this rank takes of a stretch; `taken` says which they are."""
+    """The indices of the batches that this rank takes of a stretch; `taken` says which they are.
+
+    stands_in: it yields one batch instead that is none of this rank's.
+    """
 
     def __init__(self, cursor: Cursor, spent: Spent) -> None:
         self.cursor, self._spent = cursor, spent
@@ -62,9 +66,13 @@ class TakenBatches(Sampler[list[int]]):
         self.stretch = Stretch([])
         self.size = 0
         self.taken: deque[range] = deque()
+        self.stands_in = False
 
     def __iter__(self) -> Iterator[list[int]]:
         self.taken.clear()
+        if self.stands_in:
+            yield list(self.order[: self.size])
+            return
         while take := self._take():
             self.taken.append(take)
             yield [self.order[place] for part in self.stretch.places(take) for place in part]
@@ -81,7 +89,8 @@ class MergingLoader:
     in it, also where the others went on without its replica, and what it waited: for takes, for
     the others to be ready, and for the merge.
 
-    num_samples: of the batch in hand.
+    num_samples: of the batch in hand; 0 where it stands in for none, and no step is made with it.
+    drain_wanted: other ranks drain, and wait for this one to do so.
     merges:      so far; where the number has grown, the replicas have just been merged.
     last_merge:  what it went by.
     record:      of all ranks' takes, mega-batch by mega-batch, where it was asked for.
@@ -111,9 +120,12 @@ class MergingLoader:
         self._replica: Replica | None = None
         self._loaded: dict[str, Any] | None = None  # before there was a replica
         self._finished: list[range] | None = None  # takes since the last merge, while one is due
+        self._in_hand: range | None = None
         self._updates = 0
+        self._count = 0  # how far any rank has seen the cursor
         self._lost_in_a_row = 0
         self.num_samples = 0
+        self.drain_wanted = False
         self.merges = 0
         self.last_merge: Merge | None = None
         self.record: list[list[list[list[int]]]] = []
@@ -155,23 +167,26 @@ class MergingLoader:
         """Yield this rank's batches until every sample was in one, on one rank, and merged."""
         if self._finished is not None:
             self._merge()  # a script broke the last iteration off, on all ranks
+        yield from self._await_drains()
         self._steps.spent.begin()
         epoch, start = self._epochs.begin()
         order = self._order(epoch)
         if start == 0:
             self._batches.begin([range(len(order))])
         self._taken.order = order
-        count = self._begin(epoch)
+        self._begin(epoch)
         while (stretch := self._batches.open()) is not None:
             sizes = self._batches.sizes
-            self._cursor.open(self._batches.number, len(stretch), sizes, count)
+            self._cursor.open(self._batches.number, len(stretch), sizes, self._count)
             self._taken.stretch, self._taken.size = stretch, sizes[self._world.rank]
             yield from self._mega_batch()
-            count = self._merge()
+            if self._finished is not None:  # else a drain has merged it
+                self._merge()
+            yield from self._await_drains()
         self._epochs.finish()
 
-    def _begin(self, epoch: int) -> int:
-        """Return how far any rank has seen the cursor, once all begin the same epoch."""
+    def _begin(self, epoch: int) -> None:
+        """Begin an epoch, the same on all ranks, with how far any has seen the cursor."""
         if self._replica is None:
             self._replica = self._open_replica()
         known = set(self._replica.parameters)
@@ -184,8 +199,7 @@ class MergingLoader:
             lambda transport, votes: max(votes),
             vote=self._cursor.count,
         )
-        count: int = self._await(operation)
-        return count
+        self._count = self._await(operation)
 
     def _await(self, operation: Operation) -> Any:
         """Wait for an operation, on the account of the mega-batch under way."""
@@ -216,18 +230,67 @@ class MergingLoader:
         self._finished, self._updates = [], 0
         for batch in self._loader:
             take = self._taken.taken.popleft()
-            self.num_samples = len(take)
-            self._rate.scale(self.num_samples, None)
+            self._rate.scale(len(take), None)
+            yield from self._hand_over(batch, take)
+            if self._finished is None:
+                break  # drained
+            self._finish(take)
+
+    def _hand_over(self, batch: Any, take: range) -> Iterator[Any]:
+        self._in_hand, self.num_samples = take, len(take)
+        try:
             yield batch
+        finally:
+            self._in_hand = None
+
+    def _finish(self, take: range) -> None:
+        """Note a batch as done with, once; a merge in the middle of it is that of its step."""
+        assert self._finished is not None
+        if take not in self._finished[-1:]:
             self._finished.append(take)
 
+    def _await_drains(self) -> Iterator[Any]:
+        """Where other ranks drain, hand out a batch for the script to do so, too."""
+        if not self.drain_wanted:
+            return
+        self._taken.stands_in = True
+        try:
+            for batch in self._loader:
+                yield from self._hand_over(batch, range(0))
+        finally:
+            self._taken.stands_in = False
+        if self.drain_wanted:
+            self._tell(drains=False)  # an error on all ranks
+
+    def _tell(self, drains: bool) -> None:
+        """Tell all ranks whether this one drains."""
+        operation = self._world.engine.submit(
+            f"{self._name}.drains", [], lambda transport, votes: list(votes), vote=drains
+        )
+        self._settle(self._await(operation))
+
+    def _settle(self, said: Sequence[int]) -> None:
+        rank, asked = self._world.rank, self.drain_wanted
+        self.drain_wanted = not all_alike(said, asked, rank, "loader.merges", self.merges)
+
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's replica with its own gradients."""
+        """Step this rank's replica with its own gradients.
+
+        Raises RuntimeError where no batch is in hand.
+        """
         optimizer = self._optimizer
+        if self._in_hand is None:
+            raise RuntimeError(
+                f"rank {self._world.rank}: optimizer.step() without a batch in hand; in mode "
+                "'adaptive-sgd' it is a local step with a batch of its loader, before "
+                "loader.drain(): another loader needs an optimizer of its own"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._in_hand:
+            return loss
         if self._options.loss_reduction == "sum":
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -237,10 +300,11 @@ class MergingLoader:
             self._wrapped_step()
         optimizer._reducer.drop()  # it counts backward passes between its own steps
         self._updates += 1
+        self._finish(self._in_hand)
         return loss
 
-    def _merge(self) -> int:
-        """Merge all ranks' replicas, go on from there, and return how far the cursor has come."""
+    def _merge(self, drains: bool = False) -> None:
+        """Merge all ranks' replicas, and go on from there; all know then which of them drain."""
         replica, batches = self._replica, self._batches
         assert replica is not None
         assert self._finished is not None
@@ -266,18 +330,20 @@ class MergingLoader:
             update = None
             if any(report.finite for report in reports):
                 update = replica.exchange(transport, weights[transport.rank])
-            return reports, weights, max(count for _, count in told), update
+            return reports, weights, max(count for _, count in told), update, list(votes)
 
-        operation = self._world.engine.submit(f"{self._name}.merge", [replica.facts], work)
-        reports, weights, count, update = self._await(operation)
+        operation = self._world.engine.submit(
+            f"{self._name}.merge", [replica.facts], work, vote=drains
+        )
+        reports, weights, self._count, update, said = self._await(operation)
         self._report(skipped=update is None)
         weight = weights[self._world.rank]
         (replica.pull if batches.strategy.force else replica.merge)(update, weight)
         batches.close(reports)
-        self._finished = None
+        self._finished = self._in_hand = None
         self._epochs.start = len(self._taken.order) - sum(map(len, batches.left))
         self._note(Merge(reports, weights, batches.sizes), update is not None)
-        return int(count)
+        self._settle(said)
 
     def _report(self, skipped: bool) -> None:
         """Report the mega-batch whose merge has just arrived."""
@@ -336,12 +402,17 @@ class MergingLoader:
     def drain(self) -> None:
         """Make all replicas the merged model, with all that they have not sent; all ranks call it.
 
-        The end of a training, or a checkpoint for another number of ranks. With an elastic force
-        they become the center.
+        The end of a training, or a checkpoint. With an elastic force they become the center.
+        Within an epoch every rank must call it after the first step that finds `merges` at, or
+        above, the same number: the mega-batch ends there, and a batch that was not stepped with is
+        handed out again. A rank that gets no more of it is handed a batch of no weight to come
+        there. Raises RuntimeError, on every rank, where some did not call it.
         """
         replica = self._replica
         if self._finished is not None:
-            self._merge()
+            self._merge(drains=True)
+        while self.drain_wanted:
+            self._tell(drains=True)
         if replica is None:
             return
         if self._batches.strategy.force or self.last_merge is None:

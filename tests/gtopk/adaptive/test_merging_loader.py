@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import world
@@ -283,6 +285,104 @@ def test_an_iteration_that_is_broken_off_is_merged_and_the_next_epoch_begins() -
     assert {epoch for _, epoch in results} == {2}
 
 
+def few_for_rank_1(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
+    """Return takes in which rank 1 has none of the second and of the third stretch."""
+    if number in (1, 2):
+        return [*by_speed([1.0])(number, total, sizes[:1]), []]
+    return by_speed([1.0, 1.0])(number, total, sizes)
+
+
+@pytest.mark.parametrize("density", [1.0, 0.4])
+@pytest.mark.parametrize("after", [2, 3])
+def test_checkpoints_are_saved_within_an_epoch_and_resumed(
+    density: float, after: int, tmp_path: Path
+) -> None:
+    """Also where a rank has no batch of a mega-batch, and so finds late that others save."""
+    compression = hvd.Compression.gtopk(density=density)
+
+    def first(here: World) -> Any:
+        run = Run(compression, mega_batch=40, lr=0.01, replay=few_for_rank_1)
+        seen: list[int] = []
+        due, stand_ins = 1, 0
+        for indices, x, y in run.loader:
+            seen += indices.tolist() if run.loader.num_samples else []
+            stand_ins += not run.loader.num_samples
+            run.optimizer.zero_grad()
+            ((x @ run.weight - y).square().mean() / 2).backward()
+            run.optimizer.step()
+            if run.loader.merges >= due:
+                gtopk.save_checkpoint(tmp_path, None, run.optimizer, run.loader, due)
+                due = run.loader.merges + 1
+                if due > 4:
+                    break
+        return seen, stand_ins, run.weight.detach().clone()
+
+    def then(here: World) -> Any:
+        run = Run(compression, mega_batch=40, lr=0.01)
+        gtopk.load_latest(tmp_path, None, run.optimizer, run.loader)
+        return run.epoch(), run.weight.detach()
+
+    saved = on_ranks(2, first)
+    assert saved[1][1] > 0
+    assert torch.equal(saved[0][2], saved[1][2])
+    found = on_ranks(after, then)
+    assert sorted(i for seen, *_ in saved + found for i in seen) == list(range(LENGTH))
+
+
+def test_all_ranks_stop_within_an_epoch_by_its_merges() -> None:
+    def program(here: World) -> Any:
+        run = Run(mega_batch=40, lr=0.01, replay=few_for_rank_1)
+        for _ in run.loader:
+            if run.loader.merges >= 1:
+                run.loader.drain()
+                break
+        stood_in = run.loader.num_samples == 0
+        return run.epoch(), stood_in, run.weight.detach()
+
+    results = on_ranks(2, program)
+    assert sorted(i for seen, *_ in results for i in seen) == list(range(LENGTH))
+    assert [stood_in for _, stood_in, _ in results] == [False, True]
+    assert torch.equal(results[0][2], results[1][2])
+
+
+def test_drains_within_an_epoch_leave_every_sample_to_be_trained_with_once() -> None:
+    def program(here: World) -> Any:
+        run = Run(mega_batch=40, lr=0.01, replay=EVENLY[2])
+        seen, merges = [], 0
+        for _ in range(2):
+            for indices, x, y in run.loader:
+                if run.loader.merges % 3 == 1 and merges < run.loader.merges:
+                    run.loader.drain()  # before the step: the batch is handed out once more
+                    merges = run.loader.merges
+                    with pytest.raises(RuntimeError, match="without a batch in hand"):
+                        run.optimizer.step()
+                    continue
+                seen += indices.tolist()
+                run.optimizer.zero_grad()
+                ((x @ run.weight - y).square().mean() / 2).backward()
+                run.optimizer.step()
+        return seen
+
+    results = on_ranks(2, program)
+    assert sorted(i for seen in results for i in seen) == sorted([*range(LENGTH)] * 2)
+
+
+def test_a_rank_that_does_not_drain_is_an_error_on_every_rank() -> None:
+    def program(here: World) -> str:
+        run = Run(mega_batch=40, lr=0.01, replay=EVENLY[3])
+        try:
+            for _ in run.loader:
+                if here.rank != 1:
+                    run.loader.drain()
+        except RuntimeError as error:
+            return str(error)
+        return "none"
+
+    for error in on_ranks(3, program):
+        assert "ranks [0, 2] called loader.drain() at loader.merges 1" in error
+        assert "ranks [1] did not" in error
+
+
 def test_a_replica_that_is_not_finite_is_everybodys_business() -> None:
     def program(here: World) -> Any:
         run = Run(mega_batch=100, momentum=0.9, lr=0.01, replay=EVENLY[3])
@@ -385,9 +485,11 @@ def test_what_replicas_cannot_do_is_said() -> None:
         for options, kind, text in refused:
             with pytest.raises(kind, match=text):
                 Run(**options)
-        run = Run()
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
         with pytest.raises(ValueError, match="needs a data set of a length"):
-            hvd.adapt(DataLoader(Stream(), 2), run.optimizer, "adaptive-sgd")
+            hvd.adapt(DataLoader(Stream(), 2), optimizer, "adaptive-sgd")
+        run = Run()
         with pytest.raises(ValueError, match="the state's 'abs'"):
             run.loader.load_state_dict({"mode": "abs"})
         assert len(run.loader) == 26
