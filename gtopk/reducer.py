@@ -69,6 +69,7 @@ class Reducer:
     samples:  that this rank's gradients come from; where nobody says, op weighs them.
     ranks:    of the world that reduce together, in order; rank: this one's place among them.
     takes_part: whether this rank is one of them: it steps by itself otherwise.
+    aside_for: the mode of `adapt` that gradients are exchanged by in its place; "": none.
     stragglers: how fast they compute beside each other.
     """
 
@@ -88,7 +89,7 @@ class Reducer:
         self.samples = Samples()
         self._predicted_seconds: float | None = None
         self.overlaps = options.overlap and options.local_clip_norm is None
-        self._exchanges = True
+        self.aside_for = ""
         self._param_groups = param_groups
         self._lane_of: dict[torch.nn.Parameter, int] = {}
         self._awaited: list[set[torch.nn.Parameter]] = []
@@ -132,9 +133,10 @@ class Reducer:
         """Return the parameters that may have a gradient, in the optimizer's order."""
         return with_gradients(self._param_groups)
 
-    def stand_aside(self) -> None:
-        """Exchange nothing, and look at nothing: somebody else does."""
-        self.overlaps = self._exchanges = False
+    def stand_aside(self, mode: str) -> None:
+        """Exchange nothing, and look at nothing: a mode of `adapt` does."""
+        self.aside_for, self.overlaps = mode, False
+        self.hooks = BackwardHooks(self.names)  # deaf: the old ones go, and count no passes more
 
     def reduce(self) -> Round:
         """Exchange all gradients; the round that counts is to be applied, or skipped.
@@ -181,7 +183,7 @@ class Reducer:
 
     def drops_overflow(self) -> bool:
         """Tell whether `drop` forgets complete gradients that are not finite here."""
-        if not (self._exchanges and self.hooks.order) or self._size == 1:
+        if self.aside_for or not self.hooks.order or self._size == 1:
             return False
         gradients = [p.grad for p in self.hooks.order if p.grad is not None]
         return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)

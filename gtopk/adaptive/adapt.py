@@ -7,12 +7,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from .. import world
+from ..adasum import _AdasumOptimizer
 from ..optimizer import _DistributedOptimizer
 from ..process_sets import global_process_set
 from ..reductions import Average
 from .modes import MODES
 from .options import Job
 from .sources import Order
+from .stepping import require_not_taken
 from .timing import Timer
 
 
@@ -46,18 +48,25 @@ def adapt(
         modes pass it over.
     options: min_batch=8, max_batch=None, grain=1, lr_scaling="none", loss_reduction="mean", seed=0;
         of "balanced" also interval=20, policy="equal_finish", noise_every=0, min_global_batch=0,
-        max_global_batch=0; of "abs" micro_batch=16: see `options`. Of "adaptive-sgd" min_batch=0,
-        lr_scaling="linear", algorithm="adaptive", mega_batch=0, batch_rule="multiplicative",
-        merge_weights="updates", perturbation=0.0, merge_momentum=0.0, local_steps=8, record=False,
-        replay=None: see `merging_options`. Of the hogbatch modes min_batch=1, lr_scaling="linear",
-        device_class=None, sizes=None, alpha=2.0, beta=1.0, merge_every=None, nodes=None,
-        lock_step=False, ranks_may_leave=False, audit=False: see `hogbatch.options`.
-    Raises ValueError for an argument out of its range, TypeError for an option that the mode has
-    not, and for an optimizer that is not distributed, HorovodInternalError on every rank where the
-    ranks' arguments differ.
+        max_global_batch=0; of "abs" micro_batch=16, and no min_batch, max_batch or grain: see
+        `options`. Of "adaptive-sgd" min_batch=0, lr_scaling="linear", algorithm="adaptive",
+        mega_batch=0, batch_rule="multiplicative", merge_weights="updates", perturbation=0.0,
+        merge_momentum=0.0, local_steps=8, record=False, replay=None: see `merging_options`. Of the
+        hogbatch modes min_batch=1, lr_scaling="linear", device_class=None, sizes=None, alpha=2.0,
+        beta=1.0, merge_every=None, nodes=None, lock_step=False, ranks_may_leave=False,
+        audit=False: see `hogbatch.options`.
+    Raises ValueError for an argument out of its range, and for an optimizer that is adapted already
+    in another mode than "balanced"; TypeError for an option that the mode has not, and for an
+    optimizer that is not distributed; HorovodInternalError on every rank where the ranks'
+    arguments differ.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if isinstance(optimizer, _AdasumOptimizer):
+        raise ValueError(
+            "adapt weights an average of gradients, and op=Adasum combines what each rank's own "
+            "step changed: use DistributedOptimizer(op=Average)"
+        )
     if not isinstance(optimizer, _DistributedOptimizer):
         raise TypeError(
             f"adapt needs the optimizer that DistributedOptimizer returned, got "
@@ -67,6 +76,7 @@ def adapt(
         raise ValueError("adapt weights an average: use DistributedOptimizer(op=Average)")
     if optimizer.process_set is not global_process_set:
         raise ValueError("adapt divides the batches of all ranks: it takes no process_set")
+    require_not_taken(optimizer)
     here = world.current()
     known = MODES[mode].options
     if unknown := [name for name in options if name not in known.names()]:

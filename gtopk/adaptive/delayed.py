@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -32,6 +31,7 @@ from .round_wire import RoundWire
 from .rounds import Rounds
 from .scaled_gradients import taken_down
 from .sources import Numbers, order_of, rebuilt
+from .stepping import take_over
 
 _log = logging.getLogger("gtopk")
 SAFE_MOMENTUM: Final = 0.5
@@ -100,14 +100,7 @@ class DelayedLoader:
         self.num_samples = 0
         self.drain_wanted = False
         self.left_out = 0
-        optimizer._reducer.stand_aside()  # rounds are exchanged, not backward passes
-        self._wrapped_step = optimizer.step
-
-        def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-            return self._step(closure)
-
-        # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
-        optimizer.step = MethodType(step, optimizer)
+        self._wrapped_step = take_over(optimizer, "abs", self._step)
         # Scripts call it to clip or unscale: here these do so to what is added to the round.
         optimizer.synchronize = lambda: None
         optimizer.set_num_samples = refuse_tokens
@@ -160,7 +153,7 @@ class DelayedLoader:
             if self.num_samples:
                 summed = self._options.loss_reduction == "sum"
                 self.rounds.add(self.num_samples, summed, loss_scale)
-            self._optimizer.zero_grad()  # it counts backward passes between its own steps
+            self._optimizer.zero_grad()
             self.rounds.poll()
         self._rates.seen = self.round
         return loss

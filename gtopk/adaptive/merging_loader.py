@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +40,7 @@ from .own_steps import OwnSteps
 from .replica import Replica
 from .sources import order_of, rebuilt
 from .spent import Spent, Waited
+from .stepping import take_over
 from .strategies import STRATEGIES
 
 _log = logging.getLogger("gtopk")
@@ -130,14 +130,7 @@ class MergingLoader:
         self.last_merge: Merge | None = None
         self.record: list[list[list[list[int]]]] = []
         self.lost_replicas = 0
-        self._optimizer._reducer.stand_aside()  # its hooks have nothing to exchange
-        self._wrapped_step = self._optimizer.step
-
-        def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-            return self._step(closure)
-
-        # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
-        self._optimizer.step = MethodType(step, self._optimizer)
+        self._wrapped_step = take_over(self._optimizer, "adaptive-sgd", self._step)
 
     def _meet(self, length: int) -> tuple[list[int], Counter | None]:
         """Return every rank's largest size, and what they take batches by."""
@@ -298,7 +291,6 @@ class MergingLoader:
                         parameter.grad.div_(max(self.num_samples, 1))
         with optimizer.skip_synchronize():
             self._wrapped_step()
-        optimizer._reducer.drop()  # it counts backward passes between its own steps
         self._updates += 1
         self._finish(self._in_hand)
         return loss

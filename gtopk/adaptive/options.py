@@ -119,7 +119,8 @@ class BalancedOptions(Options):
 class RoundOptions(Options):
     """What mode "abs" knows besides.
 
-    micro_batch: smaller => waits less for a round's end, more kernel launches.
+    micro_batch: smaller => waits less for a round's end, more kernel launches; less memory.
+    Its micro-batches are all as large: min_batch, max_batch and grain are refused.
     """
 
     micro_batch: int = 16
@@ -128,6 +129,13 @@ class RoundOptions(Options):
         """Raise ValueError for an option out of its range."""
         super().check()
         self._require(1, "micro_batch")
+        for field in fields(Options):
+            said = getattr(self, field.name)
+            if field.name in ("min_batch", "max_batch", "grain") and said != field.default:
+                raise ValueError(
+                    "mode 'abs' hands out micro-batches of one size: use micro_batch in place of "
+                    f"{field.name}, got {field.name}={said}"
+                )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ..memory import Memory
 from ..options import Job
 from ..own_steps import OwnSteps
 from ..sources import order_of, rebuilt
+from ..stepping import take_over
 from .board import now_nanoseconds
 from .check import check
 from .device_classes import NAMES, class_of
@@ -111,15 +111,9 @@ class HogbatchLoader:
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._board["kind"] = NAMES.index(self._class.name)
         self._board["size"] = self._sizer.size
-        optimizer._reducer.stand_aside()  # gradients are this worker's own
         world.engine.ranks_may_leave |= options.ranks_may_leave
-        self._wrapped_step = optimizer.step
-
-        def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-            return self._step(closure)
-
-        # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
-        optimizer.step = MethodType(step, optimizer)
+        self._wrapped_step = take_over(optimizer, self._mode, self._step)
+        self._in_epoch = False
         self._in_hand: Sequence[int] = ()
         self._began = 0
         self.num_samples = 0
@@ -257,7 +251,6 @@ class HogbatchLoader:
             self._board.add("samples", samples)
         else:
             self._board.add("skipped", 1)
-        self._optimizer._reducer.drop()
         self._let_go()
         self._node.merging.poll()
         return loss

@@ -388,7 +388,10 @@ def test_what_rounds_cannot_do_is_said() -> None:
         with pytest.raises(ValueError, match="needs a data set of a length"):
             hvd.adapt(DataLoader(Stream(), 2), other, "abs")
         with pytest.raises(ValueError, match="measures no noise"):
-            hvd.adapt(DataLoader(data(8), 4), optimizer, "abs", lr_scaling="adascale")
+            hvd.adapt(DataLoader(data(8), 4), other, "abs", lr_scaling="adascale")
+        for name in ("min_batch", "max_batch", "grain"):
+            with pytest.raises(ValueError, match=f"use micro_batch in place of {name}, got .*=4"):
+                hvd.adapt(DataLoader(data(8), 4), other, "abs", **{name: 4})
         held = RoundExchange(list(model.parameters()), GTOPK).state_dict()
         with pytest.raises(ValueError, match="keeps no residual"):
             RoundExchange(list(model.parameters()), hvd.Compression.none).load_state_dict(held)
