@@ -33,7 +33,7 @@ from .evaluation import evaluates, mean_loss
 from .node import join_node
 from .options import HogbatchOptions
 from .periods import Periods
-from .probe import fits
+from .probe import memory_of
 from .report import Report, report_of
 from .shared_model import SharedModel, layout_of, states_of
 from .sizes import Sizer, Thresholds, checked
@@ -132,6 +132,7 @@ class HogbatchLoader:
         epoch, _ = self._epochs.begin()
         order = self._order(epoch)
         self._begin(len(order))
+        self._in_epoch = True
         begun = now_nanoseconds()
         try:
             yield from self._pass(lambda: self._request(order))
@@ -150,6 +151,7 @@ class HogbatchLoader:
             self._ledger.end()
             self._epochs.finish()
             self._periods.end()
+            self._in_epoch = False
 
     def sit_out(self) -> None:
         """Take no part in an epoch; it begins and ends for this worker, too."""
@@ -276,9 +278,7 @@ class HogbatchLoader:
         self._ledger.finish(self._in_hand)
         self._in_hand = ()
         if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            took = torch.cuda.max_memory_allocated(self._device)
-            self._sizer.limit(fits(size, took - torch.cuda.memory_allocated(self._device), free))
+            self._sizer.note_memory(size, *memory_of(self._device))
         if self._memory.most is not None:
             self._sizer.limit(self._memory.most)
         self._sizer.note(size, spent / 1e9)
@@ -303,7 +303,9 @@ class HogbatchLoader:
 
         The fast classes compute it, in large batches; where there are none, all do.
         loss_of: from a batch to the mean loss of its samples.
+        Raises RuntimeError within an epoch, at once.
         """
+        self._require_between_epochs("evaluate")
         data: Any = self.dataset if dataset is None else dataset
 
         def loss(samples: range) -> float:
@@ -336,31 +338,43 @@ class HogbatchLoader:
     def drain(self) -> None:
         """Have this rank's parameters be the shared model's, and that the same on all nodes.
 
-        All ranks call it together, between epochs.
+        All ranks call it together, between epochs. Raises RuntimeError within one, at once.
         """
+        self._require_between_epochs("drain")
         with self._steps.spent.waiting():
             self._ledger.begin(0, between_nodes=False)
             self._node.merging.drain()
         self._writer.refresh()
         self._ledger.end()
 
+    def _require_between_epochs(self, what: str) -> None:
+        if self._in_epoch:
+            raise RuntimeError(
+                f"rank {self._world.rank}: loader.{what}() within an epoch of mode {self._mode!r}, "
+                "which no worker waits for another in: call it (and gtopk.save_checkpoint, which "
+                "drains) on all ranks between epochs"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the next epoch hangs on."""
         return {
             "mode": self._mode,
+            "class": self._class.name,
             "epochs": self._epochs.state_dict(),
             "size": self._sizer.size,
             "thresholds": self._sizer.thresholds and list(self._sizer.thresholds),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the epoch after the one another loader finished."""
+        """Go on with the epoch after the one another loader finished.
+
+        Sizes that its worker found are those of a worker of this class, where none are said.
+        """
         if state["mode"] != self._mode:
             raise ValueError(
                 f"this loader's mode is {self._mode!r}, the state's {state['mode']!r}; make the "
                 "loader with the mode it was saved with"
             )
         self._epochs.load_state_dict(state["epochs"])
-        if state["thresholds"] is not None:
-            self._sizer.thresholds = Thresholds(*state["thresholds"])
-            self._sizer.size = state["size"]
+        if state["thresholds"] is not None and state["class"] == self._class.name:
+            self._sizer.resume(state["thresholds"][0], state["size"])

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
 GAIN: Final = 1.25
 _BATCHES: Final = 2  # of a size; the first of them is often slow
 MEMORY_SHARE: Final = 0.8
@@ -57,6 +59,16 @@ class Probe:
         """Try no larger sizes than this."""
         self._largest = min(self._largest, largest)
         self._size = min(self._size, largest)
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return what the last batch took of a GPU's memory at most, and what is free for the next.
+
+    Bytes; what PyTorch's allocator keeps for tensors to come is free, too.
+    """
+    driver_free, _ = torch.cuda.mem_get_info(device)
+    used, kept = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    return torch.cuda.max_memory_allocated(device) - used, driver_free + kept - used
 
 
 def fits(size: int, took_bytes: int, free_bytes: int) -> int:

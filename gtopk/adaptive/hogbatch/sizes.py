@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .device_classes import class_named
-from .probe import Probe
+from .probe import Probe, fits
 
 
 class Thresholds(NamedTuple):
@@ -88,6 +88,7 @@ class Sizer:
     ) -> None:
         self._is_fast, self._adapts, self._alpha = is_fast, adapts, alpha
         self._default = default
+        self._fitted = 0  # the largest batch that memory had room for
         self.probe: Probe | None = None
         self.thresholds: Thresholds | None = None
         if said is not None:
@@ -117,6 +118,27 @@ class Sizer:
             self.probe.note(size, seconds)
             if self.probe.found is not None:
                 self._settle(Thresholds(self.probe.found, self._default.largest))
+
+    def resume(self, smallest: int, size: int) -> None:
+        """Go on from what the probe of a worker of the same class has found, and from its size.
+
+        Nothing changes where sizes are said, or need no probe.
+        """
+        if self.probe is not None:
+            largest = self._default.largest
+            self.thresholds = Thresholds(min(smallest, largest), largest)
+            self.size = self.thresholds.clip(size)
+
+    def note_memory(self, size: int, took_bytes: int, free_bytes: int) -> None:
+        """Ask for no more than memory has room for, by what a batch took of it.
+
+        free_bytes: for the next one. A small one, the last of an epoch, tells nothing of large
+        ones; what had room before has it.
+        """
+        if size < self.size:
+            return
+        self._fitted = max(self._fitted, size)
+        self.limit(max(self._fitted, fits(size, took_bytes, free_bytes)))
 
     def limit(self, largest: int) -> None:
         """Ask for no more than so many from now on: the memory has no room for more."""

@@ -340,6 +340,44 @@ def test_an_epoch_goes_on_where_another_loader_stopped() -> None:
     assert all(first == again for first, again in on_ranks(1, program))
 
 
+@pytest.mark.parametrize("what", ["drain", "evaluate"])
+def test_what_all_workers_do_together_they_do_between_epochs(what: str) -> None:
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted()
+        for _, x, y in loader:
+            with pytest.raises(RuntimeError, match=rf"loader.{what}\(\) within an epoch"):
+                loader.drain() if what == "drain" else loader.evaluate(torch.zeros_like)
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        loader.drain()
+
+    on_ranks(2, program)
+
+
+def test_sizes_of_another_class_are_not_taken_over() -> None:
+    """On another number of ranks every worker loads the state of rank 0, whatever its class."""
+
+    def program(here: World) -> Any:
+        fast, *_ = adapted("adaptive-hogbatch", device_class="fast", sizes=None)
+        fast._sizer.resume(8, 16)
+        state = fast.state_dict()
+
+        def resumed(**options: Any) -> Any:
+            loader, *_ = adapted("adaptive-hogbatch", **options)
+            loader.load_state_dict(state)
+            return loader.state_dict()
+
+        alike = resumed(device_class="fast", sizes=None)
+        assert (alike["thresholds"], alike["size"]) == ([8, 16], 16)
+        slow = resumed(device_class="slow", sizes=None)
+        assert (slow["thresholds"], slow["size"]) == (None, 1)
+        said = resumed(device_class="fast", sizes={"fast": (2, 4)})
+        assert (said["thresholds"], said["size"]) == ([2, 4], 4)
+
+    on_ranks(1, program)
+
+
 def test_what_is_shared_no_more_is_an_error() -> None:
     def program(here: World) -> None:
         loader, model, optimizer = adapted(make=momentum, device_class=classes(here))

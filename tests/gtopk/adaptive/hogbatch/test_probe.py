@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from gtopk.adaptive.hogbatch.probe import GAIN, Probe, fits
+from gtopk.adaptive.hogbatch.probe import GAIN, Probe, fits, memory_of
 
 
 @pytest.mark.parametrize("overhead", [0.0, 1.0, 30.0, 1e9])
@@ -39,3 +40,15 @@ def test_what_fits_follows_what_a_batch_took() -> None:
     assert fits(8, took_bytes=800, free_bytes=10_000) == 80
     assert fits(8, took_bytes=800, free_bytes=10) == 1
     assert fits(8, took_bytes=0, free_bytes=10) > 1000
+
+
+def test_what_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {
+        "mem_get_info": (100, 9000),
+        "memory_reserved": 700,
+        "memory_allocated": 200,
+        "max_memory_allocated": 600,
+    }
+    for name, found in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert memory_of(torch.device("cuda")) == (400, 600)

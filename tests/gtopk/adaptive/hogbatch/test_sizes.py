@@ -78,6 +78,24 @@ def test_memory_limits_every_size() -> None:
     assert probing.next(0, []) == 2
 
 
+def test_memory_does_not_limit_what_has_fitted() -> None:
+    sizer = Sizer(True, True, 2.0, Thresholds(8, 64), Thresholds(1, 64))
+    sizer.note_memory(64, took_bytes=640, free_bytes=650)
+    assert sizer.size == 64
+    sizer.note_memory(5, took_bytes=400, free_bytes=650)  # the last one of an epoch
+    assert sizer.size == 64
+    assert sizer.next(1, [9]) == 32
+    sizer.note_memory(32, took_bytes=500, free_bytes=650)
+    assert sizer.next(9, [1]) == 64
+
+
+def test_memory_limits_what_has_not_been_tried() -> None:
+    sizer = Sizer(False, True, 2.0, Thresholds(8, 64), Thresholds(1, 64))
+    sizer.note_memory(8, took_bytes=80, free_bytes=250)
+    sizes = [sizer.next(9, [1]) for _ in range(4)]
+    assert sizes == [16, 20, 20, 20]
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
