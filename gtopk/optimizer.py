@@ -91,7 +91,7 @@ class _DistributedOptimizer(Readings):
         None: every rank weighs alike. Where some ranks only say a number, the step is an error.
         Say it before the backward pass: what was exchanged during one is exchanged anew otherwise.
         While a batch of an adapted loader stands in for none, a number stays 0.
-        Raises ValueError for a number out of range, or with op=Sum.
+        Raises ValueError for a number out of range, or with op=Sum; TypeError for no whole number.
         """
         if samples is not None and self.op != Average:
             raise ValueError("set_num_samples weights an average: use op=Average")

@@ -31,6 +31,7 @@ from .held import Held, put_in, take_out
 from .hooks import BackwardHooks
 from .lane_plan import Agreed, Plan
 from .lanes import Lane
+from .logs import EVERYWHERE
 from .optimizer_options import Options
 from .parameters import ParameterNames, with_gradients
 from .reductions import Average
@@ -141,7 +142,8 @@ class Reducer:
     def reduce(self) -> Round:
         """Exchange all gradients; the round that counts is to be applied, or skipped.
 
-        Raises HorovodInternalError, on every rank alike, when the ranks disagree.
+        Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
+        then what they were.
         """
         if self.hooks.order:
             self.progress.backward_seconds = self.hooks.seconds
@@ -158,6 +160,17 @@ class Reducer:
             round = round or self._open()
             try:
                 round.finish(self._has_unplanned(), told=self._world.told_here)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    _log.warning(
+                        "rank %d: interrupted (%s) in a step, which the other ranks are to end "
+                        "first; a second time ends the wait at once",
+                        self.ranks[self.rank],
+                        type(error).__name__,
+                        extra=EVERYWHERE,
+                    )
+                round.drop()
+                raise
             finally:
                 self._await_all()
             self._world.hear(round.told)

@@ -136,16 +136,11 @@ class Round:
 
         unplanned: this rank has a gradient that belongs to no lane.
         told: it was told to end.
-        Raises HorovodInternalError, on every rank alike, where the ranks disagree; the residuals
-        are then what they were.
+        Raises HorovodInternalError, on every rank alike, where the ranks disagree: drop it then.
         """
-        try:
-            self._submit_the_rest(unplanned, told)
-            for index in sorted(self.operations):
-                self.operations[index].wait()
-        except BaseException:
-            self.drop()
-            raise
+        self._submit_the_rest(unplanned, told)
+        for index in sorted(self.operations):
+            self.operations[index].wait()
 
     def _submit_the_rest(self, unplanned: bool, told: bool) -> None:
         changed = self._invalid or not all(

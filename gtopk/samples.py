@@ -5,6 +5,7 @@ The number travels in the upper bits of the step's vote, so that no message is a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,15 +20,24 @@ class Samples:
 
     count:  of the samples they come from; None: as many as every other rank's.
     summed: the gradients are of a sum over samples, not of a mean.
-    Raises ValueError for a number that does not fit.
+    Raises ValueError for a number that does not fit, TypeError for what is no whole number.
     """
 
     count: int | None = None
     summed: bool = False
 
     def __post_init__(self) -> None:
-        if self.count is not None and not 0 <= self.count <= MOST:
-            raise ValueError(f"the number of samples must lie in 0..{MOST:,}, got {self.count:,}")
+        if self.count is None:
+            return
+        try:
+            count = operator.index(self.count)  # of NumPy or torch, too: it travels as Python's own
+        except TypeError as error:
+            raise TypeError(
+                f"the number of samples must be a whole number, got {self.count!r}"
+            ) from error
+        if not 0 <= count <= MOST:
+            raise ValueError(f"the number of samples must lie in 0..{MOST:,}, got {count:,}")
+        object.__setattr__(self, "count", count)
 
     @property
     def facts(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from . import world
 from .agreement import name_ranks
+from .guard import Guard
 
 EXIT_CODE: Final = 128 + signal.SIGTERM
 
@@ -125,3 +126,14 @@ class Termination:
         name = f"rank {self._world.rank} of {self._world.size}"
         place = f"host {socket.gethostname()}, pid {os.getpid()}"
         os.write(2, f"gtopk: {name} ({place}) {what}\n".encode())
+
+
+def _after_fork() -> None:
+    """Let SIGTERM end a forked child (a worker of a Pool, say), which is no rank."""
+    told = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    if isinstance(told, Termination):
+        of_guard = isinstance(getattr(told._before, "__self__", None), Guard)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if of_guard else told._before)
+
+
+os.register_at_fork(after_in_child=_after_fork)

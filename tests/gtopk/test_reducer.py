@@ -16,6 +16,7 @@ from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.rounds import Round
 from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers, train
 from tests.gtopk.held import held
 
@@ -291,6 +292,31 @@ def test_a_batch_dropped_after_early_buckets_were_exchanged_leaves_no_trace(thre
     for one, other in zip(dropped, plain, strict=True):
         assert torch.equal(one[0], other[0])
         assert one[1].tobytes() == other[1].tobytes()
+
+
+def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, caplog):
+    """Ctrl-C comes out once the other ranks have ended the step, which may take long."""
+    ended = Round.finish
+
+    def finish(self: Round, unplanned: bool, told: bool) -> None:
+        ended(self, unplanned, told)
+        raise KeyboardInterrupt
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(inputs(0, number)).square().sum().backward()
+        optimizer.step()
+
+    with world.entered(local_world(1)[0]):
+        model = layers()
+        optimizer = distribute(model)
+        step(0)
+        before = held(optimizer)
+        monkeypatch.setattr(Round, "finish", finish)
+        with pytest.raises(KeyboardInterrupt):
+            step(1)
+        np.testing.assert_array_equal(held(optimizer), before)
+    assert "rank 0: interrupted (KeyboardInterrupt) in a step" in caplog.text
 
 
 def test_several_optimizers_and_models_step_in_any_order(threads):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,6 +36,19 @@ def test_weights_do_not_hang_on_the_size_of_the_step(counts: list[int], factor: 
     for one, other in zip(small, large, strict=True):
         weight = other.weight([rank.vote for rank in large])
         assert weight == pytest.approx(one.weight([rank.vote for rank in small]))
+
+
+@pytest.mark.parametrize("of", [np.int64, np.int32, np.uint8, torch.tensor])
+def test_a_number_of_numpy_or_torch_travels_as_pythons_own(of: Any) -> None:
+    samples = Samples(of(7))
+    assert samples.vote == 7 << VOTE_BITS
+    assert type(samples.vote) is int
+
+
+@pytest.mark.parametrize("number", [7.0, "7", torch.tensor([7, 8]), torch.tensor(0.5)])
+def test_what_is_no_whole_number_is_refused_by_name(number: Any) -> None:
+    with pytest.raises(TypeError, match="number of samples must be a whole number, got"):
+        Samples(number)
 
 
 def test_a_sums_gradient_weighs_one_over_the_total() -> None:

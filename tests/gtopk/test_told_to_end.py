@@ -16,6 +16,7 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world
 from gtopk import world
 from gtopk.exceptions import InvalidCallError
+from gtopk.guard import Guard
 from gtopk.local_sgd import LocalSGD
 from gtopk.optimizer import DistributedOptimizer
 
@@ -190,3 +191,28 @@ def test_it_needs_ranks_and_the_main_thread():
     (error,) = errors
     assert "in the main thread" in error
     assert "'another'" in error
+
+
+@pytest.mark.parametrize("before", ["nothing", "the guard's", "the script's"])
+def test_a_process_forked_within_the_block_ends_by_sigterm_as_before_it(before: str) -> None:
+    handlers: dict[str, Any] = {
+        "nothing": signal.SIG_DFL,
+        "the guard's": Guard.__new__(Guard)._on_sigterm,
+        "the script's": lambda number, frame: os._exit(7),
+    }
+    with world.entered(local_world(1)[0]):
+        signal.signal(signal.SIGTERM, handlers[before])
+        with gtopk.termination():
+            reads, writes = os.pipe()
+            child = os.fork()
+            if not child:
+                os.write(writes, b"x")
+                while True:
+                    signal.pause()
+            os.read(reads, 1)  # by now it has begun
+            os.kill(child, signal.SIGTERM)
+            _, status = os.waitpid(child, 0)
+    if before == "the script's":
+        assert os.waitstatus_to_exitcode(status) == 7
+    else:
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
