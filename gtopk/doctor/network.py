@@ -36,11 +36,12 @@ def describe(calibration: Calibration) -> str:
     seconds = {each.candidate.algorithm: each for each in reversed(choices)}
     dense, best = seconds.pop("dense"), min(seconds.values(), key=lambda each: each.seconds)
     pays = choices[0].candidate.algorithm != "dense"
-    return (
-        f"{', '.join(links)}; a step of {MODEL}'s size at density {DENSITY:g} would take "
+    step = (
+        f"a step of {MODEL}'s size at density {DENSITY:g} would take "
         f"{_milliseconds(dense)} dense, {_milliseconds(best)} by {best.candidate.algorithm}: "
         f"compression {'pays' if pays else 'would not pay'} here ({calibration.origin})"
     )
+    return f"{', '.join(links)}; {step}" if links else step
 
 
 def _link(link: Link) -> str:

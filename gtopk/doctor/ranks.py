@@ -21,6 +21,7 @@ from ..launch import (
     LaunchError,
     LaunchTimeoutError,
     allowed_cores,
+    carried_by,
     core_quota,
     find_mpirun,
     run,
@@ -122,12 +123,18 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
             child.kill()
             child.communicate()
             detail = f"the {job.size} of them did not come together in {seconds:g} s"
-            return Finding(NAME, State.FAIL, detail, _see_all(job.size))
+            return Finding(NAME, State.FAIL, detail, _look_closer(job))
         report = _find_report(output.decode(errors="replace").splitlines())
         if child.returncode != 0 or report is None:
-            advice = _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
-            return Finding(NAME, State.FAIL, how_it_ended(child, errors), advice)
+            return Finding(NAME, State.FAIL, how_it_ended(child, errors), _look_closer(job))
     return report
+
+
+def _look_closer(job: Launched) -> str:
+    """Return the advice for ranks of a job that do not work together."""
+    if carried_by(job) != "mpi":
+        return "see all they say: start `import gtopk; gtopk.init()` in their place"
+    return _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
 
 
 def judge(sums: dict[str, Any], launched: int) -> Finding:
@@ -146,7 +153,7 @@ def judge(sums: dict[str, Any], launched: int) -> Finding:
         cores = sums["cores"][host]
         if ranks > cores:
             detail += f"; {ranks} share {cores:g} core{'s' if cores > 1 else ''}"
-            advice = f"for timings, a rank per core: mpirun -n {max(1, int(cores))} python ..."
+            advice = f"for timings, start a rank per core: {max(1, int(cores))} on {host}"
             return Finding(NAME, State.WARN, detail, advice)
     return Finding(NAME, State.OK, detail)
 
@@ -191,11 +198,9 @@ def add_up(measure_network: bool = True) -> None:
         "transport": f"{world.name} ({world.library()})",
     }
     if measure_network and world.size > 1:
-        from collectives.transports import open_transport
-
         from .network import describe_network
 
-        sums["network"] = describe_network(open_transport("mpi"))
+        sums["network"] = describe_network(world)
     if world.rank == 0:
         print(_MARK + json.dumps(sums), flush=True)
     world.leave("the sum is done", JOB_SECONDS)

@@ -19,7 +19,7 @@ from gtopk.doctor import Finding, State, basics, gpu, mpi, ranks
 from gtopk.doctor.finding import gist
 from gtopk.doctor.isolation import PROBES, look
 from gtopk.doctor.network import describe
-from gtopk.launch import find_mpirun, run
+from gtopk.launch import Launched, find_mpirun, run
 from tests.matrix import some_of
 
 ROOT = Path(__file__).parents[2]
@@ -328,6 +328,38 @@ def test_the_network_is_told_with_what_it_means(bits_per_second: float, says: st
     assert says in text
     assert text.endswith("(made up)")
     assert text.isascii()
+
+
+def test_a_rank_without_links_is_told_no_part_of_them() -> None:
+    alone = Calibration(Network(1, Link.of(1e9, 50e-6)), DEFAULT_RATES, "made up")
+    assert describe(alone).startswith("a step of")
+
+
+# ---- under torchrun
+
+
+def test_under_torchrun_its_ranks_are_looked_at_also_without_mpi(torchrun, tmp_path: Path) -> None:
+    package(tmp_path, "mpi4py", "raise ImportError('mpi4py is not for here')")
+    calibration = str(tmp_path / "calibration.json")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    job = torchrun(2, "doctor.py", PYTHONPATH=path, GTOPK_CALIBRATION=calibration)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "Ready to train on these 2 ranks." in job.stdout
+    network = next(line for line in job.stdout.splitlines() if line.startswith("  network"))
+    assert "OK       inside a host" in network
+    assert "(measured on 2 ranks of 1 host" in network
+
+
+def test_where_mpi_carries_nothing_its_benchmark_is_no_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("GTOPK_TRANSPORT", raising=False)
+    (finding,) = ranks.look_at_running_ranks(Launched("torchrun", 0, 4, ("RANK", "WORLD_SIZE")))
+    assert finding.state is State.FAIL
+    assert "gtopk.init()" in finding.advice
+    assert "mpi" not in finding.advice
 
 
 # ---- under mpirun
