@@ -5,7 +5,7 @@
     withheld  norm of the residual, and how many steps it is worth, now and then
     parted    parameters that were not the same on all ranks, and whether they were healed
     score     how fast this rank computes beside the fastest, now and then
-    values    what the script has logged
+    values    what the script has logged; null for what was not finite
     message   what the library has said
     end       how this rank left
 

@@ -39,15 +39,18 @@ def tiles(run: Run) -> Iterator[Tile]:
 
 
 def _last_value(run: Run, name: str) -> Tile:
-    notes = [n for rank in run.ranks for n in rank.values if n.content.get(name) is not None]
+    notes = [note for rank in run.ranks for note in rank.values if name in note.content]
     alone = series.steps_alone(run)
     last = max(notes, key=lambda note: note.seconds if alone else note.step)
     value = last.content[name]
-    is_share = "accuracy" in name.lower() and 0 <= value <= 1
-    said = percent_text(value) if is_share else f"{value:.4g}"
+    if value is None:
+        said = "not finite"
+    else:
+        is_share = "accuracy" in name.lower() and 0 <= value <= 1
+        said = percent_text(value) if is_share else f"{value:.4g}"
     steps = "" if alone else f"{count_text(last.step)} steps, "
     detail = f"logged after {steps}{seconds_text(last.seconds)}"
-    return Tile(f"{name[0].upper()}{name[1:]}", said, detail)
+    return Tile(f"{name[0].upper()}{name[1:]}", said, detail, loss=value is None)
 
 
 def _sent(run: Run) -> Tile | None:

@@ -65,10 +65,14 @@ def _row(status: Status, names: Sequence[str]) -> list[str]:
         "-" if status.density is None else f"{status.density:.2g}",
         "-" if status.samples is None else count_text(status.samples),
         "-" if status.residual_norm is None else f"{status.residual_norm:.3g}",
-        *(f"{status.values[name]:.4g}" if name in status.values else "-" for name in names),
+        *(_number(status.values[name]) if name in status.values else "-" for name in names),
         state,
     ]
     return [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in cells]
+
+
+def _number(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.4g}"
 
 
 def has_failed(status: Status) -> bool:

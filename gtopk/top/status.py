@@ -26,7 +26,7 @@ class Status:
     sent_bytes: a step.
     density:    the share of the values that it sends.
     straggler_score: how fast it computes beside the fastest rank, 1.
-    values:     what its script logged last.
+    values:     what its script logged last; None for what was not finite.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Status:
     straggler_score: float | None
     residual_norm: float | None
     skipped: int
-    values: dict[str, float]
+    values: dict[str, float | None]
 
 
 def status_of(run: Run, folder: Path, now: Callable[[], float] = time.time) -> list[Status]:
@@ -63,7 +63,7 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
         found = [parts(report) for report in reports]
         means = {part: sum(each[part] for each in found) / own for part in PARTS}
     seconds = recent[-1].seconds - recent[0].seconds if len(recent) > 1 else 0.0
-    values: dict[str, float] = {}
+    values: dict[str, float | None] = {}
     for note in rank.values:
         values |= note.content
     longest = max((each.compute_seconds + each.synchronize_seconds for each in reports), default=0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 from gtopk.recording.files import LineFile
-from gtopk.recording.lines import FORMAT, Line, path_of, step_line
+from gtopk.recording.lines import FORMAT, Line, as_text, path_of, step_line
 from gtopk.telemetry import StepReport
 
 
@@ -92,3 +94,13 @@ def write_run(folder: Path, ranks: int = 3, steps: int = 50, **changes: Any) -> 
         file.take(lines_of(rank, ranks, steps, **changes))
         file.close()
     return folder
+
+
+def diverge(folder: Path, name: str, after: int = 0) -> None:
+    """Have what was logged by this name be no number any more, after so many steps."""
+    for path in folder.glob("rank-*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            if name in line.get("values", ()) and line["step"] > after:
+                line["values"][name] = math.nan
+        path.write_text("".join(map(as_text, lines)))

@@ -14,7 +14,7 @@ from gtopk.recording.reading import read_run
 from gtopk.run_report.command import main
 from gtopk.run_report.page import page
 from gtopk.run_report.series import BINS, Point, binned, logged, parts_over_time
-from tests.gtopk.made_runs import begin, lines_of, report, write_run
+from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 FIGURES = (
     *("Accuracy", "Loss", "A step of each rank", "Steps, one after the other", "Utilisation"),
@@ -156,6 +156,24 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> N
     assert [rank["utilisation"] for rank in said["ranks"]] == pytest.approx([0.6] * 3)
     assert [rank["straggler_score"] for rank in said["ranks"]] == pytest.approx([1, 1 / 2, 1 / 3])
     assert said["figures"]["A step takes"][0].startswith("10")
+
+
+@pytest.mark.parametrize("after", [0, 20])
+def test_a_run_that_diverges_has_its_page_and_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], after: int
+) -> None:
+    write_run(tmp_path, ranks=2, steps=50)
+    diverge(tmp_path, "accuracy")  # the first on the page
+    diverge(tmp_path, "loss", after)
+    assert main([str(tmp_path)]) == 0
+    html = html_of(tmp_path)
+    assert '<div class="tile loss"><dt>Accuracy</dt><dd class="value">not finite</dd>' in html
+    assert ("Loss</h3>" in html) == (after > 0)
+    capsys.readouterr()
+    assert main([str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["figures"]["Accuracy"][0] == "not finite"
+    assert len(said["logged"]["loss"]) == after
 
 
 @pytest.mark.parametrize("started", [False, True])

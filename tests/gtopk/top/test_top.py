@@ -14,7 +14,7 @@ from gtopk.recording.reading import read_run
 from gtopk.top.command import main
 from gtopk.top.show import as_table, rows
 from gtopk.top.status import status_of
-from tests.gtopk.made_runs import lines_of, write_run
+from tests.gtopk.made_runs import diverge, lines_of, write_run
 
 
 def test_each_rank_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +70,20 @@ def test_who_merges_once_a_minute_is_not_silent_in_between_and_has_steps_of_its_
     assert status.samples == 32
     assert status.sent_bytes == 12
     assert sum(status.step_seconds.values()) == pytest.approx(0.60004)
+
+
+def test_what_was_not_finite_is_shown_as_nan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diverge(write_run(tmp_path, ranks=2, steps=10), "loss")
+    assert main([str(tmp_path), "--once"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert [line[head.index("loss") :].split()[0] for line in lines] == ["nan", "nan"]
+    assert main([str(tmp_path), "--json"]) == 0
+    assert [rank["values"]["loss"] for rank in json.loads(capsys.readouterr().out)["ranks"]] == [
+        None,
+        None,
+    ]
 
 
 def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
