@@ -1,7 +1,7 @@
 """A run, written down while it goes on: what `gtopk report` draws and `gtopk top` shows.
 
     GTOPK_RUN=DIR            a file for each rank, DIR/rank-00000.jsonl, one JSON object a line
-    GTOPK_RUN_EVERY=N        only every Nth step; what is counted is counted all the same
+    GTOPK_RUN_EVERY=N        only every Nth step, and the last; what is counted is of all
     GTOPK_TENSORBOARD=DIR    scalars of rank 0, where tensorboard is installed
     GTOPK_PROMETHEUS=PORT    an endpoint of each rank, at 127.0.0.1:PORT + local rank; or HOST:PORT
 

@@ -36,10 +36,11 @@ def path_of(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"rank-{rank:05d}.jsonl")
 
 
-def step_line(report: StepReport, seconds: float, bytes_so_far: int) -> Line:
-    """Return a step as a line; bytes_so_far: that this rank has sent in all steps."""
+def step_line(report: StepReport, seconds: float, bytes_so_far: int, samples_so_far: int) -> Line:
+    """Return a step as a line; ..._so_far: of all this rank's steps, also those without a line."""
+    counted = {"bytes_so_far": bytes_so_far, "samples_so_far": samples_so_far}
     fields = {name: getattr(report, name) for name in _FIELDS}
-    return {"what": "step", "seconds": seconds, "bytes_so_far": bytes_so_far, **fields}
+    return {"what": "step", "seconds": seconds, **counted, **fields}
 
 
 def report_of(line: Line) -> StepReport:

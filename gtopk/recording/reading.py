@@ -20,11 +20,12 @@ class Step(NamedTuple):
     """A step of a rank.
 
     seconds: since the run began, on rank 0's clock.
-    bytes_so_far: that the rank has sent since then.
+    bytes_so_far, samples_so_far: that the rank has sent, and taken in, since then.
     """
 
     seconds: float
     bytes_so_far: int
+    samples_so_far: int
     report: StepReport
 
 
@@ -174,24 +175,31 @@ def _attempts(lines: Iterable[Line]) -> list[list[Line]]:
 
 def _record(attempts: list[list[Line]], lead: list[list[Line]], began: float) -> RankRecord:
     record = RankRecord(attempts[-1][0])
-    bytes_before = 0
+    bytes_before = samples_before = 0
     for place in range(-len(attempts), 0):
         begin, *lines = attempts[place]
         reference = lead[place][0] if -place <= len(lead) else begin
         # On rank 0's clock, and from there by its calendar: attempts share no other clock.
         start = reference["unix_seconds"] + begin["seconds"] - reference["seconds"] - began
         for line in lines:
-            _add(record, line, start + line["seconds"], bytes_before)
-        bytes_before = record.steps[-1].bytes_so_far if record.steps else 0
+            _add(record, line, start + line["seconds"], bytes_before, samples_before)
+        if record.steps:
+            _, bytes_before, samples_before, _ = record.steps[-1]
     return record
 
 
-def _add(record: RankRecord, line: Line, seconds: float, bytes_before: int) -> None:
+def _add(
+    record: RankRecord, line: Line, seconds: float, bytes_before: int, samples_before: int
+) -> None:
     record.last_seconds = max(record.last_seconds, seconds)
     what = line["what"]
     if what == "step":
-        step = Step(seconds, bytes_before + line["bytes_so_far"], report_of(line))
-        record.steps.append(step)
+        sent, report = bytes_before + line["bytes_so_far"], report_of(line)
+        if "samples_so_far" in line:
+            taken = samples_before + line["samples_so_far"]
+        else:  # of an earlier version: those of the steps that were written
+            taken = (record.steps[-1].samples_so_far if record.steps else 0) + (report.samples or 0)
+        record.steps.append(Step(seconds, sent, taken, report))
         record.end = None
     elif what == "withheld":
         record.withheld.append(Note(seconds, line["step"], line))

@@ -13,6 +13,7 @@ from ..telemetry import StepReport
 from .lines import Line, step_line
 
 _log = logging.getLogger("gtopk")
+Noted = tuple[StepReport, float, int, int]  # what step_line makes a line of
 _PAUSE_SECONDS: Final = 0.2  # between two writes; what a killed rank may take along
 
 
@@ -39,8 +40,9 @@ class Recorder:
     ) -> None:
         self._sinks = list(sinks)
         self._began, self._every, self._step = began, every, step
-        self._noted: deque[Line | tuple[StepReport, float, int]] = deque([begin])
-        self._bytes = self._steps = 0
+        self._noted: deque[Line | Noted] = deque([begin])
+        self._bytes = self._samples = self._steps = 0
+        self._left_out: Noted | None = None  # the last step, where it is not one to be written
         self._writing = threading.RLock()
         self._closing = threading.Event()
         self._ended = False
@@ -52,9 +54,14 @@ class Recorder:
     def note_step(self, report: StepReport) -> None:
         """Take note of a step."""
         self._bytes += report.sent_bytes
+        self._samples += report.samples or 0
         self._steps += 1
+        noted = (report, self._now(), self._bytes, self._samples)
         if self._steps % self._every == 0 or report.skipped or self._steps == 1:
-            self._noted.append((report, self._now(), self._bytes))
+            self._left_out = None
+            self._noted.append(noted)
+        else:
+            self._left_out = noted
 
     def note_values(self, values: Mapping[str, float]) -> None:
         """Take note of what the script says."""
@@ -77,9 +84,14 @@ class Recorder:
         self._note("message", level=level, text=text)
 
     def end(self, how: str) -> None:
-        """Write what was noted, and how this rank leaves, now; only the first reason counts."""
+        """Write the last step, what was noted and how this rank leaves, now.
+
+        Only the first reason counts.
+        """
         if not self._ended:
             self._ended = True
+            if self._left_out is not None:
+                self._noted.append(self._left_out)
             self._note("end", how=how)
         self.flush()
 

@@ -80,7 +80,7 @@ def as_record(run: Run) -> dict[str, Any]:
                 "host": rank.begin["host"],
                 "steps": rank.steps[-1].report.step + 1 if rank.steps else 0,
                 "covers": rank.steps[-1].report.covers if rank.steps else None,
-                "samples": sum(step.report.samples or 0 for step in rank.steps),
+                "samples": rank.steps[-1].samples_so_far if rank.steps else 0,
                 "sent_bytes": rank.steps[-1].bytes_so_far if rank.steps else 0,
                 "step_seconds": series.mean_parts(series.settled(rank.steps))
                 if rank.steps

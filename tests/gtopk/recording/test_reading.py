@@ -51,7 +51,7 @@ def test_a_second_run_in_a_folder_takes_the_place_of_the_first(tmp_path: Path) -
     write_run(tmp_path, ranks=3, steps=50)
     for rank in range(2):
         file = LineFile(path_of(tmp_path, rank))
-        file.take([begin(rank, 2, unix_seconds=1.8e9), step_line(report(0), 0.5, 1200)])
+        file.take([begin(rank, 2, unix_seconds=1.8e9), step_line(report(0), 0.5, 1200, 32)])
         file.close()
     run = read_run(tmp_path)
     assert [len(rank.steps) for rank in run.ranks] == [1, 1]
@@ -61,12 +61,13 @@ def test_a_run_that_went_on_is_one_run(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1, steps=50)
     file = LineFile(path_of(tmp_path, 0))
     again = begin(0, 1, step=50, unix_seconds=1.7e9 + 60, seconds=3.0)  # on another host
-    file.take([again, step_line(report(50), 0.5, 1200)])
+    file.take([again, step_line(report(50), 0.5, 1200, 32)])
     file.close()
     (rank,) = read_run(tmp_path).ranks
     assert [step.report.step for step in rank.steps] == list(range(51))
     assert rank.steps[-1].seconds == pytest.approx(60.5)
     assert rank.steps[-1].bytes_so_far == 51 * 1200
+    assert rank.steps[-1].samples_so_far == 51 * 32
     assert rank.end is None  # it goes on
 
 
@@ -106,3 +107,14 @@ def test_a_run_lacks_the_ranks_it_had_whose_files_are_not_here(tmp_path: Path) -
         "ranks 0, 2",
         "no record is here: the file is missing, or without a whole first line",
     )
+
+
+def test_samples_of_an_earlier_version_are_those_of_the_steps_that_were_written(
+    tmp_path: Path,
+) -> None:
+    lines = lines_of(0, 1, 20)
+    for line in lines:
+        line.pop("samples_so_far", None)
+    path_of(tmp_path, 0).write_text("".join(map(as_text, lines)))
+    (rank,) = read_run(tmp_path).ranks
+    assert rank.steps[-1].samples_so_far == 20 * 32

@@ -152,14 +152,29 @@ def test_a_full_disk_ends_the_record_and_not_the_run(
     assert [line["how"] for line in lines if line["what"] == "end"] == ["it is enough"]
 
 
-def test_of_every_so_many_steps_one_is_written_and_bytes_are_of_all(tmp_path: Path) -> None:
+def test_of_every_so_many_steps_one_is_written_and_what_is_counted_is_of_all(
+    tmp_path: Path,
+) -> None:
     recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 10, lambda: 0)
-    for step in range(30):
+    for step in range(32):
         recorder.note_step(report(step, skipped=step == 4))
+    for _ in range(2):
+        recorder.end("it is enough")
     recorder.close()
-    steps = lines_in(tmp_path / "file")[1:]
-    assert [line["step"] for line in steps] == [0, 4, 9, 19, 29]
-    assert [line["bytes_so_far"] for line in steps] == [1200 * n for n in (1, 5, 10, 20, 30)]
+    *steps, end = lines_in(tmp_path / "file")[1:]
+    assert end["what"] == "end"
+    assert [line["step"] for line in steps] == [0, 4, 9, 19, 29, 31]  # the last one, in any case
+    assert [line["bytes_so_far"] for line in steps] == [1200 * n for n in (1, 5, 10, 20, 30, 32)]
+    assert [line["samples_so_far"] for line in steps] == [32 * n for n in (1, 5, 10, 20, 30, 32)]
+
+
+def test_a_last_step_that_is_written_is_written_once(tmp_path: Path) -> None:
+    recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 10, lambda: 0)
+    for step in range(20):
+        recorder.note_step(report(step))
+    recorder.end("it is enough")
+    recorder.close()
+    assert [line["step"] for line in lines_in(tmp_path / "file")[1:-1]] == [0, 9, 19]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +218,8 @@ def test_the_endpoint_tells_of_the_last_step() -> None:
     endpoint = Endpoint(Address("127.0.0.1", 0), rank=3)
     try:
         endpoint.take([begin()])
-        endpoint.take([step_line(report(4, skipped=True), 1.0, 6000)])
-        endpoint.take([step_line(report(5), 1.1, 7200)])
+        endpoint.take([step_line(report(4, skipped=True), 1.0, 6000, 160)])
+        endpoint.take([step_line(report(5), 1.1, 7200, 192)])
         at = {"seconds": 1.0, "step": 6}
         endpoint.take([{"what": "withheld", **at, "norm": 2.5, "age_steps": None}])
         endpoint.take([{"what": "score", **at, "score": 0.2}])
@@ -264,7 +279,7 @@ def test_looks_grow_rare() -> None:
 
 
 def test_a_step_of_an_earlier_version_is_read_as_what_it_was() -> None:
-    line = step_line(report(), 0.0, 0)
+    line = step_line(report(), 0.0, 0, 0)
     del line["covers"], line["local_steps"]
     assert report_of(line) == report(covers="step", local_steps=1)
     del line["selected"]

@@ -11,7 +11,8 @@ import pytest
 from gtopk.recording.files import LineFile
 from gtopk.recording.lines import as_text, path_of, step_line
 from gtopk.recording.reading import read_run
-from gtopk.run_report.command import main
+from gtopk.recording.recorder import Recorder
+from gtopk.run_report.command import as_record, main
 from gtopk.run_report.page import page
 from gtopk.run_report.series import BINS, Point, binned, logged, parts_over_time
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
@@ -107,7 +108,7 @@ def test_a_value_lies_over_the_bytes_that_a_rank_has_sent_on_average(tmp_path: P
     for rank, sent in enumerate((500, 1500)):
         file = LineFile(path_of(tmp_path, rank))
         file.take([begin(rank, 2, seconds=100.0)])
-        file.take([step_line(report(0, sent_bytes=sent), 1.0, sent)])
+        file.take([step_line(report(0, sent_bytes=sent), 1.0, sent, 32)])
         file.take([{"what": "values", "seconds": 2.0, "step": 1, "values": {"loss": 3.0}}])
         file.close()
     assert logged(read_run(tmp_path), "loss", "bytes") == [Point(1000.0, 3.0, 3.0, 3.0)]
@@ -145,6 +146,19 @@ def test_a_long_series_is_thinned_and_nothing_of_its_range_is_lost() -> None:
     assert max(point.high for point in points) == 96
     assert sum(point.mean for point in points) / BINS == pytest.approx(48, abs=0.1)
     assert binned([(1, None), (2, float("nan"))]) == []
+
+
+def test_totals_are_of_all_steps_also_of_those_that_were_not_written(tmp_path: Path) -> None:
+    recorder = Recorder([LineFile(path_of(tmp_path, 0))], begin(0, 1), 0.0, 100, lambda: 0)
+    for step in range(199):
+        recorder.note_step(report(step))
+    recorder.end("called shutdown()")
+    recorder.close()
+    run = read_run(tmp_path)
+    assert [step.report.step for step in run.first.steps] == [0, 99, 198]
+    (rank,) = as_record(run)["ranks"]
+    assert (rank["steps"], rank["samples"], rank["sent_bytes"]) == (199, 199 * 32, 199 * 1200)
+    assert "199 steps" in html_of(tmp_path)
 
 
 def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> None:
