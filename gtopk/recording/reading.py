@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..telemetry import StepReport
-from .lines import FORMAT, Line, report_of
+from .lines import Line, report_of
+from .rank_file import RankFile
 
 _PATTERN: Final = "rank-*.jsonl"
 _FEW: Final = 12  # ranks or files that are named
@@ -96,32 +95,48 @@ class Run:
         return who, "no record is here: the file is missing, or without a whole first line"
 
 
-def read_run(folder: Path, tail_bytes: int | None = None) -> Run:
-    """Return a run's record; raise ValueError where there is none, or one of another version.
+class Reader:
+    """Reads a run's record, and read again, only what was written since.
 
-    tail_bytes: of each file read as many, of its end, and its first line.
-    A folder may hold several runs, one after the other: it is the last one, with what it went on
-    from. A line that is not whole, as a killed rank leaves one, is passed over.
+    recent_steps: what is kept of each rank's lines, see RankFile; None: all of them.
     """
-    paths = sorted(folder.glob(_PATTERN))
-    read = {path: _attempts(_lines(path, tail_bytes)) for path in paths}
-    found = [attempts for attempts in read.values() if attempts]
-    if not paths:
-        raise ValueError(
-            f"'{folder}' must hold a run's record, files named {_PATTERN}, and has none: record a "
-            "run with GTOPK_RUN=FOLDER in its environment"
-        )
-    if not found:
-        raise ValueError(
-            f"'{folder}' must hold a run's record, and has only files without a whole first line, "
-            f"empty or damaged: {_listed(path.name for path in paths)}"
-        )
-    most = max(attempts[-1][0]["unix_seconds"] for attempts in found)
-    current = [each for each in found if _is_of(each[-1][0], most, found)]
-    began = min(attempts[0][0]["unix_seconds"] for attempts in current)
-    lead = min(current, key=lambda attempts: attempts[-1][0]["rank"])
-    ranks = [_record(attempts, lead, began) for attempts in current]
-    return Run(sorted(ranks, key=lambda each: each.rank), began)
+
+    def __init__(self, folder: Path, recent_steps: int | None = None) -> None:
+        self._folder, self._recent_steps = folder, recent_steps
+        self._files: dict[Path, RankFile] = {}
+
+    def read(self) -> Run:
+        """Return the run; raise ValueError where there is none, or one of another version.
+
+        A folder may hold several runs, one after the other: it is the last one, with what it went
+        on from.
+        """
+        self._files = {
+            path: self._files.get(path) or RankFile(path, self._recent_steps)
+            for path in sorted(self._folder.glob(_PATTERN))
+        }
+        found = [attempts for file in self._files.values() if (attempts := file.read_on())]
+        if not self._files:
+            raise ValueError(
+                f"'{self._folder}' must hold a run's record, files named {_PATTERN}, and has none: "
+                "record a run with GTOPK_RUN=FOLDER in its environment"
+            )
+        if not found:
+            raise ValueError(
+                f"'{self._folder}' must hold a run's record, and has only files without a whole "
+                f"first line, empty or damaged: {_listed(path.name for path in self._files)}"
+            )
+        most = max(attempts[-1][0]["unix_seconds"] for attempts in found)
+        current = [each for each in found if _is_of(each[-1][0], most, found)]
+        began = min(attempts[0][0]["unix_seconds"] for attempts in current)
+        lead = min(current, key=lambda attempts: attempts[-1][0]["rank"])
+        ranks = [_record(attempts, lead, began) for attempts in current]
+        return Run(sorted(ranks, key=lambda each: each.rank), began)
+
+
+def read_run(folder: Path) -> Run:
+    """Return a run's record, all of it; raise ValueError as Reader does."""
+    return Reader(folder).read()
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -135,42 +150,6 @@ def _is_of(begin: Line, most: float, found: Sequence[Sequence[Sequence[Line]]]) 
     """Tell whether a rank is of the last run: of more ranks, those beyond are of an earlier one."""
     last = next(a[-1][0] for a in found if a[-1][0]["unix_seconds"] == most)
     return int(begin["rank"]) < int(last["ranks"])
-
-
-def _lines(path: Path, tail_bytes: int | None) -> list[Line]:
-    with path.open("rb") as file:
-        first = file.readline()
-        size = os.fstat(file.fileno()).st_size
-        if tail_bytes is not None and size - tail_bytes > len(first):
-            file.seek(size - tail_bytes)
-            file.readline()  # the end of a line
-        return [line for text in (first, *file) if (line := _parsed(text)) is not None]
-
-
-def _parsed(text: bytes) -> Line | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and "what" in line else None
-
-
-def _attempts(lines: Iterable[Line]) -> list[list[Line]]:
-    """Return the lines from each "begin" on: of the last run, and of what it went on from."""
-    attempts: list[list[Line]] = []
-    for line in lines:
-        if line["what"] == "begin":
-            if line["format"] != FORMAT:
-                raise ValueError(
-                    f"the record is of format {line['format']}, written by gtopk {line['gtopk']}; "
-                    f"this version reads format {FORMAT}"
-                )
-            if line["step"] == 0:
-                attempts.clear()
-            attempts.append([line])
-        elif attempts:
-            attempts[-1].append(line)
-    return attempts
 
 
 def _record(attempts: list[list[Line]], lead: list[list[Line]], began: float) -> RankRecord:

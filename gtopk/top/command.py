@@ -12,14 +12,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 from ..arguments import above_zero, as_argument
-from ..recording.reading import read_run
+from ..recording.reading import Reader
 from .show import as_lines, as_table
-from .status import Status, status_of
-
-_TAIL_BYTES: Final = 1 << 17  # of each file: some hundred steps
+from .status import RECENT, Status, status_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,10 +67,10 @@ def _looks(folder: Path, every: float) -> Iterator[list[Status]]:
     Says on stderr whose record is missing, whenever that changes; raises ValueError where there is
     no run to be read.
     """
-    lacked = None
+    lacked, reader = None, Reader(folder, RECENT)
     while True:
         try:
-            run = read_run(folder, _TAIL_BYTES)
+            run = reader.read()
             statuses = status_of(run, folder)
         except OSError as error:
             raise ValueError(str(error)) from error

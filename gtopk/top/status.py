@@ -1,4 +1,4 @@
-"""Status: what a rank does now, from the end of its record."""
+"""Status: what a rank does now, from its record."""
 
 from __future__ import annotations
 

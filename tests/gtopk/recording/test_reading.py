@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from gtopk.recording.files import LineFile
 from gtopk.recording.lines import as_text, path_of, step_line
-from gtopk.recording.reading import read_run
+from gtopk.recording.reading import Reader, read_run
 from tests.gtopk.made_runs import begin, lines_of, report, write_run
 
 
@@ -40,11 +41,47 @@ def test_a_killed_ranks_last_line_is_passed_over(tmp_path: Path) -> None:
         assert [s.report for s in rank.steps] == [report(step) for step in range(len(rank.steps))]
 
 
-def test_the_tail_of_a_file_is_enough_for_its_last_steps(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=1, steps=200)
-    (rank,) = read_run(tmp_path, tail_bytes=8000).ranks
-    assert 0 < len(rank.steps) < 30
-    assert rank.steps[-1].report.step == 199
+def test_of_recent_steps_no_more_are_kept_and_nothing_that_adds_up_is_lost(tmp_path: Path) -> None:
+    lines = lines_of(0, 1, 400)
+    for line in lines:
+        line |= {"skipped": line["step"] in (3, 120)} if line["what"] == "step" else {}
+    path_of(tmp_path, 0).write_text("".join(map(as_text, lines)))
+    (rank,) = Reader(tmp_path, recent_steps=10).read().ranks
+    assert [step.report.step for step in rank.steps] == [3, 120, *range(390, 400)]
+    assert rank.steps[-1].bytes_so_far == 400 * 1200
+    assert [note.content for note in rank.values] == [
+        {"loss": pytest.approx(2.0 / 400), "accuracy": 0.875}
+    ]
+    assert rank.end == "called shutdown() at step 400"
+
+
+@pytest.mark.parametrize("block_bytes", [1, 5000, 1 << 20])
+def test_read_again_a_record_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr("gtopk.recording.rank_file._BLOCK_BYTES", block_bytes)
+    content = "".join(map(as_text, lines_of(0, 1, 60))).encode()
+    path = path_of(tmp_path, 0)
+    whole, recent = Reader(tmp_path), Reader(tmp_path, recent_steps=10)
+    ends = [len(content) * n // 7 for n in range(1, 8)]  # mostly amid a line
+    for begun, ended in itertools.pairwise([0, *ends]):
+        with path.open("ab") as file:
+            file.write(content[begun:ended])
+        expected = read_run(tmp_path)
+        assert whole.read() == expected
+        (rank,) = recent.read().ranks
+        assert rank.steps == expected.first.steps[-10:]
+        assert rank.end == expected.first.end
+    with path.open("r+b") as file:
+        file.write(b" " * (len(content) - 1))  # nobody reads this again
+    assert whole.read() == expected
+
+
+def test_a_record_that_another_took_the_place_of_is_read_from_its_begin(tmp_path: Path) -> None:
+    reader = Reader(write_run(tmp_path, ranks=1, steps=50))
+    assert len(reader.read().first.steps) == 50
+    path_of(tmp_path, 0).write_text("".join(map(as_text, lines_of(0, 1, 3))))
+    assert len(reader.read().first.steps) == 3
 
 
 def test_a_second_run_in_a_folder_takes_the_place_of_the_first(tmp_path: Path) -> None:

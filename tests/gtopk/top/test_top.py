@@ -11,7 +11,7 @@ import pytest
 
 from gtopk.recording.lines import as_text, path_of
 from gtopk.recording.reading import read_run
-from gtopk.top.command import main
+from gtopk.top.command import _looks, main
 from gtopk.top.show import as_table, rows
 from gtopk.top.status import status_of
 from tests.gtopk.made_runs import diverge, lines_of, write_run
@@ -70,6 +70,30 @@ def test_who_merges_once_a_minute_is_not_silent_in_between_and_has_steps_of_its_
     assert status.samples == 32
     assert status.sent_bytes == 12
     assert sum(status.step_seconds.values()) == pytest.approx(0.60004)
+
+
+def test_a_run_of_fewer_ranks_than_the_one_before_it_has_only_its_own(tmp_path: Path) -> None:
+    for rank in range(4):  # all killed
+        path_of(tmp_path, rank).write_text("".join(map(as_text, lines_of(rank, 4, 400)[:-1])))
+    for rank in range(2):
+        begin, *lines = lines_of(rank, 2, 400)
+        begin |= {"unix_seconds": 1.8e9, "host": "new"}
+        with path_of(tmp_path, rank).open("a") as file:
+            file.write("".join(map(as_text, [begin, *lines])))
+    (statuses,) = itertools.islice(_looks(tmp_path, 0.001), 2)  # one look: the run is over
+    assert [(status.rank, status.host) for status in statuses] == [(0, "new"), (1, "new")]
+
+
+def test_what_was_logged_and_skipped_long_ago_is_still_shown(tmp_path: Path) -> None:
+    lines = lines_of(0, 1, 800)
+    lines[-1:] = []
+    at = {"seconds": 0.01, "step": 1}
+    lines.insert(2, {"what": "values", **at, "values": {"accuracy": 0.5, "warmth": 0.75}})
+    lines[1]["skipped"] = True
+    path_of(tmp_path, 0).write_text("".join(map(as_text, lines)))
+    (status,) = next(_looks(tmp_path, 1.0))
+    assert (status.step, status.skipped) == (799, 1)
+    assert status.values == pytest.approx({"loss": 2.0 / 800, "accuracy": 0.875, "warmth": 0.75})
 
 
 def test_what_was_not_finite_is_shown_as_nan(

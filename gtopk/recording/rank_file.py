@@ -1,0 +1,113 @@
+"""RankFile: what a rank wrote, read as far as it came, and on from there once it wrote more."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from .lines import FORMAT, Line
+
+_BLOCK_BYTES: Final = 1 << 20
+_STEP: Final = b'{"what": "step"'
+_SKIPPED: Final = b'"skipped": true'
+
+
+class RankFile:
+    """A rank's file, which may hold several runs, one after the other.
+
+    attempts: the lines from each "begin" on: of the last run, and of what it went on from.
+    recent_steps: None: all of them; else of steps so many, the last, and those that were skipped,
+                  and of what else was noted the last of its kind, with all values.
+    """
+
+    def __init__(self, path: Path, recent_steps: int | None = None) -> None:
+        self.attempts: list[list[Line]] = []
+        self._path, self._recent_steps = path, recent_steps
+        self._inode = self._read_bytes = 0
+
+    def read_on(self) -> list[list[Line]]:
+        """Return the attempts, with what was written since; raise ValueError for another version.
+
+        A line that is not whole, as a killed rank leaves one, is passed over.
+        """
+        with self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._read_bytes:
+                self.attempts, self._inode, self._read_bytes = [], status.st_ino, 0
+            file.seek(self._read_bytes)
+            while texts := file.readlines(_BLOCK_BYTES):
+                is_cut = not texts[-1].endswith(b"\n") and _parsed(texts[-1]) is None
+                if is_cut:
+                    texts.pop()  # its rest may come
+                self._read_bytes += sum(map(len, texts))
+                self._take(texts)
+                if is_cut:
+                    break
+        return self.attempts
+
+    def _take(self, texts: Sequence[bytes]) -> None:
+        if self._recent_steps is not None:
+            texts = _without_old_steps(texts, self._recent_steps)
+        for text in texts:
+            line = _parsed(text)
+            if line is None:
+                continue
+            if line["what"] == "begin":
+                self._begin(line)
+            elif self.attempts:
+                self.attempts[-1].append(line)
+        if self._recent_steps is not None:
+            self.attempts = [
+                [begin, *_latest(lines, self._recent_steps)] for begin, *lines in self.attempts
+            ]
+
+    def _begin(self, line: Line) -> None:
+        if line["format"] != FORMAT:
+            raise ValueError(
+                f"the record is of format {line['format']}, written by gtopk {line['gtopk']}; "
+                f"this version reads format {FORMAT}"
+            )
+        if line["step"] == 0:
+            self.attempts.clear()
+        self.attempts.append([line])
+
+
+def _parsed(text: bytes) -> Line | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and "what" in line else None
+
+
+def _without_old_steps(texts: Sequence[bytes], count: int) -> list[bytes]:
+    """Leave out steps before the last, unread: they are most of a file, and to parse them takes."""
+    steps = [text.startswith(_STEP) and _SKIPPED not in text for text in texts]
+    old = sum(steps) - count
+    kept = []
+    for text, is_step in zip(texts, steps, strict=True):
+        old -= is_step
+        if not is_step or old < 0:
+            kept.append(text)
+    return kept
+
+
+def _latest(lines: Sequence[Line], count: int) -> list[Line]:
+    """Return lines without what later ones have made old; values are put together in the last."""
+    kept: list[Line] = []
+    last: dict[str, Line] = {}
+    for line in reversed(lines):
+        what = line["what"]
+        if what == "step":
+            if count > 0 or line["skipped"]:
+                kept.append(line)
+            count -= 1
+        elif what not in last:
+            last[what] = line
+            kept.append(line)
+        elif what == "values":
+            last[what]["values"] = line["values"] | last[what]["values"]
+    return kept[::-1]
