@@ -47,6 +47,12 @@ def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
     return found
 
 
+def agree_on_now(transport: Transport) -> float:
+    """Return what rank 0's calendar says, in seconds of Unix; every rank must call it."""
+    now = np.array([time.time()]).view(np.uint8)
+    return float(transport.broadcast(now, root=0).view(np.float64)[0])
+
+
 def _ask(transport: Transport) -> Offset:
     began = time.perf_counter()
     sent = transport.send(np.zeros(1, np.uint8), 0)

@@ -81,6 +81,18 @@ class Step(NamedTuple):
     kind: str = "steps"
 
 
+class Whose(NamedTuple):
+    """Whose trace it is.
+
+    run: when the run began, in seconds of Unix: the same on all its ranks, on those of no other.
+    """
+
+    rank: int
+    ranks: int
+    run: float
+    clock: Offset
+
+
 class Timeline:
     """Writes what engines tell; a thread of its own does the writing."""
 
@@ -89,10 +101,9 @@ class Timeline:
         path: str,
         transport: str,
         mark_cycles: bool,
-        rank: int | None = None,
-        clock: Offset | None = None,
+        whose: Whose | None = None,
     ) -> None:
-        """rank, clock: of a trace that is to be put together with those of other ranks."""
+        """whose: of a trace that is to be put together with those of other ranks."""
         self._library = _LIBRARY.get(transport, transport.upper())
         self._mark_cycles = mark_cycles
         self._begun = time.perf_counter()
@@ -100,14 +111,16 @@ class Timeline:
         self._open: Counter[int] = Counter()  # by row: what has begun, and not ended
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
-        if rank is not None and clock is not None:
-            whose = {
-                "rank": rank,
+        if whose is not None:
+            told = {
+                "rank": whose.rank,
+                "ranks": whose.ranks,
+                "run": whose.run,
                 "host": socket.gethostname(),
-                "began_seconds": self._begun - clock.ahead_seconds,  # on rank 0's clock
-                "uncertain_seconds": clock.uncertain_seconds,
+                "began_seconds": self._begun - whose.clock.ahead_seconds,  # on rank 0's clock
+                "uncertain_seconds": whose.clock.uncertain_seconds,
             }
-            self._append([{"ph": "M", "name": RANK, "pid": 0, "tid": 0, "args": whose}])
+            self._append([{"ph": "M", "name": RANK, "pid": 0, "tid": 0, "args": told}])
         self._watched: list[tuple[Engine, Observer]] = []
         self._heard: queue.SimpleQueue[tuple[str, Event] | Step | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="gtopk-timeline", daemon=True)
@@ -222,9 +235,12 @@ class Recorded(Protocol):
 
     timeline: Timeline | None
     clock: Offset
+    began_unix_seconds: float
 
     @property
     def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
     @property
     def transport(self) -> Transport: ...
     @property
@@ -268,7 +284,8 @@ def start_if_asked(world: Recorded) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path = str(path_of(folder, world.rank))
-            _start(world, Timeline(path, name, cycles, world.rank, world.clock))
+            whose = Whose(world.rank, world.size, world.began_unix_seconds, world.clock)
+            _start(world, Timeline(path, name, cycles, whose))
         except OSError as error:
             warnings.warn(f"{_FOLDER} must name a folder to write to, got {error}", stacklevel=2)
     elif path not in ("", "DYNAMIC"):

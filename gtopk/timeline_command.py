@@ -25,10 +25,13 @@ Record = dict[str, Any]
 class Trace(NamedTuple):
     """A rank's trace.
 
+    run: in which it was one of so many ranks; a later one has a greater number.
     began_seconds: on rank 0's clock, give or take uncertain_seconds.
     """
 
     rank: int
+    ranks: int
+    run: float
     host: str
     began_seconds: float
     uncertain_seconds: float
@@ -58,19 +61,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     out = options.out or options.folder / "timeline.json"
     try:
-        traces = read_traces(options.folder)
+        found = read_traces(options.folder)
+        last = max(trace.run for trace in found)
+        traces = [trace for trace in found if trace.run == last]
         records = list(merged(traces))
         out.write_text(json.dumps(records) + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"gtopk timeline: {error}", file=sys.stderr)
         return 1
+    if earlier := [str(trace.rank) for trace in found if trace.run != last]:
+        whose = f"rank{'s' * (len(earlier) > 1)} {', '.join(earlier)}"
+        print(f"gtopk timeline: {whose}: of an earlier run, and left out", file=sys.stderr)
     uncertain = max(trace.uncertain_seconds for trace in traces)
     if options.json:
         said = {"trace": str(out), "ranks": [trace.rank for trace in traces]}
         print(json.dumps({**said, "records": len(records), "clocks_within_seconds": uncertain}))
         return 0
     within = f", clocks alike to within {1e6 * uncertain:.0f} us" if uncertain else ""
-    print(f"{out}: {len(traces)} rank{'s' * (len(traces) > 1)}, {len(records)} records{within}")
+    of = f" of {traces[0].ranks}" if len(traces) < traces[0].ranks else ""
+    ranks = f"{len(traces)}{of} rank{'s' * (bool(of) or len(traces) > 1)}"
+    print(f"{out}: {ranks}, {len(records)} records{within}")
     return 0
 
 
@@ -99,6 +109,8 @@ def _read(path: Path) -> Trace:
     others = [each for each in records if each and each.get("name") != RANK]
     return Trace(
         int(whose["rank"]),
+        int(whose.get("ranks", 0)),  # earlier versions did not say
+        float(whose.get("run", 0.0)),
         str(whose["host"]),
         float(whose["began_seconds"]),
         float(whose["uncertain_seconds"]),

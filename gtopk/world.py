@@ -20,7 +20,7 @@ from collectives.transports.transport import CHANNELS
 
 from . import __version__, checked_messages, logs, timeline
 from .agreement import name_ranks
-from .clocks import Offset, clock_offset
+from .clocks import Offset, agree_on_now, clock_offset
 from .engine import Engine
 from .exceptions import HorovodInternalError, InvalidCallError
 from .guard import Guard, describe
@@ -46,6 +46,7 @@ class World:
     timeline:   what records its operations, while something does.
     recorder:   what records its steps, while something does.
     clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
+    began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
     advice:     how the job can go on when it ends before its time; errors end with it.
     advised:    whether it was said what compression saves.
     told_here:  whether this rank was told to end; told: which ranks were, as all ranks know after
@@ -82,17 +83,21 @@ class World:
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
         checks_messages = checked_messages.wanted_on(transport)
 
-        def meet(transport: Transport, votes: Sequence[int]) -> Offset:
+        def meet(transport: Transport, votes: Sequence[int]) -> tuple[Offset, float]:
             if checks_messages:  # all ranks alike: what they said of it was compared
                 transport.check_messages()
-            return clock_offset(transport) if any(votes) else Offset()
+            if not any(votes):
+                return Offset(), 0.0
+            return clock_offset(transport), agree_on_now(transport)
 
         self.engine = Engine(transport)
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
         # Ranks of different versions may differ in anything: refuse them before they do.
         recorded = self.recordings.asked or timeline.is_of_every_rank()
-        self.clock: Offset = self.engine.submit(
+        self.clock: Offset
+        self.began_unix_seconds: float
+        self.clock, self.began_unix_seconds = self.engine.submit(
             "init",
             [f"gtopk {__version__}", f"{checked_messages.VARIABLE}={checks_messages:d}"],
             meet,

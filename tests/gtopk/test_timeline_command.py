@@ -10,17 +10,18 @@ import pytest
 import torch
 
 import gtopk.torch as hvd
+from collectives.transports import Transport
+from gtopk import world
 from gtopk.clocks import Offset
-from gtopk.timeline import Span, Step, Timeline, path_of
-from gtopk.timeline_command import main
+from gtopk.timeline import Span, Step, Timeline, Whose, path_of, start_if_asked
+from gtopk.timeline_command import main, read_traces
 
 
-def write_traces(folder: Path, ranks: int) -> None:
+def write_traces(folder: Path, ranks: int, run: float = 1.7e9) -> None:
     """Write a trace for each rank, of a step at the same moment, by clocks 5 seconds apart."""
     for rank in range(ranks):
-        timeline = Timeline(
-            str(path_of(folder, rank)), "mpi", False, rank, Offset(5.0 * rank, 1e-4 * rank)
-        )
+        whose = Whose(rank, ranks, run, Offset(5.0 * rank, 1e-4 * rank))
+        timeline = Timeline(str(path_of(folder, rank)), "mpi", False, whose)
         moment = 1e5 + 5.0 * rank
         spans = [
             Span("BACKWARD", moment, moment + 0.1),
@@ -53,6 +54,41 @@ def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path, caps
     said = json.loads(capsys.readouterr().out)
     assert said["ranks"] == [0, 1]
     assert said["clocks_within_seconds"] == 1e-4
+
+
+def test_traces_of_an_earlier_run_are_left_out_and_named(tmp_path: Path, capsys) -> None:
+    write_traces(tmp_path, 4)
+    write_traces(tmp_path, 2, run=1.7e9 + 2)
+    assert main([str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert ": 2 ranks, " in out
+    assert err == "gtopk timeline: ranks 2, 3: of an earlier run, and left out\n"
+    records = json.loads((tmp_path / "timeline.json").read_text())
+    assert {record["pid"] for record in records} == {0, 1}
+
+
+def test_a_trace_that_is_missing_is_counted(tmp_path: Path, capsys) -> None:
+    write_traces(tmp_path, 3)
+    path_of(tmp_path, 1).unlink()
+    assert main([str(tmp_path)]) == 0
+    assert ": 2 of 3 ranks, " in capsys.readouterr().out
+
+
+def test_all_ranks_of_a_run_say_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads
+) -> None:
+    monkeypatch.setenv("GTOPK_TIMELINE", str(tmp_path))
+
+    def run(transport: Transport) -> None:
+        with world.entered(transport) as here:
+            start_if_asked(here)
+
+    begun = []
+    for ranks in (3, 3, 2):
+        threads(ranks, run)
+        begun.append([trace.run for trace in read_traces(tmp_path)])
+    assert [len(set(runs)) for runs in begun] == [1, 1, 2]
+    assert begun[0][0] < begun[1][0] < begun[2][0]
 
 
 def test_each_rank_writes_where_the_environment_says(
