@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def compress(
 ) -> GTopKState:
     """Let a prepared model's gradients go by gTop-k, and return the state of its hook.
 
-    model, optimizer: as `accelerator.prepare` returned them.
+    model, optimizer: as `accelerator.prepare` returned them; a sequence of several optimizers.
     density, options: as `gtopk.ddp.GTopKState` takes them.
     Raises ValueError where the model is not wrapped in DistributedDataParallel.
     """
@@ -53,7 +53,7 @@ def compress(
         )
     state = GTopKState(density, scaler=accelerator.scaler, **options)
     model.register_comm_hook(state, gtopk_hook)
-    if accelerator.scaler is None:
-        optimizer.optimizer.register_step_pre_hook(state.drop_skipped)  # of what it wraps
+    for each in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        each.optimizer.register_step_pre_hook(state.drop_skipped)  # of what it wraps
     accelerator.register_for_checkpointing(_Held(state, model))
     return state

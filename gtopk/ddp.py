@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -61,8 +62,9 @@ class GTopKState:
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
         float32. From the bucket on where that shows, gradients become NaN on every rank: GradScaler
         skips such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does.
-        What is held back is then as before the step. What a sum has beyond float16, of gradients in
-        it, is held back, and the step counts.
+        Several optimizers need that on each, with a GradScaler, too: it skips only those that have
+        a NaN. What is held back is then as before the step. What a sum has beyond float16, of
+        gradients in it, is held back, and the step counts.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a process group that gtopk does not know.
     """
@@ -90,7 +92,8 @@ class GTopKState:
         self._name = world.current().name_optimizer(["ddp"])
         self.scaler = scaler
         self.progress = Progress()
-        self.skipped_steps = self._dropped_steps = 0
+        self.skipped_steps = 0
+        self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._lanes = BucketLanes(self._open_lane)
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._step = OneStep()  # the engine's thread's own
@@ -218,11 +221,12 @@ class GTopKState:
     def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
         """Drop an optimizer's gradients where the last backward pass does not count.
 
-        For `optimizer.register_step_pre_hook`, where no GradScaler skips such a step. An optimizer
-        that is given closures is to be called with between a closure's backward and its end.
+        For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step, or
+        where there are several optimizers. One that is given closures is to be called with between
+        a closure's backward and its end.
         """
-        if self.skipped_steps != self._dropped_steps:
-            self._dropped_steps = self.skipped_steps
+        if not self._counted and self._dropped.get(optimizer) != self.skipped_steps:
+            self._dropped[optimizer] = self.skipped_steps  # what it has later is of no such pass
             optimizer.zero_grad(set_to_none=True)
 
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:

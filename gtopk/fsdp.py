@@ -115,8 +115,9 @@ class ReplicaState:
     skipped_steps: in how many steps a gradient was not finite on some replica, or a sum beyond
         float32. From the module on where that shows, gradients become NaN on all of them:
         GradScaler skips such a step; without one, look at `skipped_steps` before optimizer.step().
-        What is held back is then as before the step. What a sum has beyond float16, of gradients in
-        it, is held back, and the step counts.
+        So do with several optimizers and a GradScaler, which skips only those that have a NaN: all
+        or none may step. What is held back is then as before the step. What a sum has beyond
+        float16, of gradients in it, is held back, and the step counts.
     """
 
     def __init__(self, process_set: ProcessSet, compression: GTopK, scaler: Any) -> None:

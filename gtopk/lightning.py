@@ -53,6 +53,9 @@ class GTopK(Callback):
             self.state.load_state_dict(self._loaded, model)
             self._loaded = None
         model.register_comm_hook(self.state, gtopk_hook)
+        if scaler is not None:  # which has to see a NaN before it is dropped
+            for optimizer in trainer.optimizers:
+                optimizer.register_step_pre_hook(self.state.drop_skipped)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

@@ -20,8 +20,8 @@ class OneStep:
     """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
 
     A bucket that is back cannot be called back: it is the NaN in the one that failed, and in all
-    that follow it, that tells who steps with them to skip. What is held back is then, to the bit,
-    what it was before the step.
+    that follow it, that tells who steps with them to skip, and with those before it, too. What is
+    held back is then, to the bit, what it was before the step.
     """
 
     def __init__(self) -> None:

@@ -39,11 +39,14 @@ def prepared() -> tuple[Any, Any, Any]:
 
 
 def train(model: Any, optimizer: Any, loader: Any, bad: bool = False) -> None:
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     for (x,) in loader:
-        optimizer.zero_grad()
+        for each in optimizers:
+            each.zero_grad()
         loss = model(x).square().mean() * (float("nan") if bad and accelerator.process_index else 1)
         accelerator.backward(loss)
-        optimizer.step()
+        for each in optimizers:
+            each.step()
 
 
 def residuals(state: Any, model: Any) -> torch.Tensor:
@@ -79,6 +82,19 @@ torch.testing.assert_close(residuals(state, model), total, rtol=1e-12, atol=1e-1
 train(model, optimizer, loader, bad=True)
 assert torch.equal(weights(model), mine)
 assert state.skipped_steps == len(loader)
+
+# Nor does it move what another optimizer of the same model steps.
+model, _, loader = prepared()
+bare = accelerator.unwrap_model(model)
+both = [
+    accelerator.prepare(torch.optim.SGD(bare[0].parameters(), lr=0.1)),
+    accelerator.prepare(torch.optim.SGD(bare[2].parameters(), lr=0.1)),
+]
+state = compress(accelerator, model, both, density=0.1)
+train(model, both, loader)
+mine = weights(model)
+train(model, both, loader, bad=True)
+assert torch.equal(weights(model), mine)
 
 with pytest.raises(ValueError, match="needs a model that"):
     compress(accelerator, network(), optimizer)

@@ -303,6 +303,59 @@ def test_without_a_scaler_a_hook_of_the_optimizer_passes_over_such_a_step() -> N
     assert_alike(model)
 
 
+def test_a_step_that_does_not_count_is_one_for_none_of_several_optimizers() -> None:
+    for has_scaler in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=has_scaler)
+        state = GTopKState(0.25, scaler=scaler)
+        model = wrapped(state)
+        first, *others = model.module.layers
+        optimizers = [
+            torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9),
+            torch.optim.AdamW(torch.nn.ModuleList(others).parameters(), lr=0.1),
+        ]
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(state.drop_skipped)
+        # Of one layer alone, in the last bucket: where there is a scaler, it sees no other NaN.
+        bad = [False]
+        first.bias.register_hook(lambda g, bad=bad: g * torch.nan if bad[0] else g)
+        before = []
+        for step in range(4):
+            before.append(weights(model))
+            bad[0] = (RANK, step) == (SIZE - 1, 2)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scaler.scale(model(batch(step)).square().mean()).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        assert state.skipped_steps == 1
+        assert torch.equal(before[3], before[2])
+        assert not torch.equal(weights(model), before[3])
+        assert bool(weights(model).isfinite().all())
+        assert_alike(model)
+
+
+def test_an_optimizer_loses_nothing_but_what_does_not_count() -> None:
+    state = GTopKState(1.0)
+    model = wrapped(state)
+    (torch.nan * model(batch(0)).square().mean()).backward()
+    known, late = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    known.register_step_pre_hook(state.drop_skipped)
+    begun = weights(model)
+    known.step()
+    assert torch.equal(weights(model), begun)
+    with model.no_sync():
+        model(batch(1)).square().mean().backward()  # a pass that the state does not see
+    known.step()
+    assert not torch.equal(weights(model), begun)
+    known.zero_grad()
+    begun = weights(model)
+    model(batch(2)).square().mean().backward()
+    late.register_step_pre_hook(state.drop_skipped)
+    late.step()
+    assert not torch.equal(weights(model), begun)
+
+
 def test_the_first_rank_can_have_what_all_hold_back() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)

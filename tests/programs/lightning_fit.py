@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
@@ -36,22 +38,44 @@ class Net(LightningModule):
         self.seen.append(weights(self))
         loss = self.layers(batch[0]).square().mean()
         is_bad = self.global_rank == 1 and self.global_step == self.bad
-        return loss * (float("nan") if is_bad else 1.0)
+        return loss + (float("nan") if is_bad else 0.0) * self.layers[0].bias.sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfTwoOptimizers(Net):
+    """The same, whose layers have an optimizer each."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, number))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(self.layers[n].parameters(), lr=0.1) for n in (0, 2)]
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def fit(callbacks: list[Any], epochs: int = 1, model: Net | None = None, path: Any = None) -> Net:
+def fit(
+    callbacks: list[Any],
+    epochs: int = 1,
+    model: Net | None = None,
+    path: Any = None,
+    **options: Any,
+) -> Net:
     """Train on 4 batches an epoch and rank."""
     model = model or Net()
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     trainer = Trainer(
-        strategy="ddp",
         accelerator="cpu",
         devices=2,
         max_epochs=epochs,
@@ -60,6 +84,7 @@ def fit(callbacks: list[Any], epochs: int = 1, model: Net | None = None, path: A
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **{"strategy": "ddp", **options},
     )
     trainer.fit(model, DataLoader(TensorDataset(x), 8, shuffle=False), ckpt_path=path)
     if path is None:
@@ -111,4 +136,16 @@ model = fit([callback], model=Net(bad=2))
 assert callback.state.skipped_steps == 1
 assert torch.equal(model.seen[3], model.seen[2])
 assert bool(weights(model).isfinite().all())
+
+# Also where several optimizers step, of which a GradScaler skips only that with a NaN.
+for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+    callback = GTopK(density=0.1)
+    model = OfTwoOptimizers(bad=4)  # in the third batch: Lightning counts the steps of both
+    plugins = [] if scaler is None else [MixedPrecision("16-mixed", "cpu", scaler)]
+    small_buckets = DDPStrategy(bucket_cap_mb=1e-4)  # one for each parameter
+    fit([callback], model=model, plugins=plugins, strategy=small_buckets)
+    assert callback.state.scaler is scaler
+    assert callback.state.skipped_steps == 1
+    assert torch.equal(model.seen[3], model.seen[2])
+    assert bool(weights(model).isfinite().all())
 print("Lightning goes by gTop-k\n", end="", flush=True)
