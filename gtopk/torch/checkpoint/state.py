@@ -70,13 +70,17 @@ def take(
                 "epoch anew"
             )
         state["loader"] = loader.state_dict()
-    own["held"] |= {n: value for n, value in others.items() if optimizer_checkpoint.is_part(value)}
+    state["others"] = {}
+    for name, value in others.items():
+        if optimizer_checkpoint.is_part(value):
+            own["held"][name] = value
+            continue
+        saved = value.state_dict() if hasattr(value, "state_dict") else value
+        if isinstance(value, torch.optim.Optimizer):  # whether or not it has taken a step yet
+            saved = dict(saved)
+            own["held"][name] = saved.pop(optimizer_checkpoint.KEY, None)
+        state["others"][name] = saved
     state["held"] = ["optimizer", *(name for name in own["held"] if name != "optimizer")]
-    state["others"] = {
-        name: value.state_dict() if hasattr(value, "state_dict") else value
-        for name, value in others.items()
-        if name not in own["held"]
-    }
     return take_apart(state, copy=copy), own
 
 
@@ -150,12 +154,14 @@ def put(
     if model is not None:
         model.load_state_dict(_of(state, "model", found))
     if optimizer is not None:
-        part = {optimizer_checkpoint.KEY: held["optimizer"]} if held["optimizer"] else {}
-        optimizer.load_state_dict({**_numbered(_of(state, "optimizer", found)), **part})
+        saved = _numbered(_of(state, "optimizer", found))
+        optimizer.load_state_dict(_with(held["optimizer"], saved))
     if loader is not None:
         loader.load_state_dict(_of(state, "loader", found))
-    values = {name: part for name, part in held.items() if name != "optimizer"}
-    for name, saved in state["others"].items():
+    ours = {"optimizer", *state["others"]}
+    values = {name: part for name, part in held.items() if name not in ours}
+    for name, other in state["others"].items():
+        saved = _with(held.get(name), other)
         if hasattr(others.get(name), "load_state_dict"):
             others[name].load_state_dict(saved)
         else:
@@ -171,6 +177,11 @@ def _held(found: Found, name: str) -> Any | None:
     """Return what this rank's optimizer, or hook, of this name is to hold back."""
     parts = {each.rank: each.state["held"].get(name) for each in found.owned}
     return share({r: part for r, part in parts.items() if part is not None}, found.ranks)
+
+
+def _with(held: Any | None, saved: Any) -> Any:
+    """Return an optimizer's state with what it is to hold back."""
+    return saved if held is None else {**saved, optimizer_checkpoint.KEY: held}
 
 
 def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:
