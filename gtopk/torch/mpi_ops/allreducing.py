@@ -200,7 +200,7 @@ def _begin_in_place(
 
 
 class _Allreduce(torch.autograd.Function):
-    """Differentiable allreduce; the gradient is reduced alike."""
+    """Differentiable allreduce; the gradient is reduced alike, and so is that one's own."""
 
     @staticmethod
     def forward(
@@ -217,6 +217,5 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        outputs = [*map(empty_like, gradients)]
-        reduced = synchronize(_begin(gradients, outputs, None, *ctx.arguments, group=ctx.group))
+        reduced = _Allreduce.apply(ctx.group, None, *ctx.arguments, *gradients)  # type: ignore[no-untyped-call]
         return None, None, None, None, *(reduced if ctx.group else [reduced])

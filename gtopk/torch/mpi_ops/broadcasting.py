@@ -113,5 +113,6 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         root_rank, process_set = ctx.arguments
         reduced = allreduce(gradients[0], op=Average, process_set=process_set)
-        is_root = current().rank == root_rank
-        return reduced if is_root else torch.zeros_like(reduced), None, None, None
+        # Zeros that are made of it: all ranks reduce the gradient of this one, too, or none.
+        elsewhere = torch.full((), current().rank != root_rank, device=reduced.device)
+        return reduced.masked_fill(elsewhere, 0), None, None, None
