@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -88,6 +88,10 @@ def _default_dict(parts: list[Any]) -> defaultdict[Any, Any]:
     return defaultdict(_FACTORIES[parts[0]], _dict(parts[1:]))
 
 
+def _counter(parts: list[Any]) -> Counter[Any]:
+    return Counter(_dict(parts))
+
+
 def _complex(parts: list[Any]) -> complex:
     real, imaginary = parts
     return complex(real, imaginary)
@@ -131,6 +135,7 @@ COMPOSITE_OF: Final[dict[type, Composite]] = {
     dict: Composite(Code.DICT, _pairs, _dict),
     OrderedDict: Composite(Code.ORDERED_DICT, _ordered_dict_parts, _ordered_dict),
     defaultdict: Composite(Code.DEFAULT_DICT, _default_dict_parts, _default_dict),
+    Counter: Composite(Code.COUNTER, _pairs, _counter),
     slice: Composite(Code.SLICE, _attributes("start", "stop", "step"), lambda parts: slice(*parts)),
     range: Composite(Code.RANGE, _attributes("start", "stop", "step"), lambda parts: range(*parts)),
     complex: Composite(Code.COMPLEX, _attributes("real", "imag"), _complex),

@@ -32,8 +32,8 @@ def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
     allow_pickle: whether what has no code of its own is pickled; None: as GTOPK_ALLOW_PICKLE says.
 
     These types come back exactly: None, bool, int of any size, float, complex, str, bytes,
-    bytearray, list, tuple, set, frozenset, dict, OrderedDict, defaultdict (of list, dict, set, int,
-    float or None), slice, range; NumPy scalars and arrays of numbers, dates and strings;
+    bytearray, list, tuple, set, frozenset, dict, OrderedDict, Counter, defaultdict (of list, dict,
+    set, int, float or None), slice, range; NumPy scalars and arrays of numbers, dates and strings;
     torch.Tensor and torch.nn.Parameter (dense, from any device), torch.dtype, torch.device and
     torch.Size. What sits in two places of the object comes back as two.
 

@@ -53,6 +53,7 @@ class Code(IntEnum):
     SLICE = 8
     RANGE = 9
     TORCH_SIZE = 10
+    COUNTER = 11
     COMPLEX = 20
     BIG_INT = 21
     BYTES = 22

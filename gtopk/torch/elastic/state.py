@@ -15,6 +15,7 @@ from .handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,
+    StateDictHandler,
     StateHandler,
 )
 from .sampler import ElasticSampler
@@ -54,6 +55,8 @@ def set_handler_registry(registry: Registry) -> None:
 def _handler_of(value: Any) -> StateHandler | None:
     found = (handler for kind, handler in _registry if isinstance(value, kind))
     handler = next(found, None)
+    if handler is None and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        handler = StateDictHandler  # a GradScaler, say
     return handler(value) if handler else None
 
 
@@ -62,7 +65,8 @@ class TorchState(ObjectState):
 
     model, optimizer: most scripts have one of each; more go as keywords.
     kwargs: modules, optimizers, learning rate schedulers and ElasticSamplers are handled as what
-        they are (see `get_handler_registry`), anything else as a plain object.
+        they are (see `get_handler_registry`), what else has state_dict() and load_state_dict(), as
+        a GradScaler has, by these, and anything else as a plain object.
     """
 
     _handlers: Mapping[str, StateHandler] = {}

@@ -75,6 +75,7 @@ GOOD = encode([1, b"abc"])
         (message(packed(Code.SET, 1, Code.LIST, 0)), "unhashable"),
         (message(packed(Code.DICT, 4, "a", 1, "a", 2)), "a key twice"),
         (message(packed(Code.DICT, 1, "a")), "ValueError"),
+        (message(packed(Code.COUNTER, 4, "a", 1, "a", 2)), "a key twice"),
         (message(packed(Code.ORDERED_DICT, 0)), "IndexError"),
         (message(packed(Code.DEFAULT_DICT, 1, "eval")), "KeyError"),
         (message(packed(Code.RANGE, 3, 0, 1, 0)), "ValueError"),

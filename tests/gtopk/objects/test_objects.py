@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +113,7 @@ objects = st.recursive(
         | st.sets(keys, max_size=4)
         | st.dictionaries(keys, inner, max_size=4)
         | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+        | st.dictionaries(keys, inner, max_size=4).map(Counter)
         | st.builds(
             defaultdict,
             st.sampled_from([None, list, dict, set, int, float]),

@@ -22,7 +22,16 @@ def make(rank=0):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + rank))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     sampler = ElasticSampler(range(12), seed=1)
-    return TorchState(model, optimizer, scheduler=scheduler, sampler=sampler, epoch=rank, seen=[])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10 * (1 + rank))
+    return TorchState(
+        model,
+        optimizer,
+        scheduler=scheduler,
+        sampler=sampler,
+        scaler=scaler,
+        epoch=rank,
+        seen=[],
+    )
 
 
 def work(state):
@@ -31,6 +40,7 @@ def work(state):
     state.model(torch.arange(6.0).reshape(3, 2)).square().sum().backward()
     state.optimizer.step()
     state.scheduler.step()
+    state.scaler.load_state_dict({**state.scaler.state_dict(), "scale": state.epoch + 3.0})
     state.sampler.record_batch(0, 2)
     state.epoch += 1
     state.seen.append(state.epoch)
@@ -42,6 +52,7 @@ def everything(state):
         repr(state.optimizer.state_dict()),
         state.scheduler.state_dict(),
         state.sampler.state_dict(),
+        state.scaler.state_dict(),
         state.epoch,
         list(state.seen),
     )
