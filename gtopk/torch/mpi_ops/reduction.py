@@ -32,10 +32,11 @@ _WIDE: Final[dict[int, Any]] = {1: np.dtype(np.int32), 2: np.dtype(np.int32), 4:
 class Reduction:
     """What becomes of the elements at one place on all ranks.
 
-    Integers are averaged, and multiplied by a factor (in float64), truncating toward zero. float16
-    and bfloat16 are added in float32, and rounded to 16 bits at each hop; float16 is divided before
-    it is summed for an average, as the sum could overflow. A bool is true after Sum and Max where
-    any rank's is, after Average, Min and Product where every rank's is; factors do not change it.
+    Integers are averaged, and multiplied by a factor (in float64), truncating toward zero; an
+    average with a postscale_factor is truncated once, when both are done. float16 and bfloat16
+    are added in float32, and rounded to 16 bits at each hop; float16 is divided before it is
+    summed for an average, as the sum could overflow. A bool is true after Sum and Max where any
+    rank's is, after Average, Min and Product where every rank's is; factors do not change it.
     """
 
     op: int
@@ -70,8 +71,10 @@ class Reduction:
     def end(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> NDArray[Any]:
         """Return the elements of tensors of a dtype, once they are reduced."""
         if self.op == Average and not dtype.is_floating_point and dtype != torch.bool:
-            array = array // size + ((array < 0) & (array % size != 0))
-            scale(array, self.postscale_factor)
+            if self.postscale_factor != 1.0:
+                scale(array, self.postscale_factor / size)
+            else:  # exact, also beyond float64's integers
+                array = array // size + ((array < 0) & (array % size != 0))
         return array
 
 

@@ -1,0 +1,31 @@
+"""What becomes of numbers that an average, or a factor, has no integer for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 10.0])
+def test_an_integers_average_is_scaled_before_it_is_truncated(ranks, size, factor):
+    def program(rank):
+        mine = torch.tensor([rank, -rank, 1, 10 * (rank == 0), 7]).repeat(size)
+        options = {"op": hvd.Average, "postscale_factor": factor}
+        whole = hvd.allreduce(mine, **options)
+        assert hvd.allreduce_(mine.short(), **options).tolist() == whole.tolist()
+        assert hvd.reducescatter(mine, **options).tolist() == whole[:5].tolist()
+        return whole[:5].tolist()
+
+    total = size * (size - 1) / 2
+    sums = [total, -total, size, 10, 7 * size]
+    expected = [int(factor * each / size) for each in sums]
+    assert ranks(size, program) == [expected] * size
+
+
+def test_without_a_factor_it_is_exact(ranks):
+    large = 2**60 + 1
+    mine = torch.tensor([large, -large])
+    assert ranks(1, lambda rank: hvd.allreduce(mine).tolist()) == [[large, -large]]
