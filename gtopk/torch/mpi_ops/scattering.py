@@ -101,7 +101,7 @@ def _begin(
     *,
     group: bool = False,
 ) -> int:
-    size = process_set.engine.transport.size
+    rank, size = process_set.engine.transport.rank, process_set.engine.transport.size
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     likes = [tensor.detach() for tensor in tensors]
     denses = [reduction.begin(to_array(tensor), tensor.dtype, size) for tensor in tensors]
@@ -111,7 +111,9 @@ def _begin(
             raise MismatchError(
                 "reducescatter needs tensors with at least one dimension, got a scalar"
             )
-        bounds = [_bounds(tensor, size) for tensor in likes]
+        bounds = [
+            [row * math.prod(like.shape[1:]) for row in _first_rows(like, size)] for like in likes
+        ]
         parts: list[NDArray[Any]] = [dense.array for dense in denses]
         kinds = [(dense.array.dtype, dense.reduction) for dense in denses]
         for kind in dict.fromkeys(kinds):
@@ -124,11 +126,11 @@ def _begin(
         return parts
 
     def finish(parts: list[NDArray[Any]]) -> Any:
-        outputs = tuple(
-            view_tensor(part).to(like).reshape(-1, *like.shape[1:])
-            for like, part in zip(likes, parts, strict=True)
-        )
-        return outputs if group else outputs[0]
+        outputs = []
+        for like, part in zip(likes, parts, strict=True):
+            begin, end = _first_rows(like, size)[rank : rank + 2]
+            outputs.append(view_tensor(part).to(like).reshape(end - begin, *like.shape[1:]))
+        return tuple(outputs) if group else outputs[0]
 
     kind = "grouped_reducescatter" if group else "reducescatter"
     facts = (
@@ -139,11 +141,10 @@ def _begin(
     return submit(kind, name, process_set, facts, work, finish)
 
 
-def _bounds(tensor: torch.Tensor, size: int) -> list[int]:
-    """Return where each rank's rows begin among the elements, and where the last one's end."""
-    rows, *rest = tensor.shape
-    each, more = divmod(rows, size)
-    return [(rank * each + min(rank, more)) * math.prod(rest) for rank in range(size + 1)]
+def _first_rows(tensor: torch.Tensor, size: int) -> list[int]:
+    """Return at which row each rank's begin, and where the last one's end."""
+    each, more = divmod(len(tensor), size)
+    return [rank * each + min(rank, more) for rank in range(size + 1)]
 
 
 def _reduce_scatter(
