@@ -20,7 +20,7 @@ _log = logging.getLogger("gtopk")
 
 def to_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a copy on the host that ranks can reduce, [numel]; bool as uint8."""
-    flat = tensor.detach().reshape(-1).cpu()
+    flat = tensor.detach().resolve_neg().reshape(-1).cpu()
     array = view_dense(flat.to(torch.uint8) if flat.dtype == torch.bool else flat)
     return np.array(array)
 
@@ -32,7 +32,7 @@ def from_array(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
 
 def lies_as_array(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's own memory is an array on the host that ranks can reduce in place."""
-    as_numbers = tensor.dtype != torch.bool
+    as_numbers = tensor.dtype != torch.bool and not tensor.is_neg()
     return tensor.device.type == "cpu" and as_numbers and tensor.is_contiguous()
 
 

@@ -60,7 +60,7 @@ def row_bytes(tensor: torch.Tensor) -> int:
 
 def view_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return the tensor's elements, uint8 [numel * element_size]: its own memory where it can."""
-    flat = tensor.detach().reshape(-1).cpu()
+    flat = tensor.detach().resolve_neg().reshape(-1).cpu()
     array: NDArray[np.uint8] = flat.contiguous().view(torch.uint8).numpy()
     return array
 

@@ -1,0 +1,55 @@
+"""What collectives take whose memory is not what it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+
+
+def gone_through(collective, tensor):
+    """Return what becomes of a tensor, or of itself in place."""
+    result = collective(tensor)
+    return [each.tolist() for each in (result if isinstance(result, tuple) else [result])]
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        hvd.allgather,
+        hvd.allreduce,
+        hvd.reducescatter,
+        lambda t: hvd.alltoall(t, [1] * hvd.size()),
+        lambda t: hvd.broadcast(t, 1),
+        lambda t: tuple(hvd.grouped_allgather([t, t])),
+        lambda t: tuple(hvd.grouped_reducescatter([t, t])),
+    ],
+)
+def test_a_view_that_negates_is_what_it_stands_for(ranks, collective):
+    """As the imaginary part of a conjugate is, which has its memory in common with the number."""
+
+    def program(rank):
+        strided = torch.complex(torch.ones(2), torch.tensor([1.0 + rank, 2.0])).conj().imag
+        side_by_side = torch._neg_view(torch.tensor([1.0 + rank, 2.0]))
+        plain = torch.tensor([-1.0 - rank, -2.0])
+        views = (strided, side_by_side)
+        assert all(view.is_neg() for view in views)
+        return [gone_through(collective, each) for each in (*views, plain)]
+
+    for strided, side_by_side, plain in ranks(2, program):
+        assert strided == side_by_side == plain
+
+
+@pytest.mark.parametrize(
+    "collective", [lambda t: hvd.allreduce_(t, op=hvd.Sum), lambda t: hvd.broadcast_(t, 1)]
+)
+def test_in_place_it_stands_for_what_has_come(ranks, collective):
+    def program(rank):
+        memory = torch.tensor([1.0 + rank, 2.0])
+        plain = -memory
+        view = torch._neg_view(memory)
+        assert collective(view) is view
+        assert view.tolist() == (-memory).tolist() == collective(plain).tolist()
+
+    ranks(2, program)
