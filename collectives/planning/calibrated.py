@@ -6,9 +6,9 @@ import json
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -67,9 +67,10 @@ def calibrate(
 def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, str]) -> Facts:
     """Return what a calibration holds for, in words; every rank must call it."""
     host = np.frombuffer(socket.gethostname().encode(), np.uint8)
-    hosts = Counter(message.tobytes().decode() for message in transport.allgather(host))
+    hosts = [message.tobytes().decode() for message in transport.allgather(host)]
     return {
-        "hosts": ", ".join(f"{count} x {host}" for host, count in hosts.items()),
+        # In rank order: a, a, b, b is another network than a, b, a, b.
+        "hosts": ", ".join(f"{len([*ranks])} x {host}" for host, ranks in groupby(hosts)),
         "transport": transport.name,
         "library": transport.library(),
         "kernels": in_use(),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 
 import pytest
 
 from collectives import run_ranks
 from collectives.cost import Link
-from collectives.planning import CodingRate, Format, Network, Rates, cache, calibrate
+from collectives.planning import CodingRate, Format, Network, Rates, cache, calibrate, calibrated
 from collectives.planning.calibrated import VARIABLE
 from collectives.planning.calibration import Calibration
 from collectives.transports import local_world
@@ -98,6 +99,24 @@ def test_the_second_run_finds_what_the_first_one_measured():
     other = on_ranks(2)  # of as many ranks as never before
     assert "kept in" not in other[0].origin
     assert "kept in" not in on_ranks(3, facts={"gtopk": "another version"})[0].origin
+
+
+def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(monkeypatch):
+    host = threading.local()
+    monkeypatch.setattr(calibrated.socket, "gethostname", lambda: host.name)
+    monkeypatch.setattr(calibrated, "measure", lambda *_: KEPT)
+    monkeypatch.setattr(calibrated, "still_holds", lambda *_: True)
+
+    def origin(hosts: str) -> str:
+        def of_rank(transport):
+            host.name = hosts[transport.rank]
+            return calibrate(transport).origin
+
+        return run_ranks(local_world(4, 30), of_rank)[0]
+
+    assert "kept in" not in origin("aabb")
+    assert "kept in" not in origin("abab")
+    assert "kept in" in origin("aabb")
 
 
 def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
