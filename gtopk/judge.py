@@ -4,7 +4,8 @@
     judge    after a window of steps: where measured and predicted seconds part by more than a
              third, or dense was measured to be better, correct the parameters and choose anew
     probe    either of them: unless sparse is CLEARLY better than dense is expected to be, some
-             steps of dense first, so that what has to be beaten is measured, not modelled
+             steps of dense first, so that what has to be beaten is measured, not modelled; and
+             again where links prove faster than they were when it was measured
 
 A candidate costs its seconds, and the further steps that narrow updates make a training of so many
 steps take (collectives.planning.lag): what counts is when the training is done.
@@ -133,6 +134,7 @@ class Judge:
         probed = self.probing
         choices = self._choices()
         if (dense := self._probe(choices, cost)) is not None:
+            self.switches += 1
             return dense.candidate
         dense_wins = any(
             each.candidate.algorithm == "dense" and each.seconds < WORTH_DENSE * cost
@@ -171,6 +173,9 @@ class Judge:
         )
         correction = Correction(*map(_ratio, measured[:3], parts))
         self.corrections[algorithm] = correction
+        wire, believed = measured.communicate_seconds, self.chosen.communicate_seconds
+        if algorithm != "dense" and believed - wire > APART * believed:
+            self.corrections.pop("dense", None)  # measured while links were slower, perhaps
         if apart and algorithm == "dense":  # which tells of the links only
             self._elsewhere = self._elsewhere._replace(communicate=correction.communicate)
         elif apart:

@@ -91,7 +91,7 @@ def test_a_network_that_is_slower_than_measured_ends_in_compression():
     )
     assert ran[0] == "dense"
     assert ran[-1] != "dense"
-    assert ran.count("dense") == FIRST_WINDOW
+    assert ran.count("dense") == FIRST_WINDOW + PROBE_STEPS  # in case it was a congestion
 
 
 def test_a_network_that_is_faster_than_measured_ends_dense():
@@ -101,6 +101,20 @@ def test_a_network_that_is_faster_than_measured_ends_dense():
         one, Truth(dense=(0, 0, 0.03), topk_allgather=sparse, gtopk=sparse, oktopk=sparse), 300
     )
     assert ran[0] != "dense"
+    assert ran[-1] == "dense"
+
+
+@pytest.mark.parametrize("congested_steps", [FIRST_WINDOW, 100, 1000])
+def test_dense_is_back_when_a_congestion_has_passed(congested_steps):
+    one, clear, congested = judge(FAST), judge(FAST), judge(SLOW)
+    one.run(one.begin(0.0))
+    ran: list[str] = []
+    while len(ran) < 5000:
+        links = congested if len(ran) < congested_steps else clear
+        links.run(one.chosen.candidate)
+        ran += [one.chosen.candidate.algorithm] * one.window
+        one.run(one.judge(as_predicted(links), 0.0))
+    assert {*ran} > {"dense"}
     assert ran[-1] == "dense"
 
 
