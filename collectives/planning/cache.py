@@ -27,9 +27,12 @@ OLDEST_SECONDS: Final = 7 * 86400.0
 Facts = Mapping[str, str]
 
 
-def cache_path(facts: Facts) -> Path:
-    """Return the file for a calibration that holds for these facts."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def cache_path(facts: Facts) -> Path | None:
+    """Return the file for a calibration that holds for these facts; None without a home folder."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an account of this user id, as in some containers
+        return None
     digest = hashlib.blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=8)
     return Path(base, "gtopk", f"calibration-{digest.hexdigest()}.json")
 

@@ -36,15 +36,18 @@ def calibrate(
     What was kept is looked at first, and measured anew where the links hold it no more.
     facts: what it depends on besides hosts, transport, kernels and formats: versions.
     GTOPK_CALIBRATION=off assumes Gigabit Ethernet and measures nothing; =fresh measures in any
-    case; =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME.
+    case; =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME, or in the
+    home folder's .cache; without a home folder nothing is kept.
     """
     setting = os.environ.get(VARIABLE, "")
+    word = setting.lower()
     known = _facts(transport, formats, facts or {})
-    path = Path(setting) if setting not in ("", "off", "fresh") else cache_path(known)
-    found, is_kept = None, False
-    if transport.rank == 0 and setting == "off":
+    found, path, is_kept = None, None, False
+    if transport.rank == 0 and word == "off":
         found = assumed(transport.size)
-    elif transport.rank == 0 and setting != "fresh":
+    elif transport.rank == 0:
+        path = cache_path(known) if word in ("", "fresh") else Path(setting)
+    if path is not None and word != "fresh":
         found = load(path, known)
         if is_kept := found is not None:
             found = replace(found, origin=f"{found.origin}, kept in {path}")
@@ -57,7 +60,7 @@ def calibrate(
         if not is_kept or still_holds(transport, told, clock):
             return told
     calibration = measure(transport, formats, clock)
-    if transport.rank == 0:
+    if path is not None:
         save(path, known, calibration)
     if is_kept:
         return replace(calibration, origin=f"{calibration.origin}: what was kept holds no more")

@@ -130,6 +130,28 @@ def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
     assert "kept in" in on_ranks(2)[0].origin
 
 
+def test_the_words_may_be_in_capitals(monkeypatch, cache_home):
+    monkeypatch.chdir(cache_home)
+    monkeypatch.setenv(VARIABLE, "OFF")
+    assert "assumed" in on_ranks(2)[0].origin
+    monkeypatch.setenv(VARIABLE, "Fresh")
+    on_ranks(2)
+    assert "kept in" not in on_ranks(2)[0].origin
+    assert [entry.name for entry in cache_home.iterdir()] == ["gtopk"]
+
+
+def test_without_a_home_folder_nothing_is_kept(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(cache.Path, "home", no_home)
+    for _ in range(2):
+        assert "kept in" not in on_ranks(2)[0].origin
+    monkeypatch.setenv(VARIABLE, "off")
+    assert "assumed" in on_ranks(2)[0].origin
+
+
 def test_the_cache_may_be_a_file_of_ones_own(monkeypatch, tmp_path):
     path = tmp_path / "mine.json"
     monkeypatch.setenv(VARIABLE, str(path))
