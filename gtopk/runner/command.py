@@ -7,16 +7,26 @@ import json
 import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
+from typing import Final
 
 from ..launch import LaunchError, usable_cores
 from ..launch.hosts import Host, parse_hosts, read_hostfile
 from ..launch.job import job, refuse_inside_a_job
 from .ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program
 
-_INTERRUPTED = 130
+_SAVE_SECONDS: Final = 30.0  # what torchrun gives its ranks, too
+_END_SECONDS: Final = 5.0  # and what it needs to end them after that
+
+
+class _ToldToEnd(KeyboardInterrupt):
+    """SIGINT or SIGTERM came; its argument is the exit code that says so."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
         "Other launchers do as well: mpirun -n 4 python SCRIPT.",
         epilog="example:\n  gtopk run -n 4 --record runs/first train.py --epochs 10\n"
         "  gtopk run --hosts one:4,two:4 train.py\n\n"
-        "Its exit code is the ranks'. Should this command be killed, they end with it.",
+        "Its exit code is the launcher's: the ranks' by mpirun and srun, by torchrun 1 for any\n"
+        "but 0. SIGTERM and Ctrl-C go on to the ranks as SIGTERM, by torchrun with 30 s to save;\n"
+        "a second one ends them at once. Should this command be killed, they end with it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = described.add_argument
@@ -73,11 +85,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(start, places, options.json)
     if options.dry_run:
         return 0
-    with job(start.command, start.variables) as launcher:
+    with job(start.command, start.variables) as launcher, _signals_raised():
         try:
             return launcher.wait()
-        except KeyboardInterrupt:
-            return _INTERRUPTED
+        except _ToldToEnd as told:
+            _let_save(launcher)
+            return int(told.args[0])
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise _ToldToEnd for SIGINT and SIGTERM, unless they are ignored, as nohup has it."""
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        raise _ToldToEnd(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in before if before[number] != signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, tell)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
+def _let_save(launcher: subprocess.Popen[bytes]) -> None:
+    """Tell the launcher to end, and wait for it; a second signal cuts that short."""
+    with suppress(_ToldToEnd, subprocess.TimeoutExpired):
+        launcher.terminate()  # for Ctrl-C, too: ranks within gtopk.termination() hear SIGTERM
+        print(
+            f"gtopk run: told to end; the ranks have {_SAVE_SECONDS:g} s, none if told again",
+            file=sys.stderr,
+        )
+        launcher.wait(_SAVE_SECONDS + _END_SECONDS)
 
 
 def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:

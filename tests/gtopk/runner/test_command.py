@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gtopk.runner.command import main
+
+PLENTY_SECONDS = 100.0
+# `gtopk run` by an mpirun that becomes its one rank; what `job` itself would wait counts for none.
+RUN = """
+import pathlib, sys
+from gtopk.launch import job
+from gtopk.runner import command, ranks
+job._GRACE_SECONDS = 0.0
+ranks.require_mpirun = lambda: pathlib.Path(sys.argv[1])
+sys.exit(command.main(["-n", "1", "--launcher", "mpirun", *sys.argv[2:]]))
+"""
+# A rank that saves, when it is told to end, until it may go on.
+SAVING = """
+import pathlib, signal, sys, time
+
+def until(name):
+    while not pathlib.Path(name).exists():
+        time.sleep(0.01)
+
+def save(*of_signal):
+    pathlib.Path("saving").touch()
+    until("go on")
+    pathlib.Path("saved").touch()
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, save)
+pathlib.Path("begun").touch()
+until("never")
+"""
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
@@ -60,3 +94,46 @@ def test_hosts_say_how_many_ranks_there_are(capsys, script: str) -> None:
 def test_what_cannot_be_started_says_why(capsys, words: list[str], text: str) -> None:
     assert main(words) == 2
     assert text in capsys.readouterr().err
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PLENTY_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def running(tmp_path: Path):
+    """A `gtopk run` whose rank has begun."""
+    launcher = tmp_path / "mpirun"
+    launcher.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    launcher.chmod(0o755)
+    (tmp_path / "saving.py").write_text(SAVING)
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN, str(launcher), "saving.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        stderr=subprocess.PIPE,
+    ) as started:
+        wait_until((tmp_path / "begun").exists)
+        yield started
+        started.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ranks_have_time_to_save_when_it_is_told_to_end(running, tmp_path, number, code) -> None:
+    running.send_signal(number)
+    wait_until((tmp_path / "saving").exists)
+    assert running.poll() is None
+    (tmp_path / "go on").touch()
+    assert running.wait(PLENTY_SECONDS) == code
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_second_signal_leaves_no_time(running, tmp_path) -> None:
+    running.send_signal(signal.SIGINT)
+    wait_until((tmp_path / "saving").exists)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(PLENTY_SECONDS) == 130
+    assert not (tmp_path / "saved").exists()
