@@ -90,16 +90,19 @@ _REASONS: Final = (
 )
 
 
-def rank_environment(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables to add so that `ranks` ranks start and run well on this machine.
 
-    Covers Open MPI 4 and 5 (MPICH needs none); never one that `environ` has.
+    Covers Open MPI 4 and 5 (MPICH needs none); never one that `environ` has. None: ranks on other
+    hosts, too, of whose cores nothing is known here.
     """
     cores = usable_cores()
-    wanted = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
+    wanted = {}
+    if ranks is not None:
+        wanted["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     if os.geteuid() == 0:
         wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if ranks > cores:
+    if ranks is not None and ranks > cores:
         wanted |= {
             # "slot": without it Open MPI 5 numbers local ranks 0, 2, 1, 3.
             "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",

@@ -39,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
         "Other launchers do as well: mpirun -n 4 python SCRIPT.",
         epilog="example:\n  gtopk run -n 4 --record runs/first train.py --epochs 10\n"
         "  gtopk run --hosts one:4,two:4 train.py\n\n"
+        "Ranks on this host alone get their share of its cores as OMP_NUM_THREADS, unless you set\n"
+        "it; with other hosts it is yours to set, and goes along.\n\n"
         "Its exit code is the launcher's: the ranks' by mpirun and srun, by torchrun 1 for any\n"
         "but 0. SIGTERM and Ctrl-C go on to the ranks as SIGTERM, by torchrun with 30 s to save;\n"
         "a second one ends them at once. Should this command be killed, they end with it.",

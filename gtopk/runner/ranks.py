@@ -118,12 +118,11 @@ def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) 
 def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
     mpirun = require_mpirun()
     options = shlex.split(places.mpi_args or "")
-    most = places.ranks
     if places.elsewhere:
         refuse_other_than_open_mpi(identify(mpirun))
-        most = max(host.slots for host in places.hosts)
         variables |= ssh_environment(places.ssh_port, places.ssh_identity_file)
-    variables = {**rank_environment(most), **variables}
+    ranks_here = None if places.elsewhere else places.ranks
+    variables = {**rank_environment(ranks_here), **variables}
     if places.elsewhere:
         options = [*host_options(places.hosts, {**os.environ, **variables}), *options]
     return Start(mpirun_command(mpirun, places.ranks, [*options, *program]), variables)

@@ -52,7 +52,8 @@ def run(
 
     func:              by its name: one that other processes can import, the script's own included.
     num_proc, np:      how many ranks.
-    hosts, hostfile:   "one:4,two:2", or a file with lines "one slots=4"; default: this host.
+    hosts, hostfile:   "one:4,two:2", or a file with lines "one slots=4"; default: this host. With
+                       other hosts OMP_NUM_THREADS is yours to set, and goes along.
     use_mpi, use_gloo: start them by mpirun, or by torchrun; default: mpirun where there is one.
     mpi_args:          further options of mpirun.
     start_timeout:     the seconds that all ranks get to begin (GTOPK_START_TIMEOUT, 120).

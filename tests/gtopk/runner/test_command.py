@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.launch import Mpi, mpirun
+from gtopk.runner import ranks
 from gtopk.runner.command import main
 
 PLENTY_SECONDS = 100.0
@@ -81,6 +83,28 @@ def test_records_are_asked_for_by_the_environment(capsys, script: str) -> None:
 def test_hosts_say_how_many_ranks_there_are(capsys, script: str) -> None:
     found = said(capsys, "--hosts", "localhost:3", script)
     assert found["ranks"] == 3
+
+
+@pytest.mark.parametrize("cores", [1, 64])
+def test_other_hosts_are_told_nothing_of_the_cores_of_this_one(
+    capsys, script: str, monkeypatch, cores: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(mpirun, "usable_cores", lambda: cores)
+    monkeypatch.setattr(ranks, "require_mpirun", lambda: Path("mpirun"))
+    monkeypatch.setattr(ranks, "identify", lambda path: Mpi(path, "Open MPI", "5.0"))
+    found = said(capsys, "--launcher", "mpirun", "--hosts", "10.9.9.9:2,10.9.9.8:2", script)
+    assert (
+        found["variables"]
+        .keys()
+        .isdisjoint(
+            {"OMP_NUM_THREADS", "OMPI_MCA_rmaps_base_oversubscribe", "OMPI_MCA_mpi_yield_when_idle"}
+        )
+    )
+    assert "OMP_NUM_THREADS" not in found["command"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    found = said(capsys, "--launcher", "mpirun", "--hosts", "10.9.9.9:2,10.9.9.8:2", script)
+    assert "OMP_NUM_THREADS" in found["command"]
 
 
 @pytest.mark.parametrize(
