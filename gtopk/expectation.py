@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from collectives.planning import Calibration, Candidate, Prediction, predict
 
-from .compression import ErrorFeedback, SparseCompression
+from .compression import ErrorFeedback, Hierarchical, SparseCompression
 from .exchange import DenseExchange, SparseExchange
 from .lanes import Lane
 from .node_exchange import NodeExchange
@@ -16,8 +16,17 @@ from .rounds import AnyLane
 def expected(
     compression: object, length: int, calibration: Calibration, value_bytes: int = 4
 ) -> Prediction | None:
-    """Return what the exchange of such a gradient is expected to take; None for what chooses."""
+    """Return what the exchange of such a gradient is expected to take.
+
+    None for what chooses, and beyond the model: across nodes all but gtopk, and nodes by number
+    that share their hosts' links with others, or stretch over several of them.
+    """
     network, rates = calibration.network, calibration.rates
+    if isinstance(compression, Hierarchical):
+        node_size = compression.node_size or network.ranks_per_node
+        if compression.across != "gtopk" or network.ranks_per_node not in (1, node_size):
+            return None
+        network = network._replace(ranks_per_node=node_size)
     if isinstance(compression, SparseCompression):
         found = [
             predict(

@@ -18,3 +18,17 @@ def test_what_chooses_by_itself_is_not_foretold() -> None:
     assert dense is not None
     assert gtopk is not None
     assert gtopk.seconds < dense.seconds
+
+
+def test_nodes_by_number_are_those_of_the_model() -> None:
+    of_four = Calibration(HERE.network._replace(ranks_per_node=4), DEFAULT_RATES, "made up")
+    by_number = expected(Compression.hierarchical(0.01, node_size=4), LENGTH, HERE)
+    assert by_number == expected(Compression.hierarchical(0.01), LENGTH, of_four)
+    assert by_number == expected(Compression.hierarchical(0.01, node_size=4), LENGTH, of_four)
+    assert by_number != expected(Compression.hierarchical(0.01), LENGTH, HERE)
+
+
+def test_nodes_that_are_no_hosts_and_oktopk_across_are_not_foretold() -> None:
+    of_four = Calibration(HERE.network._replace(ranks_per_node=4), DEFAULT_RATES, "made up")
+    for options in ({"node_size": 2}, {"node_size": 8}, {"across": "oktopk"}):
+        assert expected(Compression.hierarchical(0.01, **options), LENGTH, of_four) is None
