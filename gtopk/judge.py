@@ -28,7 +28,7 @@ from collectives.planning import (
     choose,
     predict,
 )
-from collectives.planning.choice import SPARSE
+from collectives.planning.choice import SPARSE, TooFewBytesError
 
 from .compression import Automatic
 from .engine.saying import cycle_bytes
@@ -187,24 +187,35 @@ class Judge:
             self._dense_at_best = min(1.0, max(0.0, _ratio(at_most, of_bytes)))
 
     def _choices(self) -> list[Prediction]:
-        return choose(
-            self.length,
-            self.calibration,
-            self._budget(),
-            self.formats,
-            {name: self._correction(name) for name in ("dense", *SPARSE)},
-            self.value_bytes,
-            self._training,
-        )
+        try:
+            return choose(
+                self.length,
+                self.calibration,
+                self._budget(),
+                self.formats,
+                {name: self._correction(name) for name in ("dense", *SPARSE)},
+                self.value_bytes,
+                self._training,
+            )
+        except TooFewBytesError as error:  # for this bucket: in the words of the whole step
+            assert self.compression.bytes_per_step is not None
+            raise TooFewBytesError(
+                (error.least_bytes + self._agreeing_bytes()) / self.share,
+                self.calibration.network.ranks,
+                self.compression.bytes_per_step,
+            ) from None
 
     def _budget(self) -> Budget:
         if self.compression.hide_behind_backward:
             return Budget(seconds=self._backward_seconds * self.share)
         if self.compression.bytes_per_step is not None:
-            agreeing = cycle_bytes(self.calibration.network.ranks, names=1024)
             allowed = self.compression.bytes_per_step * self.share
-            return Budget(bytes_per_step=allowed - agreeing)
+            return Budget(bytes_per_step=allowed - self._agreeing_bytes())
         return Budget(density=self.compression.density)
+
+    def _agreeing_bytes(self) -> int:
+        """Return what a rank sends in a step for the ranks to agree on it."""
+        return cycle_bytes(self.calibration.network.ranks, names=1024)
 
     def _correction(self, algorithm: str) -> Correction:
         if algorithm in self.corrections:

@@ -13,6 +13,7 @@ comes first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -31,6 +32,17 @@ WIDENINGS: Final[Mapping[str, Sequence[float]]] = {"gtopk": (1.0, 2.0, 4.0), "ok
 LARGEST_DENSITY: Final = 0.5  # beyond, indices alone cost what dense does
 LEAST_DENSITY: Final = 1e-4  # what a budget of time does not go below: little would be learnt
 SAME: Final = 1.05  # costs apart by less are taken for the same
+
+
+class TooFewBytesError(ValueError):
+    """Not one entry fits the bytes_per_step of a budget; `least_bytes` would do."""
+
+    def __init__(self, least_bytes: float, ranks: int, got: float) -> None:
+        self.least_bytes = least_bytes
+        super().__init__(
+            f"bytes_per_step must be at least {math.ceil(least_bytes)} on {ranks} ranks "
+            f"(one entry), got {got:g}"
+        )
 
 
 class Budget(NamedTuple):
@@ -66,8 +78,8 @@ def choose(
     length:      elements of the gradient, of `value_bytes` each.
     corrections: by algorithm, from measuring it.
     training:    that this is a part of.
-    Raises ValueError when not even one entry fits the bytes. A time too short for any exchange is
-    no error: the shortest comes first.
+    Raises TooFewBytesError when not even one entry fits the bytes. A time too short for any
+    exchange is no error: the shortest comes first.
     """
 
     def expected(candidate: Candidate) -> Prediction:
@@ -90,12 +102,9 @@ def choose(
     ]
     if budget.bytes_per_step is None or keeps(dense, budget):
         found.append(dense)
-    if not found:
+    if budget.bytes_per_step is not None and not found:
         least = min(expected(candidate).sent.most_bytes for candidate in of_one)
-        raise ValueError(
-            f"bytes_per_step must be at least {least:.0f} on {calibration.network.ranks} ranks "
-            f"(one entry), got {budget.bytes_per_step:g}"
-        )
+        raise TooFewBytesError(least, calibration.network.ranks, budget.bytes_per_step)
 
     def cost(each: Prediction) -> float:
         return training.cost(each.seconds, each.lag_steps)

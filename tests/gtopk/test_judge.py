@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -214,3 +215,18 @@ def test_bytes_leave_room_for_the_agreement():
     one = judge(SLOW, bytes_per_step=1e5)
     predicted = one.run(one.begin(0.0))
     assert 0.99e5 < predicted.sent.most_bytes < 1e5 - 7 * 24
+
+
+@pytest.mark.parametrize("share", [1.0, 0.01, 0.37])
+def test_the_bytes_that_are_asked_for_suffice(share):
+    def begin(bytes_per_step: float) -> None:
+        calibration = Calibration(Network(8, Link.of(SLOW, 50e-6)), RATES, "made up")
+        options = Compression.auto(wire="raw", values="exact", bytes_per_step=bytes_per_step)
+        Judge(options, calibration, RESNET50, share=share).begin(0.0)
+
+    with pytest.raises(ValueError, match=r"must be at least \d+ on 8 ranks .* got 300") as error:
+        begin(300)
+    least = int(re.search(r"least (\d+)", str(error.value))[1])
+    begin(least)
+    with pytest.raises(ValueError, match=f"must be at least {least} on 8 ranks"):
+        begin(least - 1)
