@@ -150,7 +150,9 @@ def _program(options: argparse.Namespace) -> list[str]:
     script, words = options.script, options.arguments
     if options.module:
         return [sys.executable, "-m", script, *words]
-    if Path(script).is_file() and not (os.access(script, os.X_OK) and not script.endswith(".py")):
+    if Path(script).is_file():
+        if os.access(script, os.X_OK) and not script.endswith(".py"):
+            return [os.path.join(".", script), *words]  # and no program of its name on PATH
         return [sys.executable, script, *words]
     if shutil.which(script) is None:
         raise ValueError(f"SCRIPT must be a file or a program, and '{script}' is neither")

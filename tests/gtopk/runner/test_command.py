@@ -73,6 +73,16 @@ def test_each_launcher_gets_the_script_and_its_arguments(capsys, script: str, mo
     assert said(capsys, script)["launcher"] == "srun"
 
 
+@pytest.mark.parametrize("name", ["tr", "as_no_program_on_path"])
+def test_an_executable_file_here_is_meant_before_a_program_on_path(
+    capsys, tmp_path: Path, monkeypatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).touch(mode=0o755)
+    for given, started in ((name, f"./{name}"), (f"{tmp_path}/{name}", f"{tmp_path}/{name}")):
+        assert said(capsys, "-n", "2", given, "-d", "x")["command"][-3:] == [started, "-d", "x"]
+
+
 def test_records_are_asked_for_by_the_environment(capsys, script: str) -> None:
     found = said(capsys, "-n", "2", "--record", "runs/a", "--timeline", "traces", "-m", "pkg")
     assert found["variables"]["GTOPK_RUN"] == str(Path("runs/a").absolute())
