@@ -119,8 +119,8 @@ class _LocalSGD(Wrapping):
 
     def _enter(self, here: World) -> None:
         """Take part in a world: the first, or the next one after `shutdown`, or a failure."""
-        self._world = here
         self._engine, self._ranks = self.process_set.engine, self.process_set.members.ranks
+        self._world = here
         self._place = list(self._ranks).index(here.rank)
         self._name = f"local_sgd.{here.name_optimizer(self._names.values())}"
         self._are_alike = False  # the ranks' models; as long as nobody looked: not yet

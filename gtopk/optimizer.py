@@ -111,8 +111,8 @@ class _DistributedOptimizer(Readings):
         FloatingPointError when more steps in a row were skipped than may be.
         """
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
-            self._world = here
             self._reducer.enter(here)
+            self._world = here
         if not self._reducer.takes_part or not self._reducer.trained():  # all are frozen
             self._synchronized = True
             return

@@ -80,13 +80,18 @@ class ProcessSet:
     @property
     def members(self) -> Members:
         """The set's ranks, as this one of them sees them; ValueError where it is none of them."""
+        members = self.registered()
+        self._included(members)
+        return members
+
+    def registered(self) -> Members:
+        """Return the set's ranks, as any rank sees them; ValueError while it is not registered."""
         members = self._find()
         if members is None:
             raise ValueError(
                 f"{self} is not registered: pass it to hvd.init(process_sets=...) or "
-                "hvd.add_process_set"
+                "hvd.add_process_set; after another init(), again"
             )
-        self._included(members)
         return members
 
     @property

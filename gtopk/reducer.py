@@ -107,8 +107,10 @@ class Reducer:
     def enter(self, here: World) -> None:
         """Take part in a world: the first, or the next one after `shutdown`, or a failure.
 
-        What this rank held back stays; the ranks plan anew.
+        What this rank held back stays; the ranks plan anew. Raises ValueError where the process set
+        is not registered.
         """
+        members = self.options.process_set.registered()
         round, self._round = self._round, None
         if round is not None:
             round.drop()
@@ -117,11 +119,10 @@ class Reducer:
             self.lanes, self._lane_of = [], {}
         self.name = f"gradients.{here.name_optimizer(self.names.values())}"
         self._world = here
-        self.takes_part = bool(self.options.process_set.included())
+        self.takes_part = here.rank in members.ranks
         self.ranks: Sequence[int] = [here.rank]
         self._engine = here.engine
         if self.takes_part:
-            members = self.options.process_set.members
             self.ranks, self._engine = members.ranks, self.options.process_set.engine
         self._size, self.rank = len(self.ranks), self.ranks.index(here.rank)
         if self._size > 1:

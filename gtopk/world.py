@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -123,6 +123,23 @@ class World:
         self.sets[number] = Members(tuple(ranks), engine)
         timeline.watch(self, number)
 
+    def reopen_sets(self, sets: Mapping[int, Members], made: int) -> None:
+        """Open the sets of the world before, under the same numbers; every rank calls it.
+
+        made: how many were made there. A set that not every rank has, as what failed was to add or
+        to remove it, is forgotten.
+        """
+
+        def compare(transport: Transport, votes: Sequence[int]) -> tuple[int, list[int]]:
+            mine = np.array([made, *sets])
+            said = [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+            numbers = set(sets).intersection(*(numbers for _, *numbers in said))
+            return max(made for made, *_ in said), sorted(numbers - {0})
+
+        self.sets_made, numbers = self.engine.submit("process sets", [], compare).wait()
+        for number in numbers:
+            self.open_set(number, sets[number].ranks)
+
     def close_set(self, number: int, reason: str) -> None:
         """Run what the set's members have submitted, and forget the set."""
         engine = self.sets.pop(number).engine
@@ -220,6 +237,7 @@ def misses_a_rank() -> bool:
 def rejoin() -> None:
     """Leave the world and join it anew, as every rank of it must, whatever failed on some of them.
 
+    Process sets stay registered.
     Ranks that compute meanwhile are waited for as long as a rank waits in an operation.
     Raises HorovodInternalError when a rank has died or stays silent: the job is at its end.
     """
@@ -230,6 +248,7 @@ def rejoin() -> None:
     # Who has been silent for that long already is given a moment.
     silent = isinstance(here.engine.failure, PeerTimeoutError)
     patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    sets = here.sets.copy()
     staying = here.close(guard.farewell("begins anew"), patience_seconds=patience_seconds)
     if gone := sorted({*staying, *here.transport.lost()}):
         failure = here.engine.failure
@@ -242,6 +261,7 @@ def rejoin() -> None:
     atexit.unregister(_at_exit)
     _process = _guard = None
     init(_communicator)
+    current().reopen_sets(sets, here.sets_made)
     current().step, current().advice = here.step, here.advice
     current().told_here, current().told = here.told_here, here.told
 

@@ -79,3 +79,29 @@ def test_a_set_is_forgotten_where_its_number_has_become_anothers(threads) -> Non
     threads(2, first)
     assert stale.process_set_id == 1
     threads(2, second)
+
+
+def test_an_optimizer_of_a_set_that_is_not_registered_is_refused(threads) -> None:
+    """Each rank would train by itself."""
+    never, once = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 1])
+
+    def optimizer_of(process_set: hvd.ProcessSet) -> torch.optim.Optimizer:
+        sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        return hvd.DistributedOptimizer(sgd, process_set=process_set)
+
+    def first(transport: LocalTransport) -> torch.optim.Optimizer:
+        with world.entered(transport):
+            with pytest.raises(ValueError, match=r"is not registered: pass it to hvd\.init"):
+                optimizer_of(never)
+            hvd.add_process_set(once)
+            return optimizer_of(once)
+
+    optimizers = threads(3, first)
+
+    def second(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"is not registered.*after another init\(\)"):
+                    optimizers[transport.rank].step()
+
+    threads(3, second)

@@ -94,6 +94,37 @@ def test_ranks_that_disagree_return_to_the_last_commit() -> None:
         assert state.optimizer.last_step.step >= 6  # steps are counted on in the next world
 
 
+def test_process_sets_stay_registered() -> None:
+    if SIZE < 3:
+        return
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    hvd.remove_process_set(hvd.add_process_set([0, 1]))  # numbers are not used twice
+    ends = hvd.add_process_set([0, LAST])
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), process_set=ends
+    )
+
+    @hvd.elastic.run
+    def attempt(state: hvd.elastic.TorchState) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((1, 2), 1.0 + RANK**2)).sum().backward()
+            optimizer.step()
+        state.attempts += 1
+        state.commit()
+        if state.attempts == 1:
+            raise hvd.HorovodInternalError("as if a link broke")
+
+    attempt(hvd.elastic.TorchState(model, optimizer, attempts=0))
+    assert ends.process_set_id == 2
+    weights = hvd.allgather(model.weight.detach())
+    assert torch.equal(weights[0], weights[LAST])
+    assert not torch.equal(weights[0], weights[1])
+    assert hvd.add_process_set([1, LAST]).process_set_id == 3
+    assert hvd.remove_process_set(ends)
+
+
 def test_what_fails_at_every_attempt_is_an_error_in_the_end() -> None:
     attempts = []
 
