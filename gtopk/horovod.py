@@ -50,6 +50,7 @@ def _on_horovod(function: Callable[P, T]) -> Callable[P, T]:
 
 def _open_world() -> None:
     if not world.is_initialized():
+        world.finish_leaving()
         world.init_on(join_over("horovod"))
 
 

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from .exceptions import HorovodInternalError, InvalidCallError
 from .guard import Guard, describe
 from .heartbeat.heartbeat import timeout_from
 from .joining import join, left_apart
+from .leaving import Leaving
 from .members import Members
 from .recording import start as recording
 from .recording.recorder import Recorder
@@ -146,17 +148,14 @@ class World:
         if engine is not None:
             engine.close(reason)
 
-    def close(
-        self, reason: str, failed: bool = False, patience_seconds: float | None = None
-    ) -> list[int]:
+    def close(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         """Leave the world; returns when every rank has left, or the job is at its end anyway.
 
         patience_seconds: how long to wait for the others instead; returns who stays.
         """
-        if not failed:  # else nothing more is run
-            for number in [number for number in self.sets if number]:
-                self.close_set(number, reason)
-        staying = self.engine.close(reason, failed, patience_seconds)
+        for number in [number for number in self.sets if number]:
+            self.close_set(number, reason)
+        staying = self.engine.close(reason, patience_seconds)
         timeline.stop(self)
         recording.stop(self, reason)
         return staying
@@ -174,6 +173,8 @@ class World:
 _process: World | None = None
 _communicator: MPI.Intracomm | Sequence[int] | None = None  # that `init` was given
 _guard: Guard | None = None
+_handled: BaseException | None = None  # while `init` was called: no reason to end the job
+_leaving: Leaving | None = None  # of the last world
 _forked_from: int | None = None
 _of_thread = threading.local()
 
@@ -189,6 +190,7 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     """
     global _communicator
     if _process is None:
+        finish_leaving()
         init_on(join(comm))
         _communicator = comm
         if comm is None and (amiss := left_apart(current().size)) is not None:
@@ -197,12 +199,13 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
 
 def init_on(transport: Transport) -> None:
     """Make a transport the world of this process, until `shutdown`."""
-    global _process, _guard
+    global _process, _guard, _handled
     heartbeat_seconds = timeout_from()
     logs.speak(transport.rank)
     _process = World(transport)
     _guard = Guard(_process, heartbeat_seconds)
     _guard.install()
+    _handled = sys.exc_info()[1]
     timeline.start_if_asked(_process)
     recording.start_if_asked(_process, _process.recordings)
     atexit.register(_at_exit)
@@ -211,22 +214,33 @@ def init_on(transport: Transport) -> None:
 def shutdown() -> None:
     """Leave the world; operations that other ranks begin afterwards fail on them.
 
-    Returns when every rank has called it, or has ended its program.
+    Returns when every rank has called it, or has ended its program. While an exception is handled
+    that was raised after `init`, it returns at once: where the exception ends the program, it ends
+    the job; else this rank leaves a moment later, and waits for the others when its program ends.
     """
-    global _process, _guard
+    global _process, _guard, _handled, _leaving
     if _process is None:
         return
     assert _guard is not None
     error = sys.exc_info()[1]
-    if error is None:
+    if error is None or error is _handled or not _guard.needed:
         _process.close(_guard.farewell("called shutdown()"))
-    else:  # in a `finally`: the peers must not wait for the traceback to come out
-        _guard.tell(error)
-        _process.close(_guard.farewell(f"raised {describe(error)}"), failed=True)
-    _guard.remove()
+        _guard.remove()
+        atexit.unregister(_at_exit)
+    else:
+        how = _guard.farewell(f"called shutdown() while it handled {describe(error)}")
+        _leaving = Leaving(partial(_process.close, how), _guard)
     logs.fall_silent()
-    _process = _guard = None
-    atexit.unregister(_at_exit)
+    _process = _guard = _handled = None
+
+
+def finish_leaving() -> None:
+    """Wait for the others where this rank is still leaving the last world."""
+    global _leaving
+    if _leaving is not None:
+        _leaving.finish()
+        _leaving = None
+        atexit.unregister(_at_exit)
 
 
 def misses_a_rank() -> bool:
@@ -267,13 +281,15 @@ def rejoin() -> None:
 
 
 def _at_exit() -> None:
-    if _process is None or _guard is None:
-        return
-    _process.close(_guard.farewell("its program ended"))
-    _guard.close()
-    transport = _process.transport
-    if _process.engine.ranks_may_leave and transport.lost():
-        _end_without_mpi(transport)
+    guard = _guard
+    if _leaving is not None:
+        guard = _leaving.guard
+        _leaving.finish()
+    elif _process is not None and guard is not None:
+        _process.close(guard.farewell("its program ended"))
+        guard.close()
+    if guard is not None and guard.member.engine.ranks_may_leave and guard.member.transport.lost():
+        _end_without_mpi(guard.member.transport)
 
 
 def _end_without_mpi(transport: Transport) -> None:
@@ -303,14 +319,14 @@ def current() -> World:
 
 def _after_fork() -> None:
     """Make a forked child (a DataLoader's worker) no rank: its parent's engine is not in it."""
-    global _process, _guard, _forked_from
-    if _process is None:
+    global _process, _guard, _leaving, _forked_from
+    guard = _guard if _leaving is None else _leaving.guard
+    if guard is None:
         return
-    assert _guard is not None
-    _guard.forget()
+    guard.forget()
     atexit.unregister(_at_exit)
-    _forked_from = _process.rank
-    _process = _guard = None
+    _forked_from = guard.member.transport.rank
+    _process = _guard = _leaving = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -77,7 +77,6 @@ class Engine:
         self._submitters: set[int] = set()  # threads
         self._waits: dict[int, str] = {}  # what each thread waited for last
         self._closing: str | None = None
-        self._failed = False
         self._patience_seconds: float | None = None
         self._staying: list[int] = []
         self._over: PeerError | None = None
@@ -180,30 +179,19 @@ class Engine:
             self._changed.notify()
         return operation
 
-    def close(
-        self, reason: str, failed: bool = False, patience_seconds: float | None = None
-    ) -> list[int]:
+    def close(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         """Run what was submitted here and on all ranks, tell the others that this one leaves, and,
         where the transport is of all ranks, wait for them to leave, too.
 
         What others submit, or have, that needs this rank fails.
-        failed: this rank, or the job, cannot go on: nothing more is run, who does not leave soon is
-        not waited for, and the job is ended.
         patience_seconds: how long to wait for the others, whatever happened, without ending the
         job. Returns who has not left.
         """
         with self._changed:
             self._closing = self._closing or reason
-            self._failed = self._failed or failed
             self._patience_seconds = patience_seconds
             self._changed.notify()
-        if not failed:
-            self._thread.join()
-            return self._staying
-        self.transport.resign(reason)  # the thread may be in a cycle that others are not in
-        self._thread.join(2 * _PATIENCE_SECONDS)
-        if self._thread.is_alive():
-            self._end_the_job("it waits for others in vain")
+        self._thread.join()
         return self._staying
 
     def _recognize(self, announced: Announcement) -> Announcement:
@@ -253,7 +241,7 @@ class Engine:
     def _await_turn(self) -> bool:
         """Return when a cycle is to begin: True; or False when there will be none any more."""
         with self._changed:
-            while self._over is None and not self._failed and not self._ended:
+            while self._over is None and not self._ended:
                 wait_seconds = self._due() - time.perf_counter()
                 if wait_seconds <= 0:
                     return True
@@ -423,8 +411,7 @@ class Engine:
     def _leave(self, reason: str) -> None:
         patience_seconds = self._patience_seconds
         # Where ranks may leave, an operation that broke says nothing of those who go on.
-        hurries = self._failed or (self._broken and not self.ranks_may_leave)
-        if patience_seconds is None and hurries:
+        if patience_seconds is None and self._broken and not self.ranks_may_leave:
             patience_seconds = _PATIENCE_SECONDS
         self._staying = self.transport.leave(reason, patience_seconds)
         if self._staying and self._patience_seconds is None and not self.ranks_may_leave:

@@ -131,6 +131,22 @@ def test_an_exception_that_passes_a_finally_with_shutdown_ends_the_job_at_once(m
     assert time.time() - begun < 40, "rank 0 would have slept for 60 s"
 
 
+@pytest.mark.parametrize("handled", ["one before init", "one that ended the loop"])
+def test_a_handled_exception_does_not_end_the_job_at_shutdown(mpirun, tmp_path, handled):
+    job = mpirun(2, "handles.py", handled, str(tmp_path), timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["well"] * 2
+    assert job.stderr == ""
+
+
+def test_who_waits_for_a_rank_that_left_on_a_handled_exception_hears_of_it(mpirun, tmp_path):
+    job = mpirun(2, "handles.py", "one while the other waits", str(tmp_path), timeout=60)
+    assert job.returncode == 0, job.stderr
+    left = r"rank 0: rank 1 left \(called shutdown\(\) while it handled ValueError: boom at step 0"
+    assert re.search(left, job.stdout), job.stdout
+    assert job.stdout.count("well") == 2
+
+
 def test_a_frozen_peer_is_named_and_does_not_hold_the_others(mpirun):
     job = mpirun(3, "fails.py", "a peer is frozen", timeout=60, GTOPK_TIMEOUT="3")
     assert job.returncode != 0

@@ -1,0 +1,67 @@
+"""Two ranks leave while they handle an exception; nothing of it ends the other, or the job.
+
+Arguments: which exception, and a folder of the test's.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import light_torch  # noqa: F401
+import torch
+
+import gtopk.torch as hvd
+
+way, folder = sys.argv[1], Path(sys.argv[2])
+
+
+def await_file(name: str) -> None:
+    while not (folder / name).exists():
+        time.sleep(0.01)
+
+
+def train() -> None:
+    """Have rank 0 save after the last step; rank 1 has nothing to save."""
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    if hvd.rank() == 0:
+        await_file("about to leave")
+        (folder / "saved").touch()
+    else:
+        (folder / "about to leave").touch()
+    hvd.shutdown()
+    assert (folder / "saved").exists()
+
+
+match way:
+    case "one before init":
+        try:
+            import no_such_package  # noqa: F401
+        except ImportError:
+            train()
+    case "one that ended the loop":
+        hvd.init()
+        rank = hvd.rank()
+        try:
+            hvd.allreduce(torch.ones(1))
+            raise StopIteration
+        except StopIteration:
+            if rank == 0:
+                await_file("left")  # rank 1's shutdown() returns, and ends nobody
+                hvd.shutdown()
+            else:
+                hvd.shutdown()
+                (folder / "left").touch()
+            hvd.init()
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    case "one while the other waits":
+        hvd.init()
+        try:
+            if hvd.rank() == 0:
+                hvd.barrier()
+            raise ValueError("boom")
+        except ValueError:
+            hvd.shutdown()
+        except hvd.HorovodInternalError as error:
+            print(f"rank 0: {error}\n", end="", flush=True)
+print("well\n", end="", flush=True)
