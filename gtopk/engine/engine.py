@@ -77,6 +77,7 @@ class Engine:
         self._submitters: set[int] = set()  # threads
         self._waits: dict[int, str] = {}  # what each thread waited for last
         self._closing: str | None = None
+        self._outlived = False  # by threads that have nothing to do with it
         self._patience_seconds: float | None = None
         self._staying: list[int] = []
         self._over: PeerError | None = None
@@ -205,6 +206,11 @@ class Engine:
         return announced
 
     def _refuse_when_closed(self, what: str) -> None:
+        if self._outlived:
+            raise HorovodInternalError(
+                f"gtopk has left, as the main thread ended: {what} cannot begin; have the main "
+                "thread wait for those that train (thread.join())"
+            )
         if self._closing is not None:
             raise HorovodInternalError(
                 f"gtopk has been shut down: {what} cannot begin; after another init(), make "
@@ -271,11 +277,19 @@ class Engine:
         return self._cycle_ended + self._pause_seconds
 
     def _look_for_the_end(self) -> None:
-        """Leave when the program has ended while a thread of its own keeps the process alive."""
-        if self._closing is None and not (
-            threading.main_thread().is_alive() or self._owner.is_alive()
-        ):
-            self._closing = self.sign("its program ended")
+        """Leave when the program has ended while a thread of its own keeps the process alive.
+
+        One that has submitted operations may go on to; any other may sleep for ever.
+        """
+        if self._closing is not None:
+            return
+        if threading.main_thread().is_alive() or self._owner.is_alive():
+            return
+        threads = [t for t in threading.enumerate() if t.is_alive() and not t.daemon]
+        if any(thread.ident in self._submitters for thread in threads):
+            return
+        self._outlived = True
+        self._closing = self.sign("its program ended")
 
     def _cycle(self) -> None:
         with self._changed:

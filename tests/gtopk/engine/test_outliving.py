@@ -1,0 +1,31 @@
+"""Threads that outlive the main thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "programs" / "outlives.py"
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("begun", ["1.0", "1.0"]),
+        (
+            "not begun",
+            [
+                "gtopk has left, as the main thread ended: 'allreduce.noname.1' cannot begin; have "
+                "the main thread wait for those that train (thread.join())"
+            ],
+        ),
+    ],
+)
+def test_a_thread_that_has_begun_goes_on_without_main_and_no_other(way, said) -> None:
+    command = [sys.executable, str(PROGRAM), way]
+    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.splitlines() == said
