@@ -183,7 +183,9 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     """Join the world that a launcher started, or be a world of one.
 
     comm: an mpi4py communicator to use in place of MPI.COMM_WORLD, or the ranks, of those that the
-        launcher started, that are the world; only they call this.
+        launcher started, that are the world; only they call this. Over MPI the others must start
+        it, too (`import mpi4py.MPI`): it begins on all or none. Without torchrun and a process
+        group, rank 0 of those launched must be among them: the others meet at it.
     Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
     does not say enough or a rank does not come, ValueError for another comm.

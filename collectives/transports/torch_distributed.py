@@ -63,8 +63,6 @@ _PATIENCE_SECONDS: Final = 1.0  # what a last word gets to go out
 _NOTHING: Final = np.empty(0, np.uint8)
 _BACKLOG: Final = 4096  # ranks that call at once
 
-_opened = itertools.count()  # equal on all ranks, as all open their transports in one order
-
 
 class TorchDistributedTransport(Carrier):
     """The ranks that meet at a store of torch.distributed."""
@@ -361,8 +359,6 @@ def open_torch_distributed(
             start_timeout_seconds,
             hosted=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        word = call_roll(store, rank, size, start_timeout_seconds)
-        store = distributed.PrefixStore(word, store)
     return join_at(store, rank, size, timeout_seconds, start_timeout_seconds, ranks)
 
 
@@ -376,14 +372,17 @@ def join_at(
 ) -> TorchDistributedTransport:
     """Join the ranks that meet at a store, which may serve others, too.
 
-    ranks: which of them; None: all.
+    ranks: which of them, the same on each; the others need not come. None: all.
+    Other ranks, or these, may have met there before: by their word these find each other.
     """
-    prefix = f"gtopk-{next(_opened)}"
+    under, prefix = import_torch().distributed.PrefixStore, "gtopk"
     if ranks is not None:
         prefix += f"-of-{'-'.join(map(str, ranks))}"
         rank, size = ranks.index(rank), len(ranks)
+    store = under(prefix, store)
+    word = call_roll(store, rank, size, start_timeout_seconds)
     return TorchDistributedTransport(
-        import_torch().distributed.PrefixStore(prefix, store),
+        under(word, store),
         rank,
         size,
         timeout_seconds,

@@ -174,6 +174,13 @@ def test_torchrun_trains_to_the_bit_what_mpirun_trains(mpirun, torchrun, ranks: 
     assert places == [f"{name} {r}/{ranks} local {r}/{ranks} cross 0/1" for r in range(ranks)]
 
 
+@pytest.mark.parametrize("over", ["torchrun", "group"])
+def test_ranks_that_are_a_world_wait_for_no_other(torchrun, over: str) -> None:
+    job = torchrun(3, "worlds_of_some.py", over, timeout=60, GTOPK_START_TIMEOUT="30")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("well") == 3
+
+
 def start(ranks: int, started: int, variables: Callable[[int], dict[str, str]]) -> list[str]:
     """Start trains.py on the first `started` of so many ranks; return what each printed."""
     processes = [

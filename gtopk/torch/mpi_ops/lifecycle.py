@@ -21,6 +21,7 @@ def init(
     """Join the world that a launcher started, or be a world of one; see `world.init`.
 
     comm: the ranks, of those that were launched, that are the world, or an mpi4py communicator.
+        Only they call this; over MPI the others must `import mpi4py.MPI`, which starts it.
     process_sets: those to register at once; "dynamic" allows to add and remove some later.
     """
     wanted = sets.wanted(process_sets)
