@@ -157,30 +157,29 @@ class Bucket:
         """
         if self.largest == np.finfo(self.dtype).max and self._dtypes == {_torchs(self.dtype)}:
             return update, None
-        values = update.values.clip(-self.largest, self.largest)
-        if self._dtypes != {_torchs(self.dtype)}:
-            scale = values.dtype.type(self.scale)
-            values = self._rounded(values * scale, update.indices) / scale
-        left = update.values - values
+        values = view_tensor(update.values)  # torch's operators: CuPy's lose subnormal float32
+        fitted = values.clamp(-self.largest, self.largest)
+        if self._dtypes != {values.dtype}:
+            fitted = self._rounded(fitted * self.scale, update.indices) / self.scale
+        left = values - fitted
         some = left != 0
-        if not some.any():
+        if not bool(some.any()):
             return update, None
-        rest = SparseVector(update.indices[some], left[some], self.length)
-        return SparseVector(update.indices, values, self.length), rest
+        rest = SparseVector(update.indices[view_array(some)], view_array(left[some]), self.length)
+        return SparseVector(update.indices, view_array(fitted), self.length), rest
 
-    def _rounded(self, values: NDArray[Any], indices: NDArray[Any]) -> NDArray[Any]:
+    def _rounded(self, values: torch.Tensor, indices: NDArray[Any]) -> torch.Tensor:
         """Return an update's values as they are in the dtypes of the parameters they are of."""
-        wide = view_tensor(values)
         if len(self._dtypes) == 1:
             (dtype,) = self._dtypes
-            return view_array(wide.to(dtype).to(wide.dtype))
-        sizes = torch.tensor([p.numel() for p in self.parameters], device=wide.device)
-        numbers = view_tensor(indices.astype(np.int64))
+            return values.to(dtype).to(values.dtype)
+        sizes = torch.tensor([p.numel() for p in self.parameters], device=values.device)
+        numbers = view_tensor(indices).long()
         parameter_of = torch.searchsorted(sizes.cumsum(0), numbers, right=True)
         for dtype in self._dtypes:
-            are = torch.tensor([p.dtype == dtype for p in self.parameters], device=wide.device)
-            wide = torch.where(are[parameter_of], wide.to(dtype).to(wide.dtype), wide)
-        return view_array(wide)
+            are = torch.tensor([p.dtype == dtype for p in self.parameters], device=values.device)
+            values = torch.where(are[parameter_of], values.to(dtype).to(values.dtype), values)
+        return values
 
     def gather(self) -> NDArray[Any]:
         """Copy the gradients, times `weight`, side by side into `flat`, and return it."""

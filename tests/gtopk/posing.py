@@ -77,12 +77,6 @@ class Posing:
     def __sub__(self, other: Posing) -> Posing:
         return Posing(self.content - other.content)
 
-    def clip(self, least: float, most: float) -> Posing:
-        return Posing(self.content.clip(least, most))
-
-    def any(self) -> np.bool_:
-        return self.content.any()
-
 
 one_at_a_time = threading.Lock()  # the compiled kernels have one grid
 moved: Counter[str] = Counter()  # bytes, to the host and from it
@@ -155,6 +149,6 @@ def pose(monkeypatch: pytest.MonkeyPatch, library: Any) -> Callable[[], list[str
 
     for module in (buckets, residual):
         monkeypatch.setattr(module, "view_array", view)
-    monkeypatch.setattr(residual, "view_tensor", lambda array: arrays.view_tensor(array.content))
+        monkeypatch.setattr(module, "view_tensor", lambda array: arrays.view_tensor(array.content))
     monkeypatch.setitem(sys.modules, "posing", sys.modules[__name__])
     return lambda: [kernel for machine in machines for kernel in machine.launched]
