@@ -130,10 +130,12 @@ class Termination:
 
 def _after_fork() -> None:
     """Let SIGTERM end a forked child (a worker of a Pool, say), which is no rank."""
-    told = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    if isinstance(told, Termination):
-        of_guard = isinstance(getattr(told._before, "__self__", None), Guard)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if of_guard else told._before)
+    handler = first = signal.getsignal(signal.SIGTERM)
+    while isinstance(told := getattr(handler, "__self__", None), Termination):  # one in another
+        handler = told._before
+    if handler is not first:
+        of_guard = isinstance(getattr(handler, "__self__", None), Guard)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if of_guard else handler)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -9,7 +9,7 @@ import torch
 
 from collectives.kernels import squared_norm
 
-from .arrays import home_of, view_array
+from .arrays import current_stream, home_of, view_array
 
 
 def local_clip(
@@ -60,9 +60,10 @@ def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
     """
     home = home_of(tensors)
     square = 0.0
-    for tensor in tensors:
-        part = tensor.detach().coalesce()._values() if tensor.is_sparse else tensor.detach()
-        wide = part.to(home, torch.promote_types(part.dtype, torch.float32)).reshape(-1)
-        if wide.numel():
-            square += squared_norm(view_array(wide.contiguous()))
+    with current_stream(home)():
+        for tensor in tensors:
+            part = tensor.detach().coalesce()._values() if tensor.is_sparse else tensor.detach()
+            wide = part.to(home, torch.promote_types(part.dtype, torch.float32)).reshape(-1)
+            if wide.numel():
+                square += squared_norm(view_array(wide.contiguous()))
     return math.sqrt(square)

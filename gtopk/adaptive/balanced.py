@@ -140,7 +140,11 @@ class BalancedLoader:
             except StopIteration:
                 break
             self._hand_over(cut)
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:  # the script has broken it off: it speaks for its own steps now
+                self._optimizer._stands_in = False
+                raise
             self.drain()
         self._epochs.finish()
         self._optimizer.set_num_samples(None)

@@ -19,7 +19,7 @@ import torch
 
 from ..logs import EVERYWHERE
 from ..parameters import KNOWN_TO_ADAPT, require_known
-from .agreed_rates import AgreedRates
+from .agreed_settings import AgreedSettings
 from .dealing import Passes
 from .drains import all_alike
 from .epochs import Epochs
@@ -74,14 +74,14 @@ class DelayedLoader:
         asked = optimizer._options
         self.exchange = RoundExchange(trained, optimizer._compression)
         self._steps = OwnSteps(world, optimizer, "round")
-        self._rates = AgreedRates(optimizer.param_groups)
+        self._settings = AgreedSettings(optimizer.param_groups)
         self._wire = RoundWire(
             name,
             self.exchange,
             [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
             world.engine,
             world.size,
-            self._rates,
+            self._settings,
             asked.local_clip_norm,
             self._steps,
         )
@@ -116,7 +116,7 @@ class DelayedLoader:
         self._rate.scale(samples, None)
         self._optimizer._skipped.end_row()
         self._optimizer._clip(1.0)
-        with self._optimizer.skip_synchronize(), self._rates.set():
+        with self._optimizer.skip_synchronize(), self._settings.set():
             self._wrapped_step()
 
     def _skip(self, culprits: Sequence[int]) -> None:
@@ -155,7 +155,7 @@ class DelayedLoader:
                 self.rounds.add(self.num_samples, summed, loss_scale)
             self._optimizer.zero_grad()
             self.rounds.poll()
-        self._rates.seen = self.round
+        self._settings.seen = self.round
         return loss
 
     def _leave_out(self) -> None:
@@ -217,7 +217,7 @@ class DelayedLoader:
         self.num_samples = samples
         self._in_hand = True
         yield batch
-        self._rates.seen = self.round  # after a batch without a step, too
+        self._settings.seen = self.round  # after a batch without a step, too
         if self._in_hand:
             self._leave_out()
 

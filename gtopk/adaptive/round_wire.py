@@ -11,7 +11,7 @@ from collectives.transports import Transport
 
 from ..agreement import gather_words
 from ..engine import Engine, Work
-from .agreed_rates import AgreedRates
+from .agreed_settings import AgreedSettings
 from .own_steps import OwnSteps
 from .round_exchange import RoundExchange
 from .rounds import Ready, Reduced
@@ -28,7 +28,7 @@ class RoundWire:
     """One rank's end of the wire.
 
     steps: what the rounds cost is counted to.
-    rates: which all ranks agree on with every round.
+    settings: which all ranks agree on with every round.
     local_clip_norm: what each rank's part of a round is shortened to its share of.
     """
 
@@ -39,7 +39,7 @@ class RoundWire:
         facts: Sequence[str],
         engine: Engine,
         ranks: int,
-        rates: AgreedRates,
+        settings: AgreedSettings,
         local_clip_norm: float | None,
         steps: OwnSteps,
     ) -> None:
@@ -48,7 +48,7 @@ class RoundWire:
         self._facts = list(facts)
         self._engine = engine
         self._ranks = ranks
-        self._rates = rates
+        self._settings = settings
         self._local_clip_norm = local_clip_norm
         self._steps = steps
         self.samples = 0  # of this rank, in the round that is reduced
@@ -65,7 +65,7 @@ class RoundWire:
         """Reduce the sums of a round to their mean."""
         finite = self.exchange.take(sums, self._local_clip_norm, self._ranks, samples)
         missing = [str(place) for place, each in enumerate(sums) if each is None]
-        rates = self._rates.said()
+        said = self._settings.said()
 
         def work(transport: Transport, votes: list[int]) -> Reduced:
             counts = [vote >> _FLAGS & _COUNTS for vote in votes]
@@ -73,7 +73,7 @@ class RoundWire:
             culprits = [rank for rank, vote in enumerate(votes) if not vote & _FINITE]
             update: Sequence[torch.Tensor | None] | None = None
             if any(counts) and not culprits:
-                self._rates.agree(transport, rates)
+                self._settings.agree(transport, said)
                 nowhere: set[str] = set()
                 if all(vote & _MISSES for vote in votes):
                     nowhere = set.intersection(*map(set, gather_words(transport, missing)))

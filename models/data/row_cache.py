@@ -1,4 +1,4 @@
-"""A parsed file, kept beside it as arrays that are mapped into memory, not read.
+"""A parsed file, kept beside it as arrays that are read once, for their checksum, then mapped.
 
     magic    checksum    length of the record    record    array    array ...
     8 bytes  8 bytes     8 bytes                 JSON      each begins at a multiple of 64

@@ -202,7 +202,7 @@ def test_a_process_forked_within_the_block_ends_by_sigterm_as_before_it(before: 
     }
     with world.entered(local_world(1)[0]):
         signal.signal(signal.SIGTERM, handlers[before])
-        with gtopk.termination():
+        with gtopk.termination(), gtopk.termination():
             reads, writes = os.pipe()
             child = os.fork()
             if not child:

@@ -376,5 +376,5 @@ class HogbatchLoader:
                 "loader with the mode it was saved with"
             )
         self._epochs.load_state_dict(state["epochs"])
-        if state["thresholds"] is not None and state["class"] == self._class.name:
+        if state["thresholds"] is not None and state.get("class") == self._class.name:
             self._sizer.resume(state["thresholds"][0], state["size"])

@@ -438,6 +438,20 @@ def test_an_order_of_the_users_own() -> None:
     assert first[-2] == [1, 1]
 
 
+def test_after_a_break_in_a_batch_that_stood_in_the_script_says_its_samples() -> None:
+    def program(here: World) -> tuple[int, int | None]:
+        optimizer = some_optimizer()
+        loader = hvd.adapt(DataLoader(Indices(5), 2), optimizer)
+        for step, _ in enumerate(loader):
+            if step == 1:  # of one sample: rank 1 has none
+                break
+        own = loader.num_samples
+        optimizer.set_num_samples(10)
+        return own, optimizer._reducer.samples.count
+
+    assert on_ranks(2, program) == [(1, 10), (0, 10)]
+
+
 def test_a_rank_that_slows_down_gets_less() -> None:
     def program(here: World) -> Any:
         timer = Modelled(100.0)

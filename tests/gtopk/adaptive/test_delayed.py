@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import gtopk.torch as hvd
 from collectives.errors import MismatchError
 from collectives.transports import Transport
-from gtopk.adaptive.agreed_rates import AgreedRates
+from gtopk.adaptive.agreed_settings import AgreedSettings
 from gtopk.adaptive.round_exchange import RoundExchange
 from gtopk.adaptive.rounds import Ready, Reduced, Rounds
 from gtopk.world import World
@@ -178,14 +178,20 @@ def test_rates_that_differ_are_one_error_on_every_rank() -> None:
 
     errors = on_ranks(2, program)
     assert errors[0] == errors[1]
-    assert "about the learning rate of a round: rank 0: 0.5; rank 1: " in errors[0]
+    assert "about the settings of a round: rank 0: lr=0.5 of group 0; rank 1: lr=" in errors[0]
     assert "while scheduler.last_epoch < loader.round: scheduler.step()" in errors[0]
 
 
-def test_a_schedule_that_follows_the_rounds_keeps_replicas_together() -> None:
+@pytest.mark.parametrize("moves_momentum", [False, True])
+def test_a_schedule_that_follows_the_rounds_keeps_replicas_together(moves_momentum: bool) -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(here, 120)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        if moves_momentum:
+            optimizer.param_groups[0]["momentum"] = 0.1
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.1, total_steps=1000, base_momentum=0.0, max_momentum=0.2
+            )
         behind = 0
         for _ in range(3):
             loader._passes.speeds = [29, 1]  # rank 1 does not see the last rounds end
@@ -206,17 +212,23 @@ def test_a_schedule_that_follows_the_rounds_keeps_replicas_together() -> None:
 def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]) -> None:
     def program(transport: Transport) -> list[float]:
         # Rank 2 had nothing left to compute when round 7 began.
-        group = {"lr": torch.tensor([0.5, 0.5, 1.0][transport.rank], dtype=torch.float64)}
-        rates = AgreedRates([group, {"without": "a rate"}])
-        rates.seen = [7, 7, 6][transport.rank]
-        rates.agree(transport, rates.said())
-        own = group["lr"]
-        with rates.set():
+        rate = [0.5, 0.5, 1.0][transport.rank]
+        group: dict[str, Any] = {"lr": torch.tensor(rate, dtype=torch.float64)}
+        group["betas"] = (0.9, [0.99, 0.99, 0.5][transport.rank])
+        group["steps"] = transport.rank // 2
+        settings = AgreedSettings([{"maximize": True, "foreach": None}, group])
+        settings.seen = [7, 7, 6][transport.rank]
+        settings.agree(transport, settings.said())
+        own = dict(group)
+        with settings.set():
             found = float(group["lr"])
-        assert group["lr"] is own
+            assert group["betas"] == (0.9, 0.99)
+            group["steps"] += 1  # as some optimizers count
+        assert group["steps"] == 1
+        assert all(group[name] is own[name] for name in ("lr", "betas"))
         group["lr"] = torch.tensor(1.0 + transport.rank)
-        with pytest.raises(MismatchError, match=r"rank 0: 1\.0; rank 1: 2\.0"):
-            rates.agree(transport, rates.said())
+        with pytest.raises(MismatchError, match=r"rank 0: lr=1\.0 of group 1; rank 1: lr=2\.0"):
+            settings.agree(transport, settings.said())
         return [found]
 
     assert threads(3, program) == [[0.5]] * 3
