@@ -59,6 +59,7 @@ class Guard:
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
+        self._retired = False
         self._heartbeat: Heartbeat | None = None
         if self.needed and heartbeat_seconds > 0:
             warning_seconds = member.engine.settings.stall_warning_seconds
@@ -99,16 +100,19 @@ class Guard:
         self.remove()
 
     def remove(self) -> None:
-        """Close, and give back the hooks that are still ours."""
+        """Close, and give back the hooks that are still ours; in the main thread, for SIGTERM."""
+        self.retire()
+        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def retire(self) -> None:
+        """Close, in any thread, and let exceptions and SIGTERM be: this process is no rank."""
         self.close()
-        if not self.needed:
-            return
+        self._retired = True
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
         if threading.excepthook == self._on_thread_exception:
             threading.excepthook = self._threading_excepthook
-        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def misses_a_rank(self) -> bool:
         """Tell whether a rank is lost, waiting a little for word of one."""
@@ -182,6 +186,12 @@ class Guard:
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if not self._retired:
+            self._say_that_it_is_stopped()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _say_that_it_is_stopped(self) -> None:
         advice = f"; {self.member.advice}" if self.member.advice else ""
         stopped = f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}"
         if self._heartbeat:
@@ -190,8 +200,6 @@ class Guard:
             self._heartbeat.explain(stopped)
         self._say(f"{stopped}{advice}")
         self.member.note_end(stopped)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_lost(self, lost: Lost) -> None:
         self.member.transport.lose(lost.rank, lost.why)

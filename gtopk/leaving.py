@@ -37,3 +37,4 @@ class Leaving:
     def _leave(self) -> None:
         self._now.wait(_MOMENT_SECONDS)
         self._close()
+        self.guard.retire()

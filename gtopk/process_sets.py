@@ -150,6 +150,7 @@ def wanted(process_sets: object) -> list[ProcessSet]:
 def register(process_set: ProcessSet) -> None:
     """Give a process set operations of its own; every rank of the world calls it.
 
+    One that a recovery has carried over is taken up again.
     Raises ValueError when there is a set of these ranks, or they are no ranks, and
     HorovodInternalError, on every rank, when the ranks disagree.
     """
@@ -169,10 +170,16 @@ def register(process_set: ProcessSet) -> None:
     ranks: list[int] = here.engine.submit(name, [facts], find_ranks).wait()
     for number, members in here.sets.items():
         if list(members.ranks) == ranks:
-            raise ValueError(f"process set {number} has the ranks {ranks} already")
-    here.open_set(here.sets_made, ranks)
+            if number not in here.carried:
+                raise ValueError(f"process set {number} has the ranks {ranks} already")
+            # A function under elastic.run that adds its sets begins anew after a recovery.
+            here.carried.discard(number)
+            break
+    else:
+        number = here.sets_made
+        here.open_set(number, ranks)
     process_set._ranks = ranks
-    process_set.process_set_id = here.sets_made
+    process_set.process_set_id = number
 
 
 def find_or_register(ranks: list[int]) -> ProcessSet:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -95,6 +95,7 @@ class World:
         self.engine = Engine(transport)
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
+        self.carried: set[int] = set()  # sets of the world before, which nobody has added again
         # Ranks of different versions may differ in anything: refuse them before they do.
         recorded = self.recordings.asked or timeline.is_of_every_rank()
         self.clock: Offset
@@ -141,6 +142,7 @@ class World:
         self.sets_made, numbers = self.engine.submit("process sets", [], compare).wait()
         for number in numbers:
             self.open_set(number, sets[number].ranks)
+        self.carried = set(numbers)
 
     def close_set(self, number: int, reason: str) -> None:
         """Run what the set's members have submitted, and forget the set."""
@@ -173,7 +175,10 @@ class World:
 _process: World | None = None
 _communicator: MPI.Intracomm | Sequence[int] | None = None  # that `init` was given
 _guard: Guard | None = None
-_handled: BaseException | None = None  # while `init` was called: no reason to end the job
+# What marks the exception that was handled while `init` was called: no reason to end the job. Held
+# itself, it would keep all that its frames hold.
+_handled: object = None
+_MARK: Final = "_gtopk_handled"
 _leaving: Leaving | None = None  # of the last world
 _forked_from: int | None = None
 _of_thread = threading.local()
@@ -207,7 +212,10 @@ def init_on(transport: Transport) -> None:
     _process = World(transport)
     _guard = Guard(_process, heartbeat_seconds)
     _guard.install()
-    _handled = sys.exc_info()[1]
+    _handled = object()
+    if (error := sys.exc_info()[1]) is not None:
+        with suppress(AttributeError):
+            setattr(error, _MARK, _handled)
     timeline.start_if_asked(_process)
     recording.start_if_asked(_process, _process.recordings)
     atexit.register(_at_exit)
@@ -225,7 +233,7 @@ def shutdown() -> None:
         return
     assert _guard is not None
     error = sys.exc_info()[1]
-    if error is None or error is _handled or not _guard.needed:
+    if error is None or getattr(error, _MARK, None) is _handled or not _guard.needed:
         _process.close(_guard.farewell("called shutdown()"))
         _guard.remove()
         atexit.unregister(_at_exit)

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return launcher.wait()
         except _ToldToEnd as told:
-            _let_save(launcher)
+            _let_save(launcher, start.command)
             return int(told.args[0])
 
 
@@ -113,14 +113,14 @@ def _signals_raised() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def _let_save(launcher: subprocess.Popen[bytes]) -> None:
+def _let_save(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None:
     """Tell the launcher to end, and wait for it; a second signal cuts that short."""
+    patience = "only torchrun gives ranks time to save"
+    if "torch.distributed.run" in command:
+        patience = f"the ranks have {_SAVE_SECONDS:g} s, none if told again"
     with suppress(_ToldToEnd, subprocess.TimeoutExpired):
         launcher.terminate()  # for Ctrl-C, too: ranks within gtopk.termination() hear SIGTERM
-        print(
-            f"gtopk run: told to end; the ranks have {_SAVE_SECONDS:g} s, none if told again",
-            file=sys.stderr,
-        )
+        print(f"gtopk run: told to end; {patience}", file=sys.stderr)
         launcher.wait(_SAVE_SECONDS + _END_SECONDS)
 
 

@@ -139,6 +139,20 @@ def test_a_handled_exception_does_not_end_the_job_at_shutdown(mpirun, tmp_path, 
     assert job.stderr == ""
 
 
+def test_once_all_have_left_an_exception_is_the_scripts_own(mpirun, tmp_path):
+    job = mpirun(2, "handles.py", "one of long ago", str(tmp_path), timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["well"] * 2
+    assert job.stderr.count("IndexError") == 2
+    assert "ending the job" not in job.stderr
+
+
+def test_an_exception_handled_at_init_is_not_held_with_all_that_its_frames_hold(mpirun, tmp_path):
+    job = mpirun(2, "handles.py", "one that holds much", str(tmp_path), timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["well"] * 2
+
+
 def test_who_waits_for_a_rank_that_left_on_a_handled_exception_hears_of_it(mpirun, tmp_path):
     job = mpirun(2, "handles.py", "one while the other waits", str(tmp_path), timeout=60)
     assert job.returncode == 0, job.stderr

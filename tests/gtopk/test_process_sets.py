@@ -10,6 +10,7 @@ import torch
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk import world
+from gtopk.members import Members
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +106,18 @@ def test_an_optimizer_of_a_set_that_is_not_registered_is_refused(threads) -> Non
                     optimizers[transport.rank].step()
 
     threads(3, second)
+
+
+def test_a_set_that_a_recovery_has_carried_over_may_be_added_once_more(threads) -> None:
+    """A function under elastic.run begins anew, the lines that add its sets included."""
+
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport) as here:
+            here.reopen_sets({0: here.sets[0], 3: Members((1, 2), None)}, made=3)
+            again = hvd.add_process_set([2, 1])
+            assert again.process_set_id == 3
+            with pytest.raises(ValueError, match="process set 3 has the ranks"):
+                hvd.add_process_set([1, 2])
+            assert hvd.add_process_set([0, 2]).process_set_id > 3
+
+    threads(3, program)

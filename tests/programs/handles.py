@@ -3,14 +3,18 @@
 Arguments: which exception, and a folder of the test's.
 """
 
+import gc
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 
 import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd
+from gtopk import world
 
 way, folder = sys.argv[1], Path(sys.argv[2])
 
@@ -64,4 +68,33 @@ match way:
             hvd.shutdown()
         except hvd.HorovodInternalError as error:
             print(f"rank 0: {error}\n", end="", flush=True)
+    case "one of long ago":
+        hvd.init()
+        try:
+            raise ValueError("boom")
+        except ValueError:
+            hvd.shutdown()
+        assert world._leaving is not None
+        world._leaving._thread.join()  # both ranks have left
+        thread = threading.Thread(target=lambda: [][0], name="of the script's own")
+        thread.start()
+        thread.join()
+    case "one that holds much":
+
+        class Much:
+            pass
+
+        def fail() -> None:
+            much = Much()
+            held.append(weakref.ref(much))
+            raise MemoryError
+
+        held: list[weakref.ref[Much]] = []
+        try:
+            fail()
+        except MemoryError:
+            hvd.init()
+        gc.collect()
+        assert held[0]() is None
+        hvd.shutdown()
 print("well\n", end="", flush=True)
