@@ -25,7 +25,7 @@ def test_real_workers_are_timed_in_every_mode(mpirun: Callable[..., Any], tmp_pa
         2,
         "mpi_scripts/hogbatch.py",
         *("--repeat", "1", "3", "--data", "wine", "--hidden", "16", "--batch", "32"),
-        *("--slow", "2:8", "--fast", "4:32", "--seconds", "0.05", "--seeds", "1"),
+        *("--slow", "2:8", "--fast", "4:32", "--seconds", "0.4", "--seeds", "1"),
         *("--calibration", "3", "--json", str(record)),
     )
     assert job.returncode in (0, REJECTED), job.stderr  # a busy machine is no fault of the program
