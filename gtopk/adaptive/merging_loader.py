@@ -11,14 +11,12 @@ towards equal numbers of updates, normalized merging; and the strategies it is c
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
 
 from collectives.transports import Counter, Transport
 from collectives.vector import Array
@@ -28,7 +26,7 @@ from ..engine import Operation
 from ..logs import EVERYWHERE
 from ..parameters import KNOWN_TO_ADAPT, require_known
 from ..replicas import checksums, require_the_same
-from .cursor import Cursor, ReplayedCursor, Stretch, in_step, open_cursor, record_of
+from .cursor import ReplayedCursor, in_step, open_cursor, record_of
 from .drains import all_alike
 from .epochs import Epochs
 from .learning_rate import LearningRate
@@ -39,9 +37,10 @@ from .options import Job
 from .own_steps import OwnSteps
 from .replica import Replica
 from .sources import order_of, rebuilt
-from .spent import Spent, Waited
+from .spent import Waited
 from .stepping import take_over
 from .strategies import STRATEGIES
+from .taken_batches import TakenBatches
 
 _log = logging.getLogger("gtopk")
 
@@ -52,34 +51,6 @@ class Merge(NamedTuple):
     reports: Sequence[Report]
     weights: Sequence[float]
     sizes: Sequence[int]
-
-
-class TakenBatches(Sampler[list[int]]):
-    """The indices of the batches that this rank takes of a stretch; `taken` says which they are.
-
-    stands_in: it yields one batch instead that is none of this rank's.
-    """
-
-    def __init__(self, cursor: Cursor, spent: Spent) -> None:
-        self.cursor, self._spent = cursor, spent
-        self.order: Sequence[int] = ()
-        self.stretch = Stretch([])
-        self.size = 0
-        self.taken: deque[range] = deque()
-        self.stands_in = False
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.taken.clear()
-        if self.stands_in:
-            yield list(self.order[: self.size])
-            return
-        while take := self._take():
-            self.taken.append(take)
-            yield [self.order[place] for part in self.stretch.places(take) for place in part]
-
-    def _take(self) -> range:
-        with self._spent.waiting():
-            return self.cursor.take(self.size)
 
 
 class MergingLoader:

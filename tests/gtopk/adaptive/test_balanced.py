@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,15 +9,13 @@ import pytest
 import torch
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
-    WeightedRandomSampler,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 import gtopk.torch as hvd
 from gtopk.world import World
+from tests.gtopk.adaptive.indices import Indices, indices_of
 from tests.gtopk.adaptive.modelled_ranks import (
     Modelled,
     data,
@@ -30,17 +26,6 @@ from tests.gtopk.adaptive.modelled_ranks import (
     some_optimizer,
     step_on,
 )
-
-
-class Indices(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
@@ -238,204 +223,6 @@ def test_batch_norm_takes_the_batch_that_stands_in_for_none(samples: Any) -> Non
     assert fast[0] == slow[0] == 4
     assert fast[-1] == 8
     assert slow[-1] == 0
-
-
-def indices_of(loader: Any) -> list[list[int]]:
-    """Return the batches of an epoch; one that stands in for none counts as empty."""
-    return [batch.tolist() if loader.num_samples else [] for batch in loader]
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_every_sample_comes_once_an_epoch(size: int) -> None:
-    def program(here: World) -> Any:
-        loader = hvd.adapt(
-            DataLoader(Indices(103), 4, shuffle=True),
-            some_optimizer(),
-            interval=1,
-            min_batch=0,
-            timer=Modelled(1.0 + here.rank),
-        )
-        return [indices_of(loader) for _ in range(4)], len(loader), loader.decisions
-
-    results = on_ranks(size, program)
-    for epoch in range(4):
-        seen = [index for result in results for batch in result[0][epoch] for index in batch]
-        assert sorted(seen) == list(range(103))
-    assert all(result[1:] == results[0][1:] for result in results)
-    assert results[0][1] == -(-103 // (4 * size)) == len(results[0][0][0])
-
-
-def test_epochs_follow_the_sampler_that_the_script_sets() -> None:
-    def program(here: World) -> Any:
-        sampler = DistributedSampler(Indices(12), here.size, here.rank, seed=5)
-        loader = hvd.adapt(DataLoader(Indices(12), 3, sampler=sampler), some_optimizer())
-        orders = []
-        for epoch in (0, 1, 1, 7):
-            sampler.set_epoch(epoch)
-            orders.append(indices_of(loader))
-        loader.set_epoch(7)
-        orders.append(indices_of(loader))
-        return orders
-
-    ranks = on_ranks(2, program)
-    epochs = [
-        [a + b for a, b in zip(*batches, strict=True)] for batches in zip(*ranks, strict=True)
-    ]
-    expected = [
-        torch.randperm(12, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
-        for epoch in (0, 1, 2, 7, 7)  # an epoch that nobody sets anew counts on
-    ]
-    assert [list(itertools.chain(*epoch)) for epoch in epochs] == expected
-
-
-def test_a_broken_off_epoch_is_over() -> None:
-    def program(here: World) -> Any:
-        loader = hvd.adapt(DataLoader(Indices(16), 2), some_optimizer(), min_batch=0)
-        for _ in loader:
-            break
-        return indices_of(loader), loader.step
-
-    for batches, step in on_ranks(2, program):
-        assert len(batches) == 4
-        assert step == 5
-
-
-@pytest.mark.parametrize("left_after", [0, 3, 7, 11])
-@pytest.mark.parametrize("resumed_on", [3, 2])
-def test_an_epoch_is_resumed_in_its_middle(left_after: int, resumed_on: int) -> None:
-    def open_loader(here: World) -> Any:
-        return hvd.adapt(
-            DataLoader(Indices(100), 12 // here.size, shuffle=True),
-            some_optimizer(),
-            interval=1,
-            min_batch=0,
-            timer=Modelled(1.0 + here.rank),
-        )
-
-    def run(here: World) -> Any:
-        loader, batches = open_loader(here), []
-        state = before = loader.state_dict()
-        for batch in itertools.chain.from_iterable(iter(loader) for _ in range(2)):
-            if len(batches) == left_after:
-                state = before
-            batches.append(batch.tolist() if loader.num_samples else [])
-            before = loader.state_dict()
-        return batches, json.loads(json.dumps(state))
-
-    results = on_ranks(3, run)
-    states = [state for _, state in results]
-    assert all(state == states[0] for state in states)
-
-    def resume(here: World) -> Any:
-        loader = open_loader(here)
-        loader.load_state_dict(states[0])
-        first = indices_of(loader)
-        return first, loader.sizes
-
-    resumed = on_ranks(resumed_on, resume)
-    steps = len(results[0][0]) // 2
-    rest = range(left_after % steps, steps)
-    offset = left_after // steps * steps
-    expected = [index for result in results for step in rest for index in result[0][offset + step]]
-    found = [index for batches, _ in resumed for batch in batches for index in batch]
-    assert sorted(found) == sorted(expected)
-    if resumed_on == 3:  # to the batch
-        for (batches, _), (before, _) in zip(resumed, results, strict=True):
-            assert batches == before[offset + left_after % steps : offset + steps]
-
-
-def test_a_resumed_run_keeps_to_its_own_bounds() -> None:
-    def open_loader(here: World, most: int | None) -> Any:
-        return hvd.adapt(
-            DataLoader(Indices(400), 8, shuffle=True),
-            some_optimizer(),
-            max_batch=most if here.rank == 1 else None,
-            interval=1,
-            min_batch=0,
-            timer=Modelled(1.0 + 3 * here.rank),
-        )
-
-    def save(here: World) -> Any:
-        loader = open_loader(here, None)
-        seen = [batch.tolist() for _, batch in zip(range(12), loader, strict=False)]
-        return seen, loader.sizes, json.loads(json.dumps(loader.state_dict()))
-
-    saved = on_ranks(2, save)
-    assert saved[0][1] == [3, 13]
-
-    def resume(here: World) -> Any:
-        loader = open_loader(here, 9)
-        loader.load_state_dict(saved[here.rank][2])
-        sizes, seen = [loader.sizes], []
-        for batch in loader:
-            seen += batch.tolist()
-            sizes.append(loader.sizes)
-        return seen, sizes, loader._controller.sizes
-
-    resumed = on_ranks(2, resume)
-    for _, sizes, decided in resumed:
-        assert sizes[:-1] == [[7, 9]] * len(sizes[:-1])
-        assert decided == [7, 9]
-    seen = [i for rank in (0, 1) for b in saved[rank][0] for i in b] + resumed[0][0] + resumed[1][0]
-    assert sorted(seen) == list(range(400))
-
-    def refuse(here: World) -> None:
-        loader = open_loader(here, None)
-        loader.load_state_dict(saved[here.rank][2])
-        state = loader.state_dict()
-        small = hvd.adapt(DataLoader(Indices(400), 4), some_optimizer(), max_batch=5, min_batch=0)
-        with pytest.raises(ValueError, match="allow 0 to 10 samples a step, and the global batch"):
-            small.load_state_dict(state)
-        assert small.state_dict()["epochs"]["start"] == 0
-
-    on_ranks(2, refuse)
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(50))
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_stream_is_divided_too(drop_last: bool) -> None:
-    def program(here: World) -> Any:
-        loader = hvd.adapt(
-            DataLoader(Stream(), 4, drop_last=drop_last),
-            some_optimizer(),
-            interval=1,
-            min_batch=0,
-            timer=Modelled(1.0),
-        )
-        with pytest.raises(TypeError, match="no length"):
-            len(loader)
-        first = indices_of(loader)
-        iterator = iter(loader)
-        next(iterator)
-        state = loader.state_dict()
-        rest = [loader.num_samples and batch.tolist() for batch in iterator]
-        loader.load_state_dict(state)
-        again = indices_of(loader)
-        return first, rest == [batch or 0 for batch in again]
-
-    results = on_ranks(3, program)
-    assert all(same for _, same in results)
-    seen = sorted(index for batches, _ in results for batch in batches for index in batch)
-    assert seen == list(range(48 if drop_last else 50))
-
-
-def test_an_order_of_the_users_own() -> None:
-    def program(here: World) -> Any:
-        sampler = WeightedRandomSampler([1.0] * 10, 10)
-        loader = DataLoader(Indices(10), 2, sampler=sampler)
-        with pytest.raises(ValueError, match="cannot tell it from a WeightedRandomSampler"):
-            hvd.adapt(loader, some_optimizer())
-        adapted = hvd.adapt(loader, some_optimizer(), order=lambda epoch: [epoch] * 7)
-        return indices_of(adapted) + indices_of(adapted)
-
-    first, second = on_ranks(2, program)
-    assert sum(map(len, first)) + sum(map(len, second)) == 14
-    assert first[0] == [0, 0]
-    assert first[-2] == [1, 1]
 
 
 def test_after_a_break_in_a_batch_that_stood_in_the_script_says_its_samples() -> None:
