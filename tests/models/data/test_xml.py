@@ -252,12 +252,17 @@ def test_a_file_read_in_another_way_is_parsed_anew(tmp_path) -> None:
         assert rows.features.indices.tolist() == [1 - base]
 
 
-def test_a_damaged_cache_is_passed_over(tmp_path) -> None:
-    path = tmp_path / "train"
+def cached(folder: Path) -> tuple[Path, Path]:
+    """Return a file that was read once, and its cache."""
+    path = folder / "train"
     write_xml(path, synthesise(SMALL, 20))
-    fresh = arrays(read_xml(path))
-    cache = tmp_path / "train.rows"
-    sound = cache.read_bytes()
+    read_xml(path)
+    return path, folder / "train.rows"
+
+
+def test_a_damaged_cache_is_passed_over(tmp_path) -> None:
+    path, cache = cached(tmp_path)
+    fresh, sound = arrays(read_xml(path)), cache.read_bytes()
     record_end = sound.index(b"}") + 1
     indices = sound.index(fresh[1])
     for damaged in (
@@ -281,11 +286,8 @@ def test_a_damaged_cache_is_passed_over(tmp_path) -> None:
 
 
 def test_a_damaged_cache_under_a_checksum_that_fits_points_nowhere_else(tmp_path) -> None:
-    path = tmp_path / "train"
-    write_xml(path, synthesise(SMALL, 20))
-    fresh = arrays(read_xml(path))
-    cache = tmp_path / "train.rows"
-    sound = cache.read_bytes()
+    path, cache = cached(tmp_path)
+    fresh, sound = arrays(read_xml(path)), cache.read_bytes()
     for array, value in ((0, b"\1"), (1, b"\xff\xff\xff\x7f"), (3, b"\1"), (4, b"\xff" * 4)):
         place = sound.index(fresh[array])
         body = sound[16:place] + value + sound[place + len(value) :]
