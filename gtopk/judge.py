@@ -4,7 +4,9 @@
     judge    after a window of steps: where measured and predicted seconds part by more than a
              third, or dense was measured to be better, correct the parameters and choose anew
     probe    either of them: unless sparse is CLEARLY better than dense is expected to be, some
-             steps of dense first, so that what has to be beaten is measured, not modelled; and
+             steps of dense first, so that what has to be beaten is measured, not modelled; else
+             as soon as they take no more than a PREMIUM of the time that has passed, for the model
+             may be wrong by any factor where short messages do not tell of a link's bandwidth; and
              again where links prove faster than they were when it was measured
 
 A candidate costs its seconds, and the further steps that narrow updates make a training of so many
@@ -35,6 +37,7 @@ from .engine.saying import cycle_bytes
 
 CLEARLY: Final = 4.0  # a model is hardly wrong by more
 PROBE_STEPS: Final = 5
+PREMIUM: Final = 0.01
 FIRST_WINDOW, LONGEST_WINDOW = 20, 640  # steps
 APART: Final = 1 / 3  # of the prediction: beyond, it was wrong
 # What a switch must promise, of the cost measured now. Less is noise, or not worth the change.
@@ -85,6 +88,7 @@ class Judge:
         self.switches = 0
         self._elsewhere = Correction()  # of what has not run: links and machine as last measured
         self._dense_at_best = 1.0  # correction of dense's seconds while it has not run
+        self._passed_seconds = 0.0  # in the windows that were measured, with all else of a step
         self._backward_seconds = 0.0
         self._training = Training(compression.steps, share=share)
 
@@ -103,10 +107,13 @@ class Judge:
     def _probe(self, choices: Sequence[Prediction], cost: float) -> Prediction | None:
         """Return dense, to be measured, where it may be as good as what costs that much."""
         dense = next((each for each in choices if each.candidate.algorithm == "dense"), None)
-        known = "dense" in self.corrections
-        self.probing = dense is not None and not known and dense.seconds < CLEARLY * cost
-        if not self.probing:
+        self.probing = False
+        if dense is None or "dense" in self.corrections:
             return None
+        bearable = max(CLEARLY * cost, PREMIUM * self._passed_seconds / PROBE_STEPS)
+        if dense.seconds >= bearable:
+            return None
+        self.probing = True
         self.window = PROBE_STEPS
         return dense
 
@@ -118,6 +125,7 @@ class Judge:
     def judge(self, measured: Measured, backward_seconds: float) -> Candidate:
         """Return what to run next, often what runs now, after a window of measured steps."""
         running = self.chosen
+        self._passed_seconds += self.window * (measured.seconds + measured.elsewhere_seconds)
         self._training = self._training._replace(elsewhere_seconds=measured.elsewhere_seconds)
         cost = self._cost(measured.seconds, running)
         wire, expected = measured.communicate_seconds, running.communicate_seconds

@@ -179,6 +179,35 @@ def test_whatever_was_measured_of_the_links_it_ends_no_slower_than_dense(said, t
     assert final.seconds <= 1.15 * dense.seconds
 
 
+def test_dense_is_tried_in_the_end_where_short_messages_do_not_tell_of_the_bandwidth():
+    """Latency is what they take, and it is as measured; the link carries 47 times as much."""
+    one, real = judge(8.8e9), judge(4.2e11)
+    ran = [one.run(one.begin(0.0)).candidate.algorithm]
+    for _ in range(12):
+        real.run(one.chosen.candidate)
+        ran += [one.chosen.candidate.algorithm] * one.window
+        one.run(one.judge(as_predicted(real), 0.0))
+    assert ran[0] != "dense"
+    assert ran[-1] == "dense"
+
+
+def test_dense_is_tried_at_a_hundredth_of_the_time_at_most():
+    one = judge(SLOW)
+    passed, steps = 0.0, 0
+    one.run(one.begin(0.0))
+    while not one.probing:
+        measured = as_predicted(one)
+        passed += one.window * measured.seconds
+        steps += one.window
+        one.run(one.judge(measured, 0.0))
+    dense_seconds = as_predicted(one).seconds
+    assert 0.008 * passed < PROBE_STEPS * dense_seconds <= 0.01 * passed
+    sparse = one.judge(as_predicted(one), 0.0)
+    assert sparse.algorithm != "dense"  # what it was, measured and not modelled now
+    assert one.run(sparse)
+    assert not one.probing
+
+
 def test_a_short_training_is_done_first_with_wide_updates():
     """A tenth of the exchange's time is gained, of a step that computes for nine times as long."""
     sparse = (0.0, 0.0, 0.09)
