@@ -13,6 +13,7 @@ import torch
 
 from collectives.algorithms import Regions, find_nodes
 from collectives.algorithms.account import PUT_BACK
+from collectives.algorithms.growth import USUAL_GROWTH
 from collectives.algorithms.terms import MOST_PIECES
 from collectives.transports import Transport
 from collectives.wire import Format
@@ -179,11 +180,12 @@ class TopK(SparseCompression):
 
 @dataclass(frozen=True)
 class GTopK(SparseCompression):
-    """Global top-k: the ranks agree on one set of k entries (Shi et al. 2019)."""
+    """Global top-k: the ranks agree on one set of k entries, or some more (Shi et al. 2019)."""
 
     _: KW_ONLY
-    # Higher: updates of up to growth * k entries, for few more bytes in the last rounds.
-    growth: float = 1.0
+    # Higher: updates of up to growth * k entries, for few more bytes in the last rounds. 1 is the
+    # paper's; 2 sends no byte more on a power of two ranks, and loses less (docs/tuning.md).
+    growth: float = USUAL_GROWTH
     # Who keeps what a merge drops: its "owners", or it is "spread" over the ranks that merged.
     put_back: str = "owners"
     # More: a message's coding and merging overlap its travel, at the price of more messages.

@@ -93,6 +93,11 @@ def as_many_bytes_as_exact(setting: Setting) -> float:
     return min(1.0, setting.density * 48 / (index_bits + 8.25))
 
 
+def gtopk(density: float, *, growth: float = 1.0, **options: Any) -> SparseCompression:
+    """Return gTop-k, its updates as narrow as the paper's unless the recipe says otherwise."""
+    return Compression.gtopk(density, growth=growth, **options)
+
+
 RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "dense": lambda s: Recipe(),
     "dense, no momentum": lambda s: plain(),
@@ -107,43 +112,39 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "DGC": deep,
     "published": lambda s: Recipe(PublishedTree(s.density)),
     "published, corrected": lambda s: corrected(PublishedTree, s.density),
-    "gtopk, momentum after": lambda s: Recipe(Compression.gtopk(s.density)),
-    "gtopk, momentum after, spread": lambda s: Recipe(
-        Compression.gtopk(s.density, put_back="spread")
-    ),
-    "gtopk, momentum after, int8": lambda s: Recipe(
-        Compression.gtopk(s.density, wire="packed", values="int8")
-    ),
+    "gtopk, momentum after": lambda s: Recipe(gtopk(s.density)),
+    "gtopk, momentum after, spread": lambda s: Recipe(gtopk(s.density, put_back="spread")),
+    "gtopk, momentum after, int8": lambda s: Recipe(gtopk(s.density, wire="packed", values="int8")),
     "gtopk, momentum after, spread, int8": lambda s: Recipe(
-        Compression.gtopk(s.density, put_back="spread", wire="packed", values="int8")
+        gtopk(s.density, put_back="spread", wire="packed", values="int8")
     ),
     "gtopk, momentum after, int8, growth 2": lambda s: Recipe(
-        Compression.gtopk(s.density, wire="packed", values="int8", growth=2.0)
+        gtopk(s.density, wire="packed", values="int8", growth=2.0)
     ),
     "gtopk, momentum after, int8, growth 4": lambda s: Recipe(
-        Compression.gtopk(s.density, wire="packed", values="int8", growth=4.0)
+        gtopk(s.density, wire="packed", values="int8", growth=4.0)
     ),
-    "gtopk, no momentum": lambda s: plain(Compression.gtopk(s.density)),
-    "gtopk, no momentum, growth 2": lambda s: plain(Compression.gtopk(s.density, growth=2.0)),
-    "gtopk, no momentum, growth 4": lambda s: plain(Compression.gtopk(s.density, growth=4.0)),
+    "gtopk, no momentum": lambda s: plain(gtopk(s.density)),
+    "gtopk, no momentum, growth 2": lambda s: plain(gtopk(s.density, growth=2.0)),
+    "gtopk, no momentum, growth 4": lambda s: plain(gtopk(s.density, growth=4.0)),
     "oktopk, no momentum, k_out 4": lambda s: plain(Compression.oktopk(s.density, k_out=4.0)),
-    "gtopk": lambda s: corrected(Compression.gtopk, s.density),
-    "gtopk, warm-up": lambda s: corrected(Compression.gtopk, s.density, warmup_steps=tenth(s)),
-    "gtopk, vectors dense": lambda s: corrected(Compression.gtopk, s.density, dense_vectors=True),
-    "gtopk, by parameter": lambda s: corrected(Compression.gtopk, s.density)._replace(
+    "gtopk": lambda s: corrected(gtopk, s.density),
+    "gtopk, warm-up": lambda s: corrected(gtopk, s.density, warmup_steps=tenth(s)),
+    "gtopk, vectors dense": lambda s: corrected(gtopk, s.density, dense_vectors=True),
+    "gtopk, by parameter": lambda s: corrected(gtopk, s.density)._replace(
         options={"bucket_bytes": 1}
     ),
-    "gtopk, spread": lambda s: corrected(Compression.gtopk, s.density, put_back="spread"),
-    "gtopk, growth 4": lambda s: corrected(Compression.gtopk, s.density, growth=4.0),
-    "gtopk, int8": lambda s: corrected(Compression.gtopk, s.density, wire="packed", values="int8"),
+    "gtopk, spread": lambda s: corrected(gtopk, s.density, put_back="spread"),
+    "gtopk, growth 4": lambda s: corrected(gtopk, s.density, growth=4.0),
+    "gtopk, int8": lambda s: corrected(gtopk, s.density, wire="packed", values="int8"),
     "gtopk, int8, growth 4": lambda s: corrected(
-        Compression.gtopk, s.density, wire="packed", values="int8", growth=4.0
+        gtopk, s.density, wire="packed", values="int8", growth=4.0
     ),
     "gtopk, int8, bytes of exact": lambda s: corrected(
-        Compression.gtopk, as_many_bytes_as_exact(s), wire="packed", values="int8"
+        gtopk, as_many_bytes_as_exact(s), wire="packed", values="int8"
     ),
     "gtopk, bytes of topk": lambda s: corrected(
-        Compression.gtopk, equal_bytes_density(s.density, s.ranks)
+        gtopk, equal_bytes_density(s.density, s.ranks, growth=1.0)
     ),
     "gtopk across nodes of 4": lambda s: corrected(Compression.hierarchical, s.density)._replace(
         node_size=4
@@ -155,10 +156,8 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "oktopk, k_out 4": lambda s: corrected(Compression.oktopk, s.density, k_out=4.0),
     "AdamW": lambda s: Recipe(adam=True),
     "AdamW, topk": lambda s: Recipe(Compression.topk(s.density), adam=True),
-    "AdamW, gtopk": lambda s: Recipe(Compression.gtopk(s.density), adam=True),
-    "AdamW, gtopk, warm-up": lambda s: Recipe(
-        Compression.gtopk(s.density, warmup_steps=tenth(s)), adam=True
-    ),
-    "AdamW, gtopk, growth 4": lambda s: Recipe(Compression.gtopk(s.density, growth=4.0), adam=True),
+    "AdamW, gtopk": lambda s: Recipe(gtopk(s.density), adam=True),
+    "AdamW, gtopk, warm-up": lambda s: Recipe(gtopk(s.density, warmup_steps=tenth(s)), adam=True),
+    "AdamW, gtopk, growth 4": lambda s: Recipe(gtopk(s.density, growth=4.0), adam=True),
     "AdamW, PowerSGD, rank 4": lambda s: Recipe(adam=True, low_rank=4),
 }

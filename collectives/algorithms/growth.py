@@ -13,6 +13,10 @@ of k cost 5 k; in general less than (log2 P + growth) k.
 from __future__ import annotations
 
 import math
+from typing import Final
+
+# Of Compression.gtopk, unless one says otherwise: on a power of two ranks no byte more is sent.
+USUAL_GROWTH: Final = 2.0
 
 
 def check_growth(growth: float) -> None:

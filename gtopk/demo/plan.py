@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from collectives.algorithms.growth import USUAL_GROWTH
+
 from ..compression import Compression, SparseCompression
 
 TRAIN_IMAGES, TEST_IMAGES = 1437, 360  # of scikit-learn's digits
@@ -77,14 +79,15 @@ class Method:
         return float(self.compression.density) if self.sparse else 1.0
 
 
-def equal_bytes_density(density: float, ranks: int) -> float:
+def equal_bytes_density(density: float, ranks: int, growth: float = USUAL_GROWTH) -> float:
     """Return the density at which gTop-k sends what top-k allgather sends at `density`.
 
     Lists sent by all ranks together: P (P-1) by the allgather; by gTop-k log2(p) from each of the p
-    ranks of the largest power of two, and 2 for each rank beyond it (its picks, and the result).
+    ranks of the largest power of two, and for each rank beyond it its picks, and the result, which
+    is `growth` (at most 2) lists long.
     """
     if ranks == 1:
         return density
     paired = 1 << (ranks.bit_length() - 1)
-    lists = paired * (paired.bit_length() - 1) + 2 * (ranks - paired)
+    lists = paired * (paired.bit_length() - 1) + (1 + growth) * (ranks - paired)
     return min(1.0, density * ranks * (ranks - 1) / lists)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from collectives.algorithms.growth import USUAL_GROWTH
 from collectives.cost import Link, break_even_bits_per_second
 from collectives.planning import (
     Budget,
@@ -18,6 +20,8 @@ from collectives.planning import (
     predict,
 )
 from collectives.planning.choice import SPARSE, offered
+
+_USUAL: Final = {"gtopk": USUAL_GROWTH}  # widenings, as Compression.gtopk has them
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def _in_quickest_format(
     return min(
         (
             predict(
-                Candidate(algorithm, cluster.density, format),
+                Candidate(algorithm, cluster.density, format, _USUAL.get(algorithm, 1.0)),
                 cluster.length,
                 cluster.network,
                 rates,

@@ -80,7 +80,7 @@ def _row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
     mark = "> " if found is comparison.cheapest else "  "
     sparse = found.candidate.algorithm != "dense"
     return (
-        mark + LABELS[found.candidate.algorithm],
+        mark + LABELS[found.candidate.algorithm] + found.candidate.wider,
         bytes_text(found.sent.bytes),
         f"{found.sent.messages:.3g}",
         _time(found.select_seconds) if sparse else "-",

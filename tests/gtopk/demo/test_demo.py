@@ -128,8 +128,9 @@ def test_a_plan_knows_how_many_images_there_are():
     assert Plan(ranks=most + 1).steps_per_epoch() == 0
 
 
+@pytest.mark.parametrize("growth", [1.0, 2.0])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8])
-def test_equal_bytes_are_what_both_algorithms_send(threads, ranks):
+def test_equal_bytes_are_what_both_algorithms_send(threads, ranks, growth):
     """Counted: the bytes of one reduction by each, summed over ranks, headers apart."""
     import numpy as np
 
@@ -138,18 +139,18 @@ def test_equal_bytes_are_what_both_algorithms_send(threads, ranks):
 
     length, density = 100_000, 0.01
 
-    def sent(algorithm: str, k: int) -> int:
+    def sent(algorithm: str, k: int, **options) -> int:
         def program(transport) -> int:
             values = np.random.default_rng(transport.rank).standard_normal(length)
             picked, _ = select(values.astype(np.float32), k)
-            reduce(picked, k, transport, algorithm)
+            reduce(picked, k, transport, algorithm, **options)
             return transport.traffic.sent_bytes - transport.traffic.sent_messages * HEADER_BYTES
 
         return sum(threads(ranks, program))
 
     k = round(density * length)
-    equal = round(equal_bytes_density(density, ranks) * length)
-    assert sent("gtopk", equal) == pytest.approx(sent("topk-allgather", k), rel=0.02)
+    equal = round(equal_bytes_density(density, ranks, growth) * length)
+    assert sent("gtopk", equal, growth=growth) == pytest.approx(sent("topk-allgather", k), rel=0.02)
 
 
 def test_a_plan_survives_the_command_line():
