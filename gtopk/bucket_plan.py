@@ -55,10 +55,7 @@ def _elements(worth: float, compression: object, ranks: int, value_bytes: int) -
     if isinstance(compression, Automatic):  # which may choose dense: that takes no larger ones
         compression = GTopK(compression.density or 0.001)
     if isinstance(compression, SparseCompression):
-        wire = compression.formats()[0]
-        candidate = Candidate(
-            compression.algorithm, compression.density, wire, compression.widening()
-        )
+        candidate = compression.candidate(compression.formats()[0])
     else:
         candidate = Candidate("dense")
     calibration = assumed(ranks)

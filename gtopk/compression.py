@@ -15,9 +15,10 @@ from collectives.algorithms import Regions, find_nodes
 from collectives.algorithms.account import PUT_BACK
 from collectives.algorithms.growth import USUAL_GROWTH
 from collectives.algorithms.terms import MOST_PIECES
+from collectives.planning import Candidate
 from collectives.transports import Transport
 from collectives.wire import Format
-from collectives.wire.indices import INDEX_CODES
+from collectives.wire.indices import INDEX_CODES, USUAL_INDICES
 from collectives.wire.values import VALUE_CODES
 
 
@@ -86,7 +87,7 @@ class ErrorFeedback:
     dense_under: int = 0
     # How indices travel: "raw" takes the least time and the most bytes, "packed" the other way
     # round; "auto": what is quickest on this network.
-    wire: str = "blocks"
+    wire: str = USUAL_INDICES
     # How values travel: "exact", or "bf16", "fp16", "int8": fewer bytes, and the rounding error
     # stays in the residual; "auto": what is quickest.
     values: str = "exact"
@@ -162,6 +163,10 @@ class SparseCompression(ErrorFeedback):
         if widening != 1.0:
             raise ValueError(f"{self.algorithm} has no widening, got {widening:g}")
         return self
+
+    def candidate(self, format: Format) -> Candidate:
+        """Return what the model of cost is to be asked for."""
+        return Candidate(self.algorithm, self.density, format, self.widening())
 
     def options(self, k: int, length: int) -> dict[str, Any]:
         """Return what the algorithm takes besides k and the format."""

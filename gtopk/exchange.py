@@ -19,7 +19,7 @@ import torch
 
 from collectives.algorithms import ALGORITHMS, Regions, where_it_works
 from collectives.errors import NonFiniteError
-from collectives.planning import Candidate, predict
+from collectives.planning import predict
 from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 from collectives.wire import NOTHING_CODED, Coded, Format, coded
@@ -220,9 +220,7 @@ def quickest_format(compression: SparseCompression, bucket: Bucket, transport: T
     calibration = calibration_of(transport)
 
     def seconds(format: Format) -> float:
-        candidate = Candidate(
-            compression.algorithm, compression.density, format, compression.widening()
-        )
+        candidate = compression.candidate(format)
         network, rates = calibration.network, calibration.rates
         return predict(candidate, bucket.length, network, rates, bucket.dtype.itemsize).seconds
 

@@ -29,15 +29,7 @@ def expected(
         network = network._replace(ranks_per_node=node_size)
     if isinstance(compression, SparseCompression):
         found = [
-            predict(
-                Candidate(
-                    compression.algorithm, compression.density, format, compression.widening()
-                ),
-                length,
-                network,
-                rates,
-                value_bytes,
-            )
+            predict(compression.candidate(format), length, network, rates, value_bytes)
             for format in compression.formats()
         ]
         return min(found, key=lambda each: each.seconds)

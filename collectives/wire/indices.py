@@ -13,6 +13,8 @@ from typing import Final, NamedTuple
 from ..kernels import codes
 from ..vector import Array, index_dtype
 
+USUAL_INDICES: Final = "blocks"  # of a Compression, unless one says otherwise
+
 
 class IndexCode(NamedTuple):
     """One way to write indices."""

@@ -13,7 +13,8 @@ from .record import Record
 
 LATENCY_SECONDS = 50e-6  # assumed: a message over Ethernet and a kernel's TCP
 
-AS_SENT = GTopK().formats()[0]  # the format of the sparse methods, which is the default
+GTOPK = GTopK()
+AS_SENT = GTOPK.formats()[0]  # the format of the sparse methods, which is the default
 ALGORITHMS = {
     "dense": "dense",
     "topk": "topk-allgather",
@@ -33,8 +34,10 @@ def shared_compute_seconds(records: Sequence[Record]) -> float:
 def modelled_step_seconds(record: Record, compute_seconds: float, link: Link) -> float:
     """Return compute, select and merge as measured plus the wire as modelled, not overlapped."""
     density = record["selected"] / record["parameters"]
+    algorithm = ALGORITHMS[record["method"]]
+    widening = GTOPK.growth if algorithm == "gtopk" else 1.0
     wire = predict(
-        Candidate(ALGORITHMS[record["method"]], density, AS_SENT),
+        Candidate(algorithm, density, AS_SENT, widening),
         record["parameters"],
         Network(record["ranks"], link),
         DEFAULT_RATES,  # of which only the wire's part is used

@@ -99,6 +99,8 @@ def milliseconds(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison and return the exit code."""
     options = parser().parse_args(arguments)
+    if idle := simulation.idle_option(options):
+        return _fail(idle)
     if options.ranks > MOST_RANKS:
         return _fail(f"--ranks must be at most {MOST_RANKS:,}, got {options.ranks:,}")
     length = options.elements or PARAMETERS[options.model]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from typing import Final
 
-_NUMBER: Final = r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:e[+-]?\d+)?|\.\d+)"
+# Commas and underscores between groups of three digits only: 1,5 is no 15.
+_NUMBER: Final = r"(?P<number>(?:\d+|\d{1,3}(?:[_,]\d{3})+)(?:\.\d+)?(?:e[+-]?\d+)?|\.\d+)"
 _BANDWIDTH: Final = re.compile(
     rf"{_NUMBER}\s*(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)"
     r"(?P<unit>(?i:bits?|bytes?)|b|B)(?:/s|(?i:ps)|(?i:/sec))?"
@@ -16,7 +18,7 @@ _COUNT: Final = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKmMgGbB]?)")
 
 _PREFIXES: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
-_COUNTS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+_COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
 def bandwidth(text: str) -> float:
@@ -48,13 +50,19 @@ def count(text: str) -> int:
     found = _COUNT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"must be a number such as 25557032 or 25.6M, got {text!r}")
-    return round(
-        _above_zero(_number(found["number"]) * _COUNTS[found["prefix"].lower()], text, 1.0)
-    )
+    exact = Decimal(_plain(found["number"])) * _COUNTS[found["prefix"].lower()]
+    if exact != exact.to_integral_value():
+        raise ValueError(f"must be whole, got {text!r}")
+    _above_zero(float(exact), text, 1.0)
+    return int(exact)
 
 
 def _number(text: str) -> float:
-    return float(text.replace("_", "").replace(",", ""))
+    return float(_plain(text))
+
+
+def _plain(text: str) -> str:
+    return text.replace("_", "").replace(",", "")
 
 
 def _above_zero(value: float, text: str, least: float = 0.0) -> float:

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 from collectives.planning import Prediction
+from collectives.wire.indices import USUAL_INDICES
 
 from ..charts.terminal import wants_colour
 from ..charts.units import (
@@ -123,8 +124,10 @@ def verdict(comparison: Comparison) -> str:
     if comparison.pays:
         algorithm = cheapest.candidate.algorithm
         name = {"topk-allgather": "topk"}.get(algorithm, algorithm)
+        indices = cheapest.candidate.format.indices
+        wire = "" if indices == USUAL_INDICES else f', wire="{indices}"'
         found = (
-            f"Compression.{name}(density={cheapest.candidate.density:g}) pays here: it adds "
+            f"Compression.{name}(density={cheapest.candidate.density:g}{wire}) pays here: it adds "
             f"{adds} to a step, dense {dense_adds}."
         )
     else:

@@ -23,6 +23,7 @@ from .comparison import Comparison, exposed_seconds
 from .quantities import bandwidth, duration
 
 MOST_RANKS: Final = 4096
+_SITE_LATENCY_SECONDS: Final = 0.01
 
 
 class Simulated(NamedTuple):
@@ -55,37 +56,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--nodes-per-switch",
         type=as_argument(whole_number),
-        default=NODES_PER_SWITCH,
-        help="default: %(default)s",
+        help=f"default: {NODES_PER_SWITCH}",
     )
     add(
         "--oversubscription",
         type=as_argument(number_in("[1, inf)")),
-        default=1.0,
-        help="of a switch's uplink: its nodes' links over it; default: %(default)s",
+        help="of a switch's uplink: its nodes' links over it; default: 1",
     )
     add(
         "--sites",
         type=as_argument(whole_number),
-        default=1,
-        help="the switches are dealt to; default: %(default)s",
+        help="the switches are dealt to; default: 1",
     )
     add("--site-bandwidth", type=as_argument(bandwidth), help="of a site's link to the others")
     add(
         "--site-latency",
         type=as_argument(duration),
-        default=0.01,
-        help="between sites; default: 10ms",
+        help=f"between sites; default: {1e3 * _SITE_LATENCY_SECONDS:g}ms",
     )
+
+
+def idle_option(options: argparse.Namespace) -> str | None:
+    """Return why an option that was given would do nothing; None where all do something."""
+    of_tree = ("nodes_per_switch", "oversubscription", "sites", "site_bandwidth", "site_latency")
+    given = [
+        "--" + name.replace("_", "-") for name in of_tree if getattr(options, name) is not None
+    ]
+    if given and not options.simulate:
+        return f"{given[0]} is of the simulated network: add --simulate"
+    of_sites = [name for name in given if name.startswith("--site-")]
+    if of_sites and (options.sites or 1) == 1:
+        return f"{of_sites[0]} is between sites: add --sites 2, or more"
+    return None
 
 
 def platform_of(options: argparse.Namespace, network: Network) -> Platform:
     """Return the tree that was asked for; raise ValueError where there is none."""
     if network.ranks > MOST_RANKS:
         raise ValueError(f"--simulate takes at most {MOST_RANKS:,} ranks, got {network.ranks:,}")
-    far = options.site_bandwidth and Link.of(options.site_bandwidth, options.site_latency)
+    far = None
+    if options.site_bandwidth is not None:
+        latency_seconds = options.site_latency
+        if latency_seconds is None:
+            latency_seconds = _SITE_LATENCY_SECONDS
+        far = Link.of(options.site_bandwidth, latency_seconds)
     platform = Platform(
-        network, options.nodes_per_switch, options.oversubscription, options.sites, far
+        network,
+        options.nodes_per_switch or NODES_PER_SWITCH,
+        options.oversubscription or 1.0,
+        options.sites or 1,
+        far,
     )
     platform.check()
     return platform
@@ -120,6 +140,7 @@ def _reduction(prediction: Prediction, comparison: Comparison) -> Reduction:
         cluster.length if is_dense(prediction) else candidate.selected(cluster.length),
         cluster.network.ranks_per_node,
         candidate.format,
+        candidate.widening,
     )
 
 
@@ -137,7 +158,8 @@ def render(
         tree += f" and {seconds_text(platform.far.latency_seconds)} between them"
     lines += [f"{tree}.", f"  {'method':18} {'wire':>10} {'modelled':>10} {'step':>10}"]
     for each in found:
-        label = labels[each.prediction.candidate.algorithm]
+        candidate = each.prediction.candidate
+        label = labels[candidate.algorithm] + candidate.wider
         step = each.step_seconds(backward)
         if each.wire_seconds is None or step is None:
             lines.append(f"  {label:18} not simulated: {each.problem}")

@@ -42,7 +42,10 @@ _TURN_SECONDS: Final = 0.5
 
 
 class Reduction(NamedTuple):
-    """What is recorded: `selected` of `length` values on each rank; dense: all of them."""
+    """What is recorded: `selected` of `length` values on each rank; dense: all of them.
+
+    growth: gtopk's.
+    """
 
     algorithm: str
     ranks: int
@@ -50,6 +53,7 @@ class Reduction(NamedTuple):
     selected: int
     ranks_per_node: int = 1
     format: Format = EXACT
+    growth: float = 1.0
 
     @property
     def messages(self) -> int:
@@ -62,8 +66,8 @@ class Reduction(NamedTuple):
         """Return how many all ranks hold together at the end."""
         if self.algorithm == "dense":
             return self.ranks * self.length
-        gathered = self.ranks if self.algorithm == "topk-allgather" else 1
-        return self.ranks * gathered * self.selected
+        gathered = self.ranks if self.algorithm == "topk-allgather" else self.growth
+        return round(self.ranks * gathered * self.selected)
 
     def smaller(self, times: int) -> Reduction:
         """Return one of as many times fewer entries, at the same density."""
@@ -99,6 +103,8 @@ def _record(reduction: Reduction) -> Trace:
     if reduction.algorithm == "hierarchical":
         step = reduction.ranks_per_node
         options = {"nodes": [list(ranks[first : first + step]) for first in ranks[::step]]}
+    elif reduction.algorithm == "gtopk":
+        options = {"growth": reduction.growth}
 
     def program(transport: LocalTransport) -> list[Event]:
         assert isinstance(transport, Recorder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import math
 import re
@@ -289,6 +290,10 @@ def _refusal(
             return f"{name} must be of ranks 0..{cluster.ranks - 1}, as --speeds has them"
     if any(rank >= cluster.ranks for rank in options.fast or ()):
         return f"--fast must be of ranks 0..{cluster.ranks - 1}, as --speeds has them"
+    if "slow-only" in options.modes and len({*_classes(options).fast}) == cluster.ranks:
+        return "slow-only has no rank to train: all of --speeds are fast; --fast says which are"
+    if importlib.util.find_spec("sklearn") is None:
+        return "scikit-learn, whose digits are trained on, is not here: pip install 'gtopk[demo]'"
     if options.die and (others := [mode for mode in options.modes if mode not in OUTLIVE]):
         return f"{others[0]} ends with a rank; --die is of {', '.join(OUTLIVE)}"
     if options.batch < 8 * cluster.ranks:
@@ -350,6 +355,7 @@ def _json(records: Sequence[Record], setting: Setting) -> str:
         "simulated": True,
         "cluster": dataclasses.asdict(setting.cluster),
         "reduce_seconds": setting.reduce_seconds,
+        "dense_reduce_seconds": setting.dense_seconds,
         "records": [_as_json(record) for record in records],
     }
     return json.dumps(said, indent=1)

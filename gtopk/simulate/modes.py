@@ -46,6 +46,8 @@ SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     "adaptive-hogbatch": partial(hogbatch.simulate, mode="adaptive-hogbatch", adapts=True),
 }
 DEFAULT: Final = ("equal-dense", "equal", "balanced", "abs", "local-sgd", "adaptive-sgd")
+# These exchange whole gradients or models, whatever the density.
+DENSE: Final = ("equal-dense", "join", "local-sgd", "elastic", "crossbow", "adaptive-sgd")
 # A rank that dies is the end of any other.
 OUTLIVE: Final = ("local-sgd", "elastic", "crossbow", "adaptive-sgd", "adaptive-sgd-gtopk")
 # These train one model in classes of ranks, and are compared by its loss.

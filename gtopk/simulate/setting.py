@@ -80,13 +80,12 @@ class Setting:
         """Return what the exchange of a step is modelled to take on the wire."""
         compression = self.compression
         if isinstance(compression, SparseCompression):
-            assert self.density is not None
-            candidate = Candidate(compression.algorithm, self.density, compression.formats()[0])
+            candidate = compression.candidate(compression.formats()[0])
         else:
             candidate = Candidate("dense")
         return self.cluster.reduce_seconds(candidate, self.task.length)
 
     @property
-    def probe_seconds(self) -> float:
+    def dense_seconds(self) -> float:
         """Return what a dense exchange of a gradient is modelled to take."""
         return self.cluster.reduce_seconds(Candidate("dense"), self.task.length)

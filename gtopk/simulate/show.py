@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from ..charts.units import count_text, digits, seconds_text
+from .modes import DENSE
 from .record import Record
 from .setting import Setting
 from .show_classes import NOTES, render_classes
@@ -17,6 +18,7 @@ _HEADINGS = ("mode", "samples/s", "vs first", "busy", "least", "accuracy %", "up
 def render(records: Sequence[Record], setting: Setting, target: float) -> list[str]:
     """Return the lines: what was simulated, and a row for each mode, medians over the seeds."""
     cluster = setting.cluster
+    modes = list(dict.fromkeys(record.mode for record in records))
     speeds = ":".join(f"{speed:g}" for speed in cluster.speeds)
     seeds = len({record.seed for record in records})
     method = "dense" if setting.density is None else f"gTop-k at density {setting.density:g}"
@@ -27,6 +29,10 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
     slower += "".join(
         f"; rank {death.rank} dies at second {death.second:g}" for death in cluster.deaths
     )
+    dense = ""
+    whole = [mode for mode in modes if mode in DENSE]
+    if setting.density is not None and whole:
+        dense = f", dense, as in {', '.join(whole)}, {seconds_text(setting.dense_seconds)}"
     beside = ""
     if setting.overlap:
         beside = f", beside {100 * setting.overlap:g} % of a synchronous step's computation"
@@ -34,11 +40,11 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
         f"Simulated, not measured: {cluster.ranks} ranks of {speeds} samples/s, overhead "
         f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}{slower}; an "
         f"exchange of {count_text(setting.task.length)} values by {method} takes "
-        f"{seconds_text(setting.reduce_seconds)}{beside}. Batch {setting.global_batch}, learning "
-        f"rate {setting.learning_rate:g}, momentum {setting.momentum:g}, {setting.epochs} epochs, "
-        f"{seeds} seed{'s' * (seeds > 1)}. Gradients, residuals and collectives are real."
+        f"{seconds_text(setting.reduce_seconds)}{dense}{beside}. Batch {setting.global_batch}, "
+        f"learning rate {setting.learning_rate:g}, momentum {setting.momentum:g}, "
+        f"{setting.epochs} epochs, {seeds} seed{'s' * (seeds > 1)}. "
+        f"Gradients, residuals and collectives are real."
     )
-    modes = list(dict.fromkeys(record.mode for record in records))
     by_mode = {mode: [r for r in records if r.mode == mode] for mode in modes}
     base = _median([record.samples_per_second for record in by_mode[modes[0]]])
     rows = [_HEADINGS, *(_row(mode, runs, base, target) for mode, runs in by_mode.items())]

@@ -32,7 +32,7 @@ class Clock:
         self.record = record
         self._setting = setting
         self._reduce_seconds = setting.reduce_seconds
-        self._probes, self._probe_seconds = probes, setting.probe_seconds
+        self._probes, self._probe_seconds = probes, setting.dense_seconds
         record.busy = [0.0] * self.cluster.ranks
 
     def end_step(self, samples: int, seconds: float) -> None:

@@ -34,7 +34,7 @@ def test_on_a_slow_network_it_names_what_pays_and_up_to_where(capsys):
     assert "Selecting, coding, merging: as assumed, not measured." in text
     (cheapest,) = [line for line in out.splitlines() if line.startswith(">")]
     assert "gTop-k" in cheapest
-    assert "Compression.gtopk(density=0.001) pays here" in text
+    assert 'Compression.gtopk(density=0.001, wire="packed") pays here' in text
     assert "At this latency it pays below about" in text
 
 
@@ -142,7 +142,7 @@ def test_every_model_can_be_asked_about(capsys, text):
         ([*SLOW, "--latency", "1e999s"], "--latency: must be finite, got '1e999s'"),
         (
             ["--elements", "99999999999999999999", *SLOW[2:]],
-            "--elements must be at most 1,000,000,000,000,000, got 100,000,000,000,000,000,000",
+            "--elements must be at most 1,000,000,000,000,000, got 99,999,999,999,999,999,999",
         ),
         ([*SLOW, "--ranks", "0"], "must be at least 1, got '0'"),
         ([*SLOW, "--ranks-per-node", "33"], "--ranks-per-node must be at most --ranks 32, got 33"),
@@ -157,3 +157,23 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(capsys, arguments, reason)
         code = end.code
     assert code == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        (["--sites", "2"], "--sites is of the simulated network: add --simulate"),
+        (["--oversubscription", "8"], "--oversubscription is of the simulated network"),
+        (["--simulate", "--site-bandwidth", "1gbit"], "--site-bandwidth is between sites: add"),
+        (["--simulate", "--sites", "1", "--site-latency", "9ms"], "--site-latency is between"),
+    ],
+)
+def test_options_of_a_network_that_is_not_simulated_are_refused(capsys, given, needed):
+    assert main(["plan", *SLOW, assumed, *given]) == 2
+    assert needed in capsys.readouterr().err
+
+
+def test_the_call_it_recommends_sends_what_it_says(capsys):
+    """On a slow link indices are packed, which is not what the call does by itself."""
+    slow = ["--elements", "1M", "--ranks", "4", "--bandwidth", "20mbit", assumed]
+    assert 'Compression.gtopk(density=0.001, wire="packed") pays here' in prose(said(capsys, *slow))

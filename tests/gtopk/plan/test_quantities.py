@@ -33,7 +33,9 @@ def test_a_bandwidth_is_bits_or_bytes(text, bits_per_second):
         assert bandwidth(text) == pytest.approx(bits_per_second)
 
 
-@pytest.mark.parametrize("text", ["", "1", "fast", "1 foo", "-1gbit", "gbit", "1gbit/h", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "fast", "1 foo", "-1gbit", "gbit", "1gbit/h", "nan", "1,5gbit", "1,2345gbit"]
+)
 def test_what_is_no_bandwidth_is_refused_with_examples(text):
     with pytest.raises(ValueError, match=r"such as 1gbit, 100Mbit/s or 12\.5GB/s, got"):
         bandwidth(text)
@@ -53,7 +55,7 @@ def test_a_duration_has_a_unit(text, seconds):
     assert duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["0.4", "", "ms", "-1ms", "1min"])
+@pytest.mark.parametrize("text", ["0.4", "", "ms", "-1ms", "1min", "0,2ms", "1_0ms"])
 def test_what_is_no_duration_is_refused_with_examples(text):
     with pytest.raises(ValueError, match=r"must be a time such as 0\.4ms or 30us, got"):
         duration(text)
@@ -66,6 +68,8 @@ def test_what_is_no_duration_is_refused_with_examples(text):
         ("25,557,032", 25_557_032),
         ("25_557_032", 25_557_032),
         ("25.6M", 25_600_000),
+        ("25.557032M", 25_557_032),
+        ("1e3", 1000),
         ("1.3B", 1_300_000_000),
         ("350k", 350_000),
         ("7", 7),
@@ -75,7 +79,7 @@ def test_a_count_may_be_short(text, number):
     assert count(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "many", "-3", "0", "0.2", "1e999"])
+@pytest.mark.parametrize("text", ["", "many", "-3", "0", "0.2", "2.5", "2,5", "0.0001k", "1e999"])
 def test_what_is_no_count_is_refused(text):
     with pytest.raises(ValueError, match="must be"):
         count(text)

@@ -37,6 +37,39 @@ def test_a_comparison_is_printed_written_and_drawn(
     assert drawn.count("<svg") == 4
 
 
+def test_an_exchange_takes_what_its_mode_sends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record.json"
+    words = ["--model", "resnet18", "--modes", "equal,equal-dense", "--json", str(record)]
+    assert main(["simulate", *QUICK, *words]) == 0
+    said = json.loads(record.read_text())
+    sparse, dense = said["reduce_seconds"], said["dense_reduce_seconds"]
+    assert 2 * sparse < dense
+    steps = [run["steps"] for run in said["records"]]
+    exchanges = [run["exchange"] for run in said["records"]]
+    assert exchanges == pytest.approx([steps[0] * sparse, steps[1] * dense])
+    assert ", dense, as in equal-dense, " in " ".join(capsys.readouterr().out.split())
+
+
+def test_ranks_that_are_all_fast_leave_no_slow_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record.json"
+    words = ["--speeds", "100:100", "--modes", "slow-only", "--json", str(record)]
+    assert main(["simulate", *words]) == 2
+    assert "slow-only has no rank to train" in capsys.readouterr().err
+    assert not record.exists()
+
+
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["simulate", *QUICK]) == 2
+    assert "pip install 'gtopk[demo]'" in capsys.readouterr().err
+
+
 def test_a_training_that_diverges_ends_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
