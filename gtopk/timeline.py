@@ -23,12 +23,15 @@ In the modes of `adapt` whose optimizers step as they can, for each round, mega-
                            |COMPUTE........|WAIT|COMPUTE...|COMPUTE.........|WAIT|
 
 The file is complete JSON after every write, also when the job dies: what is new is written over
-the bracket that ends it, and ends in another one.
+the bracket that ends it, and ends in another one. A disk that is full ends the trace, not the job.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import queue
 import socket
@@ -47,6 +50,7 @@ from .clocks import Offset
 from .engine import Engine, Event, Observer
 from .members import Members
 
+_log = logging.getLogger("gtopk")
 _LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
 _END: Final = b"\n]\n"
 _FOLDER: Final = "GTOPK_TIMELINE"
@@ -109,6 +113,7 @@ class Timeline:
         self._begun = time.perf_counter()
         self._rows: dict[str, int] = {}
         self._open: Counter[int] = Counter()  # by row: what has begun, and not ended
+        self._is_over = False  # the disk is full, say
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
         if whose is not None:
@@ -137,11 +142,13 @@ class Timeline:
 
     def note(self, of: str, event: Event) -> None:
         """Take note of something that an engine did; quick, for its thread."""
-        self._heard.put((of, event))
+        if not self._is_over:
+            self._heard.put((of, event))
 
     def note_step(self, step: Step) -> None:
         """Take note of a step of an optimizer."""
-        self._heard.put(step)
+        if not self._is_over:
+            self._heard.put(step)
 
     def close(self) -> None:
         """Write what was heard, and nothing more."""
@@ -162,8 +169,18 @@ class Timeline:
 
     def _append(self, records: list[dict[str, Any]]) -> None:
         text = "".join(f",\n{json.dumps(record)}" for record in records).encode()
-        os.pwrite(self._file, text + _END, self._length)
-        self._length += len(text)
+        if self._is_over or not text:
+            return
+        try:
+            if os.pwrite(self._file, text + _END, self._length) < len(text + _END):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._length += len(text)
+        except OSError as error:
+            self._is_over = True
+            _log.warning("the timeline ends here, as %s; training goes on", error)
+            with contextlib.suppress(OSError):  # what fitted of it goes, the end was there before
+                os.ftruncate(self._file, self._length)
+                os.pwrite(self._file, _END, self._length)
 
     def _records_of(self, note: tuple[str, Event] | Step | None) -> Iterator[dict[str, Any]]:
         if isinstance(note, Step):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -211,3 +214,37 @@ def test_a_file_that_cannot_be_written_ends_no_job(
     with pytest.warns(UserWarning, match="HOROVOD_TIMELINE must name a file to write"):
         hvd.init()
     hvd.shutdown()
+
+
+@pytest.mark.parametrize("fits", [0, 10, None])
+def test_a_full_disk_ends_the_trace_and_not_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    fits: int | None,
+) -> None:
+    """Of a write nothing fits, or some bytes, or the system refuses it."""
+    path = tmp_path / "trace"
+    recorder = Timeline(str(path), "mpi", mark_cycles=False)
+    recorder.note("", events("broadcast.0", "begin negotiate")[0])
+    deadline = time.monotonic() + PLENTY_SECONDS
+    while not rows_in(path):
+        assert time.monotonic() < deadline
+    pwrite, refused = os.pwrite, threading.Event()
+
+    def full(file: int, data: bytes, offset: int) -> int:
+        if len(data) < 10:
+            return pwrite(file, data, offset)
+        refused.set()
+        if fits is None:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return pwrite(file, data[:fits], offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    recorder.note("", events("broadcast.1", "begin negotiate")[0])
+    assert refused.wait(PLENTY_SECONDS)
+    recorder.note("", events("broadcast.2", "begin negotiate")[0])
+    recorder.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the timeline ends here, as [Errno ")
+    assert rows_in(path) == {"broadcast.0": [">NEGOTIATE_BROADCAST"]}
