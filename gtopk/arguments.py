@@ -1,11 +1,14 @@
-"""Arguments: the numbers that options of the command `gtopk` take, and how others are refused."""
+"""Arguments: numbers and files that options of the command `gtopk` take; others are refused."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
+
+from .launch import launched_by
 
 T = TypeVar("T")
 
@@ -26,6 +29,13 @@ def whole_number(text: str) -> int:
     """Return a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"must be a whole number, at least 1, got {text!r}")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    """Return a whole number of at least 0."""
+    if not text.isdecimal():
+        raise ValueError(f"must be a whole number, at least 0, got {text!r}")
     return int(text)
 
 
@@ -50,3 +60,23 @@ def number_in(interval: str) -> Callable[[str], float]:
 
 share = number_in("(0, 1]")  # of entries, such as a density
 above_zero = number_in("(0, inf)")
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that rank 0 can write, before hours go into what is to be in it.
+
+    Folders on the way are made; what is in the file stays.
+    """
+    path, job = Path(text), launched_by()
+    if job is not None and job.rank > 0:
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("a"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{text} cannot be written: {error.strerror}") from None
+    return path

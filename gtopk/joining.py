@@ -33,20 +33,30 @@ if TYPE_CHECKING:
 _OVER_ANOTHER: Final = ("nccl", "staged")
 
 
-def join(comm: MPI.Intracomm | Sequence[int] | None = None) -> Transport:
+def join(
+    comm: MPI.Intracomm | Sequence[int] | None = None,
+    *,
+    over: str | None = None,
+    timeout_seconds: float | None = None,
+) -> Transport:
     """Return the transport of the ranks that were launched with this one.
 
     comm: an mpi4py communicator of the ranks to join, or which of the ranks launched join.
+    over, timeout_seconds: in place of GTOPK_TRANSPORT and GTOPK_TIMEOUT.
     Raises ValueError for another comm, ImportError when the transport lacks a package, RuntimeError
     when the launcher does not say enough, PeerTimeoutError (or, inside MPI's start, ends the
     process) when a rank is missing.
     """
     timeouts = _timeouts_seconds()
+    if timeout_seconds is not None:
+        timeouts = timeout_seconds, timeouts[1]
     those = comm if is_communicator(comm) else _ranks(comm)
     job = launched_by()
-    over = os.environ.get("GTOPK_TRANSPORT", "")
+    if over is None:
+        over = os.environ.get("GTOPK_TRANSPORT", "")
     if over not in _OVER_ANOTHER:
-        return _join(those, job, transport_for(job), timeouts)
+        name = transport_for(job, {**os.environ, "GTOPK_TRANSPORT": over})
+        return _join(those, job, name, timeouts)
     host = _join(those, job, transport_for(job, {**os.environ, "GTOPK_TRANSPORT": ""}), timeouts)
     return open_transport(over, *timeouts, bootstrap=host)
 

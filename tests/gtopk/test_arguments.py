@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gtopk.arguments import number_in
+from gtopk.arguments import number_in, output_file
 
 PARSERS = [
     *("plan.command", "simulate.command", "top.command"),
@@ -56,3 +57,34 @@ def is_number(read: Any, text: str) -> bool:
         return isinstance(read(text), float)
     except (argparse.ArgumentTypeError, ValueError):
         return False
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place in PARSERS[3:]:
+        command = importlib.import_module(f"gtopk.{place}")
+        with pytest.raises(SystemExit) as ended:
+            command.main(["--json", str(tmp_path / "file" / "below.json")])
+        assert ended.value.code == 2
+        assert "below.json cannot be written: " in capsys.readouterr().err
+
+
+def test_what_is_in_a_file_stays_until_there_is_something_new(tmp_path: Path) -> None:
+    there, absent = tmp_path / "there.json", tmp_path / "new" / "absent.json"
+    there.write_text("{}")
+    assert output_file(str(there)) == there
+    assert there.read_text() == "{}"
+    assert output_file(str(absent)) == absent
+    assert absent.parent.is_dir()
+    assert not absent.exists()
+
+
+def test_only_rank_0_looks_whether_it_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    (tmp_path / "file").write_text("")
+    output_file(str(tmp_path / "file" / "of another host.json"))

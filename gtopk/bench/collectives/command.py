@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import shlex
+import socket
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,13 +14,22 @@ from pathlib import Path
 
 from collectives import ALGORITHMS
 from collectives.errors import PeerError
-from collectives.transports import local_world, open_transport, run_ranks
+from collectives.transports import local_world, run_ranks
 from collectives.wire.indices import INDEX_CODES
 from collectives.wire.values import VALUE_CODES
 
-from ...arguments import above_zero, as_argument, number_in, share, whole_number
+from ...arguments import (
+    above_zero,
+    as_argument,
+    from_zero,
+    number_in,
+    output_file,
+    share,
+    whole_number,
+)
 from ...invented_picks import DISTRIBUTIONS
-from ...launch import launched_by
+from ...joining import join
+from ...launch import carried_by, launched_by
 from ..words import add_words, one_of
 from .contenders import BASELINES, parse, spelled
 from .picture import picture
@@ -42,7 +52,11 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = described.add_argument
-    add("--transport", choices=TRANSPORTS, help="default: the launcher's; without one, local")
+    add(
+        "--transport",
+        choices=TRANSPORTS,
+        help="default: as a training's; without a launcher, local",
+    )
     words = functools.partial(add_words, described)
     words("--ranks", whole_number, metavar="N", help="subsets to measure; default: all ranks")
     words("--lengths", whole_number, [1_000_000], metavar="N", help="n; default: 1000000")
@@ -84,10 +98,14 @@ def parser() -> argparse.ArgumentParser:
         type=natural,
         help="of all ranks together, where one machine emulates hosts",
     )
-    add("--interface", help="network interface whose sent bytes to note, as eth0")
-    add("--seed", type=int, default=0)
-    add("--json", type=Path, help="file to write")
-    add("--plot", type=Path, help="SVG to write; default: next to the JSON")
+    add(
+        "--interface",
+        type=as_argument(known_interface),
+        help="network interface whose sent bytes to note, as eth0",
+    )
+    add("--seed", type=as_argument(from_zero), default=0)
+    add("--json", type=as_argument(output_file), help="file to write")
+    add("--plot", type=as_argument(output_file), help="SVG to write; default: next to the JSON")
     printed = "measure nothing, print these JSON files' tables"
     words("--markdown", Path, metavar="FILE", help=printed)
     return described
@@ -105,6 +123,14 @@ def known_format(word: str) -> str:
     return word
 
 
+def known_interface(word: str) -> str:
+    """Return the name of a network interface that there is; ValueError for another."""
+    names = [name for _, name in socket.if_nameindex()]
+    if word not in names:
+        raise ValueError(f"must be one of {', '.join(names)} on this host, got {word!r}")
+    return word
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on this rank and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -117,22 +143,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gtopk bench collectives: {error}", file=sys.stderr)
         return 2
     plan = plan_of(options, given)
-    name = options.transport or default_transport()
-    if name == "local":
+    if (options.transport or carried_by(launched_by())) == "local":
         size = max(plan.ranks or (4,))
         found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(plan, t))
         deliver(found[0], options)
         return 0
-    return on_this_rank(name, plan, options)
+    return on_this_rank(plan, options)
 
 
-def on_this_rank(name: str, plan: Plan, options: argparse.Namespace) -> int:
+def on_this_rank(plan: Plan, options: argparse.Namespace) -> int:
     """Take part as one rank of a launcher's; a failure here ends the job."""
-    if name == "torch.distributed":
-        import torch.distributed
-
-        torch.distributed.init_process_group("gloo")
-    transport = open_transport(name, TIMEOUT_SECONDS)
+    transport = join(over=options.transport, timeout_seconds=TIMEOUT_SECONDS)
     try:
         results = run(plan, transport)
         if transport.rank == 0:
@@ -145,14 +166,6 @@ def on_this_rank(name: str, plan: Plan, options: argparse.Namespace) -> int:
         raise
     transport.leave("the benchmark is done")
     return 0
-
-
-def default_transport() -> str:
-    """Return the transport of the launcher that started this process."""
-    job = launched_by()
-    if job is None:
-        return "local"
-    return "torch.distributed" if job.launcher == "torchrun" else "mpi"
 
 
 def plan_of(options: argparse.Namespace, given: Sequence[str]) -> Plan:
@@ -180,11 +193,9 @@ def deliver(results: Results, options: argparse.Namespace) -> None:
     """Print the table; write the JSON and the picture."""
     print(table(results), flush=True)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     plot = options.plot or (options.json and options.json.with_suffix(".svg"))
     if plot:
-        plot.parent.mkdir(parents=True, exist_ok=True)
         plot.write_text(picture(results), encoding="utf-8")
 
 

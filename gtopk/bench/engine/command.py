@@ -12,6 +12,7 @@ from pathlib import Path
 from collectives.errors import PeerError
 from collectives.transports import Transport, local_world, run_ranks
 
+from ...arguments import as_argument, output_file
 from ...joining import join
 from ...launch import launched_by
 from ...machine import Machine, load, this_machine
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         may_be_none=True,
         help=f"of {', '.join(_GRADIENTS)}; default: all",
     )
-    described.add_argument("--json", type=Path, help="file to write")
+    described.add_argument("--json", type=as_argument(output_file), help="file to write")
     return described
 
 

@@ -8,12 +8,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from ... import world
-from ...arguments import as_argument, share
+from ...arguments import as_argument, output_file, share
 from .measure import Record, measure, ways
 from .networks import NETWORKS
 
@@ -34,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
         "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
     )
     described.add_argument("--rounds", type=int, default=20, help="timed; default: %(default)s")
-    described.add_argument("--json", type=Path, help="file to write the records to")
+    described.add_argument(
+        "--json", type=as_argument(output_file), help="file to write the records to"
+    )
     return described
 
 

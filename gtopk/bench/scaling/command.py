@@ -20,7 +20,7 @@ from collectives.planning.calibration import measure_network
 from collectives.transports import Transport
 
 from ... import world
-from ...arguments import above_zero, as_argument, number_in, share
+from ...arguments import above_zero, as_argument, number_in, output_file, share
 from ...heartbeat.address import own_address
 from ...launch import usable_cores
 from ...machine import load, this_machine
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--shared-cores", type=int, help="of all ranks together, where one machine emulates hosts")
     add("--interface", help="network interface whose sent bytes to note, as eth0")
-    add("--json", type=Path, help="file to write")
+    add("--json", type=as_argument(output_file), help="file to write")
     printed = "measure nothing, print these JSON files' tables"
     add_words(described, "--markdown", Path, metavar="FILE", help=printed)
     return described
@@ -112,7 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if world.current().rank == 0:
         print(table(results), flush=True)
         if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     world.shutdown()
     return 0

@@ -17,7 +17,7 @@ from collectives import kernels
 from collectives.kernels.device.timing import Row
 from collectives.kernels.device.timing import table as gpu_table
 
-from ...arguments import as_argument, share, whole_number
+from ...arguments import as_argument, output_file, share, whole_number
 from ...launch import usable_cores
 from ..words import add_words, one_of
 from .gpu import gpu_name, measure_on_gpu, why_no_gpu
@@ -53,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument(
         "--threads", type=int, default=usable_cores(), help="of the threaded one; default: cores"
     )
-    described.add_argument("--json", type=Path, help="file to write the records to")
+    described.add_argument(
+        "--json", type=as_argument(output_file), help="file to write the records to"
+    )
     return described
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...arguments import share
+from ...arguments import as_argument, output_file, share
 from ..selection.command import describe
 from ..words import add_words
 from .lists import Entries, from_file, trained, uniform
@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     files = ".npz: indices, values, length"
     add_words(described, "--files", Path, [], metavar="FILE", help=files)
     described.add_argument("--rounds", type=int, default=21, help="timed; default: %(default)s")
-    described.add_argument("--json", type=Path, help="file to write the records to")
+    described.add_argument(
+        "--json", type=as_argument(output_file), help="file to write the records to"
+    )
     return described
 
 

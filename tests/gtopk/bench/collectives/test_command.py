@@ -114,3 +114,45 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path, json_file: Path) -
     other.write_text(json.dumps(broken))
     with pytest.raises(ValueError, match="lacks seconds"):
         read(other)
+
+
+@pytest.mark.parametrize(
+    ("environ", "over"),
+    [
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, None),
+        ({"GTOPK_TRANSPORT": "torch.distributed"}, None),
+        ({}, "mpi"),
+    ],
+)
+def test_it_joins_as_a_training_does(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], over: str | None
+) -> None:
+    class JoinedError(Exception):
+        pass
+
+    def joined(**options: object) -> None:
+        assert options["over"] == over
+        raise JoinedError
+
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("gtopk.bench.collectives.command.join", joined)
+    with pytest.raises(JoinedError):
+        main(["--transport", over] if over else [])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--seed", "-1"], "--seed: must be a whole number, at least 0, got '-1'"),
+        (["--interface", "nope0"], "--interface: must be one of lo"),
+    ],
+)
+def test_what_it_cannot_do_it_says_at_once(
+    capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err
