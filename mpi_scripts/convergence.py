@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collectives import run_ranks
 from collectives.transports import Transport, local_world
 from gtopk import world
+from gtopk.arguments import as_argument, output_file
 from gtopk.optimizer import DistributedOptimizer
 from mpi_scripts.low_rank import LowRank
 from mpi_scripts.recipes import RECIPES, Recipe, Setting
@@ -204,7 +205,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=int, help="default: the task's")
     add("--losses", type=float, nargs="+", default=[], help="of training, to wait for")
     add("--jobs", type=int, default=1, help="seeds trained at a time, each on a core")
-    add("--json", type=Path, help="file to write the runs to")
+    add("--json", type=as_argument(output_file), help="file to write the runs to")
     options = parser.parse_args(arguments)
     if options.seeds < 2:
         parser.error("--seeds must be at least 2: one alone says nothing of the spread")

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
+from gtopk.arguments import as_argument, output_file
 from models.fully_connected import fully_connected
 from mpi_scripts.tables import TABLES, Table, open_table
 from mpi_scripts.unlike_ranks import REJECTED, flaws
@@ -203,8 +204,11 @@ def parse() -> argparse.Namespace:
     add("--seconds", type=float, default=20.0, help="of each mode and seed")
     add("--seeds", type=int, default=5)
     add("--calibration", type=int, default=20, help="batches of it")
-    add("--json", type=Path, help="write all runs")
-    return parser.parse_args()
+    add("--json", type=as_argument(output_file), help="write all runs")
+    options = parser.parse_args()
+    if options.file and options.data not in TABLES:
+        parser.error(f"--file is of --data {', '.join(TABLES)}, got --data {options.data}")
+    return options
 
 
 def main() -> int:

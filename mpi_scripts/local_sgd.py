@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collectives import run_ranks
 from collectives.transports import Transport, local_world
 from gtopk import world
+from gtopk.arguments import as_argument, output_file
 from gtopk.compression import Compression
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
 from gtopk.optimizer import DistributedOptimizer
@@ -102,7 +103,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--densities", type=float, nargs="+", default=[0.25, 0.05])
     add("--seeds", type=int, default=5, help="at least 2")
     add("--epochs", type=int, default=60)
-    add("--json", type=Path, help="file to write the runs to")
+    add("--json", type=as_argument(output_file), help="file to write the runs to")
     options = parser.parse_args(arguments)
     if options.seeds < 2:
         parser.error("--seeds must be at least 2: one alone says nothing of the spread")

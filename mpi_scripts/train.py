@@ -21,6 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd  # was: import horovod.torch as hvd
+from gtopk.arguments import as_argument, number_in, output_file
+from gtopk.compression import SparseCompression
 from mpi_scripts.arguments import Parser, at_least, on_every_rank
 from mpi_scripts.device import own_device
 from mpi_scripts.training.loop import AMP_DTYPES, Training, loss_scaler, train
@@ -28,6 +30,7 @@ from mpi_scripts.training.presets import PRESETS, Preset
 from mpi_scripts.training.task import Feed, Source
 
 DENSE: Final = ("none", "fp16", "bf16")
+WARM: Final = SparseCompression.warmup_from
 SPARSE: Final = ("topk", "gtopk", "oktopk", "hierarchical")
 
 
@@ -54,9 +57,9 @@ def parse() -> argparse.Namespace:
     sending.add_argument("--density", type=float, help="share of the entries sent")
     sending.add_argument(
         "--density-warmup-epochs",
-        type=float,
+        type=as_argument(number_in("[0, inf)")),
         default=0.0,
-        help="in which the density falls from 0.25 to its own",
+        help=f"in which the density falls from {WARM:g} to its own",
     )
     sending.add_argument(
         "--momentum-correction",
@@ -67,7 +70,9 @@ def parse() -> argparse.Namespace:
     run.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     run.add_argument("--checkpoint", type=Path, help="folder to save in, and to go on from")
     run.add_argument("--checkpoint-every", type=at_least(0), default=0, help="steps; 0: epochs")
-    run.add_argument("--log", type=Path, help="file for a line of JSON an epoch")
+    run.add_argument(
+        "--log", type=as_argument(output_file), help="file for a line of JSON an epoch"
+    )
     arguments = parser.parse_args()
     _require_one_source(arguments)
     _require_use(arguments)
@@ -84,6 +89,8 @@ def _require_one_source(arguments: argparse.Namespace) -> None:
             )
     elif arguments.dataset:
         raise ValueError(f"--dataset is for --preset digits: give {arguments.preset} --data FOLDER")
+    elif arguments.synthetic_samples and PRESETS[arguments.preset].is_at_hand:
+        raise ValueError(f"--synthetic-samples: {arguments.preset} trains on real data, always")
     if arguments.data and arguments.synthetic_samples:
         raise ValueError("give --data FOLDER or --synthetic-samples N, not both")
 
@@ -108,6 +115,10 @@ def _require_use(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{given} is for SGD; {arguments.preset} trains with AdamW")
     if arguments.momentum_correction and not _given(arguments.momentum, preset.momentum):
         raise ValueError(f"--momentum-correction needs a momentum, {arguments.preset} has none")
+    if arguments.workers and not preset.has_workers:
+        raise ValueError(f"--workers: {arguments.preset} reads on in one text, without any")
+    if arguments.density_warmup_epochs and _given(arguments.density, preset.density) >= WARM:
+        raise ValueError(f"--density-warmup-epochs begins at {WARM:g}: the density must be lower")
     if arguments.checkpoint_every and not arguments.checkpoint:
         raise ValueError("--checkpoint-every needs --checkpoint FOLDER to save in")
 

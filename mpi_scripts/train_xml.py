@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Sampler
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
+from gtopk.arguments import output_file
 from models.data.batches import SparseBatch, SparseDataset, as_batch
 from models.data.catalogue import shape_of
 from models.data.rows import LabelledRows
@@ -177,7 +178,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--out", type=Path, default=Path("report/xml"), help="folder")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    output_file(str(arguments.out / "train_xml.json"))
+    return arguments
 
 
 def prepare(arguments: argparse.Namespace) -> Training:
@@ -287,7 +290,6 @@ def main() -> None:
             "ranks": hvd.size(),
             **{name: str(value) for name, value in vars(arguments).items()},
         }
-        arguments.out.mkdir(parents=True, exist_ok=True)
         record = {"facts": facts, "curves": [curve.record() for curve in curves]}
         (arguments.out / "train_xml.json").write_text(json.dumps(record, indent=1))
         (arguments.out / "train_xml.html").write_text(page(facts, curves), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -63,10 +64,11 @@ class Tally:
     epoch: int = 0
     step: int = 0  # of the epoch
     steps_per_epoch: int = 0
-    loss_sum: float = 0.0  # over the epoch's steps
+    made: int = 0  # steps of the epoch: where ranks are more or fewer than they were, not `step`
+    loss_sum: float = 0.0  # over the steps made
     sent_bytes: int = 0  # since the begin of the training
     counted: bool = True  # MPI's own allreduce tells no one
-    seconds: float = 0.0  # of the epoch
+    seconds: float = 0.0  # of the steps made
 
     def go_on(self, steps_per_epoch: int) -> None:
         """Take the place in an epoch of so many steps that this was in one of others."""
@@ -76,7 +78,7 @@ class Tally:
 
     def next_epoch(self) -> Tally:
         """Return the begin of the next epoch."""
-        return replace(self, epoch=self.epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
+        return replace(self, epoch=self.epoch + 1, step=0, made=0, loss_sum=0.0, seconds=0.0)
 
 
 def loss_scaler(amp: str | None, device: torch.device) -> Any:
@@ -125,17 +127,19 @@ def train(training: Training) -> None:
             for group, rate in zip(optimizer.param_groups, base_rates, strict=True):
                 group["lr"] = rate * training.schedule(at)
             tally.loss_sum += _step(training, optimizer, batches)
-            tally.step, done = tally.step + 1, done + 1
+            tally.step, tally.made, done = tally.step + 1, tally.made + 1, done + 1
             tally.sent_bytes += optimizer.last_step.sent_bytes
             tally.counted &= optimizer.last_step.bytes_counted
             tally.seconds += time.perf_counter() - begun
             every = training.checkpoint_every
             if every and done % every == 0 and done < last:
                 _save(training, optimizer, tally, done)
-        _report(training, optimizer, tally)
+        _average_statistics(model)
+        ended = tally
         if tally.step == tally.steps_per_epoch:
             tally = tally.next_epoch()
-        _save(training, optimizer, tally, done)
+        _save(training, optimizer, tally, done)  # before anything that may fail
+        _report(training, optimizer, ended)
 
 
 def _step(training: Training, optimizer: Any, batches: Iterator[Any]) -> float:
@@ -202,12 +206,11 @@ def _save(training: Training, optimizer: Any, tally: Tally, done: int) -> None:
 @torch.no_grad()
 def _report(training: Training, optimizer: Any, tally: Tally) -> None:
     """Evaluate on all ranks, and let rank 0 say how it went."""
-    _average_statistics(training.model)
     training.model.eval()
     with _autocast(training):
         counts = training.task.count(training.model, training.device)
     totals = hvd.allreduce(torch.tensor(counts, dtype=torch.float64), op=hvd.Sum, name="counts")
-    loss = hvd.allreduce(torch.tensor(tally.loss_sum / max(tally.step, 1)), name="loss")
+    loss = hvd.allreduce(torch.tensor(tally.loss_sum / max(tally.made, 1)), name="loss")
     if hvd.rank() != 0:
         return
     scores, label = training.task.scores(totals.tolist()), training.task.label
@@ -224,18 +227,24 @@ def _report(training: Training, optimizer: Any, tally: Tally) -> None:
             **training.facts,
             "data": training.task.origin,
             "epoch": tally.epoch + 1,
-            "steps": tally.step,
-            "loss": float(loss),
-            **scores,
+            "steps": tally.made,
+            "loss": _or_null(float(loss)),
+            **{name: _or_null(score) for name, score in scores.items()},
             "sent_bytes": tally.sent_bytes,
             "bytes_counted": tally.counted,
             "skipped_steps": optimizer.skipped_steps,
             "seconds": tally.seconds,
         }
         with training.log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
+def _or_null(value: float) -> float | None:
+    """Return a number that JSON knows."""
+    return value if math.isfinite(value) else None
+
+
+@torch.no_grad()
 def _average_statistics(model: torch.nn.Module) -> None:
     """Make running means and variances those of all ranks, whose batches were others."""
     for name, buffer in model.named_buffers():

@@ -51,6 +51,7 @@ class Preset:
     batch_size: of a rank and backward pass; density: of the sparse methods.
     is_adam: AdamW, in place of SGD. momentum_correction: momentum before the selection, not after.
     clip_norm: of the agreed update; None: any.
+    is_at_hand: its data are real without --data; has_workers: processes may load its batches.
     """
 
     open: Callable[[Source, Feed], Task[Any]]
@@ -65,6 +66,8 @@ class Preset:
     density: float = 0.001
     momentum_correction: bool = False
     clip_norm: float | None = None
+    is_at_hand: bool = False
+    has_workers: bool = True
 
 
 PRESETS: Final = {
@@ -85,6 +88,7 @@ PRESETS: Final = {
         lr=0.05,
         density=0.02,
         momentum_correction=True,
+        is_at_hand=True,
     ),
     "resnet20-cifar10": Preset(
         open=open_cifar10,
@@ -131,6 +135,7 @@ PRESETS: Final = {
         # The authors' code has further falls at epochs 60 and 63, after the end of the run.
         momentum=0.0,
         clip_norm=0.25,
+        has_workers=False,
     ),
     "lstm-an4": Preset(
         open=open_an4,
@@ -153,5 +158,6 @@ PRESETS: Final = {
         weight_decay=0.1,
         is_adam=True,
         density=0.05,
+        is_at_hand=True,
     ),
 }

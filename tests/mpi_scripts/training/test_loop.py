@@ -41,7 +41,9 @@ def trained(monkeypatch, tmp_path, capsys):
 
         run_ranks(local_world(ranks), rank)
         capsys.readouterr()
-        return [json.loads(line) for line in log.read_text().splitlines()]
+        return [
+            json.loads(line, parse_constant=pytest.fail) for line in log.read_text().splitlines()
+        ]
 
     return run
 
@@ -83,6 +85,40 @@ def test_a_run_goes_on_on_another_number_of_ranks(trained, tmp_path: Path) -> No
     (second,) = trained(3, *kept)
     assert (second["epoch"], second["ranks"]) == (2, 3)
     assert second["accuracy"] > 0.3  # chance: 0.1
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_the_loss_of_an_epoch_on_changing_ranks_is_the_mean_of_its_steps(
+    trained, tmp_path: Path, before: int, after: int
+) -> None:
+    """With a rate of next to nothing every step has about the loss of the first weights."""
+    still = ["--compression", "none", "--lr", "1e-9", "--epochs", "1", "--batch-size", "40"]
+    (whole,) = trained(after, *still)
+    (other,) = trained(before, *still)
+    kept = [*still, "--checkpoint", str(tmp_path / "kept")]
+    trained(before, *kept, "--steps", "10")
+    (resumed,) = trained(after, *kept)
+    assert resumed["loss"] == pytest.approx(whole["loss"], rel=0.05)
+    assert resumed["steps"] == 10 + whole["steps"] - 10 * whole["steps"] // other["steps"]
+
+
+def test_a_training_that_diverges_is_logged_in_what_json_knows(trained, tmp_path: Path) -> None:
+    diverging = ["--compression", "none", "--lr", "1e30", "--epochs", "1", "--batch-size", "100"]
+    (record,) = trained(1, *diverging)
+    assert record["loss"] is None
+
+
+def test_an_epoch_is_saved_before_its_figures_are_written(
+    trained, tmp_path: Path, monkeypatch
+) -> None:
+    def fails(*of: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("mpi_scripts.training.loop._report", fails)
+    kept = tmp_path / "kept"
+    with pytest.raises(OSError, match="No space left"):
+        trained(1, "--epochs", "1", "--batch-size", "100", "--checkpoint", str(kept))
+    assert len(list(kept.iterdir())) == 1
 
 
 def test_two_passes_of_a_batch_are_one_of_twice_as_many(trained) -> None:
@@ -144,6 +180,17 @@ def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
             ["--preset", "lstm-ptb", "--momentum-correction"],
             "--momentum-correction needs a momentum, lstm-ptb has none",
         ),
+        (
+            ["--preset", "cnn-digits", "--synthetic-samples", "64"],
+            "--synthetic-samples: cnn-digits trains on real data, always",
+        ),
+        (["--preset", "lstm-ptb", "--workers", "8"], "--workers: lstm-ptb reads on in one text"),
+        (
+            ["--density", "0.5", "--density-warmup-epochs", "3"],
+            "--density-warmup-epochs begins at 0.25: the density must be lower",
+        ),
+        (["--density-warmup-epochs", "inf"], "--density-warmup-epochs: must lie in [0, inf)"),
+        (["--log", "/proc/nothing/log"], "--log: /proc/nothing/log cannot be written"),
         (["--checkpoint-every", "3"], "--checkpoint-every needs --checkpoint FOLDER"),
         *(
             (["--compression", kind, *option], f"--compression {kind} has no use for {option[0]}:")
