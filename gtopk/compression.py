@@ -249,6 +249,7 @@ class Hierarchical(SparseCompression):
 
     _: KW_ONLY
     across: str = "gtopk"  # or "oktopk"
+    growth: float = USUAL_GROWTH  # of gtopk across nodes
     # What is summed inside a node: each rank's "picks", or the whole gradients, "dense", of whose
     # sum the node picks (Shi et al. 2021, HiTopKComm). Dense: better picks, more bytes inside; on
     # the host only.
@@ -262,13 +263,22 @@ class Hierarchical(SparseCompression):
         super().__post_init__()
         check_choice("across", self.across, ("gtopk", "oktopk"))
         check_choice("inside", self.inside, ("picks", "dense"))
+        check_widening("growth", self.growth)
         if self.node_size is not None:
             check_count("node_size", self.node_size)
             if self.node_size == 0:
                 raise ValueError("node_size must be at least 1, got 0; None takes hosts for nodes")
 
+    def widening(self) -> float:
+        return self.growth if self.across == "gtopk" else 1.0
+
+    def widened(self, widening: float) -> SparseCompression:
+        return replace(self, growth=widening)
+
     def options(self, k: int, length: int) -> dict[str, Any]:
-        return {"across": self.across} | ({"regions": Regions()} if self.across == "oktopk" else {})
+        if self.across == "oktopk":
+            return {"across": self.across, "regions": Regions()}
+        return {"across": self.across, "growth": self.growth}
 
     def nodes(self, transport: Transport) -> list[list[int]]:
         """Return the ranks of every node; all ranks call it together."""

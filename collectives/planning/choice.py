@@ -22,13 +22,17 @@ from ..wire import Format
 from .calibration import Calibration
 from .lag import WITHOUT_END, Training
 from .network import Network
-from .prediction import Candidate, Prediction, predict
+from .prediction import USUAL_WIDENINGS, Candidate, Prediction, predict
 
 # Dense is the baseline; gtopk-tree does what gtopk does in twice the rounds, and is never offered.
 SPARSE: Final = ("topk-allgather", "gtopk", "oktopk", "hierarchical")
 # Entries of the update over those selected, by algorithm; 1 for the others. Twice as many cost
 # gtopk nothing on the wire, where ranks are a power of two.
-WIDENINGS: Final[Mapping[str, Sequence[float]]] = {"gtopk": (1.0, 2.0, 4.0), "oktopk": (1.0, 4.0)}
+WIDENINGS: Final[Mapping[str, Sequence[float]]] = {
+    "gtopk": (1.0, 2.0, 4.0),
+    "oktopk": (1.0, 4.0),
+    "hierarchical": (USUAL_WIDENINGS["hierarchical"],),
+}
 LARGEST_DENSITY: Final = 0.5  # beyond, indices alone cost what dense does
 LEAST_DENSITY: Final = 1e-4  # what a budget of time does not go below: little would be learnt
 SAME: Final = 1.05  # costs apart by less are taken for the same
@@ -91,8 +95,9 @@ def choose(
         Candidate(algorithm, 1.0 / length, format, widening)
         for algorithm in offered(calibration.network)
         for format in formats
-        for widening in WIDENINGS.get(algorithm, (1.0,))
-        if widening == 1.0 or widening < calibration.network.ranks
+        for widenings in [WIDENINGS.get(algorithm, (1.0,))]
+        for widening in widenings
+        if widening == widenings[0] or widening < calibration.network.ranks
     ]
     found = [
         expected(replace(candidate, density=density))

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from ..algorithms.growth import USUAL_GROWTH
 from ..wire import EXACT, Format
 from .bucket import Bucket
 from .formats import message_bytes
@@ -24,7 +25,9 @@ from .rates import Rates
 from .schedules import SCHEDULES, Order, Round, surplus
 
 # What the algorithms call it.
-WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out"}
+WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out", "hierarchical": "growth"}
+# What a Compression does unless one says otherwise; 1 where there is no such option.
+USUAL_WIDENINGS: Final = {"gtopk": USUAL_GROWTH, "hierarchical": USUAL_GROWTH}
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Candidate:
     """One way to reduce the gradients.
 
     density:  share of the elements that a rank selects; dense sends all, whatever it says.
-    widening: entries of the update over those selected: gtopk's growth, oktopk's k_out / k.
+    widening: entries of the update over those selected: gtopk's growth, also between nodes;
+              oktopk's k_out / k.
     """
 
     algorithm: str
@@ -52,8 +56,8 @@ class Candidate:
 
     @property
     def wider(self) -> str:
-        """Return " growth=2", say, by the algorithm's own word; nothing where it is not wider."""
-        if self.widening == 1.0:
+        """Return " growth=4", say, by the algorithm's own word; nothing where it is as usual."""
+        if self.widening == USUAL_WIDENINGS.get(self.algorithm, 1.0):
             return ""
         return f" {WIDENING_OPTIONS[self.algorithm]}={self.widening:g}"
 

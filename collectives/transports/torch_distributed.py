@@ -83,7 +83,7 @@ class TorchDistributedTransport(Carrier):
         torch = import_torch()
         super().__init__(rank, size)
         self._torch = torch
-        self._store = store
+        self.store = store  # where the ranks have met
         self._hosts = hosts = _meet(store, rank, size, start_timeout_seconds)
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
@@ -288,7 +288,7 @@ class TorchDistributedTransport(Carrier):
         return self._neighbours
 
     def counter_on(self, stream: Transport) -> StoreCounter:
-        return StoreCounter(self._store, self.name_counter(stream), stream)
+        return StoreCounter(self.store, self.name_counter(stream), stream)
 
     def library(self) -> str:
         return f"gloo of torch {self._torch.__version__}"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from collectives.algorithms.growth import USUAL_GROWTH
 from collectives.cost import Link, break_even_bits_per_second
 from collectives.planning import (
     Budget,
@@ -20,8 +18,7 @@ from collectives.planning import (
     predict,
 )
 from collectives.planning.choice import SPARSE, offered
-
-_USUAL: Final = {"gtopk": USUAL_GROWTH}  # widenings, as Compression.gtopk has them
+from collectives.planning.prediction import USUAL_WIDENINGS
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ def _in_quickest_format(
     return min(
         (
             predict(
-                Candidate(algorithm, cluster.density, format, _USUAL.get(algorithm, 1.0)),
+                Candidate(algorithm, cluster.density, format, USUAL_WIDENINGS.get(algorithm, 1.0)),
                 cluster.length,
                 cluster.network,
                 rates,

@@ -44,7 +44,7 @@ _TURN_SECONDS: Final = 0.5
 class Reduction(NamedTuple):
     """What is recorded: `selected` of `length` values on each rank; dense: all of them.
 
-    growth: gtopk's.
+    growth: of gtopk, also between nodes.
     """
 
     algorithm: str
@@ -103,8 +103,8 @@ def _record(reduction: Reduction) -> Trace:
     if reduction.algorithm == "hierarchical":
         step = reduction.ranks_per_node
         options = {"nodes": [list(ranks[first : first + step]) for first in ranks[::step]]}
-    elif reduction.algorithm == "gtopk":
-        options = {"growth": reduction.growth}
+    if reduction.algorithm in ("gtopk", "hierarchical"):
+        options["growth"] = reduction.growth
 
     def program(transport: LocalTransport) -> list[Event]:
         assert isinstance(transport, Recorder)

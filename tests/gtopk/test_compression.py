@@ -91,7 +91,7 @@ def test_every_option_is_among_the_facts():
     facts = Compression.gtopk(0.5, momentum_correction=0.9).facts()
     assert facts == (
         "gtopk density=0.5 momentum_correction=0.9 dense=() dense_vectors=False dense_under=0 "
-        "wire=blocks values=exact warmup_steps=0 warmup_from=0.25 growth=1.0 put_back=owners "
+        "wire=blocks values=exact warmup_steps=0 warmup_from=0.25 growth=2.0 put_back=owners "
         "pieces=1"
     )
     assert Compression.auto(hide_behind_backward=True).facts() == (

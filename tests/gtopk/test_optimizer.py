@@ -175,8 +175,11 @@ def test_the_update_of_gtopk_holds_k_coordinates_and_of_topk_up_to_k_per_rank(th
             return optimizer.last_step
 
     size, k = 4, round(103 * 0.05)
-    for report in threads(size, lambda t: last_step(t, Compression.gtopk(0.05))):
+    for report in threads(size, lambda t: last_step(t, Compression.gtopk(0.05, growth=1.0))):
         assert (report.selected, report.updated) == (k, k)
+    for report in threads(size, lambda t: last_step(t, Compression.gtopk(0.05))):
+        assert report.selected == k
+        assert k < report.updated <= 2 * k
     for report in threads(size, lambda t: last_step(t, Compression.topk(0.05))):
         assert report.selected == k
         assert k < report.updated <= k * size

@@ -8,13 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as distributed
 
+from collectives.transports import Transport
 from collectives.vector import Array
 
 
 class GlooLibrary:
     """Gloo's blocking calls on some of the default group's ranks; all of its ranks must make it."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+        """transport: torch.distributed's, of all ranks; where they have met they meet again."""
+        if not distributed.is_initialized():
+            met: Any = transport
+            store = distributed.distributed_c10d.PrefixStore("gtopk.bench", met.store)
+            distributed.init_process_group(
+                "gloo", store=store, rank=transport.rank, world_size=transport.size
+            )
         self.name = f"gloo of torch {torch.__version__}"
         self._ranks = ranks
         self._group: Any = distributed.new_group(list(ranks), backend="gloo")

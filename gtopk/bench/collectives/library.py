@@ -118,7 +118,7 @@ def open_library(transport: Transport, ranks: Sequence[int]) -> Reckoning:
     elif transport.name == "torch.distributed":
         from .gloo_library import GlooLibrary
 
-        library = GlooLibrary(ranks)
+        library = GlooLibrary(transport, ranks)
     else:
         library = OfTransport(transport.subset(ranks) if transport.rank in ranks else transport)
     place = ranks.index(transport.rank) if transport.rank in ranks else 0

@@ -64,9 +64,10 @@ def test_the_bytes_are_those_of_the_algorithms(shown):
     assert dense["bytes_per_step"] == pytest.approx(2 * 2 / 3 * n * 4, rel=1e-3)
     entry_bytes = 2 + 4  # a 16-bit offset and a float32; the blocks' counts take less than 1 %
     assert topk["bytes_per_step"] == pytest.approx(2 * k * entry_bytes, rel=0.01)
-    # Of 3 ranks, rank 2 hands its picks to rank 0 and gets the result: 4 lists in all.
-    assert gtopk["bytes_per_step"] == pytest.approx(4 / 3 * k * entry_bytes, rel=0.02)
-    assert equal["bytes_per_step"] == pytest.approx(topk["bytes_per_step"], rel=0.02)
+    # Of 3 ranks, rank 2 hands its picks to rank 0 and gets the result, of up to twice as many: five
+    # lists in all, less what ranks have picked alike.
+    assert 4.2 / 3 < gtopk["bytes_per_step"] / (k * entry_bytes) < 5 / 3
+    assert 0.85 < equal["bytes_per_step"] / topk["bytes_per_step"] < 1.02
 
 
 def test_it_shows_a_table_and_progress_without_a_terminal(shown):
