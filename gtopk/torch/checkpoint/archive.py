@@ -30,6 +30,7 @@ from .files import (
     list_parts,
     name_of,
     parts_of,
+    read_json,
     read_part,
     remove_checkpoints,
     write_part,
@@ -103,15 +104,28 @@ class Archive:
         No number is used twice: two attempts at one, each with some of its parts, would else make
         a whole one.
         """
-        mine = [tuple(part) for part in list_parts(self.folder)]
-        seen: list[list[tuple[int, int, int, str]]] = allgather_object(mine, "checkpoint.parts")
-        self._holders: dict[Part, list[int]] = {}
-        for holder, parts in enumerate(seen):
-            for part in parts:
-                self._holders.setdefault(Part(*part), []).append(holder)
+        self._holders = self._list()
         self._next = 1 + max((part.number for part in self._holders), default=0)
         self._attempt: str = broadcast_object(secrets.token_hex(8), name="checkpoint.attempt")
         self._whole = sorted(number for number, *_, absent in self._candidates() if not absent)
+        # Never removed: where nothing is whole, lost files may be brought back; what cannot be
+        # read now may be readable later.
+        self._spared = set() if self._whole else self._numbers()
+
+    def _list(self) -> dict[Part, list[int]]:
+        """Return which ranks see each part that is there."""
+        mine = on_all(
+            lambda: [tuple(part) for part in list_parts(self.folder)],
+            f"{self.folder} cannot be listed",
+        )
+        holders: dict[Part, list[int]] = {}
+        for holder, parts in enumerate(allgather_object(mine, "checkpoint.parts")):
+            for part in parts:
+                holders.setdefault(Part(*part), []).append(holder)
+        return holders
+
+    def _numbers(self) -> set[int]:
+        return {part.number for part in self._holders}
 
     def _candidates(self) -> list[tuple[int, int, int, list[Part]]]:
         """Return number, step, ranks and what is absent of all checkpoints, the newest first."""
@@ -121,8 +135,31 @@ class Archive:
     def find(self) -> Found | None:
         """Return the newest checkpoint that is whole; None: none was ever finished.
 
-        Raises CheckpointError, on every rank alike, where all that were are damaged.
+        Raises CheckpointError, on every rank alike, where all that were are damaged, or lack files.
         """
+        found, problems = self._newest()
+        while found is None and self._list() != self._holders:
+            self.look()  # a job that writes here has finished newer ones, and removed these
+            found, problems = self._newest()
+        if found is not None:
+            self.number = found.number
+            if rank() == 0:
+                say(
+                    f"going on from checkpoint {found.number} (step {found.step}) in "
+                    f"{self.folder}, made by {found.ranks} rank{'s' * (found.ranks > 1)}, on "
+                    f"{size()}"
+                )
+            return found
+        self._spared = self._numbers()
+        if problems := problems + self._lost():
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(problems)}. Begin anew in "
+                "another folder, or bring undamaged files back"
+            )
+        return None
+
+    def _newest(self) -> tuple[Found | None, list[str]]:
+        """Read the newest that is whole; or say what is damaged of those that have all parts."""
         damaged: list[str] = []
         for number, step, ranks, absent in self._candidates():
             if absent:
@@ -134,19 +171,33 @@ class Archive:
                 self._whole.remove(number)
                 damaged.append(problem)
                 continue
-            self.number = number
-            if rank() == 0:
-                say(
-                    f"going on from checkpoint {number} (step {step}) in {self.folder}, made by "
-                    f"{ranks} rank{'s' * (ranks > 1)}, on {size()}"
-                )
-            return found
-        if damaged:
-            raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}. Begin anew in "
-                "another folder, or bring undamaged files back"
-            )
-        return None
+            return found, []
+        return None, damaged
+
+    def _lost(self) -> list[str]:
+        """Return what was lost of checkpoints that lack parts, where nothing is whole.
+
+        A part tells whether one was whole before it: that was not removed until a newer one was, so
+        files of either are gone. If none was, writing was broken off each time, and nothing is
+        lost.
+        """
+        lacking = {tuple(of): absent for *of, absent in self._candidates() if absent}
+        before, problem = 0, ""
+        try:
+            for part, holders in self._holders.items():
+                if part[:3] in lacking and holders[0] == rank():
+                    before = max(before, read_json(self.folder, part)[0].before)
+        except (OSError, DamagedError, FormatError) as error:
+            problem = str(error)
+        told = allgather_object((before, _told(problem)), "checkpoint.before")
+        problems = _by_rank([problem for _, problem in told])
+        lost = [problems] if problems else []
+        if any(before for before, _ in told):
+            lost += [
+                f"checkpoint {number} lacks {', '.join(part.file for part in absent[:3])}"
+                for (number, *_), absent in lacking.items()
+            ]
+        return lost
 
     def _pass_over(self, number: int, why: str) -> None:
         if rank() == 0:
@@ -162,6 +213,7 @@ class Archive:
         contents: dict[Part, Content] = {}
         owned: list[Owned] = []
         problem = refusal = ""
+        unread = False
         try:
             for part, place in mine.items():
                 contents[part] = content = read_part(self.folder, part)
@@ -170,15 +222,19 @@ class Archive:
                     owned.append(Owned(place, state))
         except FormatError as error:
             refusal = str(error)
-        except (OSError, DamagedError, RecursionError) as error:
+        except OSError as error:
+            problem, unread = str(error), True
+        except (DamagedError, RecursionError) as error:
             problem = str(error)
         attempts = {content.attempt for content in contents.values()}
         told = allgather_object(
-            (_told(problem), _told(refusal), sorted(attempts)), "checkpoint.read"
+            (_told(problem), _told(refusal), unread, sorted(attempts)), "checkpoint.read"
         )
-        if refusals := _by_rank([refusal for _, refusal, _ in told]):
+        if any(unread for _, _, unread, _ in told):
+            self._spared.add(number)
+        if refusals := _by_rank([refusal for _, refusal, *_ in told]):
             raise CheckpointError(f"{refusals}; load it with the version of gtopk that saved it")
-        if problems := _by_rank([problem for problem, _, _ in told]):
+        if problems := _by_rank([problem for problem, *_ in told]):
             return None, problems
         if len({attempt for *_, attempts in told for attempt in attempts}) > 1:
             return None, f"the files of checkpoint {number} are of several attempts"
@@ -201,11 +257,13 @@ class Archive:
         if rank() == 0:
             parts.append((ALL, snapshot.replicated))
         ranks, step, attempt, folder = size(), snapshot.step, self._attempt, self.folder
+        before = max(self._whole, default=0)
 
         def write_own() -> str:
             try:
                 for name, state in parts:
-                    write_part(folder, Part(number, step, ranks, name), Content(attempt, state))
+                    part, content = Part(number, step, ranks, name), Content(attempt, state, before)
+                    write_part(folder, part, content)
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 return str(error) or type(error).__name__
             return ""
@@ -213,7 +271,7 @@ class Archive:
         return Writing(path, number, (run or _at_once)(write_own))
 
     def finish(self, writing: Writing) -> Path:
-        """Return when a checkpoint is whole, and remove the oldest.
+        """Return when a checkpoint is whole, and remove the oldest, and what was broken off.
 
         Raises CheckpointError, on every rank alike, when a rank could not write its part; what the
         others wrote is removed.
@@ -222,7 +280,8 @@ class Archive:
         if not any(problems):
             self.number = writing.number
             self._whole = [*self._whole, writing.number][-self.kept :]
-        remove_checkpoints(self.folder, lambda n: n < self._next and n not in self._whole)
+        stay = {*self._whole, *self._spared}
+        remove_checkpoints(self.folder, lambda number: number < self._next and number not in stay)
         if failures := _by_rank(problems):
             last = f"checkpoint {self.number} is whole" if self.number else "there is no other"
             raise CheckpointError(

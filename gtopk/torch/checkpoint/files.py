@@ -11,6 +11,7 @@ A part is there when its JSON is: that holds the size and the SHA-256 of its ten
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import operator
@@ -18,7 +19,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, SupportsIndex
@@ -57,10 +58,15 @@ class Part(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a part holds. attempt: a word that all parts of one checkpoint share."""
+    """What a part holds.
+
+    attempt: a word that all parts of one checkpoint share.
+    before: the number of the newest that was whole when this one was begun; 0: none was.
+    """
 
     attempt: str
     state: Taken
+    before: int = 0
 
 
 def whole_number(name: str, value: SupportsIndex, least: int) -> int:
@@ -93,13 +99,25 @@ def parts_of(number: int, step: int, ranks: int) -> list[Part]:
 
 
 def list_parts(folder: Path) -> list[Part]:
-    """Return the parts that are there."""
-    return [
-        Part(int(of[1]), int(of[2]), int(match[2]), match[1])
-        for path, of in _checkpoints(folder)
-        for file in path.iterdir()
-        if (match := _FILE.fullmatch(file.name))
-    ]
+    """Return the parts that are there; a job may be writing to the folder."""
+    parts = []
+    for path, of in _checkpoints(folder):
+        try:
+            files = os.listdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            continue  # the job has removed it: a newer one is whole
+        found = filter(None, map(_FILE.fullmatch, files))
+        parts += [Part(int(of[1]), int(of[2]), int(file[2]), file[1]) for file in found]
+    return parts
+
+
+def whole_ones(parts: Iterable[Part]) -> list[Part]:
+    """Return the part "all" of each checkpoint that has all its parts, the newest first."""
+    there = set(parts)
+    shared = sorted((part for part in there if part.name == ALL), reverse=True)
+    return [part for part in shared if there.issuperset(parts_of(*part[:3]))]
 
 
 def remove_checkpoints(folder: Path, unwanted: Callable[[int], bool]) -> None:
@@ -127,6 +145,7 @@ def write_part(folder: Path, part: Part, content: Content) -> None:
     record = {
         "format": FORMAT,
         "attempt": content.attempt,
+        "before": content.before,
         "step": part.step,
         "ranks": part.ranks,
         "name": part.name,
@@ -223,6 +242,19 @@ def read_part(folder: Path, part: Part) -> Content:
 
     Raises OSError, DamagedError or FormatError; the latter two name the file.
     """
+    content, told = read_json(folder, part)
+    if told is None:
+        return content
+    path = (folder / part.file).with_suffix(".safetensors")
+    with naming(path):
+        return content._replace(state=Taken(content.state.tree, read_tensors(path, told)))
+
+
+def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
+    """Return what a part holds but for its tensors, and what it tells of their file; None: none.
+
+    Raises as `read_part` does.
+    """
     path = folder / part.file
     with naming(path):
         record = unseal(read_file(path, _MOST_JSON_BYTES))
@@ -231,17 +263,15 @@ def read_part(folder: Path, part: Part) -> Content:
                 raise FormatError(
                     f"its format is {record['format']!r}, and this version of gtopk reads {FORMAT}"
                 )
-            attempt, tree, told = str(record["attempt"]), record["state"], record["tensors"]
+            attempt, before = str(record["attempt"]), operator.index(record.get("before", 0))
+            content = Content(attempt, Taken(record["state"], {}), before)
+            told = record["tensors"]
             of = Part(part.number, record["step"], record["ranks"], record["name"])
         except (KeyError, TypeError) as error:
             raise DamagedError(f"it lacks {error}") from None
         if of != part:
             raise DamagedError(f"it is {of.file}")
-    if told is None:
-        return Content(attempt, Taken(tree, {}))
-    path = path.with_suffix(".safetensors")
-    with naming(path):
-        return Content(attempt, Taken(tree, read_tensors(path, told)))
+    return content, told
 
 
 def read_tensors(path: Path, told: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import socket
@@ -13,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gtopk.torch as hvd
+from gtopk.torch.checkpoint import archive as archives
 from gtopk.torch.checkpoint.archive import Archive, Snapshot
 from gtopk.torch.checkpoint.errors import CheckpointError
 from gtopk.torch.checkpoint.files import list_parts, seal, unseal
@@ -133,6 +136,107 @@ def test_where_none_was_ever_finished_there_is_none(ranks, tmp_path, capfd):
         path.unlink()
     assert ranks(2, find(tmp_path)) == [None, None]
     assert "rank-0-of-2.json not there" in capfd.readouterr().err
+
+
+def test_however_often_it_was_killed_before_its_first_was_whole_it_begins_at_the_beginning(
+    ranks, tmp_path
+):
+    def killed(rank):
+        archive = Archive(tmp_path, 2)
+        assert archive.find() is None
+        if rank == 1:  # rank 0 gets no further
+            archive.write(snapshot(rank, "x"))
+
+    for _ in range(3):
+        ranks(2, killed)
+    assert numbers(tmp_path) == [1, 2, 3]
+    assert ranks(2, find(tmp_path)) == [None, None]
+
+
+@pytest.mark.parametrize("saved", ["ab", "abc"])
+def test_where_a_hosts_files_are_lost_nobody_begins_anew_unasked(ranks, tmp_path, saved):
+    """A host was replaced, or a copy left a rank's files out; each run saved some of them."""
+
+    def first(rank):
+        for value in saved:
+            write(tmp_path / str(rank), rank, value)
+
+    def then(rank):
+        archive = Archive(tmp_path / str(rank), 2)
+        with pytest.raises(CheckpointError) as error:
+            archive.find()
+        archive.finish(archive.write(snapshot(rank, "new")))
+        return str(error.value).replace(str(archive.folder), "F")
+
+    ranks(2, first)
+    there = numbers(tmp_path / "0")
+    shutil.rmtree(tmp_path / "1")
+    said, other = ranks(2, then)
+    assert said == other
+    assert said.startswith("no checkpoint in F is whole: checkpoint ")
+    for number in there:
+        lost = f"checkpoint-{number:08d}-step-10/rank-1-of-2.json"
+        assert f"checkpoint {number} lacks {lost}" in said
+    assert numbers(tmp_path / "0") == [*there, len(saved) + 1]  # they may still be brought back
+
+
+def test_what_cannot_be_read_now_is_passed_over_and_stays(ranks, tmp_path, monkeypatch, capfd):
+    """A file server that fails for a moment damages nothing."""
+    ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
+    read = archives.read_part
+
+    def failing(folder, part):
+        if (part.number, part.name) == (2, "rank-1"):
+            raise OSError(errno.EIO, "Input/output error", part.file)
+        return read(folder, part)
+
+    def go_on(rank):
+        archive = Archive(tmp_path, 1)
+        found = archive.find()
+        archive.finish(archive.write(snapshot(rank, "x")))
+        return found
+
+    monkeypatch.setattr(archives, "read_part", failing)
+    assert value_of(ranks(2, go_on)[0]) == "old"
+    assert re.search(r"checkpoint 2 .* rank 1 .*Input/output error", capfd.readouterr().err)
+    assert numbers(tmp_path) == [2, 3]
+
+
+def test_who_reads_while_a_job_writes_takes_what_it_finished_meanwhile(
+    ranks, tmp_path, monkeypatch
+):
+    read = archives.read_part
+    moves = iter(["newer"])
+
+    def job_moves_on(folder, part):
+        for value in moves:
+            write(tmp_path, 0, value, value)
+        return read(folder, part)
+
+    def program(rank):
+        write(tmp_path, rank, "old")
+        reader = Archive(tmp_path, 2)
+        monkeypatch.setattr(archives, "read_part", job_moves_on)
+        found = reader.find()
+        return found.number, value_of(found)
+
+    assert ranks(1, program) == [(3, "newer")]
+
+
+def test_a_folder_that_one_rank_cannot_list_is_said_on_every_rank(ranks, tmp_path, monkeypatch):
+    listed = archives.list_parts
+
+    def failing(folder):
+        if hvd.rank() == 1:
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        return listed(folder)
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match=r"cannot be listed: rank 1 .*Input/output"):
+            Archive(tmp_path, 2)
+
+    monkeypatch.setattr(archives, "list_parts", failing)
+    ranks(2, program)
 
 
 def test_a_later_format_is_refused_and_stays(ranks, tmp_path):

@@ -46,11 +46,11 @@ def files_of(folder, part=PART):
 def test_what_is_written_is_listed_and_read(tmp_path):
     parts = parts_of(3, 7, 2)
     for number, part in enumerate(parts):
-        write_part(tmp_path, part, content(number))
+        write_part(tmp_path, part, content(number)._replace(before=number))
     assert sorted(list_parts(tmp_path)) == sorted(parts)
     for number, part in enumerate(parts):
-        attempt, state = read_part(tmp_path, part)
-        assert attempt == "word"
+        attempt, state, before = read_part(tmp_path, part)
+        assert (attempt, before) == ("word", number)
         assert state.tree == {"lr": 0.5, "weight": {"$tensor": "weight"}}
         assert torch.equal(state.tensors["weight"], torch.full((300,), float(number)))
 
@@ -127,6 +127,21 @@ def test_a_file_of_another_format_is_told_from_a_damaged_one(tmp_path):
     path.write_bytes(seal({**unseal(path.read_bytes()), "format": 2}))
     with pytest.raises(FormatError, match=r"rank-1-of-2\.json: its format is 2, .* reads 1"):
         read_part(tmp_path, PART)
+
+
+def test_what_a_running_job_removes_meanwhile_is_not_there(tmp_path, monkeypatch):
+    for number in (1, 2):
+        write_part(tmp_path, PART._replace(number=number), content())
+    listed = files._checkpoints
+
+    def and_then_goes(folder):
+        for path, match in listed(folder):
+            if int(match[1]) == 1:
+                shutil.rmtree(path)
+            yield path, match
+
+    monkeypatch.setattr(files, "_checkpoints", and_then_goes)
+    assert list_parts(tmp_path) == [PART._replace(number=2)]
 
 
 def limited(write):
