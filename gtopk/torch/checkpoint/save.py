@@ -56,6 +56,14 @@ class _Opened(NamedTuple):
     archive: Archive
     under_way: list[Saving]
 
+    def settle(self) -> None:
+        """Return when nothing is under way; all ranks call it together.
+
+        Raises CheckpointError, on every rank alike, when a rank could not write its part.
+        """
+        while self.under_way:
+            self.under_way.pop().wait()
+
 
 # Of each world, by folder, whatever path leads there: its numbers go on from save to save.
 _opened: WeakKeyDictionary[world.World, dict[Path, _Opened]] = WeakKeyDictionary()
@@ -85,36 +93,44 @@ def save_checkpoint(
     step: how far the training is, for `load_latest` to return; an integer, the same on all ranks.
     keep: how many checkpoints stay in the folder; at least 1.
     asynchronous: return once the state is copied, and write while training goes on. What became of
-        it is said by the next save, or by `wait()` of what is returned.
+        it is said by the next save, once that is written, or by `wait()` of what is returned.
     others: further things by name: with state_dict() (schedulers, a GradScaler), or plain data.
 
     The generators of torch, NumPy and Python are saved, too. A folder may be shared by all hosts,
     or each host's own. No pickle is written unless GTOPK_ALLOW_PICKLE=1 and there is plain data of
     a type that gtopk.objects does not know.
     Raises CheckpointError, on every rank alike, when one cannot write: the checkpoint before is
-    still there, and training may go on. TypeError for a keep or step that is no integer, ValueError
+    still there, and training may go on. So it is where an asynchronous save before this one failed;
+    this one is written all the same. TypeError for a keep or step that is no integer, ValueError
     for one out of its range, or a step that is not the same on all ranks.
     """
     step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
     if hasattr(loader, "drain"):
         loader.drain()  # first: other ranks may be in the loader until they drain, too
     opened = _open(Path(folder), keep)
-    while opened.under_way:
-        opened.under_way.pop().wait()
-    taken, own = on_all(
-        lambda: take(model, optimizer, loader, others, copy=asynchronous),
-        f"what is to be saved in {folder} at step {step} has no state to save",
-    )
-    alike = should_agree(model, [optimizer, *others.values()])
-    writing = opened.archive.write(
-        snapshot(step, taken, own, alike, asynchronous), _later if asynchronous else None
-    )
-    saving = Saving(opened.archive, writing)
-    if asynchronous:
-        opened.under_way.append(saving)
-    else:
-        saving.wait()
-    return saving
+
+    def save() -> Saving:
+        taken, own = on_all(
+            lambda: take(model, optimizer, loader, others, copy=asynchronous),
+            f"what is to be saved in {folder} at step {step} has no state to save",
+        )
+        alike = should_agree(model, [optimizer, *others.values()])
+        writing = opened.archive.write(
+            snapshot(step, taken, own, alike, asynchronous), _later if asynchronous else None
+        )
+        saving = Saving(opened.archive, writing)
+        if asynchronous:
+            opened.under_way.append(saving)
+        else:
+            saving.wait()
+        return saving
+
+    try:
+        opened.settle()
+    except CheckpointError as earlier:  # said after this one is written: there may be no other
+        now = f"{save().path.name} is {'under way' if asynchronous else 'whole'} now"
+        raise CheckpointError(f"{earlier}; {now}") from earlier
+    return save()
 
 
 def load_latest(
@@ -132,15 +148,15 @@ def load_latest(
     where a rank's part of it is damaged, all pass it over, and say which file and why.
 
     generators: whether random numbers go on as they would have.
-    On as many ranks as saved it, the run goes on to the bit. On others every rank gets rank 0's
+    On as many ranks as saved it, the run goes on to the bit, but for what is chosen by measurement
+    (`Compression.auto`, values="auto", batch sizes). On others every rank gets rank 0's
     state, and the sum over the ranks of what their optimizers hold back stays; the log says what
     this one has of it, and generators go on where there is a rank of the same number.
     Raises CheckpointError, on every rank alike, where checkpoints were finished and all of them are
     damaged; ValueError where one does not hold what is asked for.
     """
     opened = _open(Path(folder))
-    while opened.under_way:
-        opened.under_way.pop().wait()
+    opened.settle()
     opened.archive.look()
     found = opened.archive.find()
     if found is None:

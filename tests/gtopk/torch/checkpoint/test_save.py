@@ -367,6 +367,25 @@ def test_plain_models_and_optimizers_do(ranks, tmp_path):
     ranks(1, program)
 
 
+def test_tensors_that_differ_in_shape_or_dtype_alone_are_each_ranks_own(ranks, tmp_path):
+    mine = [
+        {"shape": torch.zeros(2, 3), "none": torch.zeros(0, 4), "dtype": torch.zeros(1)},
+        {"shape": torch.zeros(3, 2), "none": torch.zeros(4, 0), "dtype": torch.zeros(1).int()},
+    ]
+
+    def first(rank):
+        save_checkpoint(tmp_path, None, None, **mine[rank])
+
+    def then(rank):
+        return load_latest(tmp_path, None, generators=False).values
+
+    ranks(2, first)
+    for loaded, saved in zip(ranks(2, then), mine, strict=True):
+        assert {n: (t.dtype, t.shape) for n, t in loaded.items()} == {
+            n: (t.dtype, t.shape) for n, t in saved.items()
+        }
+
+
 def test_parameters_that_differ_are_saved_and_said(ranks, tmp_path, caplog):
     def program(rank, load):
         model = torch.nn.Linear(2, 2)
@@ -569,7 +588,9 @@ def test_an_asynchronous_save_is_of_the_moment_that_it_began(ranks, tmp_path, mo
     ranks(2, program)
 
 
-def test_an_asynchronous_save_that_failed_is_said_by_the_next(ranks, tmp_path):
+def test_an_asynchronous_save_that_failed_is_said_by_the_next_which_is_written(ranks, tmp_path):
+    """It may be the last one before the job has to end, and the disk may have room again."""
+
     def program(rank):
         run = Run().steps(1)
         run.save(tmp_path, 1)
@@ -577,15 +598,31 @@ def test_an_asynchronous_save_that_failed_is_said_by_the_next(ranks, tmp_path):
             (tmp_path / "checkpoint-00000002-step-2").touch()
         hvd.barrier()
         saving = run.save(tmp_path, 2, asynchronous=True)
-        with pytest.raises(CheckpointError, match=r"checkpoint 2 .*rank 0 .*rank 1 .* 1 is whole"):
+        words = r"checkpoint 2 .*rank 0 .*rank 1 .* 1 is whole; checkpoint-00000003-step-3 is whole"
+        with pytest.raises(CheckpointError, match=words):
             run.save(tmp_path, 3)
         with pytest.raises(CheckpointError, match="checkpoint 2"):
             saving.wait()
-        run.save(tmp_path, 3, keep=1)
+        assert run.load(tmp_path).step == 3
+        run.save(tmp_path, 4, keep=1)
 
     ranks(2, program)
-    shutil.rmtree(tmp_path / "checkpoint-00000003-step-3")
+    shutil.rmtree(tmp_path / "checkpoint-00000004-step-4")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000002-step-2"]
+
+
+def test_where_the_next_fails_too_both_are_said(ranks, tmp_path):
+    def program(rank):
+        for number in (1, 2):
+            (tmp_path / f"checkpoint-0000000{number}-step-{number}").touch()
+        model = torch.nn.Linear(1, 1)
+        save_checkpoint(tmp_path, model, None, step=1, asynchronous=True)
+        with pytest.raises(CheckpointError, match="checkpoint 2 cannot be written") as error:
+            save_checkpoint(tmp_path, model, None, step=2)
+        assert "checkpoint 1 cannot be written" in str(error.value.__context__)
+        save_checkpoint(tmp_path, model, None, step=3, asynchronous=True).wait()
+
+    ranks(1, program)
 
 
 def test_it_is_reached_from_the_top():
