@@ -6,7 +6,11 @@
 
 Names at the top are `save_checkpoint`'s: "model", "optimizer", "loader", and those of the others.
 Sharded tensors are cut on reading, and put together on writing: `load_latest` finds them whole.
-What ranks hold back is none of DCP's business; a checkpoint that it wrote has nothing held back.
+What ranks hold back is written where it is in the state of an optimizer of ours, as every rank has
+its own there; of what `save_checkpoint` wrote, the reader has none: take "gtopk" out of that state.
+
+DCP writes the keys of dicts as text, and leaves out empty dicts. `load_latest` gives back to each
+thing with a state_dict() the keys that it had; plain data comes back as it was written.
 """
 
 from __future__ import annotations
@@ -45,9 +49,9 @@ from .files import (
     Part,
     list_parts,
     name_of,
-    parts_of,
     read_part,
     whole_number,
+    whole_ones,
     write_part,
 )
 from .state import NOTHING_OWN
@@ -57,15 +61,19 @@ _OF_OURS: Final = ("model", "optimizer", "loader")
 
 
 class Reader(StorageReader):
-    """Reads the newest checkpoint of a folder that is whole.
+    """Reads the newest checkpoint of a folder that is whole; a job may be writing to it.
 
-    path: of what is read; known once DCP has asked for the metadata.
+    path: of what is read, on all ranks the same; known once DCP has read it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
+        self._part: Part | None = None
         self._values: dict[str, Any] = {}
-        self.path: Path | None = None
+
+    @property
+    def path(self) -> Path | None:
+        return None if self._part is None else self._folder / self._part.folder
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -75,9 +83,11 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Path(checkpoint_id).is_dir()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    # DCP looks for the name "kwargs": a rank on which this fails would then try again, as if it had
+    # metadata of its own, and go on without the others.
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Return what there is; raise CheckpointError where nothing is whole."""
-        self._values = self._read()
+        self._part, self._values = self._newest()
         layout: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, value in self._values.items():
             if isinstance(value, torch.Tensor):
@@ -88,27 +98,28 @@ class Reader(StorageReader):
                 layout[name] = BytesStorageMetadata()
         return Metadata(layout)
 
-    def _read(self) -> dict[str, Any]:
-        """Return values by the names that DCP has for them."""
-        there = list_parts(self._folder)
-        problems = []
-        for part in sorted((part for part in there if part.name == ALL), reverse=True):
-            if not set(parts_of(*part[:3])) <= set(there):
-                continue
+    def _newest(self) -> tuple[Part, dict[str, Any]]:
+        """Return the newest that is whole, and what is in it."""
+        there, problems = list_parts(self._folder), []
+        for part in whole_ones(there):
             try:
-                content = read_part(self._folder, part)
-                state = put_together(content.state.tree, content.state.tensors)
+                return part, self._read(part)
             except (OSError, DamagedError) as error:
                 problems.append(str(error))
-                continue
-            self.path = self._folder / part.folder
-            ours = {name: state[name] for name in _OF_OURS if name in state}
-            flattening = DefaultSavePlanner()
-            flattening.set_up_planner({**ours, **state["others"]})
-            return dict(flattening.state_dict)
+        if {*list_parts(self._folder)} != {*there}:
+            return self._newest()  # a job has finished newer ones, and removed these
         raise CheckpointError(
             f"no checkpoint in {self._folder} is whole: {'; '.join(problems) or 'none is there'}"
         )
+
+    def _read(self, part: Part) -> dict[str, Any]:
+        """Return the values of a checkpoint by the names that DCP has for them."""
+        content = read_part(self._folder, part)
+        state = put_together(content.state.tree, content.state.tensors)
+        ours = {name: state[name] for name in _OF_OURS if name in state}
+        flattening = DefaultSavePlanner()
+        flattening.set_up_planner({**ours, **state["others"]})
+        return dict(flattening.state_dict)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -116,12 +127,16 @@ class Reader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return replace(plan, storage_data=self._part)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """Have all ranks read one checkpoint: a job may have finished another between two looks."""
+        newest = max(plan.storage_data for plan in plans)
+        return [replace(plan, storage_data=newest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if plan.storage_data != self._part:
+            self._part, self._values = plan.storage_data, self._read(plan.storage_data)
         for item in plan.items:
             value = self._values[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:
@@ -224,10 +239,11 @@ class Writer(StorageWriter):
         saved = {name: value for name, value in tops.items() if name in _OF_OURS}
         saved["others"] = {name: value for name, value in tops.items() if name not in _OF_OURS}
         attempt = secrets.token_hex(8)
+        before = next((part.number for part in whole_ones(list_parts(self._folder))), 0)
         whole = Part(shards[0].number, self._step, 1, ALL)
-        own = Content(attempt, take_apart(NOTHING_OWN))
+        own = Content(attempt, take_apart(NOTHING_OWN), before)
         write_part(self._folder, whole._replace(name=name_of(0)), own)
-        write_part(self._folder, whole, Content(attempt, take_apart(saved)))
+        write_part(self._folder, whole, Content(attempt, take_apart(saved), before))
         for path in (self._folder / whole.folder).glob("shard-*"):
             path.unlink()
 
@@ -244,10 +260,13 @@ def _nested(values: dict[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
 
 def _with_lists(part: Any) -> Any:
-    """Return dicts whose keys are numbers as lists: DCP has text for every key of a dict."""
+    """Return dicts whose keys are numbers as lists: DCP has text for every key of a dict.
+
+    It leaves out empty dicts, those in a list among them.
+    """
     if type(part) is not dict:
         return part
     inner = {key: _with_lists(value) for key, value in part.items()}
     if inner and all(type(key) is int for key in inner):
-        return [inner[place] for place in sorted(inner)]
+        return [inner.get(place, {}) for place in range(max(inner) + 1)]
     return inner

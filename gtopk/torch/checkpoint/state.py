@@ -26,6 +26,7 @@ from .archive import Found, Snapshot, spread
 from .files import bits_of
 from .residuals import share
 from .rng import put_generators, take_generators
+from .text_keys import keyed
 from .tree import Taken, put_together, take_apart
 
 _log = logging.getLogger("gtopk")
@@ -75,7 +76,7 @@ def take(
         if optimizer_checkpoint.is_part(value):
             own["held"][name] = value
             continue
-        saved = value.state_dict() if hasattr(value, "state_dict") else value
+        saved = _state_of(value)
         if isinstance(value, torch.optim.Optimizer):  # whether or not it has taken a step yet
             saved = dict(saved)
             own["held"][name] = saved.pop(optimizer_checkpoint.KEY, None)
@@ -153,11 +154,16 @@ def put(
         for name in tensors.keys() & set(_HELD_BY_LOADERS):
             tensors[name] = _held_by_loader(found, name, tensors[name])
     state = put_together(tree, tensors)
+    if "held" not in state:  # torch.distributed.checkpoint wrote it
+        targets = {"model": model, "optimizer": optimizer, "loader": loader}
+        like = {name: _state_of(target) for name, target in targets.items()}
+        like["others"] = {name: _state_of(other) for name, other in others.items()}
+        state = keyed(state, like)
     held = {name: _held(found, name) for name in state.get("held", ["optimizer"])}
     if model is not None:
         model.load_state_dict(_of(state, "model", found))
     if optimizer is not None:
-        saved = _numbered(_of(state, "optimizer", found))
+        saved = _of(state, "optimizer", found)
         optimizer.load_state_dict(_with(held["optimizer"], saved))
     if loader is not None:
         loader.load_state_dict(_of(state, "loader", found))
@@ -174,6 +180,10 @@ def put(
     if generators and own is not None and own["generators"] is not None:
         put_generators(own["generators"])
     return values
+
+
+def _state_of(target: Any) -> Any:
+    return target.state_dict() if hasattr(target, "state_dict") else target
 
 
 def _held(found: Found, name: str) -> Any | None:
@@ -194,17 +204,6 @@ def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:
             "saved, under the names that it was saved under"
         )
     return state[name]
-
-
-def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state under numbers, where DCP has written them as text."""
-    return {
-        **state,
-        "state": {
-            int(key) if type(key) is str and key.isdecimal() else key: each
-            for key, each in state["state"].items()
-        },
-    }
 
 
 def _held_by_loader(found: Found, name: str, of_rank_0: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,8 +23,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+import gtopk
+import gtopk.torch as hvd
 from gtopk import load_latest, save_checkpoint
+from gtopk.torch.checkpoint.archive import Archive
 from gtopk.torch.checkpoint.dcp import Reader, Writer
+from gtopk.torch.checkpoint.errors import CheckpointError
 
 
 class Run:
@@ -94,6 +99,109 @@ def test_we_read_what_dcp_writes(ranks, tmp_path):
     assert not list(tmp_path.glob("*/shard-*"))
 
 
+class Pair:
+    """A model and two optimizers of one kind, that have made as many steps."""
+
+    def __init__(self, kind, steps):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 3)
+        self.first, self.second = kind(self.model), kind(self.model)
+        for _ in range(steps):
+            for optimizer in (self.first, self.second):
+                optimizer.zero_grad()
+                self.model(torch.randn(5, 4)).square().sum().backward()
+                optimizer.step()
+
+    def state(self):
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.first.state_dict(),
+            "critic": self.second.state_dict(),
+        }
+
+
+def sgd(model, momentum=0.9):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
+KINDS = {
+    "without a state": lambda model: sgd(model, momentum=0),
+    "Adam": lambda model: torch.optim.Adam(model.parameters()),
+    "gTop-k": lambda model: hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), hvd.Compression.gtopk(density=0.2)
+    ),
+    "dense": lambda model: hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), hvd.Compression.none
+    ),
+    "LocalSGD": lambda model: gtopk.LocalSGD(
+        sgd(model), inner_steps=2, compression=hvd.Compression.gtopk(density=0.2)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_further_optimizers_and_those_of_ours_get_their_states_back(ranks, tmp_path, caplog, kind):
+    def program(rank):
+        saved = Pair(kind, steps=4)
+        dcp.save(saved.state(), storage_writer=Writer(tmp_path))
+        other = Pair(kind, steps=0)
+        load_latest(tmp_path, other.model, other.first, critic=other.second, generators=False)
+        assert repr(other.state()) == repr(saved.state())
+
+    ranks(1, program)
+    assert "lost" not in caplog.text
+
+
+def test_so_does_whatever_has_a_state(ranks, tmp_path):
+    """Also under keys that are no text, in dicts of other kinds, and in none at all."""
+
+    class Thing:
+        def __init__(self, state=None):
+            self.state = state or {}
+
+        def state_dict(self):
+            return self.state
+
+        load_state_dict = __init__
+
+    def scheduler(milestones):
+        optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+        inner = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+        return torch.optim.lr_scheduler.ChainedScheduler([inner])
+
+    saved = {
+        "scheduler": scheduler([3, 5, 5]),
+        "thing": Thing({(1, 2): {"a": 1}, None: [{}, {True: 2}], "none": {}}),
+        "empty": Thing(),
+    }
+    dcp.save(
+        {name: each.state_dict() for name, each in saved.items()}, storage_writer=Writer(tmp_path)
+    )
+
+    def load(rank):
+        others = {
+            "scheduler": scheduler([3, 7]),
+            "thing": Thing({(1, 2): {}, None: [{}, {True: 0}], "none": {}}),
+            "empty": Thing(),
+        }
+        assert load_latest(tmp_path, None, **others).values == {}
+        return [repr(each.state_dict()) for each in others.values()]
+
+    assert ranks(1, load) == [[repr(each.state_dict()) for each in saved.values()]]
+
+
+def test_plain_data_has_the_keys_that_dcp_wrote_unless_others_are_told(ranks, tmp_path):
+    history = {1: 0.5, 2: 0.25}
+    dcp.save({"history": history, "epoch": 3}, storage_writer=Writer(tmp_path))
+
+    def load(rank):
+        written = load_latest(tmp_path, None).values
+        assert load_latest(tmp_path, None, history={0: 0.0}).values["history"] == history
+        return written
+
+    assert ranks(1, load) == [{"history": {"1": 0.5, "2": 0.25}, "epoch": 3}]
+
+
 def test_dcps_own_reader_needs_nothing_of_ours(ranks, tmp_path):
     hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
     model = torch.nn.Linear(2, 3)
@@ -117,6 +225,56 @@ def test_it_passes_over_what_is_damaged(ranks, tmp_path):
         path.write_bytes(b"")
     with pytest.raises(CheckpointException, match=r"all-of-1\.json: it is cut short"):
         dcp.load({"epoch": 0}, storage_reader=Reader(tmp_path))
+
+
+def test_all_ranks_read_one_checkpoint_whatever_a_job_saves_meanwhile(tmp_path):
+    def save(value, **options):
+        state = {"model": {"weight": torch.full((4,), value)}}
+        dcp.save(state, storage_writer=Writer(tmp_path, **options))
+
+    states, readers, planners, plans = [], [], [], []
+    for step in (1, 2):  # each rank looks for itself, the second after another save
+        save(float(step), step=step)
+        reader, planner = Reader(tmp_path), DefaultLoadPlanner()
+        states.append({"model": {"weight": torch.zeros(4)}})
+        planner.set_up_planner(states[-1], reader.read_metadata(), is_coordinator=step == 1)
+        plans.append(reader.prepare_local_plan(planner.create_local_plan()))
+        readers.append(reader)
+        planners.append(planner)
+    plans = readers[0].prepare_global_plan(planners[0].create_global_plan(plans))
+    for reader, planner, plan in zip(readers, planners, plans, strict=True):
+        reader.read_data(planner.finish_plan(plan), planner)
+    assert [state["model"]["weight"].tolist() for state in states] == [[2.0] * 4] * 2
+    assert {reader.path for reader in readers} == {tmp_path / "checkpoint-00000002-step-2"}
+
+
+def test_it_reads_what_a_job_finished_while_it_removed_the_others(tmp_path, monkeypatch):
+    dcp.save({"epoch": 1}, storage_writer=Writer(tmp_path))
+    read = Reader._read
+
+    def job_moves_on(reader, part):
+        if part.number == 1:
+            dcp.save({"epoch": 2}, storage_writer=Writer(tmp_path))
+            shutil.rmtree(tmp_path / part.folder)
+        return read(reader, part)
+
+    monkeypatch.setattr(Reader, "_read", job_moves_on)
+    state = {"epoch": 0}
+    dcp.load(state, storage_reader=Reader(tmp_path))
+    assert state == {"epoch": 2}
+
+
+def test_where_files_of_what_it_wrote_are_lost_nobody_begins_anew_unasked(ranks, tmp_path):
+    for epoch in (1, 2):
+        dcp.save({"epoch": epoch}, storage_writer=Writer(tmp_path))
+    for path in tmp_path.glob("*/all-of-1.json"):
+        path.unlink()
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match=r"2 lacks .*all-of-1\.json; .* 1 lacks"):
+            Archive(tmp_path, 2).find()
+
+    ranks(1, program)
 
 
 class Shards(DefaultSavePlanner):
