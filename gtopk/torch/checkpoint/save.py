@@ -153,7 +153,7 @@ def load_latest(
     state, and the sum over the ranks of what their optimizers hold back stays; the log says what
     this one has of it, and generators go on where there is a rank of the same number.
     Raises CheckpointError, on every rank alike, where checkpoints were finished and all of them are
-    damaged; ValueError where one does not hold what is asked for.
+    damaged, or lack files; ValueError where one does not hold what is asked for.
     """
     opened = _open(Path(folder))
     opened.settle()

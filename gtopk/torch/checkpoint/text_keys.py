@@ -45,8 +45,9 @@ def _add_known_keys(written: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, 
 
     The keys that are known to be in it are added to what it is like.
     """
-    if "param_groups" in written:
-        names = [name for group in written["param_groups"] for name in group["params"]]
+    groups = written.get("param_groups")
+    if isinstance(groups, list) and all(isinstance(g, dict) and "params" in g for g in groups):
+        names = [name for group in groups for name in group["params"]]
         like["state"] = dict.fromkeys(names) | like.get("state", {})
         return {"state": {}, **written}
     if optimizer_checkpoint.is_part({"held": {}, **written}):

@@ -180,6 +180,22 @@ def test_where_a_hosts_files_are_lost_nobody_begins_anew_unasked(ranks, tmp_path
     assert numbers(tmp_path / "0") == [*there, len(saved) + 1]  # they may still be brought back
 
 
+def test_what_is_not_whole_goes_once_a_start_finds_something_whole(ranks, tmp_path):
+    def broken_off(rank):
+        archive = Archive(tmp_path, 2)
+        if rank == 1:
+            archive.write(snapshot(rank, "x"))
+
+    def start(rank):
+        write(tmp_path, rank, "new")
+
+    ranks(2, broken_off)
+    ranks(2, start)
+    assert numbers(tmp_path) == [1, 2]
+    ranks(2, start)
+    assert numbers(tmp_path) == [2, 3]
+
+
 def test_what_cannot_be_read_now_is_passed_over_and_stays(ranks, tmp_path, monkeypatch, capfd):
     """A file server that fails for a moment damages nothing."""
     ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
