@@ -181,13 +181,13 @@ class SparseExchange:
         assert self._outcome is not None
         picked, update, returned, rest = self._outcome
         self._outcome, self._moved = None, (picked, returned)
-        self._settle(picked, returned)
+        self._settle(picked, returned, update)
         if rest is not None:
             self.residual.add(rest)
         bucket.put(update)
 
-    def _settle(self, picked: SparseVector, returned: SparseVector) -> None:
-        self.residual.settle(picked, returned)
+    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
+        self.residual.settle(picked, returned, update)
 
     def sent_mass(self) -> float:
         """Return the sum of what was picked in the last step, less what returned."""

@@ -70,7 +70,11 @@ class NodeExchange(SparseExchange):
             picked, self.k, self._length, format=format, **{**self.options, "across": self._across}
         )
 
-    def _settle(self, picked: SparseVector, returned: SparseVector) -> None:
+    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
+        assert self._hierarchy is not None
         assert self._own is not None
         if picked.length:
-            self._own.settle(picked, returned)
+            own = self._hierarchy.shard(self._length)
+            part = update.between(own.start, own.stop)
+            part = SparseVector(part.indices - own.start, part.values, picked.length)
+            self._own.settle(picked, returned, part)

@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels import Gradient, Momentum, accumulate_and_select, add_at, clear_at
+from collectives.kernels import (
+    Gradient,
+    Momentum,
+    accumulate_and_select,
+    add_at,
+    clear_at,
+    contains,
+)
 from collectives.vector import SparseVector
 
 from .arrays import view_array, view_tensor, zeros
@@ -78,17 +85,20 @@ class Residual:
         )
         return picked
 
-    def settle(self, picked: SparseVector, returned: SparseVector) -> None:
+    def settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
         """Take out what was picked, and put back what returned from the reduction.
 
         With momentum correction, the velocity of what was applied is cleared too (factor masking):
-        of the picks of which less than half returned. Of one that is alive its rounding error may.
+        of the picks that are in the update, and of which less than half returned. What was dropped
+        may return to others, and to its owner although another's pick is in the update; of a pick
+        that is alive its rounding error may.
         """
         clear_at(self.values, picked.indices)
         add_at(self.values, returned)
         if self.velocity is not None:
-            applied = abs(self.values[picked.indices]) < abs(picked.values) / 2
-            clear_at(self.velocity, picked.indices[applied])
+            there = picked.where(contains(update.indices, picked.indices))
+            applied = abs(self.values[there.indices]) < abs(there.values) / 2
+            clear_at(self.velocity, there.indices[applied])
 
     def add(self, entries: SparseVector) -> None:
         """Put in more, of a vector as long as this one."""

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from collectives import SparseVector, local_world, reduce, run_ranks
+from collectives.transports import LocalTransport
 from gtopk import arrays, residual
 from gtopk.residual import Residual
 from tests.gtopk import posing
@@ -33,6 +35,34 @@ def test_what_is_left_and_the_velocity_go_into_a_dense_step() -> None:
 def test_the_arrays_of_a_gpu_are_added_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     posing.pose(monkeypatch, None)  # its arrays have no operators that work in place
     check_a_dense_step("cpu")
+
+
+@pytest.mark.parametrize("put_back", ["owners", "spread"])
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int, put_back: str) -> None:
+    """Spread over four ranks, a quarter of what was dropped returns to the one that picked it."""
+    length, k = 1000, 10
+
+    def program(transport: LocalTransport) -> tuple[Residual, SparseVector, SparseVector]:
+        held = Residual(length, np.dtype(np.float32), momentum=0.9)
+        gradient = np.random.default_rng(transport.rank).standard_normal(length)
+        picked = held.accumulate_and_select(gradient.astype(np.float32), k)
+        update, returned = reduce(picked, k, transport, "gtopk", put_back=put_back)
+        held.settle(picked, returned, update)
+        return held, picked, update
+
+    ranks = run_ranks(local_world(size), program)
+    of_one = np.concatenate([picked.indices for _, picked, _ in ranks])
+    for held, picked, update in ranks:
+        assert held.velocity is not None
+        dropped = ~np.isin(picked.indices, update.indices)
+        assert dropped.any()
+        np.testing.assert_array_equal(
+            held.velocity[picked.indices[dropped]], picked.values[dropped]
+        )
+        unshared = [np.count_nonzero(of_one == index) == 1 for index in picked.indices]
+        assert not held.velocity[picked.indices[~dropped & unshared]].any()
+    assert any(not held.velocity[picked.indices].all() for held, picked, _ in ranks)
 
 
 @pytest.mark.gpu
