@@ -132,8 +132,11 @@ class Reducer:
         self._engine.stand_in = partial(_stand_in, _reducers_of[self._engine])
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that may have a gradient, in the optimizer's order."""
-        return with_gradients(self._param_groups)
+        """Return the parameters that may have a gradient of some values, in the optimizer's order.
+
+        An empty one takes part in nothing: there is nothing of it to exchange.
+        """
+        return [p for p in with_gradients(self._param_groups) if p.numel()]
 
     def stand_aside(self, mode: str) -> None:
         """Exchange nothing, and look at nothing: a mode of `adapt` does."""
@@ -313,7 +316,7 @@ class Reducer:
 
     def _make_dense(self) -> None:
         if self.options.sparse_as_dense:
-            for parameter in self.trained():
+            for parameter in with_gradients(self._param_groups):  # empty ones, too
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
 

@@ -142,6 +142,44 @@ def test_nothing_is_lost_in_any_buckets(data):
         )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": Compression.gtopk(0.3, dense_under=2)},
+        {"compression": Compression.gtopk(0.3, dense_vectors=True)},
+        {"compression": Compression.gtopk(0.3), "groups": 5, "bucket_bytes": None},
+        {"compression": Compression.none, "groups": 5, "bucket_bytes": None},
+    ],
+    ids=repr,
+)
+def test_an_empty_parameter_takes_part_in_nothing(threads, options):
+    """Also where it would be all of a bucket; its gradient stays its own."""
+
+    def program(transport: LocalTransport, extra: bool) -> torch.Tensor:
+        model = layers()
+        if extra:
+            model.register_parameter("empty", torch.nn.Parameter(torch.empty(0)))
+        with world.entered(transport):
+            optimizer = distribute(model, **options)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = model(inputs(transport.rank, step)).square().sum()
+                if extra and (step == 1 or transport.rank == 0):
+                    loss = loss + model.empty.sum()
+                loss.backward()
+                optimizer.step()
+            if extra:
+                model.requires_grad_(False)
+                model.empty.requires_grad_()
+                optimizer.zero_grad()
+                optimizer.step()
+        return flat(model)
+
+    one, other = (threads(2, lambda t, e=extra: program(t, e)) for extra in (True, False))
+    assert all(map(torch.equal, one, other))
+    assert torch.equal(*one)
+
+
 class CallInBackward(torch.autograd.Function):
     """Calls a function in the middle of the backward pass."""
 
