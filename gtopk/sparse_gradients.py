@@ -105,11 +105,11 @@ class SparseGradientLane:
         all_values = transport.allgather(_bytes_of(values))
         communicate_seconds = time.perf_counter() - prepared
         dimensions = self._agreed([int(part[:8].view(np.int64)[0]) for part in all_indices])
-        rows = torch.from_numpy(np.concatenate([part[8:] for part in all_indices]))
-        gathered = torch.from_numpy(np.concatenate(all_values)).view(values.dtype)
+        rows = _joined([part[8:] for part in all_indices], torch.int64)
+        gathered = _joined(all_values, values.dtype)
         gathered = gathered.reshape(-1, *self._parameter.shape[dimensions:]) * self._scale
         self._sum = torch.sparse_coo_tensor(
-            rows.view(torch.int64).reshape(-1, dimensions).t(),
+            rows.reshape(-1, dimensions).t(),
             gathered,
             self._parameter.shape,
             device=self._parameter.device,
@@ -176,6 +176,12 @@ def _entries(
     # A row that a batch has used many times is sent once.
     gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
     return gradient._indices(), gradient._values().detach()
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of which these are the bytes, one part after the other."""
+    joined = torch.from_numpy(np.concatenate(parts))
+    return joined.as_strided((len(joined),), (1,)).view(dtype)  # no bytes may have any stride
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:

@@ -195,6 +195,25 @@ def test_a_rank_without_entries_takes_those_of_more_dimensions_than_rows(threads
     assert all(torch.equal(weight, wanted) for weight in threads(2, program))
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_step_in_which_no_rank_has_entries_changes_nothing(threads, missing):
+    def program(transport: LocalTransport) -> None:
+        model = tables()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.none)
+            loss(model, drawn(transport.rank, 1), sparse=True).backward()
+            optimizer.step()
+            before = flat(model)
+            optimizer.zero_grad()
+            if not missing:
+                F.embedding(drawn(2, 0), model["embedding"], sparse=True).sum().backward()
+            optimizer.step()
+            assert torch.equal(flat(model), before)
+            assert (model["embedding"].grad is None) == missing
+
+    threads(2, program)
+
+
 def test_sparse_gradients_of_unlike_dimensions_are_an_error_that_names_the_ranks(threads):
     def program(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(4, WIDTH))
