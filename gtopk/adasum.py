@@ -20,10 +20,11 @@ import torch
 
 from collectives.transports import Traffic
 
-from . import world
+from . import optimizer_checkpoint, world
 from .compression import Compression, Compressor
 from .deltas import Deltas
 from .engine import Work
+from .held import unsent
 from .hooks import BackwardHooks
 from .logs import EVERYWHERE
 from .parameters import name_parameters, refuse_complex, require_trained, with_gradients
@@ -235,9 +236,20 @@ class _AdasumOptimizer(Wrapping):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state; what was computed towards a step is forgotten."""
+        """Load the wrapped optimizer's state; what was computed towards a step is forgotten.
+
+        Gradients that it holds back are lost, and warned of: nothing adds up here.
+        """
         self._forget()
         super().load_state_dict(state_dict)
+        parts = state_dict.get(optimizer_checkpoint.KEY, {}).get("held", {}).values()
+        if lost := sorted({name for part in parts for name in unsent(part)}):
+            _log.warning(
+                "rank %d: the state holds back gradients of %s, which op=Adasum cannot send: they "
+                "are lost; take a step with op=Average and Compression.none first to send them",
+                self._world.rank,
+                ", ".join(map(repr, lost[:5])) + (", ..." if len(lost) > 5 else ""),
+            )
 
     def _forget(self) -> None:
         self._hooks.forget()

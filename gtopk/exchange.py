@@ -301,6 +301,40 @@ class CompressorExchange:
         return 0.0
 
 
+class SendingAlong:
+    """Dense in the first step that counts, with what sparse steps left; from then on as `then`.
+
+    For a way without a residual. All ranks begin so together, also those that have nothing left.
+    """
+
+    def __init__(self, bucket: Bucket, then: Exchange) -> None:
+        self.then = then
+        left = Residual(bucket.length, bucket.dtype, device=bucket.device)
+        self._exchange: Exchange = DenseExchange(left)
+
+    @property
+    def residual(self) -> Residual | None:
+        """Return what is to be sent along; None once it was."""
+        return self._exchange.residual
+
+    @property
+    def facts(self) -> str:
+        """Return what is about to run."""
+        return self._exchange.facts
+
+    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        return self._exchange(bucket, transport)
+
+    def apply(self, bucket: Bucket) -> None:
+        """Apply as what ran does; by then it was sent."""
+        self._exchange.apply(bucket)
+        self._exchange = self.then
+
+    def sent_mass(self) -> float:
+        """Return it of what runs."""
+        return self._exchange.sent_mass()
+
+
 def _dense(
     bucket: Bucket, transport: Transport, select_seconds: float, communicate_seconds: float
 ) -> Exchanged:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from collectives.planning import Calibration, Candidate, Prediction, predict
 
 from .compression import ErrorFeedback, Hierarchical, SparseCompression
-from .exchange import DenseExchange, SparseExchange
+from .exchange import DenseExchange, SendingAlong, SparseExchange
 from .lanes import Lane
 from .node_exchange import NodeExchange
 from .rounds import AnyLane
@@ -43,6 +43,8 @@ def expected_seconds(lanes: Sequence[AnyLane], calibration: Calibration) -> floa
     seconds = 0.0
     for lane in lanes:
         exchange = lane.exchange if isinstance(lane, Lane) else None
+        if isinstance(exchange, SendingAlong):
+            exchange = exchange.then
         plain = isinstance(exchange, DenseExchange | SparseExchange)
         if not isinstance(lane, Lane) or not plain or isinstance(exchange, NodeExchange):
             return None

@@ -10,6 +10,7 @@ import torch
 
 from .lanes import Lane
 from .residual import Residual
+from .sparse_gradients import SparseGradientLane
 
 # By what it is, "residual" or "velocity": a tensor of the parameter's shape.
 Held = dict[str, torch.Tensor]
@@ -24,7 +25,10 @@ def take_out(lanes: Sequence[Any]) -> dict[str, Held]:
 
 
 def put_in(lanes: Sequence[Any], held: Mapping[str, Held]) -> None:
-    """Make the lanes hold this back, and nothing of parameters that are not in it."""
+    """Make the lanes hold this back, and nothing of parameters that are not in it.
+
+    Those that have no room leave it where it is: see `send_along`.
+    """
     for name, views in _views(lanes):
         for what, view in views:
             tensor = held.get(name, {}).get(what)
@@ -43,6 +47,16 @@ def put_in(lanes: Sequence[Any], held: Mapping[str, Held]) -> None:
             residual.replaced = True
 
 
+def unsent(held: Mapping[str, Held]) -> list[str]:
+    """Return the names of the parameters of which something is to be sent yet."""
+    return [name for name, parts in held.items() if "residual" in parts and parts["residual"].any()]
+
+
+def has_room(lane: Any) -> bool:
+    """Tell whether a lane holds something back, or may."""
+    return next(_views([lane]), None) is not None
+
+
 def _residual(lane: Any) -> Residual | None:
     return lane.exchange.residual if isinstance(lane, Lane) else None
 
@@ -50,6 +64,8 @@ def _residual(lane: Any) -> Residual | None:
 def _views(lanes: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
     """Return, parameter by parameter, its part of every vector that is held, as its shape."""
     for lane in lanes:
+        if isinstance(lane, SparseGradientLane) and lane.unsent is not None:
+            yield lane.names[0], [("residual", lane.unsent)]
         residual = _residual(lane)
         if residual is None:
             continue

@@ -27,11 +27,13 @@ class Agreed(NamedTuple):
 
     steps:   taken: a checkpoint may have been loaded on some ranks only.
     records: of lanes that its checkpoint had.
+    unsent:  names of parameters of which any rank holds something back.
     """
 
     parts: list[Part]
     steps: int
     records: list[dict[str, Any]]
+    unsent: set[str]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Plan:
     sparse: names of parameters whose gradients are sparse tensors here.
     wanted: records of lanes that a checkpoint had; none of them where it is empty.
     steps:  taken.
+    unsent: names of parameters of which this rank holds something back.
     """
 
     options: Options
@@ -52,6 +55,7 @@ class Plan:
     sparse: Sequence[str]
     wanted: Sequence[Mapping[str, Any]]
     steps: int
+    unsent: Sequence[str]
 
     def facts(self) -> list[str]:
         """Return what must be equal on all ranks."""
@@ -67,20 +71,26 @@ class Plan:
     def agree(self, transport: Transport) -> Agreed:
         """Return what rank 0 says, on every rank; what is sparse anywhere is so everywhere."""
         sparse = set().union(*gather_words(transport, list(self.sparse)))
+        unsent = set().union(*gather_words(transport, list(self.unsent)))
         mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
         parts = [[part.how, part.numbers] for part in mine]
         said = json.dumps([parts, self.steps, list(self.wanted)]).encode()
         said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
         parts, steps, records = json.loads(said)
-        return Agreed([Part(how, numbers) for how, numbers in parts], steps, records)
+        return Agreed([Part(how, numbers) for how, numbers in parts], steps, records, unsent)
 
-    def open_lanes(self, parts: Sequence[Part], name: str, progress: Progress) -> list[AnyLane]:
-        """Return the lanes of these parts, with nothing in their residuals."""
+    def open_lanes(self, agreed: Agreed, name: str, progress: Progress) -> list[AnyLane]:
+        """Return the lanes of its parts, with room for what is unsent, and nothing there yet."""
+        parts = agreed.parts
         compressed = sum(self._elements(part) for part in parts if part.how == "compressed") or 1
-        return [
+        lanes = [
             self._open_lane(part, f"{name}.{index}", progress, compressed)
             for index, part in enumerate(parts)
         ]
+        for lane in lanes:
+            if not agreed.unsent.isdisjoint(lane.names):
+                lane.send_along()
+        return lanes
 
     def _elements(self, part: Part) -> int:
         return sum(self.trained[number].numel() for number in part.numbers)

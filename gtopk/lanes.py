@@ -10,7 +10,7 @@ import torch
 from collectives.transports import Transport
 
 from .buckets import Bucket
-from .exchange import Exchange, Exchanged, Progress, SparseExchange
+from .exchange import Exchange, Exchanged, Progress, SendingAlong, SparseExchange
 from .exchanges import open_exchange
 from .residual import Withheld
 
@@ -57,6 +57,14 @@ class Lane:
         regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
         if regions is not None and record["regions"] is not None:
             regions.resume(record["regions"])
+
+    def send_along(self) -> None:
+        """Have room for what was held back of these parameters, and send it in the next step.
+
+        Where the exchange has none of its own. All ranks call it alike: that step is dense.
+        """
+        if self.exchange.residual is None:
+            self.exchange = SendingAlong(self.bucket, self.exchange)
 
     @property
     def on_host(self) -> bool:

@@ -31,7 +31,7 @@ from .compression import Automatic, Compression, ErrorFeedback, check_count
 from .engine import Operation
 from .exchange import Exchanged, Progress
 from .exchanges import require_compression
-from .held import put_in, take_out
+from .held import Held, has_room, put_in, take_out, unsent
 from .lanes import Lane, open_lane
 from .parameters import name_parameters, require_known
 from .process_sets import ProcessSet, global_process_set
@@ -115,6 +115,7 @@ class _LocalSGD(Wrapping):
         self._lost_in_a_row = 0
         self._center: list[torch.Tensor] = []  # z, while a round goes on
         self._lane: Lane | None = None
+        self._held: dict[str, Held] = {}  # what the lane has no room for, until the ranks agree
         self._enter(world.current())
 
     def _enter(self, here: World) -> None:
@@ -123,9 +124,8 @@ class _LocalSGD(Wrapping):
         self._world = here
         self._place = list(self._ranks).index(here.rank)
         self._name = f"local_sgd.{here.name_optimizer(self._names.values())}"
-        self._are_alike = False  # the ranks' models; as long as nobody looked: not yet
         self._ended = time.perf_counter()
-        held = {} if self._lane is None else take_out([self._lane])
+        held = self._take_out()
         self._lane = open_lane(
             self._name,
             list(self._names),
@@ -133,7 +133,17 @@ class _LocalSGD(Wrapping):
             self._compression,
             self._progress,
         )
-        put_in([self._lane], held)
+        self._hold(self._lane, held)
+
+    def _hold(self, lane: Lane, held: dict[str, Held]) -> None:
+        """Hold this back; the ranks are to look at each other before they go on."""
+        put_in([lane], held)
+        self._held = {} if has_room(lane) else held
+        self._are_alike = False
+
+    def _take_out(self) -> dict[str, Held]:
+        """Return what is held back, by parameter name."""
+        return self._held if self._lane is None else {**self._held, **take_out([self._lane])}
 
     @property
     def apart(self) -> Collection[torch.nn.Parameter]:
@@ -173,14 +183,25 @@ class _LocalSGD(Wrapping):
             )
             self._center = [p.detach().clone() for p in self._lane.parameters]
         if not self._are_alike:
-            own, names = checksums(self._center), list(self._names.values())
-            self._engine.submit(
-                f"{self._name}.replicas",
-                self._facts(self._lane),
-                lambda transport, votes: require_the_same(transport, own, names),
-            ).wait()
-            self._are_alike = True
+            self._look_at_all(self._lane)
         return self._lane
+
+    def _look_at_all(self, lane: Lane) -> None:
+        """Make sure that all begin with one model, and know whether any holds back what is new."""
+        own, names = checksums(self._center), list(self._names.values())
+
+        def look(transport: Transport, votes: list[int]) -> bool:
+            require_the_same(transport, own, names)
+            return any(votes)
+
+        of_any = self._engine.submit(
+            f"{self._name}.replicas", self._facts(lane), look, vote=bool(unsent(self._held))
+        ).wait()
+        if of_any:
+            lane.send_along()
+            put_in([lane], self._held)
+        self._held = {}
+        self._are_alike = True
 
     def _facts(self, lane: Lane) -> list[str]:
         """Return what must be equal on all ranks, in words."""
@@ -351,7 +372,7 @@ class _LocalSGD(Wrapping):
                 "ranks": ranks,
                 "steps": self._progress.steps,
                 "lanes": [self._lane.record()],
-                "held": {self._place: take_out([self._lane])},
+                "held": {self._place: self._take_out()},
             },
             _KEY: {
                 "format": _FORMAT,
@@ -386,7 +407,7 @@ class _LocalSGD(Wrapping):
             self._load_round(own["center"], own["steps_made"], own["ranks"])
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             held = optimizer_checkpoint.share_of(part, self._place, len(self._ranks))
-            put_in([self._lane], held)
+            self._hold(self._lane, held)
             for record in part["lanes"]:
                 if record["names"] == self._lane.names:
                     self._lane.resume(record)

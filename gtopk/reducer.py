@@ -27,7 +27,7 @@ from .engine import Engine, Work
 from .exchange import Progress
 from .expectation import expected_seconds
 from .grad_scaler import loss_scale
-from .held import Held, put_in, take_out
+from .held import Held, has_room, put_in, take_out, unsent
 from .hooks import BackwardHooks
 from .lane_plan import Agreed, Plan
 from .lanes import Lane
@@ -367,8 +367,7 @@ class Reducer:
         return isinstance(lane, Lane) and any(g.is_sparse for g in gradients)
 
     def _holds_back(self, parameter: torch.nn.Parameter) -> bool:
-        lane = self.lanes[self._lane_of[parameter]]
-        return isinstance(lane, Lane) and lane.exchange.residual is not None
+        return has_room(self.lanes[self._lane_of[parameter]])
 
     def _plan(self, order: Sequence[torch.nn.Parameter]) -> None:
         """Make the lanes, the same on every rank."""
@@ -380,12 +379,14 @@ class Reducer:
             if (p.grad is not None and p.grad.is_sparse) or p in self._sparse()
         ]
         names = [self.names[p] for p in trained]
-        plan = Plan(self.options, trained, names, order, sparse, self._wanted, self.steps)
+        held = {**self._held, **take_out(self.lanes)}
+        plan = Plan(
+            self.options, trained, names, order, sparse, self._wanted, self.steps, unsent(held)
+        )
         facts = plan.facts()
         agreed: Agreed = self.run_on_all("plan", facts, lambda t, votes: plan.agree(t))
         self.progress.steps = agreed.steps
-        held = {**self._held, **take_out(self.lanes)}
-        self.lanes = plan.open_lanes(agreed.parts, self.name, self.progress)
+        self.lanes = plan.open_lanes(agreed, self.name, self.progress)
         put_in(self.lanes, held)
         records = {tuple(record["names"]): record for record in agreed.records}
         for lane in self.lanes:

@@ -25,6 +25,9 @@ class SparseGradientLane:
     """One parameter whose gradient is sparse: what `Lane` is for a bucket.
 
     A dense gradient of it is taken as sparse by rows.
+
+    unsent: what was held back while its gradients were dense, as its shape; the first step that
+        counts sends it along, as dense as it is. None: it was sent, or there was none on any rank.
     """
 
     on_host = True
@@ -39,6 +42,7 @@ class SparseGradientLane:
         self._indices, self._values = _entries(parameter, None)
         self._weight = self._scale = 1.0
         self._sum: torch.Tensor | None = None
+        self.unsent: torch.Tensor | None = None
 
     @property
     def _parameter(self) -> torch.nn.Parameter:
@@ -50,6 +54,11 @@ class SparseGradientLane:
 
     def resume(self, record: Mapping[str, Any]) -> None:
         """Do nothing: every step begins anew."""
+
+    def send_along(self) -> None:
+        """Have room for what was held back, and send it in the next step; on all ranks alike."""
+        dtype = torch.promote_types(self._parameter.dtype, torch.float32)
+        self.unsent = torch.zeros(self._parameter.shape, dtype=dtype)
 
     def take(self, weight: float, scale: float) -> None:
         """Take the gradient as it is now."""
@@ -88,10 +97,10 @@ class SparseGradientLane:
         return [] if self.all_finite() else self.names
 
     def remember(self) -> None:
-        """Nothing is left of an exchange that `undo` would have to take back."""
+        """Do nothing: an exchange changes nothing that `undo` would have to take back."""
 
     def undo(self) -> None:
-        """Do nothing: no residual has changed."""
+        """Do nothing: what is unsent stays so until `apply`."""
 
     def reduce(self, transport: Transport) -> Exchanged:
         """Gather every rank's entries."""
@@ -103,13 +112,19 @@ class SparseGradientLane:
         prepared = time.perf_counter()
         all_indices = transport.allgather(_bytes_of(torch.cat([mine, indices.flatten()])))
         all_values = transport.allgather(_bytes_of(values))
+        along = self._sum_unsent(transport)
         communicate_seconds = time.perf_counter() - prepared
         dimensions = self._agreed([int(part[:8].view(np.int64)[0]) for part in all_indices])
-        rows = _joined([part[8:] for part in all_indices], torch.int64)
+        rows = _joined([part[8:] for part in all_indices], torch.int64).reshape(-1, dimensions).t()
         gathered = _joined(all_values, values.dtype)
-        gathered = gathered.reshape(-1, *self._parameter.shape[dimensions:]) * self._scale
+        gathered = gathered.reshape(-1, *self._parameter.shape[dimensions:])
+        if along is not None:
+            entries = along.to_sparse(dimensions)
+            rows = torch.cat([rows, entries._indices()], dim=1)
+            gathered = torch.cat([gathered, entries._values().to(gathered.dtype)])
+        gathered = gathered * self._scale
         self._sum = torch.sparse_coo_tensor(
-            rows.reshape(-1, dimensions).t(),
+            rows,
             gathered,
             self._parameter.shape,
             device=self._parameter.device,
@@ -123,8 +138,16 @@ class SparseGradientLane:
             communicate_seconds,
             0.0,
             finite=bool(gathered.isfinite().all()),
-            bytes_counted=True,
+            bytes_counted=along is None or transport.counts_allreduce,
         )
+
+    def _sum_unsent(self, transport: Transport) -> torch.Tensor | None:
+        """Return what all ranks together are to send along, in the parameter's shape."""
+        if self.unsent is None:
+            return None
+        total = self.unsent.clone()
+        transport.allreduce(total.view(-1).numpy())
+        return total
 
     def _agreed(self, dimensions: Sequence[int]) -> int:
         """Return how many dimensions an index has, by what each rank says; 0: it has no entries."""
@@ -140,8 +163,9 @@ class SparseGradientLane:
     def apply(self, missing_everywhere: Collection[str]) -> None:
         """Make the sum the gradient; where no rank has any, it stays None."""
         assert self._sum is not None
-        if self.names[0] not in missing_everywhere:
+        if self.names[0] not in missing_everywhere or self._sum._nnz():
             self._parameter.grad = self._sum
+        self.unsent = None
         self.let_go()
 
     def withheld(self) -> Withheld | None:
@@ -150,6 +174,7 @@ class SparseGradientLane:
 
     def apply_to_nothing(self) -> None:
         """Let the sum be."""
+        self.unsent = None
         self.let_go()
 
     def poison(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -485,6 +486,27 @@ def test_it_trains_on_the_digits_at_the_learning_rate_of_one_rank(threads):
     accuracies = threads(3, program)
     assert len(set(accuracies)) == 1
     assert accuracies[0] > 0.85
+
+
+def test_what_a_loaded_state_holds_back_is_warned_of(threads, caplog):
+    def program(transport):
+        with world.entered(transport):
+            parameter = torch.nn.Parameter(torch.zeros(30))
+            sparse = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), compression=Compression.gtopk(0.1)
+            )
+            together = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=Adasum)
+            together.load_state_dict(sparse.state_dict())
+            assert "lost" not in caplog.text
+            transport.barrier()
+            parameter.grad = torch.arange(30.0)
+            sparse.step()
+            together.load_state_dict(sparse.state_dict())
+
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        threads(2, program)
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert [text[:7] for text in said if "are lost" in text] == ["rank 0:", "rank 1:"]
 
 
 def test_it_goes_on_in_the_next_world():

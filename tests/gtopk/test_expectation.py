@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Calibration, Network
 from gtopk.compression import Compression
-from gtopk.expectation import expected
+from gtopk.exchange import Progress
+from gtopk.expectation import expected, expected_seconds
+from gtopk.lanes import open_lane
 
 HERE = Calibration(Network(8, Link.of(1e9, 50e-6)), DEFAULT_RATES, "made up")
 LENGTH = 25_557_032
@@ -32,3 +36,12 @@ def test_nodes_that_are_no_hosts_and_oktopk_across_are_not_foretold() -> None:
     of_four = Calibration(HERE.network._replace(ranks_per_node=4), DEFAULT_RATES, "made up")
     for options in ({"node_size": 2}, {"node_size": 8}, {"across": "oktopk"}):
         assert expected(Compression.hierarchical(0.01, **options), LENGTH, of_four) is None
+
+
+def test_what_is_sent_along_once_changes_no_expectation() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    lane = open_lane("lane", [parameter], ["parameter"], Compression.none, Progress())
+    seconds = expected_seconds([lane], HERE)
+    assert seconds is not None
+    lane.send_along()
+    assert expected_seconds([lane], HERE) == seconds

@@ -277,6 +277,42 @@ def test_a_checkpoint_goes_on_to_the_bit(mid_round: bool) -> None:
     on_ranks(3, rank)
 
 
+@pytest.mark.parametrize(
+    "then",
+    [hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.topk(density=0.1)],
+    ids=repr,
+)
+def test_another_compression_goes_on_from_what_was_held_back(then: Any) -> None:
+    """Also where a rank holds nothing back; it is saved as long as it is not sent."""
+
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
+        model = network()
+        sparse = LocalSGD(
+            momentum(model.parameters()), 1, averaging, hvd.Compression.gtopk(density=0.1)
+        )
+        backward(model, transport.rank, 0)
+        sparse.step()
+        state = sparse.state_dict()
+        if transport.rank == 1:
+            state["gtopk"]["held"] = {1: {}}
+        optimizer = LocalSGD(momentum(model.parameters()), None, averaging, then)
+        optimizer.load_state_dict(state)
+        z, before = weights(model), held(optimizer)
+        backward(model, transport.rank, 1)
+        optimizer.step()
+        assert bool(before.any()) == (transport.rank != 1)
+        assert not (held(optimizer) - before).any()
+        again = LocalSGD(momentum(model.parameters()), None, averaging, then)
+        again.load_state_dict(optimizer.state_dict())
+        pseudo = z - weights(model)
+        assert again.outer_step()
+        assert again._lane.exchange.residual is None or isinstance(then, hvd.Compression.topk)
+        return z - weights(model), held(again), pseudo / 3 + before
+
+    moved, after, given = zip(*on_ranks(3, rank), strict=True)
+    close(moved[0] + sum(after), sum(given))
+
+
 def test_on_other_ranks_the_sum_of_the_residuals_stays_and_a_round_begins_anew() -> None:
     def saving(transport: LocalTransport) -> tuple[torch.Tensor, Any, Any]:
         model = network()
