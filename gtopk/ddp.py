@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import Transport
 
@@ -37,6 +37,8 @@ from .engine import Operation
 from .exchange import Progress
 from .grad_scaler import loss_scale
 from .held import Held
+from .held_names import plain_name, strangers, under_known_names
+from .hook_skips import HookSkips
 from .hook_steps import HookSteps
 from .lanes import Lane, open_lane
 from .objects import decode, encode
@@ -92,9 +94,9 @@ class GTopKState:
         self._name = world.current().name_optimizer(["ddp"])
         self.scaler = scaler
         self.progress = Progress()
-        self.skipped_steps = 0
-        self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._lanes = BucketLanes(self._open_lane)
+        self._skips = HookSkips(self._lanes.parameters)
+        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
@@ -102,6 +104,11 @@ class GTopKState:
         self._world = world.current()
         self._steps = HookSteps(self._world, self._engine, self._name)
         self._counted = True  # the last step
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps did not count."""
+        return self._skips.skipped
 
     @property
     def last_step(self) -> StepReport | None:
@@ -160,7 +167,7 @@ class GTopKState:
             self._counted = self._step.close()
             self._buckets = 0
             self.progress.steps += self._counted
-            self.skipped_steps += not self._counted
+            self._skips.note(self._counted)
 
     def _finish(
         self,
@@ -190,7 +197,7 @@ class GTopKState:
         of ranks can load.
         """
         parts = {name: self._lanes.held_of(parameter) for name, parameter in _named(model)}
-        held = {name: part for name, part in parts.items() if part}
+        held = {**self._strange, **{name: part for name, part in parts.items() if part}}
         return {
             "format": FORMAT,
             "ranks": len(self._members.ranks),
@@ -223,11 +230,10 @@ class GTopKState:
 
         For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step, or
         where there are several optimizers. One that is given closures is to be called with between
-        a closure's backward and its end.
+        a closure's backward and its end. One of several models takes those of all their states:
+        the step is then one of the models whose passes count.
         """
-        if not self._counted and self._dropped.get(optimizer) != self.skipped_steps:
-            self._dropped[optimizer] = self.skipped_steps  # what it has later is of no such pass
-            optimizer.zero_grad(set_to_none=True)
+        self._skips.drop(optimizer)
 
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
         """Hold back this from the next step on; between steps only.
@@ -237,9 +243,12 @@ class GTopKState:
         find_unused_parameters or where there is but one. Nothing is lost in any case.
         Raises ValueError for a state of another format, and for tensors of other shapes.
         """
+        named = _named(model)
+        known = {name for name, _ in named}
         held = share_of(state, self._rank, len(self._members.ranks))
+        held = under_known_names(held, known)
         found: dict[torch.Tensor, Held] = {}
-        for name, parameter in _named(model):
+        for name, parameter in named:
             found[parameter] = held.get(name, {})
             for what, tensor in found[parameter].items():
                 if tensor.shape != parameter.shape:
@@ -247,6 +256,12 @@ class GTopKState:
                         f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
                         f"parameter has {list(parameter.shape)}"
                     )
+        self._strange = strangers(
+            held,
+            known,
+            self._world.rank,
+            "the model has no parameter of that name; give it the names that it was saved with",
+        )
         self._lanes.hold(found)
         self.progress.steps = int(state["steps"])
 
@@ -313,5 +328,8 @@ def _process_set_of(group: ProcessGroup | None) -> ProcessSet:
 
 
 def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters by their names, with or without DDP around the model."""
-    return [(name.removeprefix("module."), p) for name, p in model.named_parameters()]
+    """Return the parameters by their names, with or without DDP and torch.compile around them."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    return [(plain_name(name), parameter) for name, parameter in model.named_parameters()]

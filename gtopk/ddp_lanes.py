@@ -30,6 +30,10 @@ class BucketLanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    def parameters(self) -> set[torch.Tensor]:
+        """Return those of all buckets, and of the state that was loaded last."""
+        return {*self._homes, *self._held}
+
     def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Tell whether all of them were in a bucket, or in a state that was loaded."""
         return all(p in self._homes or p in self._held for p in parameters)

@@ -8,23 +8,26 @@
     dense        0 <> 1  |  2 <> 3         FSDP's reduce-scatter, over what is fast
     gTop-k       0 <> 2, 1 <> 3            each shard among its replicas, over what is slow
 
+    vote         0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
+
 The residual is sharded as the gradients are. A module's shard is exchanged when FSDP has it, before
-backward goes on; what the replicas of one shard do is independent of the others. Needs torch 2.7 or
-newer.
+backward goes on. Needs torch 2.7 or newer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import Variable
 
 try:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
     _set_hook = FSDPModule.set_all_reduce_hook  # of torch 2.7; the class itself is of 2.6
 except (ImportError, AttributeError) as missing:
@@ -37,15 +40,17 @@ from .agreement import gather_words
 from .compression import GTopK
 from .exchange import Progress
 from .grad_scaler import loss_scale
+from .held import Held
+from .held_names import plain_name, strangers
+from .hook_skips import HookSkips
 from .hook_steps import HookSteps
 from .lanes import Lane, open_lane
 from .one_step import NOT_FINITE, OneStep
+from .optimizer_checkpoint import FORMAT, share_of
 from .process_sets import ProcessSet, find_or_register
 from .telemetry import StepReport
 
 __all__ = ["ReplicaState", "replicate"]
-
-_FORMAT: Final = 1
 
 
 def replicate(
@@ -87,57 +92,95 @@ def replicate(
             f"rank {torch.distributed.get_rank()} of torch.distributed is rank "
             f"{world.current().rank} of gtopk: start the ranks with one launcher"
         )
-    state = ReplicaState(_process_set_of(replicas), compression, scaler)
+    place = _place_in(replicas, model.parameters())
+    state = ReplicaState(model, list(sharded), place, compression, scaler)
     for name, module in sharded.items():
-        _set_hook(module, partial(state.exchange, name))
+        _set_hook(module, partial(state.exchange, plain_name(name)))
     return state
 
 
-def _process_set_of(replicas: DeviceMesh) -> ProcessSet:
-    """Return the process set of this rank's replicas; all ranks make those of all."""
-    mine = sorted(torch.distributed.get_process_group_ranks(replicas.get_group()))
-    said = [" ".join(map(str, mine))]
+class _Place(NamedTuple):
+    """Where this rank is among those that train the model.
+
+    replicas: the ranks that hold its shard; everyone: all ranks, of all shards.
+    shard: which one it holds; shards: how many there are.
+    """
+
+    replicas: ProcessSet
+    everyone: ProcessSet
+    shard: int
+    shards: int
+
+
+def _place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> _Place:
+    """Return this rank's place; all ranks register the process sets of all together."""
+    here = world.current()
+    alike = tuple(sorted(torch.distributed.get_process_group_ranks(replicas.get_group())))
+    meshes = [p.device_mesh.mesh for p in parameters if isinstance(p, DTensor)]
+    replica = tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
+    said = [" ".join(map(str, ranks)) for ranks in (alike, replica)]
 
     def gather(transport: Transport, votes: list[int]) -> list[list[str]]:
         return gather_words(transport, said)
 
-    here = world.current()
-    everyones = here.engine.submit("fsdp.replicas", [], gather).wait()
-    sets = {ranks: [int(word) for word in ranks.split()] for (ranks,) in everyones}
-    found = {ranks: find_or_register(sets[ranks]) for ranks in sorted(sets)}
-    return found[said[0]]
+    told = here.engine.submit("fsdp.replicas", [], gather).wait()
+    groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in told]
+    together = [_reached_from(rank, groups) for rank in range(here.size)]
+    wanted = {each[0] for each in groups} | set(together)
+    found = {ranks: find_or_register(list(ranks)) for ranks in sorted(wanted)}
+    everyone = found[together[here.rank]]
+    return _Place(found[alike], everyone, replica.index(here.rank), len(replica))
+
+
+def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
+    """Return the ranks that share a group with this one, or with one that does, and so on."""
+    found = {rank}
+    while more := {r for of in found for group in groups[of] for r in group} - found:
+        found |= more
+    return tuple(sorted(found))
 
 
 class ReplicaState:
     """What replicas keep from step to step: of each sharded module, what was not sent yet.
 
+    A step is one backward pass.
+
     process_set: the ranks that hold the same shard.
-    skipped_steps: in how many steps a gradient was not finite on some replica, or a sum beyond
-        float32. From the module on where that shows, gradients become NaN on all of them:
-        GradScaler skips such a step; without one, look at `skipped_steps` before optimizer.step().
-        So do with several optimizers and a GradScaler, which skips only those that have a NaN: all
-        or none may step. What is held back is then as before the step. What a sum has beyond
-        float16, of gradients in it, is held back, and the step counts.
+    skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
+        float32: the same on all ranks, of all shards. The model's gradients then become NaN on all
+        of them: GradScaler skips such a step; without one,
+        optimizer.register_step_pre_hook(state.drop_skipped) does, of each optimizer. What is held
+        back is then as before the step. What a sum has beyond float16, of gradients in it, is held
+        back, and the step counts.
     """
 
-    def __init__(self, process_set: ProcessSet, compression: GTopK, scaler: Any) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        modules: Collection[str],
+        place: _Place,
+        compression: GTopK,
+        scaler: Any,
+    ) -> None:
         self.compression = compression
         self.scaler = scaler
         self.progress = Progress()
-        self.process_set = process_set
-        self._skipped_before = 0
-        self._name = world.current().name_optimizer(["fsdp"])
+        self.process_set = place.replicas
+        self._model = model
+        self._place = place
+        self._modules = {plain_name(name) for name in modules}
+        self._world = world.current()
+        self._name = self._world.name_optimizer(["fsdp"])
         self._lanes: dict[str, Lane] = {}
-        self._held: dict[str, dict[str, torch.Tensor]] = {}  # of modules without a lane yet
+        self._held: dict[str, Held] = {}  # of modules without a lane: not yet, or not in the model
         self._step = OneStep()
-        self._steps = HookSteps(world.current(), process_set.engine, self._name)
-        self._seen: set[str] = set()  # modules of the step under way
+        self._steps = HookSteps(self._world, place.replicas.engine, self._name)
+        self._skips = HookSkips(lambda: set(model.parameters()))
+        self._pass = -1  # autograd's number of the one whose end is awaited
 
     def exchange(self, module: str, gradients: torch.Tensor) -> None:
         """Replace the mean over a replica's ranks, [shard's length], by that of all replicas."""
-        if module in self._seen:
-            self._close_step()
-        self._seen.add(module)
+        self._await_end_of_pass()
         lane = self._lane_of(module, gradients)
         scale = loss_scale(self.scaler)
         lane.parameters[0].grad = gradients
@@ -160,7 +203,7 @@ class ReplicaState:
 
     @property
     def last_step(self) -> StepReport | None:
-        """What the last step cost that another has followed; None before."""
+        """What the last step cost; None before the first."""
         return self._steps.last
 
     @property
@@ -170,17 +213,43 @@ class ReplicaState:
 
     @property
     def skipped_steps(self) -> int:
-        """Return how many steps were skipped, the last one included."""
-        return self._skipped_before + self._step.is_void
+        """How many steps were skipped, the last one included; the same on all ranks."""
+        return self._skips.skipped
 
-    def _close_step(self) -> None:
-        if not self._seen:
-            return
+    def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
+        """Drop an optimizer's gradients where the last backward pass does not count.
+
+        For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step. One
+        that is given closures is to be called with between a closure's backward and its end.
+        """
+        self._skips.drop(optimizer)
+
+    def _await_end_of_pass(self) -> None:
+        number = torch._C._current_graph_task_id()
+        if number != self._pass:
+            self._pass = number
+            # FSDP's own callbacks may hand over more; one queued by a callback comes after them.
+            queue = Variable._execution_engine.queue_callback
+            queue(partial(queue, self._end_pass))
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        """Agree with all ranks on whether the step counts, and begin another."""
+        is_void = self._place.everyone.engine.submit(
+            f"{self._name}.pass",
+            [],
+            lambda transport, votes: any(votes),
+            vote=self._step.is_void,
+        ).wait()
+        if is_void:
+            self._step.drop()
+            for parameter in self._model.parameters():
+                if isinstance(parameter.grad, DTensor):
+                    parameter.grad.to_local().fill_(torch.nan)
         counted = self._step.close()
         self._steps.close(counted, overlapped=False)
         self.progress.steps += counted
-        self._skipped_before += not counted
-        self._seen.clear()
+        self._skips.note(counted)
 
     def _lane_of(self, module: str, gradients: torch.Tensor) -> Lane:
         if module not in self._lanes:
@@ -200,34 +269,67 @@ class ReplicaState:
             if held[what].shape != tensor.shape:
                 raise ValueError(
                     f"the {what} of the shard of '{lane.name}' has the shape "
-                    f"{list(held[what].shape)}, but here it is {list(tensor.shape)}: the number "
-                    "of shards must be what it was"
+                    f"{list(held[what].shape)}, but here it is {list(tensor.shape)}"
                 )
             tensor.copy_(held[what])
         residual.holds_nothing = not held
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank holds back; save it on every rank."""
-        self._close_step()
         held = {
             name: {what: tensor.clone() for what, tensor in residual.after_last_step().items()}
             for name, lane in self._lanes.items()
             if (residual := lane.exchange.residual) is not None
         }
-        return {"format": _FORMAT, "steps": self.progress.steps, "held": {**self._held, **held}}
+        mine = {f"{self._place.shard}/{name}": of for name, of in {**self._held, **held}.items()}
+        return {
+            "format": FORMAT,
+            "ranks": self._ranks,
+            "shards": self._place.shards,
+            "steps": self.progress.steps,
+            "lanes": [],
+            "held": {self._rank: mine},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hold back this from the next step on; between steps only.
 
-        Raises ValueError for a state of another format, and of shards of other lengths.
+        On another number of replicas, of as many shards, the sum of what is held back stays.
+        Raises ValueError for a state of another format, and of other shards.
         """
-        if state.get("format") != _FORMAT:
+        if state.get("shards") != self._place.shards:
             raise ValueError(
-                f"the state must be of format {_FORMAT}, got {state.get('format')!r}; load it with "
-                "the version of gtopk that saved it"
+                f"the state is of {state.get('shards')} shards, but here the model has "
+                f"{self._place.shards}: the number of shards must be what it was"
             )
-        self._close_step()
-        self._held = dict(state["held"])
+        share = share_of(state, self._rank, self._ranks)
+        held = {}
+        for name, parts in share.items():
+            shard, _, module = name.partition("/")
+            if int(shard) != self._place.shard:
+                raise ValueError(
+                    f"the state has what is held back of shard {shard}, but this rank has shard "
+                    f"{self._place.shard}: on another number of replicas the ranks of each must "
+                    "follow each other, as in a mesh whose last dimension is that of the shards"
+                )
+            held[module] = parts
+        self._step.close()  # of a pass that was broken off
+        self._held = held
         for name, lane in self._lanes.items():
             self._put_in(lane, self._held.pop(name, {}))
+        strangers(
+            self._held,
+            self._modules,
+            self._world.rank,
+            "the model has no sharded module of that name; shard those that were",
+        )
         self.progress.steps = int(state["steps"])
+
+    @property
+    def _ranks(self) -> int:
+        return self._place.everyone.size() or 1
+
+    @property
+    def _rank(self) -> int:
+        """Its number where those of a replica follow each other."""
+        return (self.process_set.rank() or 0) * self._place.shards + self._place.shard

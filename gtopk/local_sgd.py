@@ -32,6 +32,7 @@ from .engine import Operation
 from .exchange import Exchanged, Progress
 from .exchanges import require_compression
 from .held import Held, has_room, put_in, take_out, unsent
+from .held_names import strangers, under_known_names
 from .lanes import Lane, open_lane
 from .parameters import name_parameters, require_known
 from .process_sets import ProcessSet, global_process_set
@@ -80,7 +81,8 @@ class _LocalSGD(Wrapping):
     """What is mixed into the class of the wrapped optimizer.
 
     outer:         the outer optimizer; a scheduler may set its rate, on all ranks alike.
-    inner_steps:   of a round; None: rounds end where `outer_step` is called.
+    inner_steps:   of a round, at least; None: rounds end where `outer_step` is called. May be set,
+                   on all ranks alike.
     steps_made:    in this round, by this rank.
     outer_steps:   so far, those that changed nothing included.
     skipped_steps: outer steps that changed nothing.
@@ -115,6 +117,7 @@ class _LocalSGD(Wrapping):
         self._lost_in_a_row = 0
         self._center: list[torch.Tensor] = []  # z, while a round goes on
         self._lane: Lane | None = None
+        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
         self._held: dict[str, Held] = {}  # what the lane has no room for, until the ranks agree
         self._enter(world.current())
 
@@ -165,7 +168,8 @@ class _LocalSGD(Wrapping):
         self._step_wrapped()
         self.steps_made += 1
         self._world.step += 1
-        if self.steps_made == self.inner_steps:
+        # More than that where it was lowered since, or an exchange that was due has failed.
+        if self.inner_steps is not None and self.steps_made >= self.inner_steps:
             self.outer_step()
         return loss
 
@@ -372,7 +376,7 @@ class _LocalSGD(Wrapping):
                 "ranks": ranks,
                 "steps": self._progress.steps,
                 "lanes": [self._lane.record()],
-                "held": {self._place: self._take_out()},
+                "held": {self._place: {**self._strange, **self._take_out()}},
             },
             _KEY: {
                 "format": _FORMAT,
@@ -406,9 +410,18 @@ class _LocalSGD(Wrapping):
             self.outer_steps = own["outer_steps"]
             self._load_round(own["center"], own["steps_made"], own["ranks"])
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
+            known = set(self._lane.names)
             held = optimizer_checkpoint.share_of(part, self._place, len(self._ranks))
-            self._hold(self._lane, held)
-            for record in part["lanes"]:
+            held = under_known_names(held, known)
+            self._hold(self._lane, {name: of for name, of in held.items() if name in known})
+            self._strange = strangers(
+                held,
+                known,
+                self._world.rank,
+                "LocalSGD trains no parameter of that name; give it the names that the checkpoint "
+                "was saved with (named_parameters)",
+            )
+            for record in optimizer_checkpoint.lanes_here(part, known):
                 if record["names"] == self._lane.names:
                     self._lane.resume(record)
             self._progress.steps = int(part["steps"])

@@ -33,16 +33,17 @@ class OneStep:
 
         Returns what the exchange did, applying included; None where there was none.
         """
+        again = lane in self._ran  # a module that is used twice: what was before the step counts
         self._ran.append(lane)
         self._void |= any(vote & NOT_FINITE for vote in votes)
         exchanged = None
         if not self._void:
-            lane.remember()
+            if not again:
+                lane.remember()
             exchanged = lane.reduce(transport)
             self._void = not exchanged.finite
         if self._void:
-            for each in self._ran:
-                each.undo()
+            self.drop()
             with lane.bucket.on_stream():
                 lane.bucket.poison()
             return exchanged
@@ -52,6 +53,12 @@ class OneStep:
         assert exchanged is not None
         seconds = exchanged.select_seconds + time.perf_counter() - begun
         return replace(exchanged, select_seconds=seconds)
+
+    def drop(self) -> None:
+        """Make the step void: what is held back becomes what it was before."""
+        self._void = True
+        for lane in self._ran:
+            lane.undo()
 
     @property
     def is_void(self) -> bool:

@@ -19,7 +19,7 @@ what ranks that are no more held back is held back by others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +27,7 @@ import numpy as np
 from collectives.transports import Transport
 
 from .held import Held
+from .held_names import translate, under_known_names
 from .objects import decode, encode
 from .reducer import Reducer
 
@@ -78,7 +79,17 @@ def load(reducer: Reducer, part: Mapping[str, Any]) -> None:
     Raises ValueError for a part that another version wrote.
     """
     held = share_of(part, reducer.rank, len(reducer.ranks))
-    reducer.put_state_in(held, list(part["lanes"]), int(part["steps"]))
+    known = reducer.names.known()
+    reducer.put_state_in(
+        under_known_names(held, known), lanes_here(part, known), int(part["steps"])
+    )
+
+
+def lanes_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
+    """Return the lanes' records, with the names that are known here."""
+    lanes: list[dict[str, Any]] = part["lanes"]
+    here = translate({name for lane in lanes for name in lane["names"]}, known)
+    return [{**lane, "names": [here[name] for name in lane["names"]]} for lane in lanes]
 
 
 def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
@@ -95,15 +106,17 @@ def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
     if "of" in part:
         (held,), what = part["held"].values(), _said(*part["of"])
     else:
-        held, what = _share(part["held"], int(part["ranks"]), rank, ranks)
-    level = logging.WARNING if "lost" in what else logging.INFO
-    _log.log(level, "rank %d of %d %s", rank, ranks, what)
+        parts = {int(saver): held for saver, held in part["held"].items()}  # DCP has text for keys
+        held, what = _share(parts, int(part["ranks"]), rank, ranks)
+    if what:
+        level = logging.WARNING if "lost" in what else logging.INFO
+        _log.log(level, "rank %d of %d %s", rank, ranks, what)
     return held
 
 
 def is_part(value: object) -> bool:
-    """Tell whether this is what `save` returns, or the hook of DDP."""
-    return isinstance(value, dict) and value.keys() == _FIELDS
+    """Tell whether this is what `save` returns, or the state of a hook."""
+    return isinstance(value, dict) and value.keys() >= _FIELDS
 
 
 def frame(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,9 +129,10 @@ def summed(
 ) -> dict[str, Any]:
     """Return the part for one of so many ranks, that holds back all of what the given parts do.
 
-    parts: by the rank that saved each, which may be one of another number of ranks.
+    parts: by the rank that saved each, which may be one of another number of ranks. What a hook's
+        gather_state returned on the first has the others' besides, which they saved themselves.
     """
-    held = _sum([held for part in parts.values() for held in part["held"].values()])
+    held = _sum([part["held"][min(part["held"])] for part in parts.values()])
     of = [list(parts), frame["ranks"]]
     return {**frame, "ranks": ranks, "held": {rank: held}, "of": of}
 
@@ -126,7 +140,12 @@ def summed(
 def _share(
     parts: Mapping[int, Mapping[str, Held]], saved: int, rank: int, ranks: int
 ) -> tuple[dict[str, Held], str]:
-    """Return what this rank holds back of what all ranks did, and what that was, in words."""
+    """Return what this rank holds back of what all ranks did, and what that was, in words.
+
+    No words where there is nothing to tell: dense optimizers hold nothing back, on any rank.
+    """
+    if not any(parts.values()):
+        return {}, ""
     if len(parts) == saved:
         mine = [source for source in range(saved) if source % ranks == rank]
         return _sum([parts[source] for source in mine]), _said(mine, saved)
@@ -149,5 +168,8 @@ def _sum(parts: list[Mapping[str, Held]]) -> dict[str, Held]:
         for name, tensors in part.items():
             own = total.setdefault(name, {})
             for what, tensor in tensors.items():
-                own[what] = own[what] + tensor if what in own else tensor.clone()
+                # Gathered parts lie on the host, but for the root's own.
+                own[what] = (
+                    own[what] + tensor.to(own[what].device) if what in own else tensor.clone()
+                )
     return total

@@ -28,6 +28,7 @@ from .exchange import Progress
 from .expectation import expected_seconds
 from .grad_scaler import loss_scale
 from .held import Held, has_room, put_in, take_out, unsent
+from .held_names import strangers
 from .hooks import BackwardHooks
 from .lane_plan import Agreed, Plan
 from .lanes import Lane
@@ -405,17 +406,14 @@ class Reducer:
 
     def _warn_of_strangers(self) -> None:
         """Warn of what is held back of names that no parameter has; it stays, and is saved."""
-        strangers = self._held.keys() - self.names.known() - self._strangers
-        if strangers:
-            self._strangers |= strangers
-            named = ", ".join(map(repr, sorted(strangers)[:5]))
-            _log.warning(
-                "rank %d: what is held back of %s cannot be sent: the optimizer has no parameter "
-                "of that name; give it the names that the checkpoint was saved with "
-                "(named_parameters)",
-                self.ranks[self.rank],
-                named + (", ..." if len(strangers) > 5 else ""),
-            )
+        news = {name: parts for name, parts in self._held.items() if name not in self._strangers}
+        self._strangers |= strangers(
+            news,
+            self.names.known(),
+            self.ranks[self.rank],
+            "the optimizer has no parameter of that name; give it the names that the checkpoint "
+            "was saved with (named_parameters)",
+        ).keys()
 
     def _advise(self) -> None:
         """Expect what the exchange will take; rank 0 says, once in a world, what compressing saves.

@@ -277,6 +277,47 @@ def test_a_checkpoint_goes_on_to_the_bit(mid_round: bool) -> None:
     on_ranks(3, rank)
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_round_ends_that_is_longer_already_than_rounds_are_now(loaded: bool) -> None:
+    def rank(transport: LocalTransport) -> None:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 8)
+        for step in range(6):
+            backward(model, transport.rank, step)
+            optimizer.step()
+        if loaded:
+            saved, optimizer = optimizer.state_dict(), LocalSGD(momentum(model.parameters()), 4)
+            optimizer.load_state_dict(saved)
+        optimizer.inner_steps = 4
+        ended = []
+        for step in range(6, 15):
+            backward(model, transport.rank, step)
+            optimizer.step()
+            ended.append(optimizer.steps_made == 0)
+        assert ended == [True, *[False, False, False, True] * 2]
+
+    on_ranks(2, rank)
+
+
+def test_a_round_whose_exchange_has_failed_ends_with_the_next_step() -> None:
+    def rank(transport: LocalTransport) -> None:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 2)
+        (group,) = optimizer.outer.param_groups
+        backward(model, transport.rank, 0)
+        optimizer.step()
+        rate, group["lr"] = group["lr"], 1.0 + transport.rank  # not alike
+        backward(model, transport.rank, 1)
+        with pytest.raises(hvd.HorovodInternalError, match="rank 1: outer SGD"):
+            optimizer.step()
+        group["lr"] = rate
+        backward(model, transport.rank, 2)
+        optimizer.step()
+        assert (optimizer.outer_steps, optimizer.steps_made) == (1, 0)
+
+    on_ranks(2, rank)
+
+
 @pytest.mark.parametrize(
     "then",
     [hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.topk(density=0.1)],
@@ -344,6 +385,41 @@ def test_on_other_ranks_the_sum_of_the_residuals_stays_and_a_round_begins_anew()
         return held(optimizer)
 
     close(sum(on_ranks(2, loading)), total)
+
+
+def test_what_is_held_back_of_other_names_is_kept_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def rank(transport: LocalTransport) -> None:
+        def begin(prefix: str) -> Any:
+            model = network()
+            optimizer = LocalSGD(
+                momentum(model.parameters()),
+                1,
+                compression=hvd.Compression.gtopk(density=0.1),
+                named_parameters=[(prefix + name, p) for name, p in model.named_parameters()],
+            )
+            return model, optimizer
+
+        model, optimizer = begin("")
+        for step in range(2):
+            backward(model, transport.rank, step)
+            optimizer.step()
+        assert bool(held(optimizer).any())
+        _, compiled = begin("_orig_mod.")
+        compiled.load_state_dict(optimizer.state_dict())
+        assert torch.equal(held(compiled), held(optimizer))
+        assert "cannot be sent" not in caplog.text
+        transport.barrier()
+        _, other = begin("other.")
+        other.load_state_dict(optimizer.state_dict())
+        _, again = begin("")
+        again.load_state_dict(other.state_dict())
+        assert torch.equal(held(again), held(optimizer))
+        assert caplog.text.count(f"rank {transport.rank}: what is held back of") == 1
+
+    on_ranks(2, rank)
+    assert "rank 1: what is held back of '0.bias', '0.weight', '2.bias', '2.weight'" in caplog.text
 
 
 def test_ranks_that_disagree_or_begin_apart_hear_of_it() -> None:

@@ -35,3 +35,21 @@ def test_gradients_are_written_on_the_stream_of_their_bucket(vote: int) -> None:
     OneStep().run(lane, local_world(1)[0], [vote])
     assert parameter.grad._version - taken == on_it > 0
     assert parameter.grad.isnan().all() == bool(vote)
+
+
+def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None:
+    """As that of a module that is used twice in a pass does."""
+    parameter = torch.nn.Parameter(torch.zeros(30))
+    lane = open_lane("lane", [parameter], ["parameter"], GTopK(0.1), Progress())
+    step, residual = OneStep(), lane.exchange.residual
+    assert residual is not None
+    seen = []
+    for votes in ([0], [0], [0], [NOT_FINITE]):  # the step before, then one of three
+        parameter.grad = torch.arange(30.0)
+        lane.take(1.0, 1.0)
+        step.run(lane, local_world(1)[0], votes)
+        if not seen:
+            assert step.close()
+            seen.append(residual.after_last_step()["residual"].clone())
+    assert not step.close()
+    assert torch.equal(residual.after_last_step()["residual"], seen[0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport
-from gtopk import world
+from gtopk import load_latest, optimizer_checkpoint, save_checkpoint, world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
 from tests.gtopk.held import held
@@ -152,6 +152,82 @@ def test_another_ranks_own_state_is_not_taken_for_ones_own(threads, caplog):
     assert first.any()
     assert not second.any()
     assert "gather_state" in caplog.text
+
+
+def test_nothing_is_said_of_what_was_never_held_back(threads, caplog):
+    """As a script written for Horovod loads what rank 0 has saved, on all ranks."""
+
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.none)
+            take_steps(model, optimizer, transport.rank, range(2))
+            states[transport.rank] = optimizer.state_dict()
+            transport.barrier()
+            optimizer.load_state_dict(states[0])
+
+    states: dict[int, Any] = {}
+    with caplog.at_level(logging.INFO, "gtopk"):
+        threads(2, program)
+    assert "lost" not in caplog.text
+    assert "holds back" not in caplog.text
+
+
+def compiled(names: Any) -> list[tuple[str, Any]]:
+    """Return them as torch.compile has them, of a model whose inner layers are compiled, too."""
+    return [(f"_orig_mod.{name.replace('2.', '2._orig_mod.')}", p) for name, p in names]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_run_may_be_compiled_before_or_after_it_is_resumed(threads, caplog, before):
+    def named(model: torch.nn.Module, is_compiled: bool) -> Any:
+        names = model.named_parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = compiled(names) if is_compiled else names
+        return DistributedOptimizer(optimizer, names, Compression.oktopk(0.2), bucket_bytes=100)
+
+    def program(transport: LocalTransport) -> None:
+        model, other = network(), network()
+        with world.entered(transport):
+            optimizer = named(model, before)
+            take_steps(model, optimizer, transport.rank, range(4))
+            saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+            take_steps(model, optimizer, transport.rank, range(4, 9))
+            resumed = named(other, not before)
+            other.load_state_dict(saved[0])
+            resumed.load_state_dict(saved[1])
+            take_steps(other, resumed, transport.rank, range(4, 9))
+            assert torch.equal(flat(other), flat(model))
+
+    threads(2, program)
+    assert "cannot be sent" not in caplog.text
+
+
+def test_what_a_hook_gathered_on_the_first_rank_counts_once(threads, tmp_path):
+    """The others give what is theirs alone, and all of it is saved."""
+
+    def program(transport: LocalTransport) -> tuple[float, float]:
+        rank, size = transport.rank, transport.size
+        with world.entered(transport):
+            own = {r: {"w": {"residual": torch.tensor([10.0**r])}} for r in range(size)}
+            part = {"format": 1, "ranks": size, "steps": 5, "lanes": []}
+            part["held"] = own if rank == 0 else {rank: own[rank]}
+            save_checkpoint(tmp_path, None, None, residuals=part)
+            found = load_latest(tmp_path, None)
+            held = optimizer_checkpoint.share_of(found.values["residuals"], rank, size)
+            return held["w"]["residual"].item()
+
+    assert threads(3, program) == [1.0, 10.0, 100.0]
+
+
+def test_parts_that_lie_on_several_devices_are_added_where_the_first_lies():
+    """A root's own are on its GPU, what it has gathered on the host; meta stands for a GPU."""
+    devices = ["meta", "cpu", "cpu", "cpu"]
+    held = {r: {"w": {"residual": torch.zeros(3, device=d)}} for r, d in enumerate(devices)}
+    part = {"format": 1, "ranks": 4, "steps": 1, "lanes": [], "held": held}
+    for rank, device in enumerate(["meta", "cpu"]):
+        found = optimizer_checkpoint.share_of(part, rank, 2)
+        assert found["w"]["residual"].device.type == device
 
 
 def test_a_plain_optimizers_state_can_be_loaded_and_is_in_ours(threads):

@@ -1,6 +1,7 @@
 """Run under torchrun on 2 ranks or more: gTop-k as a communication hook of PyTorch's DDP."""
 
 import itertools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -335,6 +336,30 @@ def test_a_step_that_does_not_count_is_one_for_none_of_several_optimizers() -> N
         assert_alike(model)
 
 
+def test_a_pass_that_does_not_count_costs_another_model_of_an_optimizer_nothing() -> None:
+    states = [GTopKState(0.05), GTopKState(0.05)]
+    first, second = (wrapped(None) for _ in range(2))
+    record = Recorder(states[1])
+    first.register_comm_hook(states[0], gtopk_hook)
+    second.register_comm_hook(states[1], record.hook)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    for state in states:
+        optimizer.register_step_pre_hook(state.drop_skipped)
+    begun = weights(second)
+    for step in range(4):
+        before = weights(first)
+        factor = torch.nan if (RANK, step) == (SIZE - 1, 2) else 1.0
+        optimizer.zero_grad()
+        (factor * first(batch(step)).square().mean()).backward()
+        second(batch(step)).square().mean().backward()
+        optimizer.step()
+        assert torch.equal(before, weights(first)) == (step == 2)
+    assert [state.skipped_steps for state in states] == [1, 0]
+    record.assert_nothing_is_lost(second, begun)
+    assert_alike(first)
+    assert_alike(second)
+
+
 def test_an_optimizer_loses_nothing_but_what_does_not_count() -> None:
     state = GTopKState(1.0)
     model = wrapped(state)
@@ -393,6 +418,58 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     said = re.escape("the residual of 'layers.0.weight' has the shape [3]")
     with pytest.raises(ValueError, match=said):
         again.load_state_dict(wrong, resumed)
+
+
+class Wrapper(torch.nn.Module):
+    """Has a module of its own that is called as DDP calls what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+def mass(state: GTopKState, model: torch.nn.Module) -> float:
+    (held,) = state.state_dict(model)["held"].values()
+    return sum(float(tensors["residual"].abs().sum()) for tensors in held.values())
+
+
+def test_what_is_held_back_finds_its_parameters_whatever_is_around_the_model() -> None:
+    for make in (Net, Wrapper):
+        plain = make()
+        inner = torch.compile(plain, backend="eager")
+        model = DistributedDataParallel(inner, bucket_cap_mb=1)
+        state = GTopKState(0.05)
+        model.register_comm_hook(state, gtopk_hook)
+        train(model, range(2))
+        saved = mass(state, model)
+        assert saved > 0
+        ways = (plain, inner, model, torch.compile(model, backend="eager"))
+        for one, other in itertools.product(ways, ways):
+            fresh = GTopKState(0.05)
+            fresh.load_state_dict(state.state_dict(one), other)
+            assert mass(fresh, other) == saved
+
+
+def test_what_nobody_has_is_told_and_saved_again() -> None:
+    state, fresh, again = (GTopKState(0.05) for _ in range(3))
+    model = wrapped(state)
+    train(model, range(2))
+    other = torch.nn.Sequential(Net())
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("gtopk")
+    log.addHandler(handler)
+    fresh.load_state_dict(state.state_dict(model), other)
+    again.load_state_dict(fresh.state_dict(other), model)
+    log.removeHandler(handler)
+    told = [text for text in said if "cannot be sent: the model has no parameter" in text]
+    assert len(told) == 1
+    assert f"rank {RANK}: what is held back of 'layers.0.bias', 'layers.0.weight'" in told[0]
+    assert mass(again, model) == mass(state, model) > 0
 
 
 def test_where_ddp_keeps_its_buckets_a_resumed_run_is_the_same_to_the_bit() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import tempfile
+from functools import partial
+
 import pytest
 import torch
 from checks import run_tests
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gtopk.torch as hvd
 from gtopk import fsdp
+from gtopk.torch.checkpoint.dcp import Reader, Writer
 
 torch.distributed.init_process_group("gloo")
 RANK = torch.distributed.get_rank()
@@ -74,6 +80,12 @@ def shard(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().to_local().reshape(-1) for p in model.parameters()])
 
 
+def residuals(state: fsdp.ReplicaState) -> dict[str, torch.Tensor]:
+    """Return what this rank holds back, by module."""
+    (held,) = state.state_dict()["held"].values()
+    return {name: tensors["residual"] for name, tensors in held.items()}
+
+
 def test_replicas_are_alike_and_what_was_not_sent_is_held_back() -> None:
     (model, state), (dense, _) = sharded(0.05), sharded(1.0)
     begun = shard(model)
@@ -83,29 +95,45 @@ def test_replicas_are_alike_and_what_was_not_sent_is_held_back() -> None:
     assert torch.equal(others[RANK], others[(RANK + 2) % 4])
     update, whole = begun - shard(model), begun - shard(dense)
     assert 0 < int((update != 0).sum()) < 0.2 * len(update)
-    held = [tensors["residual"].sum() for tensors in state.state_dict()["held"].values()]
-    kept = hvd.allreduce(torch.stack(held).sum(), op=hvd.Sum, process_set=state.process_set)
+    held = torch.stack([residual.sum() for residual in residuals(state).values()])
+    kept = hvd.allreduce(held.sum(), op=hvd.Sum, process_set=state.process_set)
     assert float(update.sum() + 0.1 * kept) == pytest.approx(float(whole.sum()), abs=1e-12)
 
 
+def spoil(factors: torch.Tensor, module: object, x: object, y: torch.Tensor) -> None:
+    """Multiply the gradient of a layer's output."""
+    y.register_hook(lambda gradient: gradient * factors)
+
+
 def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
-    model, state = sharded(0.05)
-    train(model, range(2))
-    held, before = state.state_dict(), weights(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.zero_grad()
-    factor = float("inf") if RANK == 3 else 1.0
-    scaler.scale(loss(model, 2) * factor).backward()
-    norms = torch.stack([p.grad.full_tensor().sum() for p in model.parameters()])
-    assert not bool(norms.isfinite().all())
-    assert state.skipped_steps == 1
-    after = state.state_dict()
-    for name, tensors in held["held"].items():
-        assert torch.equal(after["held"][name]["residual"], tensors["residual"]), name
-    assert torch.equal(weights(model), before)
-    train(model, range(3, 5))
-    assert bool(weights(model).isfinite().all())
+    """Also where it is in one row, of one shard, which the other shard's replicas do not see."""
+    ways = (False, torch.inf), (False, torch.nan), (True, torch.inf), (True, torch.nan)
+    for (has_scaler, factor), row in itertools.product(ways, (slice(None), 0, 11)):
+        model, state = sharded(0.05)
+        train(model, range(2))
+        optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.1) for layer in model]
+        if not has_scaler:
+            for optimizer in optimizers:
+                optimizer.register_step_pre_hook(state.drop_skipped)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=has_scaler)
+        held, before = residuals(state), weights(model)
+        for step in (2, 3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            # Of the first layer, which comes last: those of the others are back by then.
+            factors = torch.ones(12, dtype=torch.float64)
+            factors[row] = factor if (RANK, step) == (3, 2) else 1.0
+            hook = model[0].register_forward_hook(partial(spoil, factors))
+            scaler.scale(loss(model, step)).backward()
+            hook.remove()
+            assert state.skipped_steps == 1
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            same = all(map(torch.equal, residuals(state).values(), held.values()))
+            assert same == torch.equal(weights(model), before) == (step == 2)
+        assert state.progress.steps == 3
+        assert bool(weights(model).isfinite().all())
 
 
 def test_what_is_held_back_is_saved_and_loaded() -> None:
@@ -119,10 +147,44 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     resumed.load_state_dict(saved)
     train(again, range(3, 6))
     assert torch.equal(weights(again), weights(model))
-    with pytest.raises(ValueError, match="must be of format 1, got 7"):
-        resumed.load_state_dict({**saved, "format": 7})
-    with pytest.raises(ValueError, match="the number of shards must be what it was"):
-        resumed.load_state_dict({**saved, "held": {"0": {"residual": torch.ones(3)}}})
+    for wrong, said in (
+        ({"format": 7}, "must be of format 1, got 7"),
+        ({"shards": 3}, "of 3 shards, but here the model has 2: the number of shards must be"),
+        ({"held": {RANK: {f"{RANK % 2}/0": {"residual": torch.ones(3)}}}}, r"the shape \[3\]"),
+        ({"held": {RANK: {f"{1 - RANK % 2}/0": {}}}}, "the ranks of each must follow each other"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            resumed.load_state_dict({**saved, **wrong})
+
+
+def test_what_is_held_back_is_each_ranks_own_in_torchs_checkpoints() -> None:
+    model, state = sharded(0.05)
+    train(model, range(2))
+    held = residuals(state)
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)
+    dcp.save({"replicas": state.state_dict()}, storage_writer=Writer(folder))
+    train(model, range(2, 4))
+    loaded = {"replicas": state.state_dict()}
+    dcp.load(loaded, storage_reader=Reader(folder))
+    state.load_state_dict(loaded["replicas"])
+    assert state.progress.steps == 2
+    assert all(map(torch.equal, residuals(state).values(), held.values()))
+    assert any(residual.any() for residual in held.values())
+
+
+def test_modules_may_be_compiled_or_renamed() -> None:
+    (model, state), compiled = sharded(0.05), torch.compile(sharded(0.05)[0], backend="eager")
+    train(model, range(2))
+    train(compiled, range(2))
+    resumed = fsdp.replicate(compiled, MESH["replicate"], 0.05)
+    train(compiled, range(2, 3))
+    assert residuals(resumed).keys() == residuals(state).keys()
+    saved = state.state_dict()
+    shard = RANK % 2
+    saved["held"][RANK][f"{shard}/gone"] = saved["held"][RANK].pop(f"{shard}/1")
+    resumed.load_state_dict(saved)
+    assert not residuals(resumed)[f"{shard}/1"].any()
+    assert torch.equal(residuals(resumed)[f"{shard}/gone"], residuals(state)[f"{shard}/1"])
 
 
 def test_what_is_no_sharded_model_is_refused() -> None:

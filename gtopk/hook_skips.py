@@ -1,0 +1,50 @@
+"""HookSkips: backward passes of a model that do not count, and optimizers that pass over them.
+
+What a hook writes into gradients is what all ranks agreed to send: where one pass does not count,
+its gradients are dropped, and those of no other model with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+_everyones: Final[WeakSet[HookSkips]] = WeakSet()
+
+
+class HookSkips:
+    """Of one model whose gradients a hook exchanges.
+
+    parameters: returns those of the model.
+    skipped: how many passes did not count.
+    """
+
+    def __init__(self, parameters: Callable[[], Collection[torch.Tensor]]) -> None:
+        self._parameters = parameters
+        self.skipped = 0
+        self._counted = True  # the last pass
+        self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        _everyones.add(self)
+
+    def note(self, counted: bool) -> None:
+        """Note whether a pass that is over counts."""
+        self._counted = counted
+        self.skipped += not counted
+
+    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop an optimizer's gradients, once, where the last pass does not count.
+
+        Those of other models whose hooks are ours stay: what was sent for them is in them.
+        """
+        if self._counted or self._dropped.get(optimizer) == self.skipped:
+            return
+        self._dropped[optimizer] = self.skipped  # what it has later is of no such pass
+        others = set[torch.Tensor]().union(*(each._parameters() for each in _everyones))
+        kept = others.difference(self._parameters())
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in kept:
+                    parameter.grad = None
