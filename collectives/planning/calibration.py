@@ -4,7 +4,7 @@
     within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
     between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
     allreduce   all                                                0.4, and to agree on its time
-    rates       each for itself                                    0.6
+    rates       each for itself                                    0.7
     calls       all                                                0.4, and to agree on their time
 
 The slowest pair and the slowest rank count: they are what a collective waits for. What is added is
@@ -55,6 +55,7 @@ BETWEEN_SECONDS: Final = 0.4
 ALLREDUCE_SECONDS: Final = 0.4
 CALLS_SECONDS: Final = 0.2
 SELECT_SECONDS: Final = 0.2
+COPY_SECONDS: Final = 0.1
 MERGE_SECONDS: Final = 0.1
 CODE_SECONDS: Final = 0.2  # all formats together
 
@@ -101,14 +102,15 @@ def measure(
 
 def agree_on_rates(transport: Transport, mine: Rates) -> Rates:
     """Return what is the slowest of every rank's; all of them measured the same formats."""
+    names = [name for name in Rates._fields if name != "coding"]
     coding = [seconds for rate in mine.coding.values() for seconds in rate]
-    calls = [mine.swap_seconds, mine.list_seconds]
-    numbers = [mine.select_seconds, mine.merge_seconds, *calls, *coding]
-    select, merge, *numbers = agree_on_slowest(transport, numbers)
-    calls, coding = numbers[: len(calls)], numbers[len(calls) :]
+    numbers = agree_on_slowest(transport, [*(getattr(mine, name) for name in names), *coding])
+    coding = numbers[len(names) :]
     pairs = zip(coding[::2], coding[1::2], strict=True)
-    agreed = {f: CodingRate(*pair) for f, pair in zip(mine.coding, pairs, strict=True)}
-    return Rates(select, merge, agreed, *calls)
+    return Rates(
+        coding={f: CodingRate(*pair) for f, pair in zip(mine.coding, pairs, strict=True)},
+        **dict(zip(names, numbers, strict=False)),
+    )
 
 
 def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> tuple[Network, int]:
@@ -197,6 +199,16 @@ def measure_rates(
 
         return go
 
+    def copying(size: int) -> Callable[[], object]:
+        gradient, flat = random.random(size, np.float32), np.zeros(size, np.float32)
+
+        def go() -> None:
+            np.copyto(flat, gradient)
+            np.multiply(flat, np.float32(1), out=flat)
+            np.copyto(gradient, flat)
+
+        return go
+
     def merging(entries: int) -> Callable[[], object]:
         k = max(1, entries // 2)
         a, b = _picks(k, random), _picks(k, random)
@@ -241,6 +253,7 @@ def measure_rates(
             for f in formats
         },
         *_call_seconds(stopwatch, random),
+        rate(copying, _LARGEST, COPY_SECONDS),
     )
 
 

@@ -3,10 +3,10 @@
     seconds = messages * alpha + bytes * beta + entries * gamma + lists * delta
 
 along the rounds: each takes as long as its largest message. alpha is a message's latency, beta the
-seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry, delta what a
-list takes in calls, however short. A rank sends and receives at once (full duplex); nodes do not
-share a link (a switch), the ranks of a node do. Where a link lets a burst pass, it has rested
-before the first round, and rests while ranks compute.
+seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry, or of copying
+one where all are sent, delta what a list takes in calls, however short. A rank sends and receives
+at once (full duplex); nodes do not share a link (a switch), the ranks of a node do. Where a link
+lets a burst pass, it has rested before the first round, and rests while ranks compute.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Traffic(NamedTuple):
 class Prediction:
     """What a candidate is expected to take.
 
-    select_seconds:      accumulate, select, apply.
+    select_seconds:      accumulate, select, apply; of dense the copies in their place.
     code_seconds:        encode and decode.
     communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
     rounds:              of messages, one after the other.
@@ -171,7 +171,7 @@ def predict(
     wide = updated(candidate, length, network.ranks)
     return Prediction(
         candidate,
-        0.0 if is_dense else length * rates.select_seconds,
+        length * (rates.copy_seconds if is_dense else rates.select_seconds),
         code,
         communicate,
         merge,

@@ -25,6 +25,7 @@ class Rates(NamedTuple):
     swap_seconds:   of each list that is sent and merged with one that comes, whatever their
                     lengths: what the calls take, where all ranks make them at once.
     list_seconds:   the same of each list that is decoded besides.
+    copy_seconds:   per element of a dense gradient: into one place, weighed, and back.
     """
 
     select_seconds: float
@@ -32,6 +33,7 @@ class Rates(NamedTuple):
     coding: Mapping[Format, CodingRate]
     swap_seconds: float = 0.0
     list_seconds: float = 0.0
+    copy_seconds: float = 0.0
 
     def without_calls(self) -> Rates:
         """Return what entries take alone."""
@@ -59,4 +61,5 @@ DEFAULT_RATES: Final = Rates(
     },
     3e-4,
     3e-5,
+    3e-10,
 )

@@ -54,7 +54,8 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
         ),
         "",
         *_aligned([_HEADINGS, *(_row(each, comparison) for each in methods)]),
-        "bytes: a rank's mean. merge: coding, too. step: what a method adds to one.",
+        "bytes: a rank's mean. select: dense's copies. merge: coding, too.",
+        "step: what a method adds to one.",
         "",
         *_wrapped(verdict(comparison)),
     ]
@@ -84,7 +85,7 @@ def _row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
         mark + LABELS[found.candidate.algorithm] + found.candidate.wider,
         bytes_text(found.sent.bytes),
         f"{found.sent.messages:.3g}",
-        _time(found.select_seconds) if sparse else "-",
+        _time(found.select_seconds),
         _time(found.code_seconds + found.merge_seconds) if sparse else "-",
         _time(found.communicate_seconds),
         _time(comparison.exposed_seconds(found)),

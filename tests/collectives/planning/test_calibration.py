@@ -226,14 +226,15 @@ def test_every_rank_gets_the_same_and_the_slowest_ranks_rates(virtual):
     everyones = run_ranks(world.world, measure)
     assert everyones == [everyones[0]] * size
     rates = everyones[0].rates
-    numbers = [rates.select_seconds, rates.merge_seconds, *next(iter(rates.coding.values()))]
+    coding = next(iter(rates.coding.values()))
+    numbers = [rates.select_seconds, rates.merge_seconds, rates.copy_seconds, *coding]
     assert all(0 < number < 1e-3 for number in numbers)
     assert "measured on 3 ranks of 3 hosts" in everyones[0].origin
 
 
 def test_a_machine_whose_clocks_stand_still_measures_no_time():
     rates = measure_rates(clock=lambda: 0.0, stopwatch=lambda: 0.0)
-    assert rates.select_seconds == rates.merge_seconds == 0.0
+    assert rates.select_seconds == rates.merge_seconds == rates.copy_seconds == 0.0
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
