@@ -2,7 +2,22 @@
 
 What looking costs: the calibration, under two seconds or nothing from the cache; some dense steps,
 first where sparse may be slower, later where it cannot, when they are a hundredth of what has
-passed; and one allgather of 32 bytes a window of 20 to 640 steps.
+passed; and one allgather of 48 bytes a window of 20 to 640 steps.
+
+What counts is by how much an exchange lengthens a step. A bucket has room to hide in from when its
+gradients were there until backward ended, and shares it with the buckets that became ready on the
+way, by their sizes:
+
+    backward   | a b |  c  |  d  | e |
+    bucket a b       [ab....|.....|...]      its share of this: of a, b, c and d
+    bucket c                [c....|...]      of c and d
+    bucket d                      [d..]
+    bucket e                          |      none: backward is over
+
+Where buckets take seconds in proportion to their sizes all of them fit their rooms just when they
+fit one after the other: so each can be judged by itself, though all share one engine. What is
+beyond its room lengthens the step. A bucket that fits gains nothing by sending less: it is dense.
+The last bucket, a single one, and all of them without overlap have no room: all they take counts.
 """
 
 from __future__ import annotations
@@ -50,13 +65,20 @@ class AutomaticExchange:
     A change to dense sends what sparse steps left in the residual along, in its first step.
 
     share: of all that a step exchanges: of its budget, too.
+    room_share: of the time from when its gradients are there until backward ends.
     """
 
     def __init__(
-        self, bucket: Bucket, compression: Automatic, progress: Progress, share: float = 1.0
+        self,
+        bucket: Bucket,
+        compression: Automatic,
+        progress: Progress,
+        share: float = 1.0,
+        room_share: float = 1.0,
     ) -> None:
         self.compression = compression
         self.share = share
+        self.room_share = room_share
         self.residual: Residual = open_residual(bucket, compression)
         self.judge: Judge | None = None  # None: the ranks have not met yet
         self._progress = progress
@@ -64,8 +86,7 @@ class AutomaticExchange:
         self._exchanged: Exchanged | None = None  # and not applied yet
         self._seen: list[tuple[float, ...]] = []  # seconds: Measured's, and the backward pass's
         self._to_settle = 0
-        self._ended = time.perf_counter()  # the last reduction
-        self._elsewhere_seconds = 0.0  # until this one
+        self._ended = time.perf_counter()  # the last step's reduction
 
     @property
     def facts(self) -> str:
@@ -74,7 +95,6 @@ class AutomaticExchange:
         return f"{self.compression.facts()}, now {now}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        self._elsewhere_seconds = time.perf_counter() - self._ended
         if self.judge is None:
             self.judge = self._begin(bucket, transport)
         elif len(self._seen) >= self.judge.window:
@@ -87,9 +107,16 @@ class AutomaticExchange:
         """Apply as what ran does; that belongs to what the step took."""
         begun = time.perf_counter()
         self._exchange.apply(bucket)
-        self._ended = time.perf_counter()
+        ended_before, self._ended = self._ended, time.perf_counter()
         if self._exchanged is not None:
-            self._see(self._exchanged, self._ended - begun)
+            select_seconds = self._exchanged.select_seconds + self._ended - begun
+            exchanged = dataclasses.replace(self._exchanged, select_seconds=select_seconds)
+            self._see(exchanged, self._ended - ended_before, self._room_seconds(bucket))
+
+    def _room_seconds(self, bucket: Bucket) -> float:
+        """Return how long this step's exchange could take without making the step longer."""
+        backward_ended = self._progress.backward_began + self._progress.backward_seconds
+        return self.room_share * max(0.0, backward_ended - bucket.taken)
 
     def sent_mass(self) -> float:
         """Return it of what runs."""
@@ -115,42 +142,45 @@ class AutomaticExchange:
             )
         return judge
 
-    def _see(self, exchanged: Exchanged, apply_seconds: float) -> None:
+    def _see(self, exchanged: Exchanged, step_seconds: float, room_seconds: float) -> None:
         if self._to_settle:
             self._to_settle -= 1
             return
         merge_seconds = exchanged.merge_seconds
         self._seen.append(
             (
-                exchanged.select_seconds + apply_seconds,
+                exchanged.select_seconds,
                 merge_seconds,
                 exchanged.communicate_seconds - merge_seconds,
-                self._elsewhere_seconds,
+                step_seconds - max(0.0, exchanged.seconds - room_seconds),
+                room_seconds,
                 self._progress.backward_seconds,
             )
         )
 
     def _look(self, judge: Judge, bucket: Bucket, transport: Transport) -> None:
         """Hold what was measured against what was predicted, the same on every rank."""
-        *parts, backward = map(statistics.median, zip(*self._seen, strict=True))
+        *parts, room, backward = map(statistics.median, zip(*self._seen, strict=True))
         self._seen.clear()
         # The slowest rank decides; for the time to hide behind, the one with the least of it.
-        *parts, minus_backward = agree_on_slowest(transport, [*parts, -backward])
-        measured, before = Measured(*parts), judge.chosen
-        candidate = agreed(judge.judge(measured, -minus_backward), transport)
+        *parts, room, backward = agree_on_slowest(transport, [*parts, -room, -backward])
+        measured, before = Measured(*parts)._replace(room_seconds=-room), judge.chosen
+        candidate = agreed(judge.judge(measured, -backward), transport)
         changed = candidate != before.candidate
         if changed:
             self._run(judge, candidate, bucket)
         else:
             judge.run(candidate)  # with what was learnt of it
         if transport.rank == 0:
+            room_ms = 1e3 * measured.room_seconds
             _log.log(
                 logging.WARNING if changed else logging.INFO,
-                "compression of %s elements by %s took %.3g ms a step, expected %.3g%s",
+                "compression of %s elements by %s took %.3g ms a step, expected %.3g%s%s",
                 f"{bucket.length:,}",
                 before.candidate,
                 1e3 * measured.seconds,
                 1e3 * before.seconds,
+                f", of which backward may hide {room_ms:.3g}" if room_ms else "",
                 f"; from now on {judge.chosen.candidate}, expected to take "
                 f"{1e3 * judge.chosen.seconds:.3g}"
                 if changed

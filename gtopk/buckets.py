@@ -9,6 +9,7 @@ mixed dtypes, or in another order in memory than their parameters had.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -39,6 +40,7 @@ class Bucket:
     weight:    what this step's gradients are to be multiplied with, before anything else.
     scale:     what the update is to be multiplied with, after everything else.
     gradients: of this step; zeros for one that is missing.
+    taken:     when they were, by time.perf_counter.
     largest:   that an update may hold, so that it is finite in every parameter's dtype.
     Raises ValueError for complex parameters, and when there is no element at all.
     """
@@ -59,6 +61,7 @@ class Bucket:
         self._largest = min(torch.finfo(dtype).max for dtype in self._dtypes)
         self.weight = self.scale = 1.0
         self.gradients: list[torch.Tensor] = []
+        self.taken = 0.0
         self._parts: list[NDArray[Any]] | None = None
         self._on_stream: Callable[[], AbstractContextManager[None]] = current_stream(self.device)
 
@@ -72,7 +75,7 @@ class Bucket:
 
         gradients: in place of the parameters' own, of another dtype perhaps.
         """
-        self.weight, self.scale = weight, scale
+        self.weight, self.scale, self.taken = weight, scale, time.perf_counter()
         if gradients is None:
             for parameter in self.parameters:
                 if parameter.grad is not None and _is_expanded(parameter.grad):

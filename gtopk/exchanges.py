@@ -18,18 +18,23 @@ from .node_exchange import NodeExchange
 
 
 def open_exchange(
-    bucket: Bucket, compression: Any, progress: Progress, share: float = 1.0
+    bucket: Bucket,
+    compression: Any,
+    progress: Progress,
+    share: float = 1.0,
+    room_share: float = 1.0,
 ) -> Exchange:
     """Return the exchange for what the user passed as `compression`, which was checked.
 
     share: of the elements of a step that are exchanged so.
+    room_share: of the time from when its gradients are there until backward ends, to hide in.
     """
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         return NodeExchange(bucket, compression, progress)
     if isinstance(compression, SparseCompression):
         return SparseExchange(bucket, compression, progress)
     if isinstance(compression, Automatic):
-        return AutomaticExchange(bucket, compression, progress, share)
+        return AutomaticExchange(bucket, compression, progress, share, room_share)
     if compression is NoneCompressor:
         return DenseExchange()
     return CompressorExchange(compression)

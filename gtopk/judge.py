@@ -9,8 +9,10 @@
              may be wrong by any factor where short messages do not tell of a link's bandwidth; and
              again where links prove faster than they were when it was measured
 
-A candidate costs its seconds, and the further steps that narrow updates make a training of so many
-steps take (collectives.planning.lag): what counts is when the training is done.
+A candidate costs the seconds by which it lengthens a step, and the further steps that narrow
+updates make a training of so many steps take (collectives.planning.lag): what counts is when the
+training is done. Seconds that fit the room behind the backward pass lengthen nothing: where dense
+fits it is the best there is. Nothing is known of that room until a window has been measured.
 
 It learns of other ranks nothing, and asks nobody: given the same numbers, it says the same.
 """
@@ -40,7 +42,7 @@ PROBE_STEPS: Final = 5
 PREMIUM: Final = 0.01
 FIRST_WINDOW, LONGEST_WINDOW = 20, 640  # steps
 APART: Final = 1 / 3  # of the prediction: beyond, it was wrong
-# What a switch must promise, of the cost measured now. Less is noise, or not worth the change.
+# A switch must pay even if it takes 1 / this of what is expected: less is noise, or not worth it.
 WORTH_SPARSE: Final = 0.9
 WORTH_DENSE: Final = 0.97
 
@@ -51,7 +53,8 @@ class Measured(NamedTuple):
     select_seconds: float
     merge_seconds: float  # and encode and decode
     communicate_seconds: float  # on the wire, and waiting
-    elsewhere_seconds: float = 0.0  # from the end of one reduction to the next
+    elsewhere_seconds: float = 0.0  # of the step, besides what the reduction adds to it
+    room_seconds: float = 0.0  # of the backward pass, for it to hide in; of the rank with the least
 
     @property
     def seconds(self) -> float:
@@ -110,8 +113,9 @@ class Judge:
         self.probing = False
         if dense is None or "dense" in self.corrections:
             return None
-        bearable = max(CLEARLY * cost, PREMIUM * self._passed_seconds / PROBE_STEPS)
-        if dense.seconds >= bearable:
+        may_be_better = self._cost(dense.seconds / CLEARLY, dense) < cost
+        exposed = self._training.exposed(dense.seconds)
+        if not may_be_better and PROBE_STEPS * exposed >= PREMIUM * self._passed_seconds:
             return None
         self.probing = True
         self.window = PROBE_STEPS
@@ -125,8 +129,12 @@ class Judge:
     def judge(self, measured: Measured, backward_seconds: float) -> Candidate:
         """Return what to run next, often what runs now, after a window of measured steps."""
         running = self.chosen
-        self._passed_seconds += self.window * (measured.seconds + measured.elsewhere_seconds)
-        self._training = self._training._replace(elsewhere_seconds=measured.elsewhere_seconds)
+        before = self._training
+        self._training = before._replace(
+            elsewhere_seconds=measured.elsewhere_seconds, room_seconds=measured.room_seconds
+        )
+        exposed = self._training.exposed(measured.seconds)
+        self._passed_seconds += self.window * (exposed + measured.elsewhere_seconds)
         cost = self._cost(measured.seconds, running)
         wire, expected = measured.communicate_seconds, running.communicate_seconds
         apart = (
@@ -139,17 +147,23 @@ class Judge:
         )
         if moved:
             self._backward_seconds = backward_seconds
+        hides_otherwise = abs(exposed - before.exposed(measured.seconds)) > APART * measured.seconds
         probed = self.probing
         choices = self._choices()
         if (dense := self._probe(choices, cost)) is not None:
             self.switches += 1
             return dense.candidate
         dense_wins = any(
-            each.candidate.algorithm == "dense" and each.seconds < WORTH_DENSE * cost
-            for each in choices
+            each.candidate.algorithm == "dense" and self._is_cheaper(each, cost) for each in choices
         )
         best = choices[0]
-        doubtful = apart or moved or probed or (dense_wins and "dense" in self.corrections)
+        doubtful = (
+            apart
+            or moved
+            or hides_otherwise
+            or probed
+            or (dense_wins and "dense" in self.corrections)
+        )
         if not (doubtful and self._is_worth(best, cost, moved)):
             self.window = FIRST_WINDOW if probed else min(2 * self.window, LONGEST_WINDOW)
             return running.candidate
@@ -167,8 +181,12 @@ class Judge:
             return moved or abs(new.density - old.density) > APART * old.density
         if self.compression.density is None:
             return True
-        worth = WORTH_DENSE if new.algorithm == "dense" else WORTH_SPARSE
-        return self._cost(best.seconds, best) < worth * cost
+        return self._is_cheaper(best, cost)
+
+    def _is_cheaper(self, found: Prediction, cost: float) -> bool:
+        """Tell whether it is, if it takes somewhat longer than expected."""
+        worth = WORTH_DENSE if found.candidate.algorithm == "dense" else WORTH_SPARSE
+        return self._cost(found.seconds / worth, found) < cost
 
     def _learn(self, measured: Measured, apart: bool) -> None:
         """Correct the parameters of what ran; where they were wrong, those of the rest with it."""

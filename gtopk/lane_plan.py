@@ -83,8 +83,10 @@ class Plan:
         """Return the lanes of its parts, with room for what is unsent, and nothing there yet."""
         parts = agreed.parts
         compressed = sum(self._elements(part) for part in parts if part.how == "compressed") or 1
+        # The last one begins when backward has ended, and is in nobody's way before.
+        waiting = [0 if part.how == "sparse" else self._elements(part) for part in parts[:-1]]
         lanes = [
-            self._open_lane(part, f"{name}.{index}", progress, compressed)
+            self._open_lane(part, f"{name}.{index}", progress, compressed, sum(waiting[index:]))
             for index, part in enumerate(parts)
         ]
         for lane in lanes:
@@ -137,14 +139,23 @@ class Plan:
         elements = sum(parameter.numel() for parameter in self.trained)
         return sizes_for(self.options.compression, elements, ranks, value_bytes)
 
-    def _open_lane(self, part: Part, name: str, progress: Progress, compressed: int) -> AnyLane:
+    def _open_lane(
+        self, part: Part, name: str, progress: Progress, compressed: int, waiting: int
+    ) -> AnyLane:
+        """Return the lane of a part.
+
+        compressed, waiting: elements of all lanes that are, and of those that become ready from
+        this one on while backward goes on.
+        """
         parameters = [self.trained[number] for number in part.numbers]
         names = [self.names[number] for number in part.numbers]
         if part.how == "sparse":
             return SparseGradientLane(name, parameters[0], names[0])
         compression = self.options.compression if part.how == "compressed" else NoneCompressor
-        share = self._elements(part) / compressed if part.how == "compressed" else 1.0
-        lane = open_lane(name, parameters, names, compression, progress, share)
+        elements = self._elements(part)
+        share = elements / compressed if part.how == "compressed" else 1.0
+        room_share = elements / waiting if waiting else 1.0
+        lane = open_lane(name, parameters, names, compression, progress, share, room_share)
         feedback = self.options.feedback
         if part.how == "dense" and feedback is not None and feedback.momentum_correction:
             # The wrapped optimizer has no momentum: these parameters take theirs here, too.

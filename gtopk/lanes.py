@@ -186,11 +186,13 @@ def open_lane(
     compression: object,
     progress: Progress,
     share: float = 1.0,
+    room_share: float = 1.0,
 ) -> Lane:
     """Return the lane of these parameters, with nothing in its residual.
 
     share: of the elements of a step that are compressed so.
+    room_share: of the time from when its gradients are there until backward ends, to hide in.
     """
     bucket = Bucket(parameters)
-    exchange = open_exchange(bucket, compression, progress, share)
+    exchange = open_exchange(bucket, compression, progress, share, room_share)
     return Lane(name, parameters, names, exchange, bucket)

@@ -5,10 +5,10 @@
     bytes_per_step   the largest density whose bytes fit       updates the most coordinates
     seconds          the largest density whose exchange fits   updates the most coordinates
 
-What a candidate costs is its time and, in a training that ends, the steps that updates of few
-coordinates add. None that costs more than dense comes before it, where dense keeps the budget.
-Costs that are about the same count as the same, and the candidate that updates more coordinates
-comes first.
+What a candidate costs is the time by which it lengthens a step and, in a training that ends, the
+steps that updates of few coordinates add. None that costs more than dense comes before it, where
+dense keeps the budget. Costs that are about the same count as the same, and the candidate that
+updates more coordinates comes first.
 """
 
 from __future__ import annotations

@@ -26,18 +26,25 @@ class Training(NamedTuple):
     """What a reduction is a part of.
 
     steps:             of the whole training.
-    elsewhere_seconds: of each step, outside of this reduction.
+    elsewhere_seconds: of each step, besides what this reduction adds to it.
+    room_seconds:      of each step, in which the reduction hides; it adds what it takes beyond.
     share:             of the model's coordinates that this reduction is of; the rest has its own.
     """
 
     steps: float = math.inf
     elsewhere_seconds: float = 0.0
     share: float = 1.0
+    room_seconds: float = 0.0
+
+    def exposed(self, seconds: float) -> float:
+        """Return by how much a reduction lengthens a step."""
+        return max(0.0, seconds - self.room_seconds)
 
     def cost(self, seconds: float, lag_steps: float) -> float:
-        """Return the seconds of a reduction, and the steps that its lag adds spread over all."""
+        """Return that, and the steps that the reduction's lag adds spread over all."""
+        exposed = self.exposed(seconds)
         added = self.share * lag_steps / self.steps
-        return seconds + added * (self.elsewhere_seconds + seconds)
+        return exposed + added * (self.elsewhere_seconds + exposed)
 
 
 WITHOUT_END: Final = Training()

@@ -266,6 +266,36 @@ def test_buckets_share_the_budget_of_the_step_and_are_exchanged_while_backward_g
         assert (buckets, in_flight) == (4, 3)  # the last one has nothing left to hide behind
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_there_is_room_to_hide_in_while_backward_goes_on(calibrated, threads, overlap):
+    calibrated(FREE)
+    sizes = [400, 100, 300, 200]  # backward begins with the last one
+
+    def program(transport: LocalTransport) -> list[tuple[float, float]]:
+        layers = [parameters(size) for size in sizes]
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(layers, lr=0.1),
+                compression=Compression.auto(),
+                bucket_bytes=1,
+                overlap=overlap,
+            )
+            for _ in range(5):
+                optimizer.zero_grad()
+                total = torch.zeros(1, dtype=torch.float64)
+                for layer in layers:
+                    total = torch.tanh(total + layer.sum())
+                total.backward()
+                optimizer.step()
+            exchanges = [lane.exchange for lane in optimizer._reducer.lanes]
+            return [(each.room_share, each._seen[-1][4]) for each in exchanges]
+
+    for rank in threads(2, program):
+        shares, rooms = zip(*rank, strict=True)
+        assert shares == (200 / 600, 300 / 400, 1.0, 1.0)
+        assert [room > 0 for room in rooms] == [overlap] * 3 + [False]
+
+
 def test_a_budget_that_nothing_keeps_is_an_error_on_every_rank(calibrated, threads):
     calibrated(FREE)
 

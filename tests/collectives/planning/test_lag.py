@@ -32,3 +32,9 @@ def test_a_lag_costs_whole_steps_and_a_long_training_makes_little_of_it():
     assert Training(100, elsewhere_seconds=2.0).cost(1.0, 50.0) == 1.0 + 0.5 * 3.0
     assert Training(100, elsewhere_seconds=2.0, share=0.1).cost(1.0, 50.0) == 1.0 + 0.05 * 3.0
     assert Training().cost(1.0, 50.0) == 1.0
+
+
+def test_what_hides_costs_nothing_but_its_lag():
+    assert Training(100, 2.0, room_seconds=0.75).cost(1.0, 50.0) == 0.25 + 0.5 * 2.25
+    assert Training(100, 2.0, room_seconds=3.0).cost(1.0, 50.0) == 0.5 * 2.0
+    assert Training(100, 2.0, room_seconds=3.0).cost(1.0, 0.0) == 0.0
