@@ -301,7 +301,8 @@ class Automatic(ErrorFeedback):
     density: float | None = None
     # No rank sends more a step; what updates the most coordinates for it is taken.
     bytes_per_step: float | None = None
-    # True: the largest density whose exchange takes no longer than the backward pass.
+    # True: the largest density whose exchange takes no longer than the backward pass: for several
+    # buckets, which are exchanged while it goes on.
     hide_behind_backward: bool = False
     # Of the whole training. Fewer: what updates more coordinates a step is preferred, dense most.
     steps: int = 10_000
@@ -339,6 +340,11 @@ class Automatic(ErrorFeedback):
 
     def facts(self) -> str:
         return f"auto {super().facts()}"
+
+
+def hides_behind_backward(compression: object) -> bool:
+    """Tell whether the backward pass is the budget."""
+    return isinstance(compression, Automatic) and compression.hide_behind_backward
 
 
 def selected(density: float, length: int) -> int:

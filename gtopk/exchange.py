@@ -42,7 +42,7 @@ class Progress:
     """How far an optimizer is: what its exchanges may go by.
 
     steps:            taken with an update, on all ranks alike.
-    backward_seconds: of the last backward pass, from its first gradient to its last.
+    backward_seconds: of a step's last backward pass, from its first gradient to its last.
     backward_began:   when that was, by time.perf_counter.
     """
 

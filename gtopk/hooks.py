@@ -15,8 +15,8 @@ class BackwardHooks:
 
     limit:   how many passes add up to a gradient; one more is an error.
     order:   the parameters in the order in which their gradients were complete last time.
-    began:   when the first gradient of the last backward pass was there, by time.perf_counter.
-    seconds: from then to its last gradient.
+    began:   when the first gradient was complete, by time.perf_counter: in a step's last pass.
+    seconds: from then to the last gradient of that pass.
     Parameters hold on to this weakly, as this does to whom it tells: they outlive both.
     """
 
@@ -69,10 +69,12 @@ class BackwardHooks:
     def _count(self, parameter: torch.nn.Parameter) -> None:
         with self._lock:
             now = time.perf_counter()
-            if not self._has_begun:
-                self._has_begun, self.began = True, now
-            self.seconds = now - self.began
             passes = self._passes[parameter] = self._passes.get(parameter, 0) + 1
+            # Passes before the last have forwards and data loading between them.
+            if passes == self.limit and not self._has_begun:
+                self._has_begun, self.began = True, now
+            if self._has_begun:
+                self.seconds = now - self.began
             if passes > self.limit:
                 raise AssertionError(
                     f"the gradient of '{self._names[parameter]}' was computed {passes} times "

@@ -27,7 +27,7 @@ from collectives.wire import NOTHING_CODED
 
 from . import optimizer_checkpoint, world
 from .agreement import gather_words, name_ranks
-from .compression import Automatic, Compression, ErrorFeedback, check_count
+from .compression import Compression, ErrorFeedback, check_count, hides_behind_backward
 from .engine import Operation
 from .exchange import Exchanged, Progress
 from .exchanges import require_compression
@@ -483,7 +483,7 @@ def LocalSGD(
         compression.dense or compression.dense_vectors or compression.dense_under
     ):
         raise ValueError("a model's change travels as one: dense parameters are not possible")
-    if isinstance(compression, Automatic) and compression.hide_behind_backward:
+    if hides_behind_backward(compression):
         raise ValueError(
             "hide_behind_backward=True is not for LocalSGD: no backward pass goes on while models "
             "are exchanged; give density= or bytes_per_step="

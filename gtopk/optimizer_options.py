@@ -14,6 +14,7 @@ from .compression import (
     SparseCompression,
     check_count,
     check_number,
+    hides_behind_backward,
     selected,
 )
 from .exchanges import require_compression
@@ -79,6 +80,8 @@ class Options:
             )
         check_count("max_skipped_steps", self.max_skipped_steps)
         self._check_buckets()
+        if hides_behind_backward(self.compression):
+            self._require_overlap()
         if self.op == Adasum:
             self._require_nothing_of_gradients()
 
@@ -91,6 +94,14 @@ class Options:
             if getattr(self, name) != usual:
                 raise ValueError(
                     f"{name} is not for op=Adasum: ranks step with gradients of their own"
+                )
+
+    def _require_overlap(self) -> None:
+        for name, usual in (("overlap", True), ("local_clip_norm", None)):
+            if (value := getattr(self, name)) != usual:
+                raise ValueError(
+                    f"hide_behind_backward=True is not for {name}={value}, with which gradients "
+                    "are exchanged after the backward pass; give density= or bytes_per_step="
                 )
 
     def _check_buckets(self) -> None:

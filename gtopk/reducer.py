@@ -23,6 +23,7 @@ from collectives.transports import Transport
 
 from . import advice, world
 from .calibration import calibration_of
+from .compression import hides_behind_backward
 from .engine import Engine, Work
 from .exchange import Progress
 from .expectation import expected_seconds
@@ -307,12 +308,17 @@ class Reducer:
     def _stop_overlapping(self, why: str) -> None:
         if self.overlaps:
             self.overlaps = False
-            _log.info(
-                "rank %d: %s: from now on %s are exchanged after backward, without overlap; "
-                "change them between synchronize() and step() to have it back",
+            hides = hides_behind_backward(self.options.compression)
+            _log.log(
+                logging.WARNING if hides else logging.INFO,
+                "rank %d: %s: from now on %s are exchanged after backward, without overlap%s; "
+                "change them between synchronize() and step() to have it back%s",
                 self.ranks[self.rank],
                 why,
                 self.name,
+                ", and hide_behind_backward=True hides nothing" if hides else "",
+                ", or give density= or bytes_per_step=" if hides else "",
+                extra=EVERYWHERE,
             )
 
     def _make_dense(self) -> None:
@@ -402,7 +408,20 @@ class Reducer:
         self._facts = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
         if self._size > 1:
             self.hooks.watch(trained)
+        self._warn_of_nothing_to_hide_behind()
         self._advise()
+
+    def _warn_of_nothing_to_hide_behind(self) -> None:
+        hides = hides_behind_backward(self.options.compression)
+        if hides and self.overlaps and len(self.lanes) == 1 and self._size > 1:
+            _log.warning(
+                "rank %d: %s are exchanged in one bucket, when backward has ended, and "
+                "hide_behind_backward=True hides nothing; make several by a smaller bucket_bytes=, "
+                "or give density= or bytes_per_step=",
+                self.ranks[self.rank],
+                self.name,
+                extra=EVERYWHERE,
+            )
 
     def _warn_of_strangers(self) -> None:
         """Warn of what is held back of names that no parameter has; it stays, and is saved."""

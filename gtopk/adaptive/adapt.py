@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from .. import world
 from ..adasum import _AdasumOptimizer
+from ..compression import hides_behind_backward
 from ..optimizer import _DistributedOptimizer
 from ..process_sets import global_process_set
 from ..reductions import Average
@@ -77,6 +78,11 @@ def adapt(
     if optimizer.process_set is not global_process_set:
         raise ValueError("adapt divides the batches of all ranks: it takes no process_set")
     require_not_taken(optimizer)
+    if mode != "balanced" and hides_behind_backward(optimizer._compression):
+        raise ValueError(
+            f"hide_behind_backward=True is not for mode {mode!r}, which exchanges no gradients "
+            "during a step's backward pass; give density= or bytes_per_step="
+        )
     here = world.current()
     known = MODES[mode].options
     if unknown := [name for name in options if name not in known.names()]:

@@ -296,6 +296,38 @@ def test_there_is_room_to_hide_in_while_backward_goes_on(calibrated, threads, ov
         assert [room > 0 for room in rooms] == [overlap] * 3 + [False]
 
 
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("buckets", [{"bucket_bytes": 1}, {"groups": 1}])
+def test_it_says_so_where_there_is_nothing_to_hide_behind(
+    calibrated, threads, caplog, changed, buckets
+):
+    calibrated(FREE)
+
+    def program(transport: LocalTransport) -> None:
+        layers = [parameters(seed=seed) for seed in range(3)]
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(layers, lr=0.1),
+                compression=Compression.auto(hide_behind_backward=True),
+                **buckets,
+            )
+            for _ in range(3):
+                optimizer.zero_grad()
+                sum((layer * layer).sum() for layer in layers).backward()
+                if changed:
+                    layers[-1].grad.mul_(0.5)
+                optimizer.step()
+
+    threads(2, program)
+    warned = [r.getMessage() for r in caplog.records if "hides nothing" in r.getMessage()]
+    if "groups" in buckets:
+        assert len(warned) == 2
+        assert all("one bucket" in said and "smaller bucket_bytes=" in said for said in warned)
+    else:
+        assert len(warned) == 2 * changed
+        assert all("changed" in said and "give density=" in said for said in warned)
+
+
 def test_a_budget_that_nothing_keeps_is_an_error_on_every_rank(calibrated, threads):
     calibrated(FREE)
 

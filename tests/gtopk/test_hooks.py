@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gtopk import hooks as module
 from gtopk.hooks import BackwardHooks
 
 
@@ -65,3 +68,21 @@ def test_a_gradient_is_complete_when_its_last_pass_is_done():
     hooks.forget()
     assert hooks.order == []
     assert hooks.passes_left(first) == 2
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_the_last_pass_of_a_step_is_the_one_that_is_timed(monkeypatch, passes):
+    """Gradients are exchanged in it; before it come forwards and data, too."""
+    ticks = itertools.count()
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    layers = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    rare = torch.nn.Parameter(torch.ones(2))  # has no gradient in other passes
+    hooks = BackwardHooks(dict.fromkeys([rare, *layers], ""), passes)
+    hooks.watch([rare, *layers])
+    for _ in range(2):
+        for left in reversed(range(passes)):
+            began = next(ticks) + 1
+            used = layers if left else [rare, *layers]  # backward begins with the last one
+            sum(p.tanh().sum() for p in used).backward()
+        assert (hooks.began, hooks.seconds) == (began, len(layers))
+        hooks.forget()

@@ -13,6 +13,8 @@ from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
 from tests.gtopk.four_layers import distribute, inputs, layers
 
+HIDDEN = Compression.auto(hide_behind_backward=True)
+
 
 @pytest.mark.parametrize("groups", [1, 2, 3, "lists"])
 def test_groups_are_buckets(threads, groups):
@@ -47,6 +49,8 @@ def test_groups_are_buckets(threads, groups):
         ({"bucket_bytes": -1}, "0 or more"),
         ({"local_clip_norm": 0.0}, "above 0"),
         ({"check_every": -1}, "0 or more"),
+        ({"compression": HIDDEN, "overlap": False}, "not for overlap=False, .* give density="),
+        ({"compression": HIDDEN, "local_clip_norm": 1.0}, "not for local_clip_norm=1.0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, said):

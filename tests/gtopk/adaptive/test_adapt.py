@@ -40,6 +40,19 @@ def test_a_layer_that_is_thawed_after_adapt_is_an_error_of_the_next_epoch(mode: 
     on_ranks(1, program)
 
 
+@pytest.mark.parametrize("mode", ["abs", "adaptive-sgd", "hogbatch"])
+def test_a_mode_that_exchanges_no_gradients_in_backward_cannot_hide_behind_it(mode: str) -> None:
+    def program(here: World) -> None:
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1),
+            compression=hvd.Compression.auto(hide_behind_backward=True),
+        )
+        with pytest.raises(ValueError, match=f"not for mode '{mode}'.* give density="):
+            hvd.adapt(DataLoader(data(16), 4), optimizer, mode)
+
+    on_ranks(1, program)
+
+
 @pytest.mark.parametrize("mode", ["balanced", "abs", "adaptive-sgd", "hogbatch"])
 def test_a_sampler_of_a_part_of_the_samples_is_not_taken_for_all(mode: str) -> None:
     def program(here: World) -> None:
