@@ -22,6 +22,8 @@ def test_what_chooses_by_itself_is_not_foretold() -> None:
     assert dense is not None
     assert gtopk is not None
     assert gtopk.seconds < dense.seconds
+    copies = DEFAULT_RATES.copy_seconds * LENGTH
+    assert dense.seconds == dense.communicate_seconds + copies > dense.communicate_seconds
 
 
 def test_nodes_by_number_are_those_of_the_model() -> None:
