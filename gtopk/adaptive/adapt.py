@@ -14,7 +14,7 @@ from ..process_sets import global_process_set
 from ..reductions import Average
 from .modes import MODES
 from .options import Job
-from .sources import Order
+from .sources import Order, is_indexed
 from .stepping import require_not_taken
 from .timing import Timer
 
@@ -56,8 +56,9 @@ def adapt(
         hogbatch modes min_batch=1, lr_scaling="linear", device_class=None, sizes=None, alpha=2.0,
         beta=1.0, merge_every=None, nodes=None, lock_step=False, ranks_may_leave=False,
         audit=False: see `hogbatch.options`.
-    Raises ValueError for an argument out of its range, and for an optimizer that is adapted already
-    in another mode than "balanced"; TypeError for an option that the mode has not, and for an
+    Raises ValueError for an argument out of its range, for a loader whose batches or samples the
+    mode cannot choose, and for an optimizer that is adapted already in another mode than
+    "balanced"; TypeError for an option that the mode has not, and for an
     optimizer that is not distributed; HorovodInternalError on every rank where the ranks'
     arguments differ.
     """
@@ -83,6 +84,17 @@ def adapt(
             f"hide_behind_backward=True is not for mode {mode!r}, which exchanges no gradients "
             "during a step's backward pass; give density= or bytes_per_step="
         )
+    if loader.batch_size is None:
+        raise ValueError(
+            "adapt makes the batches itself, and needs a DataLoader with a batch_size, got one "
+            "with batch_size=None or a batch_sampler of its own; what that draws can be said by "
+            "order=, a function from the epoch to the indices of all samples, equal on every rank"
+        )
+    if not MODES[mode].takes_streams and not is_indexed(loader.dataset):
+        raise ValueError(
+            f"mode {mode!r} hands out the samples of an epoch by their indices: it needs a data "
+            f"set of a length that is no IterableDataset, got {type(loader.dataset).__name__}"
+        )
     here = world.current()
     known = MODES[mode].options
     if unknown := [name for name in options if name not in known.names()]:
@@ -90,7 +102,7 @@ def adapt(
             f"mode {mode!r} has no option {unknown[0]!r}; it has {', '.join(known.names())}"
         )
     if global_batch is None:
-        global_batch = (loader.batch_size or 1) * here.size
+        global_batch = loader.batch_size * here.size
     chosen = known(global_batch, **options)
     chosen.check()
     return MODES[mode].open(Job(loader, optimizer, chosen, here, order, timer))

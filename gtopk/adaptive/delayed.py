@@ -329,10 +329,6 @@ def check(job: Job[RoundOptions]) -> None:
         )
     if job.options.lr_scaling == "adascale":
         raise ValueError("mode 'abs' measures no noise: use lr_scaling 'none', 'linear' or 'sqrt'")
-    if not hasattr(job.loader.dataset, "__len__"):
-        raise ValueError(
-            "mode 'abs' deals the samples of an epoch: it needs a data set of a length"
-        )
     momentum = max(float(group.get("momentum", 0.0)) for group in job.optimizer.param_groups)
     if momentum > SAFE_MOMENTUM:
         warnings.warn(

@@ -482,7 +482,3 @@ def check(job: Job[MergingOptions]) -> None:
             "mode 'adaptive-sgd' selects from what models have changed, not from gradients: use "
             "momentum_correction=0, and a momentum of the wrapped optimizer, or merge_momentum"
         )
-    if not hasattr(job.loader.dataset, "__len__"):
-        raise ValueError(
-            "mode 'adaptive-sgd' hands out the samples of an epoch: it needs a data set of a length"
-        )

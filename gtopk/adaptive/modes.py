@@ -40,14 +40,15 @@ class Adapted(Protocol):
 
 
 class Mode(NamedTuple):
-    """What a mode may be told, and what opens it."""
+    """What a mode may be told, and what opens it; whether a data set may be iterable."""
 
     options: type[Options]
     open: Callable[[Job[Any]], Adapted]
+    takes_streams: bool = False
 
 
 MODES: Final[Mapping[str, Mode]] = {
-    "balanced": Mode(BalancedOptions, BalancedLoader),
+    "balanced": Mode(BalancedOptions, BalancedLoader, takes_streams=True),
     "abs": Mode(RoundOptions, DelayedLoader),
     "adaptive-sgd": Mode(MergingOptions, MergingLoader),
     "hogbatch": Mode(HogbatchOptions, HogbatchLoader),

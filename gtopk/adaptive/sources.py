@@ -146,26 +146,34 @@ def open_source(
     return DatasetSource(loader, plan, rank, order, seed)
 
 
+def is_indexed(dataset: Any) -> bool:
+    """Tell whether a data set hands out samples by their indices, and says how many they are."""
+    return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+
+
 def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
     """Return the order of all samples that a loader's sampler stands for: as it is, or shuffled.
 
-    Raises ValueError for another sampler, and for one that does not draw every sample once.
+    Raises ValueError for another sampler, a subclass that draws by itself included, and for one
+    that does not draw every sample once.
     """
     sampler = loader.sampler
+    draws = type(sampler).__iter__
     if isinstance(sampler, (RandomSampler, SequentialSampler)) and len(sampler) != length:
         raise ValueError(
             f"adapt hands out each of the {length} samples once an epoch, and the "
             f"{type(sampler).__name__} draws {len(sampler)}; pass order=, a function from the "
             "epoch to its indices, equal on every rank"
         )
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(sampler, DistributedSampler) and draws is DistributedSampler.__iter__:
         if sampler.shuffle:
             seed = sampler.seed
             return lambda epoch: shuffled(length, seed, epoch)
         return lambda epoch: range(length)
-    if isinstance(sampler, RandomSampler) and not sampler.replacement:
-        return lambda epoch: shuffled(length, seed, epoch)
-    if isinstance(sampler, SequentialSampler):
+    if isinstance(sampler, RandomSampler) and draws is RandomSampler.__iter__:
+        if not sampler.replacement:
+            return lambda epoch: shuffled(length, seed, epoch)
+    elif draws is SequentialSampler.__iter__:
         return lambda epoch: range(length)
     raise ValueError(
         "adapt divides one order of all samples over the ranks, and cannot tell it from a "

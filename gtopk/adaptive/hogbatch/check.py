@@ -26,10 +26,6 @@ def check(job: Job[HogbatchOptions], mode: str) -> None:
     ):
         if value is not None:
             raise ValueError(f"mode {mode!r} has no steps of all ranks: it takes no {name}")
-    if not hasattr(job.loader.dataset, "__len__"):
-        raise ValueError(
-            f"mode {mode!r} hands out the samples of an epoch: it needs a data set of a length"
-        )
     if options.lock_step and job.loader.num_workers:
         raise ValueError(
             "lock_step hands out one batch at a time: use a DataLoader with num_workers=0, got "

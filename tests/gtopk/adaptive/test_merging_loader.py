@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk
 import gtopk.torch as hvd
@@ -454,11 +454,6 @@ def test_draining_puts_all_that_was_not_sent_into_the_model() -> None:
     on_ranks(2, on_fewer)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
 def test_what_replicas_cannot_do_is_said() -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"mega_batch": -1}, ValueError, "mega_batch must be at least 0, got -1"),
@@ -485,10 +480,6 @@ def test_what_replicas_cannot_do_is_said() -> None:
         for options, kind, text in refused:
             with pytest.raises(kind, match=text):
                 Run(**options)
-        weight = torch.nn.Parameter(torch.zeros(3))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
-        with pytest.raises(ValueError, match="needs a data set of a length"):
-            hvd.adapt(DataLoader(Stream(), 2), optimizer, "adaptive-sgd")
         run = Run()
         with pytest.raises(ValueError, match="the state's 'abs'"):
             run.loader.load_state_dict({"mode": "abs"})
