@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from collectives.transports import Transport
+from collectives.vector import Array
 
 from .controller import Controller, Window
 from .cuts import Cut, Plan
@@ -25,6 +26,7 @@ from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
 from .policies import POLICIES, Measured, equal_finish
+from .same_stream import require_the_same
 from .shares import Limits, whole
 from .sources import open_source
 from .speed import summarise
@@ -56,7 +58,9 @@ class BalancedLoader:
         self._name = f"adapt.{next(world.sets[0].unnamed)}"
         self._most = [_NO_BOUND] * world.size  # of every rank, for its memory
         self._plan = Plan(self._equal(options.global_batch))
-        self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
+        self._source = open_source(
+            job.loader, self._plan, world.rank, job.order, options.seed, self._compare
+        )
         self._epochs = Epochs(job.loader)
         self.dataset = job.loader.dataset
         parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
@@ -108,6 +112,14 @@ class BalancedLoader:
         equal, least = self._equal(samples), self._options.min_batch
         low = [min(least, *each) for each in zip(equal, most, strict=True)]
         return Limits(samples, low, most, self._options.grain)
+
+    def _compare(self, columns: Array) -> None:
+        """Raise HorovodInternalError, on every rank, where ranks read unlike streams."""
+
+        def work(transport: Transport, votes: list[int]) -> None:
+            require_the_same(transport, columns)
+
+        self._world.engine.submit(f"{self._name}.stream", [], work).wait()
 
     @property
     def sizes(self) -> list[int]:

@@ -18,7 +18,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from collectives.vector import Array
+
 from .cuts import Cut, Plan, cut_epoch, shuffled
+from .same_stream import columns_of
 
 Order = Callable[[int], Sequence[int]]
 T = TypeVar("T")
@@ -101,13 +104,17 @@ class StreamSource:
     """An iterable data set, which must yield the same samples on every rank.
 
     Every rank reads all of it, and keeps its share of each step.
+    compare: has all ranks compare the samples that an iteration begins with.
     """
 
     lead = 0
 
-    def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], plan: Plan, rank: int, compare: Callable[[Array], None]
+    ) -> None:
         self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
-        self._numbers = Numbers(loader, self._loader, rank)
+        self._numbers = Numbers(loader, self._loader, 0)  # workers draw alike on all ranks
+        self._compare = compare
         self._collate = loader.collate_fn
         self._plan = plan
         self._rank = rank
@@ -118,31 +125,38 @@ class StreamSource:
         """Yield the rest of an epoch; what lies before `start` is read and left aside."""
         self._numbers.begin(epoch)
         samples = islice(iter(self._loader), start, None)
-        while block := list(islice(samples, sum(self._plan.at(step)))):
+        block = self._block(samples, step)
+        self._compare(columns_of(block))
+        while block:
             length = start + len(block)
             for cut in cut_epoch(self._plan, step, start, length, self._drop_last):
                 mine = [block[place - start] for place in cut.batch(self._rank)]
                 yield cut, self._collate(mine)
             step, start = step + 1, length
+            block = self._block(samples, step)
+
+    def _block(self, samples: Iterator[Any], step: int) -> list[Any]:
+        """Return the samples of a step of all ranks."""
+        return list(islice(samples, sum(self._plan.at(step))))
 
     def steps(self, start: int) -> None:
         """Return None: a stream does not say when it ends."""
 
 
 def open_source(
-    loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
+    loader: DataLoader[Any],
+    plan: Plan,
+    rank: int,
+    order: Order | None,
+    seed: int,
+    compare: Callable[[Array], None],
 ) -> Source:
-    """Return the source that a DataLoader describes.
+    """Return the source that a DataLoader describes; compare: see `StreamSource`.
 
-    Raises ValueError for a loader that makes no batches, or whose sampler cannot be divided anew.
+    Raises ValueError for a loader whose sampler cannot be divided anew.
     """
-    if loader.batch_size is None:
-        raise ValueError(
-            "adapt needs a DataLoader that makes batches of a batch_size, got one with "
-            "batch_size=None or a batch_sampler of its own"
-        )
     if isinstance(loader.dataset, IterableDataset):
-        return StreamSource(loader, plan, rank)
+        return StreamSource(loader, plan, rank, compare)
     return DatasetSource(loader, plan, rank, order, seed)
 
 
