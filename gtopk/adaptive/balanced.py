@@ -21,6 +21,7 @@ from .controller import Controller, Window
 from .cuts import Cut, Plan
 from .epochs import Epochs
 from .goodput import Seen, next_total
+from .in_hand import InHand
 from .learning_rate import LearningRate
 from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
@@ -66,6 +67,7 @@ class BalancedLoader:
         parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
         self._memory = Memory(world.rank, parameters)
         self._timer = job.timer or GradientTimer(parameters)
+        self._in_hand = InHand.of(job.optimizer)
         self._rate = LearningRate(job.optimizer, options.lr_scaling, options.global_batch)
         self._noise = NoiseAverage()
         self._aims = options.policy == "goodput"
@@ -145,29 +147,22 @@ class BalancedLoader:
             self._abandon()
         epoch, start = self._epochs.begin()
         self._plan.drawn = self.step
-        batches = self._source.begin(epoch, self.step, start)
-        while True:
-            try:
-                cut, batch = next(batches)
-            except StopIteration:
-                break
+        for cut, batch in self._source.begin(epoch, self.step, start):
             self._hand_over(cut)
             try:
                 yield batch
-            except GeneratorExit:  # the script has broken it off: it speaks for its own steps now
-                self._optimizer._stands_in = False
+            except GeneratorExit:  # the script has broken it off
+                self._in_hand.leave(cut)
                 raise
+            self._in_hand.let_go(cut)
             self.drain()
         self._epochs.finish()
-        self._optimizer.set_num_samples(None)
-        self._rate.factor = 1.0  # of a step that the script takes before the next epoch
 
     def _hand_over(self, cut: Cut) -> None:
         self._cut = cut
         self._epochs.start = cut.start + cut.total
         self.num_samples = cut.sizes[self._world.rank]
-        self._optimizer._stands_in = self.num_samples == 0
-        self._optimizer.set_num_samples(self.num_samples, self._options.loss_reduction)
+        self._in_hand.take(cut, self.num_samples, self._options.loss_reduction)
         self._rate.scale(cut.total, self._noise.value)
         if self._copy is not None and self.step % self._noise_every == 0:
             self._copy.arm()
@@ -197,7 +192,6 @@ class BalancedLoader:
 
     def _let_go(self) -> None:
         self._cut = None
-        self._optimizer._stands_in = False
         self.step += 1
 
     def _decide(self) -> None:

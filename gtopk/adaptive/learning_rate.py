@@ -6,12 +6,12 @@ The rate is changed, never the residual: what was kept of an old gradient is app
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from .in_hand import InHand
 from .noise_scale import Noise
 
 Factor = Callable[[float, Noise | None, int], float]
@@ -38,40 +38,13 @@ FACTORS: Final[Mapping[str, Factor]] = {
 
 
 class LearningRate:
-    """Multiplies an optimizer's rates with a factor while it steps.
-
-    factor: of the next step.
-    """
+    """Has an optimizer's rates follow the samples of its batches."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaling: str, reference: int) -> None:
         self._factor = FACTORS[scaling]
         self._reference = reference
-        self._rates: list[float] = []
-        self.factor = 1.0
-        if scaling == "none":
-            return
-        multiply, restore = weakref.WeakMethod(self._multiply), weakref.WeakMethod(self._restore)
-
-        def before(optimizer: torch.optim.Optimizer, *step: Any) -> None:
-            if (call := multiply()) is not None:
-                call(optimizer)
-
-        def after(optimizer: torch.optim.Optimizer, *step: Any) -> None:
-            if (call := restore()) is not None:
-                call(optimizer)
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        self._in_hand = InHand.of(optimizer)
 
     def scale(self, samples: int, noise: Noise | None) -> None:
         """Set the factor for a batch of so many samples over all ranks."""
-        self.factor = self._factor(samples / self._reference, noise, self._reference)
-
-    def _multiply(self, optimizer: torch.optim.Optimizer) -> None:
-        self._rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * self.factor
-
-    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate
+        self._in_hand.factor = self._factor(samples / self._reference, noise, self._reference)
