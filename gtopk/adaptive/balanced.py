@@ -145,18 +145,17 @@ class BalancedLoader:
         require_one_pass(self._optimizer)
         if self._cut is not None:
             self._abandon()
-        epoch, start = self._epochs.begin()
-        self._plan.drawn = self.step
-        for cut, batch in self._source.begin(epoch, self.step, start):
-            self._hand_over(cut)
-            try:
-                yield batch
-            except GeneratorExit:  # the script has broken it off
-                self._in_hand.leave(cut)
-                raise
-            self._in_hand.let_go(cut)
-            self.drain()
-        self._epochs.finish()
+        with self._epochs.iterate() as (epoch, start):
+            self._plan.drawn = self.step
+            for cut, batch in self._source.begin(epoch, self.step, start):
+                self._hand_over(cut)
+                try:
+                    yield batch
+                except GeneratorExit:  # the script has broken it off
+                    self._in_hand.leave(cut)
+                    raise
+                self._in_hand.let_go(cut)
+                self.drain()
 
     def _hand_over(self, cut: Cut) -> None:
         self._cut = cut
@@ -334,6 +333,8 @@ class BalancedLoader:
                 f"this loader's mode is 'balanced', the state's {state['mode']!r}; make the loader "
                 "with the mode it was saved with"
             )
+        if self._cut is not None:
+            self._abandon()  # it is of before
         if state["ranks"] == self._world.size:
             self._load_sizes(state)
         self._epochs.load_state_dict(state["epochs"])

@@ -186,18 +186,17 @@ class DelayedLoader:
             self._close_pass()
         require_known(self._optimizer.param_groups, self._trained, KNOWN_TO_ADAPT)
         self._steps.spent.begin()
-        epoch, start = self._epochs.begin()
-        order = self._order(epoch)
-        self._length = len(order)
-        if start == 0:
-            self._passes.begin([range(self._length)])
-        self._in_epoch = True
-        while True:
-            yield from self._await_drains(order)
-            if not self._passes.left:
-                break
-            yield from self._pass(order)
-        self._epochs.finish()
+        with self._epochs.iterate() as (epoch, start):
+            order = self._order(epoch)
+            self._length = len(order)
+            if start == 0:
+                self._passes.begin([range(self._length)])
+            self._in_epoch = True
+            while True:
+                yield from self._await_drains(order)
+                if not self._passes.left:
+                    break
+                yield from self._pass(order)
         self._in_epoch = False
 
     def _pass(self, order: Sequence[int]) -> Iterator[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -20,34 +22,55 @@ class Epochs:
         self._followed = self._sampler.epoch if self._sampler else 0
         self.epoch = self._followed
         self.start = 0
-        self._fresh = True  # the next iteration begins at epoch and start, as they are
+        self._iteration: object = None  # None: the next one begins at epoch and start, as they are
+        self._is_left = False  # half-way: the epoch is over
+
+    @contextmanager
+    def iterate(self) -> Iterator[tuple[int, int]]:
+        """Begin an iteration, as `begin`; note how it ends: with the epoch, or left half-way."""
+        place = self.begin()
+        iteration = self._iteration
+        try:
+            yield place
+        except BaseException:
+            # A generator may be closed when another has begun, or a state was loaded.
+            self._is_left |= iteration is self._iteration
+            raise
+        self.finish()
 
     def begin(self) -> tuple[int, int]:
         """Return epoch and place where an iteration begins; one that was left half-way is over."""
-        if not self._fresh and self.start:
+        if self._iteration is not None and self.start:
             self.finish()
         if self._sampler is not None and self._sampler.epoch != self._followed:
             self._followed = self._sampler.epoch
             self.set(self._followed)
-        self._fresh = False
+        self._iteration, self._is_left = object(), False
         return self.epoch, self.start
 
     def set(self, epoch: int) -> None:
-        """Let the next iteration be of this epoch."""
-        if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
+        """Let the next iteration be of this epoch; all of it, where the last one was left."""
+        if epoch != self.epoch or self._is_left:
+            self.epoch, self.start, self._is_left = epoch, 0, False
 
     def finish(self) -> None:
         """Go on to the next epoch."""
-        self.epoch, self.start = self.epoch + 1, 0
-        self._fresh = True
+        self._go_to(self.epoch + 1, 0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the next batch lies."""
+    def _go_to(self, epoch: int, start: int) -> None:
+        self.epoch, self.start = epoch, start
+        self._iteration, self._is_left = None, False
+
+    def state_dict(self, is_of_before: bool = False) -> dict[str, Any]:
+        """Return where the next batch lies: in the next epoch, once this one was left half-way.
+
+        is_of_before: the state is that of a time before it was left.
+        """
+        if self._is_left and self.start and not is_of_before:
+            return {"epoch": self.epoch + 1, "start": 0}
         return {"epoch": self.epoch, "start": self.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader stopped."""
-        self.epoch, self.start = state["epoch"], state["start"]
+        self._go_to(state["epoch"], state["start"])
         self._followed = self.epoch if self._sampler is None else self._sampler.epoch
-        self._fresh = True

@@ -133,21 +133,20 @@ class MergingLoader:
             self._merge()  # a script broke the last iteration off, on all ranks
         yield from self._await_drains()
         self._steps.spent.begin()
-        epoch, start = self._epochs.begin()
-        order = self._order(epoch)
-        if start == 0:
-            self._batches.begin([range(len(order))])
-        self._taken.order = order
-        self._begin(epoch)
-        while (stretch := self._batches.open()) is not None:
-            sizes = self._batches.sizes
-            self._cursor.open(self._batches.number, len(stretch), sizes, self._count)
-            self._taken.stretch, self._taken.size = stretch, sizes[self._world.rank]
-            yield from self._mega_batch()
-            if self._finished is not None:  # else a drain has merged it
-                self._merge()
-            yield from self._await_drains()
-        self._epochs.finish()
+        with self._epochs.iterate() as (epoch, start):
+            order = self._order(epoch)
+            if start == 0:
+                self._batches.begin([range(len(order))])
+            self._taken.order = order
+            self._begin(epoch)
+            while (stretch := self._batches.open()) is not None:
+                sizes = self._batches.sizes
+                self._cursor.open(self._batches.number, len(stretch), sizes, self._count)
+                self._taken.stretch, self._taken.size = stretch, sizes[self._world.rank]
+                yield from self._mega_batch()
+                if self._finished is not None:  # else a drain has merged it
+                    self._merge()
+                yield from self._await_drains()
 
     def _begin(self, epoch: int) -> None:
         """Begin an epoch, the same on all ranks, with how far any has seen the cursor."""
@@ -408,7 +407,7 @@ class MergingLoader:
         return {
             "mode": "adaptive-sgd",
             "ranks": self._world.size,
-            "epochs": self._epochs.state_dict(),
+            "epochs": self._epochs.state_dict(is_of_before=self._finished is not None),
             "batches": self._batches.state_dict(),
             "replica": replica.state_dict() if replica is not None else self._loaded,
             "weights": list(self.last_merge.weights) if self.last_merge else None,

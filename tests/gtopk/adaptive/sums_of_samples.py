@@ -48,8 +48,17 @@ def prompt(parts: Any) -> Any:
     return parts
 
 
-def run(loader: Any, model: Model, optimizer: Any, until: float = float("inf")) -> list[int]:
-    """Return the samples that count, of an epoch, or until a round, when all is drained."""
+def run(
+    loader: Any,
+    model: Model,
+    optimizer: Any,
+    until: float = float("inf"),
+    states: list[Any] | None = None,
+) -> list[int]:
+    """Return the samples that count, of an epoch, or until a round, when all is drained.
+
+    states: what gets the loader's state then, before the epoch is broken off.
+    """
     seen: list[int] = []
     for indices, x in loader:
         seen += indices.tolist() if loader.num_samples else []
@@ -57,5 +66,7 @@ def run(loader: Any, model: Model, optimizer: Any, until: float = float("inf")) 
         optimizer.step()
         if loader.round >= until:
             loader.drain()
+            if states is not None:
+                states.append(loader.state_dict())
             break
     return seen

@@ -81,6 +81,54 @@ def test_a_broken_off_epoch_is_over() -> None:
         assert step == 5
 
 
+def test_a_broken_off_epoch_is_over_for_a_run_that_is_resumed_too() -> None:
+    def open_loader() -> Any:
+        return hvd.adapt(DataLoader(Indices(24), 2, shuffle=True), some_optimizer())
+
+    def broken_off(loader: Any) -> Any:
+        seen, within = [], None
+        for step, batch in enumerate(loader):
+            seen.append(batch.tolist())
+            if step == 1:
+                within = json.loads(json.dumps(loader.state_dict()))
+                break
+        return seen, within
+
+    def program(here: World) -> None:
+        loader = open_loader()
+        broken_off(loader)
+        before, within = broken_off(loader)
+        after = json.loads(json.dumps(loader.state_dict()))
+        whole = indices_of(loader)
+        resumed = open_loader()
+        resumed.load_state_dict(after)
+        assert indices_of(resumed) == whole
+        resumed.load_state_dict(within)  # saved before the break
+        left = indices_of(resumed)
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist()
+        mine = [order[i : i + 2] for i in range(2 * here.rank, 24, 2 * here.size)]
+        assert before + left == mine
+
+    on_ranks(2, program)
+
+
+def test_a_state_that_is_loaded_within_an_iteration_is_of_no_batch_in_hand() -> None:
+    def program(here: World) -> None:
+        loader = hvd.adapt(DataLoader(Indices(16), 2), some_optimizer())
+        for step, _ in enumerate(loader):
+            if step == 1:
+                state = loader.state_dict()
+            if step == 2:
+                loader.load_state_dict(state)
+                break
+        assert loader.state_dict() == state
+        batches = iter(loader)
+        next(batches)
+        assert loader.step == state["step"]
+
+    on_ranks(2, program)
+
+
 @pytest.mark.parametrize("left_after", [0, 3, 7, 11])
 @pytest.mark.parametrize("resumed_on", [3, 2])
 def test_an_epoch_is_resumed_in_its_middle(left_after: int, resumed_on: int) -> None:
@@ -138,7 +186,8 @@ def test_a_resumed_run_keeps_to_its_own_bounds() -> None:
 
     def save(here: World) -> Any:
         loader = open_loader(here, None)
-        seen = [batch.tolist() for _, batch in zip(range(12), loader, strict=False)]
+        batches = iter(loader)
+        seen = [next(batches).tolist() for _ in range(12)]
         return seen, loader.sizes, json.loads(json.dumps(loader.state_dict()))
 
     saved = on_ranks(2, save)

@@ -238,8 +238,9 @@ def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]
 def test_an_epoch_is_resumed_in_its_middle_by_any_number_of_ranks(before: int, after: int) -> None:
     def first(here: World) -> Any:
         loader, model, optimizer = prompt(adapted(here, 150, GTOPK))
-        seen = run(loader, model, optimizer, until=2)
-        state = loader.state_dict()
+        states: list[Any] = []
+        seen = run(loader, model, optimizer, 2, states)
+        (state,) = states
         return seen, {name: each for name, each in state.items() if name != "residual"}, state
 
     def then(here: World) -> Any:
@@ -355,6 +356,22 @@ def test_an_iteration_that_is_broken_off_on_all_ranks_ends_its_epoch() -> None:
     results = on_ranks(2, program)
     assert sorted(i for seen, _ in results for i in seen) == list(range(64))
     assert results[0][1] == {"epoch": 2, "start": 0}
+
+
+def test_a_broken_off_epoch_is_over_for_a_run_that_is_resumed_too() -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = prompt(adapted(here, 150))
+        run(loader, model, optimizer, until=2)
+        state = loader.state_dict()
+        whole = run(loader, model, optimizer)
+        resumed = prompt(adapted(here, 150))
+        resumed[0].load_state_dict(state)
+        assert run(*resumed) == whole
+        return whole, state["epochs"]
+
+    results = on_ranks(2, program)
+    assert sorted(i for seen, _ in results for i in seen) == list(range(150))
+    assert [epochs for _, epochs in results] == [{"epoch": 1, "start": 0}] * 2
 
 
 def test_a_state_within_an_epoch_is_taken_when_drained_only() -> None:

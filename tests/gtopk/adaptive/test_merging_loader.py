@@ -285,6 +285,28 @@ def test_an_iteration_that_is_broken_off_is_merged_and_the_next_epoch_begins() -
     assert {epoch for _, epoch in results} == {2}
 
 
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_broken_off_epoch_is_over_in_states_of_what_was_merged_since(drains: bool) -> None:
+    def program(here: World) -> Any:
+        run = Run(mega_batch=50, replay=EVENLY[2])
+        for _ in run.loader:
+            run.optimizer.step()
+            if run.loader.merges >= 1:
+                break
+        if drains:
+            run.loader.drain()
+        resumed = Run(mega_batch=50)
+        resumed.loader.load_state_dict(run.loader.state_dict())
+        return resumed.epoch(), resumed.loader.state_dict()["epochs"]["epoch"]
+
+    results = on_ranks(2, program)
+    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0)).tolist()
+    seen = sorted(index for seen, _ in results for index in seen)
+    # What was computed since the merge is computed again.
+    assert seen == (list(range(LENGTH)) if drains else sorted(order[51:]))
+    assert {epoch for _, epoch in results} == {1 + drains}
+
+
 def few_for_rank_1(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
     """Return takes in which rank 1 has none of the second and of the third stretch."""
     if number in (1, 2):
