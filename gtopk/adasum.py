@@ -230,18 +230,18 @@ class _AdasumOptimizer(Wrapping):
         self._begun = now
         self._select_seconds = self._communicate_seconds = 0.0
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten."""
         self._forget()
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state; what was computed towards a step is forgotten.
 
         Gradients that it holds back are lost, and warned of: nothing adds up here.
         """
         self._forget()
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, *args, **kwargs)
         parts = state_dict.get(optimizer_checkpoint.KEY, {}).get("held", {}).values()
         if lost := sorted({name for part in parts for name in unsent(part)}):
             _log.warning(

@@ -389,7 +389,7 @@ class _LocalSGD(Wrapping):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Go on from a state; load the model's first.
 
         On another number of ranks, the steps of a round that was under way are lost: all ranks go
@@ -403,7 +403,7 @@ class _LocalSGD(Wrapping):
                 f"the state of LocalSGD must be of format {_FORMAT}, got {own.get('format')!r}; "
                 "load it with the version of gtopk that saved it"
             )
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, *args, **kwargs)
         self._center, self.steps_made, self._are_alike = [], 0, False
         if own is not None:
             self.outer.load_state_dict(own["outer"])

@@ -52,9 +52,7 @@ class _DistributedOptimizer(Readings):
         self._parameter_names = name_parameters(self, named_parameters)
         self._options = options
         elements = sum(p.numel() for p in require_trained(self._parameter_names))
-        self._reducer = Reducer(
-            self.param_groups, self._parameter_names, options, self._world, scaler
-        )
+        self._reducer = Reducer(self._wrapped, self._parameter_names, options, self._world, scaler)
         self.set_backward_passes_per_step(backward_passes_per_step)
         if self._world.rank == 0:
             warn_of_few_entries(options, elements)
@@ -218,7 +216,7 @@ class _DistributedOptimizer(Readings):
             self._replicas.after_step(self.state)
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten.
 
         Warns of gradients that are not finite, and that no rank has heard of: where a GradScaler
@@ -234,7 +232,7 @@ class _DistributedOptimizer(Readings):
             )
         self._synchronized = False
         self._reducer.drop()
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and under "gtopk" what this rank holds back.
@@ -252,14 +250,14 @@ class _DistributedOptimizer(Readings):
         parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
         return None if parts is None else {**super().state_dict(), optimizer_checkpoint.KEY: parts}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, and forget what was done towards the next step.
 
         A plain optimizer's state is fine: what is held back stays then.
         """
         self._synchronized = self._skip = False
         self._reducer.drop()
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, *args, **kwargs)
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             optimizer_checkpoint.load(self._reducer, part)
 

@@ -78,7 +78,7 @@ class Reducer:
 
     def __init__(
         self,
-        param_groups: list[dict[str, Any]],
+        optimizer: torch.optim.Optimizer,  # the plain one: ours holds this reducer
         names: ParameterNames,
         options: Options,
         here: World,
@@ -93,7 +93,7 @@ class Reducer:
         self._predicted_seconds: float | None = None
         self.overlaps = options.overlap and options.local_clip_norm is None
         self.aside_for = ""
-        self._param_groups = param_groups
+        self._optimizer = optimizer
         self._lane_of: dict[torch.nn.Parameter, int] = {}
         self._awaited: list[set[torch.nn.Parameter]] = []
         self._facts = ""
@@ -464,6 +464,11 @@ class Reducer:
         """
         warming = getattr(self.options.compression, "warmup_steps", 0) > self.progress.steps
         return None if warming else self._predicted_seconds
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        """Look the groups up: a state that is loaded brings others."""
+        return self._optimizer.param_groups
 
     def _sparse(self) -> set[torch.nn.Parameter]:
         """Return the parameters whose gradients were sparse on some rank."""

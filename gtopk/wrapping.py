@@ -6,32 +6,56 @@ So `isinstance` tells the same of it, and schedulers go on to work, those made b
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import wraps
 from typing import Any
 
 import torch
 
 
 class Wrapping(torch.optim.Optimizer):
-    """What is mixed into the class of the wrapped optimizer."""
+    """What is mixed into the class of the wrapped optimizer.
+
+    Groups and state are looked up in the wrapped one: so both have the same, also after either of
+    them, or an optimizer within, has loaded others.
+    """
 
     _wrapped: torch.optim.Optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        """The wrapped optimizer's."""
+        return self._wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self._wrapped.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's."""
+        return self._wrapped.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._wrapped.state = state
 
     @property
     def apart(self) -> Collection[torch.nn.Parameter]:
         """Return the parameters that are each rank's own now; the others are the same on all."""
         return ()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state.
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Load the wrapped optimizer's state."""
+        super().load_state_dict(state_dict, *args, **kwargs)
 
-        The parameter groups stay the same objects: schedulers made before wrapping hold them.
-        """
-        groups = self.param_groups
-        super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over groups and state, as torch does when it has loaded them."""
+        self._wrapped.__setstate__(state)
+
+    def _patch_step_function(self) -> None:
+        """Let torch call its hooks around the wrapped step alone: once, after the exchange."""
+        self._wrapped._patch_step_function()
+        self._zero_grad_profile_name = self._wrapped._zero_grad_profile_name
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: the copy's gradients would be reduced a second time."""
@@ -56,9 +80,16 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
     if isinstance(optimizer, Wrapping):
         raise ValueError("the optimizer is distributed already; wrap the plain one")
     own = type(optimizer)
-    wrapped: Any = object.__new__(type(own.__name__, (kind, own), {}))
-    wrapped.__dict__.update(optimizer.__dict__)
+
+    @wraps(own.zero_grad)  # libraries look whether it takes set_to_none
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(made, self).zero_grad(*args, **kwargs)
+
+    made: Any = type(own.__name__, (kind, own), {"zero_grad": zero_grad})
+    wrapped = object.__new__(made)
+    wrapped.__dict__.update(vars(optimizer))
     wrapped._wrapped = optimizer
     # A scheduler that was made before hangs its own step on the instance; ours comes first.
-    wrapped.__dict__.pop("step", None)
+    for shadowed in ("step", "param_groups", "state"):
+        wrapped.__dict__.pop(shadowed, None)
     return wrapped

@@ -29,8 +29,8 @@ class AgreedSettings:
     seen: the newest round that this rank's script can have changed its settings for.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
-        self._groups = param_groups
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
         self._agreed: list[tuple[int, str, Any]] = []  # number of the group, name, value
         self.seen = 0
 
@@ -61,7 +61,7 @@ class AgreedSettings:
         """Let the optimizer's settings be the agreed ones meanwhile."""
         before = []
         for number, name, value in self._agreed:
-            group = self._groups[number]
+            group = self._optimizer.param_groups[number]
             own = group[name]
             if _number(own) != value:
                 group[name] = _like(own, value)
@@ -76,7 +76,7 @@ class AgreedSettings:
     def _own(self) -> list[tuple[int, str, Any]]:
         return [
             (number, name, value)
-            for number, group in enumerate(self._groups)
+            for number, group in enumerate(self._optimizer.param_groups)
             for name, own in group.items()
             if name != "params" and (value := _number(own)) is not None
         ]

@@ -74,7 +74,7 @@ class DelayedLoader:
         asked = optimizer._options
         self.exchange = RoundExchange(trained, optimizer._compression)
         self._steps = OwnSteps(world, optimizer, "round")
-        self._settings = AgreedSettings(optimizer.param_groups)
+        self._settings = AgreedSettings(optimizer)
         self._wire = RoundWire(
             name,
             self.exchange,

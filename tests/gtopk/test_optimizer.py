@@ -489,14 +489,16 @@ def test_a_batch_may_be_dropped_between_backward_and_step(threads):
     threads(2, program)
 
 
-@pytest.mark.parametrize("how", ["added", "unfrozen"])
+@pytest.mark.parametrize("how", ["added", "unfrozen", "added after a load"])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_parameter_that_came_later_takes_part(threads, how, steps_before):
     size = 3
 
     def program(transport: LocalTransport) -> torch.Tensor:
         model = network()
-        late = torch.nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=how == "added")
+        late = torch.nn.Parameter(
+            torch.ones(2, dtype=torch.float64), requires_grad=how != "unfrozen"
+        )
         with world.entered(transport):
             optimizer = DistributedOptimizer(
                 torch.optim.SGD(
@@ -509,7 +511,9 @@ def test_a_parameter_that_came_later_takes_part(threads, how, steps_before):
                 value = loss(model, *batch(transport.rank, step))
                 if step == steps_before:
                     late.requires_grad_(True)
-                    if how == "added":
+                    if how == "added after a load":
+                        optimizer.load_state_dict(optimizer.state_dict())
+                    if how != "unfrozen":
                         optimizer.add_param_group({"params": [late]})
                 if step >= steps_before:
                     value = value + (late * (transport.rank + 1)).sum()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -216,7 +217,10 @@ def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]
         group: dict[str, Any] = {"lr": torch.tensor(rate, dtype=torch.float64)}
         group["betas"] = (0.9, [0.99, 0.99, 0.5][transport.rank])
         group["steps"] = transport.rank // 2
-        settings = AgreedSettings([{"maximize": True, "foreach": None}, group])
+        groups = [{"maximize": True, "foreach": None}, group]
+        optimizer = SimpleNamespace(param_groups=[])
+        settings = AgreedSettings(cast(Any, optimizer))
+        optimizer.param_groups = groups  # as a state that is loaded brings others
         settings.seen = [7, 7, 6][transport.rank]
         settings.agree(transport, settings.said())
         own = dict(group)
