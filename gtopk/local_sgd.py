@@ -34,6 +34,7 @@ from .exchanges import require_compression
 from .held import Held, has_room, put_in, take_out, unsent
 from .held_names import strangers, under_known_names
 from .lanes import Lane, open_lane
+from .optimizer_tree import lay_out_as_parameters
 from .parameters import name_parameters, require_known
 from .process_sets import ProcessSet, global_process_set
 from .replicas import checksums, require_the_same
@@ -407,6 +408,7 @@ class _LocalSGD(Wrapping):
         self._center, self.steps_made, self._are_alike = [], 0, False
         if own is not None:
             self.outer.load_state_dict(own["outer"])
+            lay_out_as_parameters(self.outer)
             self.outer_steps = own["outer_steps"]
             self._load_round(own["center"], own["steps_made"], own["ranks"])
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
@@ -431,7 +433,7 @@ class _LocalSGD(Wrapping):
             return
         if ranks == len(self._ranks):
             self._center = [
-                c.to(p.device, copy=True) for c, p in zip(center, self._names, strict=True)
+                torch.empty_like(p).copy_(c) for c, p in zip(center, self._names, strict=True)
             ]
             self.steps_made = steps_made
             return

@@ -139,6 +139,22 @@ def make_tensors(
     return tensors
 
 
+def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give state that has its parameter's shape its strides, too.
+
+    Fused steps take the two entry by entry as they lie in memory, whatever their strides.
+    """
+    for parameter, state in optimizer.state.items():
+        if not (isinstance(parameter, torch.Tensor) and isinstance(state, dict)):
+            continue
+        for key, part in state.items():
+            if not _is_tensor(part) or part.shape != parameter.shape:
+                continue
+            if part.stride() != parameter.stride():
+                laid_out = torch.empty_like(parameter, dtype=part.dtype, device=part.device)
+                state[key] = laid_out.copy_(part)
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

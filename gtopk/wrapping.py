@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .optimizer_tree import lay_out_as_parameters
+
 
 class Wrapping(torch.optim.Optimizer):
     """What is mixed into the class of the wrapped optimizer.
@@ -45,8 +47,9 @@ class Wrapping(torch.optim.Optimizer):
         return ()
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load the wrapped optimizer's state."""
+        """Load the wrapped optimizer's state, laid out as its parameters are here."""
         super().load_state_dict(state_dict, *args, **kwargs)
+        lay_out_as_parameters(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over groups and state, as torch does when it has loaded them."""

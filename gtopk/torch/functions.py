@@ -241,3 +241,4 @@ def broadcast_optimizer_state(
     if not is_root:
         filled = optimizer_tree.put_tensors_in(message["optimizer"], tensors)
         optimizer_tree.install(filled, optimizer)
+    optimizer_tree.lay_out_as_parameters(optimizer)

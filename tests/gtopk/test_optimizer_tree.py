@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gtopk.optimizer_tree import make_tensors, put_tensors_in, take_tensors_out, tree
+from gtopk.optimizer_tree import (
+    lay_out_as_parameters,
+    make_tensors,
+    put_tensors_in,
+    take_tensors_out,
+    tree,
+)
 
 
 def stepped(device: str) -> torch.optim.Optimizer:
@@ -48,3 +54,27 @@ def test_taking_tensors_out_leaves_the_optimizer_as_it_was() -> None:
         ("offloaded",),
         ("history", 0),
     ]
+
+
+def test_state_is_laid_out_as_its_parameter_and_keeps_dtype_and_device() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, 2).t())
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    laid_out = torch.arange(6.0).reshape(3, 2).t()
+    state = {
+        "wide": torch.arange(6, dtype=torch.float64).reshape(2, 3),
+        "elsewhere": torch.zeros(2, 3, device="meta"),
+        "laid out": laid_out,
+        "another shape": torch.zeros(3, 2),
+        "step": torch.tensor(1.0),
+        "number": 1,
+    }
+    optimizer.state[parameter] = dict(state)
+    optimizer.state["other"] = other = torch.zeros(2, 3)
+    lay_out_as_parameters(optimizer)
+    found = optimizer.state[parameter]
+    assert found["wide"].stride() == found["elsewhere"].stride() == parameter.stride()
+    assert torch.equal(found["wide"], state["wide"])
+    assert found["wide"].dtype is torch.float64
+    assert found["elsewhere"].device.type == "meta"
+    assert all(found[key] is state[key] for key in list(state)[2:])
+    assert optimizer.state["other"] is other

@@ -151,6 +151,27 @@ def test_hooks_are_called_once_a_step_after_the_exchange(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_lost_its_strides_gets_its_parameter_s(kind: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    with world.entered(local_world(1)[0]):
+        optimizer = KINDS[kind](torch.optim.SGD([weight], lr=1.0, momentum=0.5))
+        for size in (0, 1, 2):  # LocalSGD's third is in the middle of a round
+            weight.grad = size * torch.arange(120.0).reshape(weight.shape)
+            optimizer.step()
+        saved = torch.utils._pytree.tree_map(
+            lambda part: part.contiguous().clone() if torch.is_tensor(part) else part,
+            optimizer.state_dict(),
+        )
+        momentum = optimizer.state[weight]["momentum_buffer"].clone()
+        optimizer.load_state_dict(saved)
+        tensors = [optimizer.state[weight]["momentum_buffer"]]
+        assert torch.equal(tensors[0], momentum)
+        if kind == "local_sgd":
+            tensors += [*optimizer._center, optimizer.outer.state[weight]["momentum_buffer"]]
+    assert all(tensor.stride() == weight.stride() for tensor in tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_arguments_are_handed_on_as_they_are_given(kind: str) -> None:
     parameter = torch.nn.Parameter(torch.zeros(()))
     with world.entered(local_world(1)[0]):

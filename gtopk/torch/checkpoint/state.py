@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from ... import optimizer_checkpoint
+from ...optimizer_tree import lay_out_as_parameters
 from ...wrapping import Wrapping
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
@@ -177,6 +178,9 @@ def put(
             values[name] = saved
     for name in others.keys() - state["others"].keys() - held.keys():
         _of(state["others"], name, found)
+    for each in (optimizer, *others.values()):
+        if isinstance(each, torch.optim.Optimizer):
+            lay_out_as_parameters(each)
     if generators and own is not None and own["generators"] is not None:
         put_generators(own["generators"])
     return values

@@ -16,6 +16,21 @@ def test_every_rank_ends_up_with_what_the_root_has(mpirun, ranks: int) -> None:
     assert done.stdout.count("every function does as it says") == ranks, done.stdout + done.stderr
 
 
+def test_state_is_laid_out_as_its_parameter_on_the_root_too(ranks) -> None:
+    def program(rank: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+        momentum = torch.arange(120.0).reshape(weight.shape)
+        if rank < 2:  # with strides that a checkpoint, say, has left it
+            optimizer.state[weight]["momentum_buffer"] = momentum * (1 - rank)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        found = optimizer.state[weight]["momentum_buffer"]
+        assert torch.equal(found, momentum)
+        assert found.stride() == weight.stride()
+
+    ranks(3, program)
+
+
 def test_each_function_needs_init() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     for call in (

@@ -386,6 +386,30 @@ def test_tensors_that_differ_in_shape_or_dtype_alone_are_each_ranks_own(ranks, t
         }
 
 
+def test_state_has_the_strides_of_its_parameter_again(ranks, tmp_path):
+    def begin():
+        model = torch.nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)
+        inner = [torch.optim.Adam(model.parameters(), lr=lr) for lr in (0.1, 0.2, 0.3)]
+        return model, hvd.DistributedOptimizer(inner[0]), inner[1], inner[2]
+
+    def program(rank):
+        model, ours, plain, other = begin()
+        for optimizer in (ours, plain, other):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3, 6, 6)).square().sum().backward()
+            optimizer.step()
+        save_checkpoint(tmp_path, model, plain, None, 1, ours=ours, other=other)
+        model, *loaded = begin()
+        load_latest(tmp_path, model, loaded[1], ours=loaded[0], other=loaded[2])
+        for before, optimizer in zip((ours, plain, other), loaded, strict=True):
+            (was, *_), (state, *_) = before.state.values(), optimizer.state.values()
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(state[name], was[name])
+                assert state[name].stride() == model.weight.stride()
+
+    ranks(1, program)
+
+
 def test_parameters_that_differ_are_saved_and_said(ranks, tmp_path, caplog):
     def program(rank, load):
         model = torch.nn.Linear(2, 2)
