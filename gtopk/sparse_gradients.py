@@ -108,7 +108,7 @@ class SparseGradientLane:
         values = (self._values * self._weight).cpu().contiguous()
         # A single index may have any stride, and is contiguous all the same.
         indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
-        mine = torch.tensor([indices.shape[1] if len(indices) else 0])
+        mine = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
         prepared = time.perf_counter()
         all_indices = transport.allgather(_bytes_of(torch.cat([mine, indices.flatten()])))
         all_values = transport.allgather(_bytes_of(values))
@@ -196,7 +196,7 @@ def _entries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices, int64 [sparse dimensions, entries], and values [entries, ...]."""
     if gradient is None:
-        rows = torch.empty((1, 0), dtype=torch.int64)
+        rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         return rows, parameter.new_empty((0, *parameter.shape[1:])).detach()
     # A row that a batch has used many times is sent once.
     gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)

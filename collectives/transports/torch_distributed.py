@@ -187,7 +187,8 @@ class TorchDistributedTransport(Carrier):
 
     def _post(self, tag: int, message: Array, to: int) -> list[Work]:
         first = message[:PIECE_BYTES]
-        head = self._torch.empty(_HEADER.size + first.size, dtype=self._torch.uint8)
+        size = _HEADER.size + first.size
+        head = self._torch.empty(size, dtype=self._torch.uint8, device="cpu")
         outbox: Array = head.numpy()
         _HEADER.pack_into(outbox.data, 0, tag, message.size)
         outbox[_HEADER.size :] = first

@@ -101,5 +101,5 @@ def cut_epoch(
 def shuffled(length: int, seed: int, epoch: int) -> list[int]:
     """Return the order of an epoch: a permutation, equal wherever seed and epoch are."""
     generator = torch.Generator().manual_seed(seed + epoch)
-    order: list[int] = torch.randperm(length, generator=generator).tolist()
+    order: list[int] = torch.randperm(length, generator=generator, device="cpu").tolist()
     return order

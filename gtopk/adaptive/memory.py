@@ -57,7 +57,7 @@ class Memory:
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Return the loss of the whole batch and its gradients."""
         most = size if self.most is None else min(size, self.most)
-        loss = torch.zeros(())
+        loss = torch.zeros((), device="cpu")
         gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
         for first in range(0, size, most):
             last = min(first + most, size)

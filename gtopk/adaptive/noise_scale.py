@@ -114,7 +114,7 @@ class GradientCopy:
             [
                 copies[place].reshape(-1)
                 if place in copies
-                else torch.zeros(parameter.numel(), dtype=torch.float64)
+                else torch.zeros(parameter.numel(), dtype=torch.float64, device="cpu")
                 for place, parameter in enumerate(self._parameters)
             ]
         )

@@ -120,12 +120,12 @@ def _statistics_of_all(input: torch.Tensor, eps: float) -> _Statistics:
     """Return the statistics of the inputs of all ranks; the same bits on each."""
     wide = _widened(input.detach())
     count = input.shape[0] * math.prod(input.shape[2:])
-    mean = variance = torch.zeros(input.shape[1], dtype=torch.float64)
+    mean = variance = torch.zeros(input.shape[1], dtype=torch.float64, device="cpu")
     if count:
         parts = torch.var_mean(wide, _all_but_channels(input), correction=0)
         variance, mean = (part.to("cpu", torch.float64) for part in parts)
     of_this_rank = {
-        "count": torch.tensor([count]),
+        "count": torch.tensor([count], device="cpu"),
         "mean": mean[None],
         "invstd": (variance + eps).rsqrt()[None],
     }

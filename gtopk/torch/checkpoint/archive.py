@@ -311,7 +311,10 @@ def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Ten
     layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     layout = broadcast_object(layout, source, "checkpoint.layout")
     if rank() != source:
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout.items()}
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="cpu")
+            for name, (dtype, shape) in layout.items()
+        }
     if size() > 1:
         bits = [
             (f"checkpoint.{name}", tensor.reshape(-1).view(torch.uint8))

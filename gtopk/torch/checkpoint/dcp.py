@@ -229,7 +229,7 @@ class Writer(StorageWriter):
                     continue
                 offsets, size = at
                 if name not in values:
-                    values[name] = torch.empty(size, dtype=value.dtype)
+                    values[name] = torch.empty(size, dtype=value.dtype, device="cpu")
                 target = values[name]
                 for dimension, start in enumerate(offsets):
                     target = target.narrow(dimension, start, value.shape[dimension])

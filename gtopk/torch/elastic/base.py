@@ -92,6 +92,7 @@ class State:
         mine = torch.tensor(
             [timestamp, bool(update & HostUpdateResult.removed), update & HostUpdateResult.added],
             dtype=torch.float64,
+            device="cpu",
         )
         latest, removed, added = allreduce(mine, op=Max, name="elastic.host_updates").tolist()
         if latest > self._last_updated_timestamp:

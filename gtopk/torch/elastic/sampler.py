@@ -68,7 +68,7 @@ class ElasticSampler(Sampler[int]):
         length = len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise it
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(length, generator=generator).tolist()
+            order = torch.randperm(length, generator=generator, device="cpu").tolist()
         else:
             order = list(range(length))
         self.remaining_indices: list[int] = order[self.processed_num :]

@@ -61,7 +61,7 @@ def alltoall_async(
         rows = [message.size // bytes_of_a_row for message in received]
         elements = np.concatenate(received)[: sum(rows) * row_bytes(like)]
         output = from_bytes(elements, like, [sum(rows), *like.shape[1:]])
-        return output, torch.tensor(rows, dtype=torch.int32)
+        return output, torch.tensor(rows, dtype=torch.int32, device="cpu")
 
     return submit("alltoall", name, process_set, [describe_rows(tensor)], work, finish)
 
@@ -92,7 +92,7 @@ def _splits(
             )
         return [rows // size] * size
     if not isinstance(splits, torch.Tensor):
-        splits = torch.tensor(splits, dtype=torch.int32)
+        splits = torch.tensor(splits, dtype=torch.int32, device="cpu")
     if splits.dtype != torch.int32:
         raise ValueError(f"splits must hold 32-bit integers (torch.int32), got {splits.dtype}")
     sizes: list[int] = splits.tolist()

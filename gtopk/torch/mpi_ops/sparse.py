@@ -43,6 +43,8 @@ def sparse_allreduce_async(
             values = synchronize(in_flight_values)
         if op == Average:
             values = (values / size).to(values.dtype)
-        return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices.t(), values, shape, device=values.device, check_invariants=False
+        )
 
     return finish

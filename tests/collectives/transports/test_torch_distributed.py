@@ -1,11 +1,15 @@
-"""Where the ranks of torch.distributed meet."""
+"""Where the ranks of torch.distributed meet, and that their messages are the host's."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 
+from collectives.transports import Transport
 from collectives.transports.torch_distributed import connect, listen
 
 
@@ -33,3 +37,14 @@ def test_the_store_is_served_at_the_address_that_was_given() -> None:
     assert connect("127.0.0.1", store.port, 1, 10).get("key") == b"value"
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", store.port), 5)
+
+
+def test_messages_are_the_hosts_whatever_the_default_device(
+    in_world: Callable[..., object],
+) -> None:
+    def program(transport: Transport) -> list[int]:
+        with torch.device("meta"):
+            gathered = transport.allgather(np.array([transport.rank], np.uint8))
+        return [int(message[0]) for message in gathered]
+
+    assert in_world("torch.distributed", 2, program) == [[0, 1]] * 2
