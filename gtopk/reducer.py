@@ -18,10 +18,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
+from collectives.errors import MismatchError
 from collectives.planning import Calibration
 from collectives.transports import Transport
 
 from . import advice, world
+from .agreement import name_ranks
 from .calibration import calibration_of
 from .compression import hides_behind_backward
 from .engine import Engine, Work
@@ -391,7 +393,7 @@ class Reducer:
             self.options, trained, names, order, sparse, self._wanted, self.steps, unsent(held)
         )
         facts = plan.facts()
-        agreed: Agreed = self.run_on_all("plan", facts, lambda t, votes: plan.agree(t))
+        agreed = self._agree_on(plan, facts)
         self.progress.steps = agreed.steps
         self.lanes = plan.open_lanes(agreed, self.name, self.progress)
         put_in(self.lanes, held)
@@ -422,6 +424,22 @@ class Reducer:
                 self.name,
                 extra=EVERYWHERE,
             )
+
+    def _agree_on(self, plan: Plan, facts: Sequence[str]) -> Agreed:
+        """Return what all ranks plan; an error, on all alike, where one of them has joined."""
+
+        def agree(transport: Transport, votes: list[int]) -> Agreed:
+            if joined := [rank for rank, there in zip(self.ranks, votes, strict=True) if not there]:
+                raise MismatchError(
+                    f"all ranks plan {self.name} together, and {name_ranks(joined)} joined: every "
+                    "rank must take a step before one joins, and a parameter that comes or is "
+                    "unfrozen later must wait until all have joined"
+                )
+            return plan.agree(transport)
+
+        operation = self._engine.submit(f"{self.name}.plan", facts, agree, vote=1, recipe=_LEFT_OUT)
+        agreed: Agreed = operation.wait()
+        return agreed
 
     def _warn_of_strangers(self) -> None:
         """Warn of what is held back of names that no parameter has; it stays, and is saved."""

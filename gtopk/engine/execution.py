@@ -47,7 +47,10 @@ def part_of(ready: Ready, operation: Operation | None, stand_in: StandIn | None)
     work: Work = _nothing
     if intention.recipe is not None:
         if stand_in is None:
-            raise RuntimeError(f"engine.stand_in must be set to stand in for '{name}'")
+            raise RuntimeError(
+                f"this rank has joined, and nothing stands in for it in '{name}': make the "
+                "optimizer on every rank, also where there is nothing to train on"
+            )
         work = stand_in(name, intention.recipe)
     return Part(name, votes, list(map(neutral, intention.dense)), work, None)
 

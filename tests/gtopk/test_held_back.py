@@ -11,6 +11,7 @@ import torch
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk import world
 from gtopk.compression import Compression
+from gtopk.exceptions import HorovodInternalError
 from tests.gtopk.four_layers import distribute, flat, inputs, layers
 from tests.gtopk.held import held
 
@@ -66,6 +67,40 @@ def test_replicas_are_not_compared_while_a_rank_has_joined(threads, on_divergenc
             return optimizer.divergences
 
     assert threads(2, program) == [0, 0]
+
+
+def test_a_rank_that_joins_before_its_first_step_is_named(threads):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport) as here:
+            optimizer = distribute(model)
+            if transport.rank != 1:
+                model(inputs(transport.rank, 0)).square().sum().backward()
+                said = "rank 1 joined: every rank must take a step before one joins"
+                with pytest.raises(HorovodInternalError, match=said):
+                    optimizer.step()
+            here.engine.join().wait()
+            optimizer.zero_grad()
+            model(inputs(transport.rank, 0)).square().sum().backward()
+            optimizer.step()
+
+    threads(3, program)
+
+
+def test_a_rank_that_joins_without_an_optimizer_hears_what_it_lacks(threads):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport) as here:
+            if transport.rank == 1:
+                with pytest.raises(HorovodInternalError, match="make the optimizer on every rank"):
+                    here.engine.join().wait()
+                return
+            optimizer = distribute(model)
+            model(inputs(transport.rank, 0)).square().sum().backward()
+            with pytest.raises(HorovodInternalError):
+                optimizer.step()
+
+    threads(2, program)
 
 
 def test_what_was_held_back_goes_into_the_next_world():
