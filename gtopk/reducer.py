@@ -425,22 +425,6 @@ class Reducer:
                 extra=EVERYWHERE,
             )
 
-    def _agree_on(self, plan: Plan, facts: Sequence[str]) -> Agreed:
-        """Return what all ranks plan; an error, on all alike, where one of them has joined."""
-
-        def agree(transport: Transport, votes: list[int]) -> Agreed:
-            if joined := [rank for rank, there in zip(self.ranks, votes, strict=True) if not there]:
-                raise MismatchError(
-                    f"all ranks plan {self.name} together, and {name_ranks(joined)} joined: every "
-                    "rank must take a step before one joins, and a parameter that comes or is "
-                    "unfrozen later must wait until all have joined"
-                )
-            return plan.agree(transport)
-
-        operation = self._engine.submit(f"{self.name}.plan", facts, agree, vote=1, recipe=_LEFT_OUT)
-        agreed: Agreed = operation.wait()
-        return agreed
-
     def _warn_of_strangers(self) -> None:
         """Warn of what is held back of names that no parameter has; it stays, and is saved."""
         news = {name: parts for name, parts in self._held.items() if name not in self._strangers}
@@ -482,6 +466,22 @@ class Reducer:
         """
         warming = getattr(self.options.compression, "warmup_steps", 0) > self.progress.steps
         return None if warming else self._predicted_seconds
+
+    def _agree_on(self, plan: Plan, facts: Sequence[str]) -> Agreed:
+        """Return what all ranks plan; an error, on all alike, where one of them has joined."""
+
+        def agree(transport: Transport, votes: list[int]) -> Agreed:
+            if joined := [rank for rank, there in zip(self.ranks, votes, strict=True) if not there]:
+                raise MismatchError(
+                    f"all ranks plan {self.name} together, and {name_ranks(joined)} joined: every "
+                    "rank must take a step before one joins, and a parameter that comes or is "
+                    "unfrozen later must wait until all have joined"
+                )
+            return plan.agree(transport)
+
+        operation = self._engine.submit(f"{self.name}.plan", facts, agree, vote=1, recipe=_LEFT_OUT)
+        agreed: Agreed = operation.wait()
+        return agreed
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
