@@ -307,7 +307,7 @@ class Automatic(ErrorFeedback):
     # Of the whole training. Fewer: what updates more coordinates a step is preferred, dense most.
     steps: int = 10_000
     wire: str = "auto"
-    # What rounding takes comes back through the residual: no loss was found (docs/tuning.md).
+    # What rounding takes comes back through the residual (docs/tuning.md).
     values: str = "auto"
 
     def __post_init__(self) -> None:
