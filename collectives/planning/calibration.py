@@ -1,14 +1,17 @@
-"""Calibration: measure links and rates once, in about two seconds, and agree on the result.
+"""Calibration: measure links and rates once, in two or three seconds, and agree on the result.
 
     phase       who, all at the same time                          seconds at most
     within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
+                rank 0 <-> the last one, where they are odd        0.2
     between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
+                that of node 0 <-> the last one, likewise          0.4, and 0.2 to rest
     allreduce   all                                                0.4, and to agree on its time
     rates       each for itself                                    0.7
     calls       all                                                0.4, and to agree on their time
 
-The slowest pair and the slowest rank count: they are what a collective waits for. What is added is
-the latency of a few allgathers, and of a dozen goes of each probe where it is long.
+The slowest way of the slowest pair and the slowest rank count: they are what a collective waits
+for. What is added is the latency of a few allgathers, and of a dozen goes of each probe where it is
+long.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from ..wire import EXACT, Format
 from .network import Network
 from .prediction import Candidate, predict
 from .probes import (
+    NOT_MEASURED,
     REPEATS,
     SMALLEST_ALLREDUCE_BYTES,
     Clock,
@@ -125,7 +129,6 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
 
     heads = nodes if place == 0 else []  # of a node one rank: what its link carries at all
     inside = _probe(transport, node, place, WITHIN_SECONDS, clock)
-    transport.barrier()
     across = _probe(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
     within, between = (_slowest_link(transport, link) for link in (inside, across))
     if transport.size == 1:
@@ -147,9 +150,6 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     return Network(size, shared, 1, None, allreduce), len(nodes)
 
 
-_NOT_MEASURED: Final = Link(math.nan, math.nan, math.nan)
-
-
 def _slowest_link(transport: Transport, mine: Link) -> Link | None:
     """Return the worst of what was measured; None where nobody had a partner.
 
@@ -162,17 +162,36 @@ def _slowest_link(transport: Transport, mine: Link) -> Link | None:
 def _probe(
     transport: Transport, ranks: Sequence[int], place: int, budget_seconds: float, clock: Clock
 ) -> Link:
-    """Return the link between this rank, at `place` in `ranks`, and its partner there.
+    """Return the worst link between this rank, at `place` in `ranks`, and its partners there.
 
-    On the rank that leads; the other, and one without a partner, has measured nothing.
+    NaN where it has none. Every rank of the transport must call it: nobody is probed while others
+    still are in the round before.
     """
-    partner = place ^ 1
-    if place >= len(ranks) or partner >= len(ranks):
-        return _NOT_MEASURED
-    if place > partner:
-        follow_swaps(transport, ranks[partner])
-        return _NOT_MEASURED
-    return lead_swaps(transport, ranks[partner], budget_seconds, clock)
+    found = NOT_MEASURED
+    for partner in _partners(place, len(ranks)):
+        transport.barrier()
+        if partner is not None and place < partner:
+            found = _worse(found, lead_swaps(transport, ranks[partner], budget_seconds, clock))
+        elif partner is not None:
+            found = _worse(found, follow_swaps(transport, ranks[partner], clock))
+    return found
+
+
+def _partners(place: int, count: int) -> tuple[int | None, int | None]:
+    """Return with whom a place of `count` swaps in the first round, and in the second: an odd one.
+
+    0 1 2 3 4    0 <-> 1, 2 <-> 3, then 0 <-> 4
+    """
+    pair, last = place ^ 1, count - 1
+    left_over = count > 1 and count % 2 == 1
+    return (
+        pair if max(place, pair) < count else None,
+        last - place if left_over and place in (0, last) else None,
+    )
+
+
+def _worse(a: Link, b: Link) -> Link:
+    return Link(*(float(number) for number in np.fmax(a, b)))
 
 
 def measure_rates(

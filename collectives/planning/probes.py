@@ -5,8 +5,8 @@ by what the last one took; else the last one is as large as the time allows. A s
 is measured at a smaller size, never for longer. What a go takes at any size comes on top, and what
 goes are held up by others.
 
-A link is measured by swaps, as the rounds of a reduction use it: both ways at once. Long ones come
-in pieces, and the bandwidth is that of the later ones:
+A link is measured by swaps, as the rounds of a reduction use it: both ways at once, each timed
+where it ends. Long ones come in pieces, and the bandwidth is that of the later ones:
 
     bytes that have come                     A link behind a token bucket, as many a cloud's or a
       |                      ..''           switch's is, lets the first bytes after a pause pass at
@@ -48,6 +48,7 @@ LARGEST_PIECE_BYTES: Final = 1 << 15
 SHORT_REST_SECONDS: Final = 1e-3  # after which a processor takes as long as after any
 SMALLEST_ALLREDUCE_BYTES: Final = 1 << 13  # smaller ones may take fewer messages
 LONG_ALLREDUCE_BYTES: Final = 1 << 19
+NOT_MEASURED: Final = Link(math.nan, math.nan, math.nan)
 
 Clock = Callable[[], float]
 Prepare = Callable[[int], Callable[[], object]]  # of a size, to the function to time
@@ -109,7 +110,7 @@ def link_of(samples: Samples) -> Link:
 
 
 def lead_swaps(transport: Transport, peer: int, budget_seconds: float, clock: Clock) -> Link:
-    """Return the link to a peer that runs `follow_swaps`; half as long comes on top, for rests."""
+    """Return the link from a peer that follows swaps; half as long comes on top, for rests."""
     arrivals: dict[int, list[list[float]]] = {}
 
     def swap(size: int, pieces: int) -> list[float]:
@@ -193,12 +194,23 @@ def _burst_bytes(
     return burst
 
 
-def follow_swaps(transport: Transport, peer: int) -> None:
-    """Swap as a peer says, until it says nothing more."""
+def follow_swaps(transport: Transport, peer: int, clock: Clock) -> Link:
+    """Swap as a peer says, until it says nothing more; return the seconds of a byte from there.
+
+    NaN where it never sent in pieces, and for latency and burst, which the peer finds.
+    """
+    arrivals: dict[int, list[list[float]]] = {}
     while (word := transport.receive(peer)).size:
         pieces, size = word.view(np.int64).tolist()
-        for _ in _swap(transport, peer, pieces, size):
-            pass
+        begun = clock()
+        come = [clock() - begun for _ in _swap(transport, peer, pieces, size)]
+        if pieces == PIECES:
+            arrivals.setdefault(WORD_BYTES + pieces * size, []).append(come)
+    if not arrivals:
+        return NOT_MEASURED
+    largest = max(arrivals)
+    per_byte = _later_seconds_per_byte(arrivals[largest], largest)
+    return NOT_MEASURED._replace(seconds_per_byte=per_byte)
 
 
 def _swap(transport: Transport, peer: int, pieces: int, size: int) -> Iterator[Array]:
