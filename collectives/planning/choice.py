@@ -22,7 +22,7 @@ from ..wire import Format
 from .calibration import Calibration
 from .lag import WITHOUT_END, Training
 from .network import Network
-from .prediction import USUAL_WIDENINGS, Candidate, Prediction, predict
+from .prediction import USUAL_WIDENINGS, Candidate, Prediction, most_bytes, predict
 
 # Dense is the baseline; gtopk-tree does what gtopk does in twice the rounds, and is never offered.
 SPARSE: Final = ("topk-allgather", "gtopk", "oktopk", "hierarchical")
@@ -90,6 +90,14 @@ def choose(
         found = predict(candidate, length, calibration.network, calibration.rates, value_bytes)
         return found.scaled(*(corrections or {}).get(candidate.algorithm, NO_CORRECTION))
 
+    def most(candidate: Candidate) -> float:
+        return most_bytes(candidate, length, calibration.network, value_bytes)
+
+    def fits(candidate: Candidate) -> bool:
+        if budget.bytes_per_step is not None:
+            return most(candidate) <= budget.bytes_per_step
+        return keeps(expected(candidate), budget)
+
     dense = expected(Candidate("dense"))
     of_one = [
         Candidate(algorithm, 1.0 / length, format, widening)
@@ -102,13 +110,13 @@ def choose(
     found = [
         expected(replace(candidate, density=density))
         for candidate in of_one
-        for density in [_density(candidate, length, budget, expected)]
+        for density in [_density(candidate, length, budget, fits)]
         if density is not None
     ]
     if budget.bytes_per_step is None or keeps(dense, budget):
         found.append(dense)
     if budget.bytes_per_step is not None and not found:
-        least = min(expected(candidate).sent.most_bytes for candidate in of_one)
+        least = min(map(most, of_one))
         raise TooFewBytesError(least, calibration.network.ranks, budget.bytes_per_step)
 
     def cost(each: Prediction) -> float:
@@ -145,27 +153,24 @@ def keeps(found: Prediction, budget: Budget) -> bool:
 
 
 def _density(
-    candidate: Candidate,
-    length: int,
-    budget: Budget,
-    expected: Callable[[Candidate], Prediction],
+    candidate: Candidate, length: int, budget: Budget, fits: Callable[[Candidate], bool]
 ) -> float | None:
     """Return the density that a budget leaves to a candidate; None where that is none."""
     if budget.density is not None:
         return budget.density
 
-    def fits(k: int) -> bool:
-        return keeps(expected(replace(candidate, density=k / length)), budget)
+    def k_fits(k: int) -> bool:
+        return fits(replace(candidate, density=k / length))
 
     least = 1
     if budget.seconds is not None:
         least = min(length, max(1, round(length * LEAST_DENSITY)))
     most = max(least, round(length * LARGEST_DENSITY))
-    if not fits(least):
+    if not k_fits(least):
         return least / length if budget.seconds is not None else None
-    if fits(most):
+    if k_fits(most):
         return most / length
     while most - least > 1:
         middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
+        least, most = (middle, most) if k_fits(middle) else (least, middle)
     return least / length

@@ -12,17 +12,18 @@ lets a burst pass, it has rested before the first round, and rests while ranks c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from ..algorithms.growth import USUAL_GROWTH
 from ..wire import EXACT, Format
 from .bucket import Bucket
-from .formats import message_bytes
+from .formats import message_bytes, most_message_bytes
 from .lag import lag_steps
 from .network import Network
 from .rates import Rates
-from .schedules import SCHEDULES, Order, Round, surplus
+from .schedules import SCHEDULES, Order, Round
 
 # What the algorithms call it.
 WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out", "hierarchical": "growth"}
@@ -127,27 +128,22 @@ def predict(
     """Return what a candidate takes for a gradient of `length` values of `value_bytes`.
 
     cores: that all ranks share, where one machine emulates their hosts.
+    A hierarchy is taken to sum picks inside a node and to run gtopk across, whatever it does.
     """
     is_dense = candidate.algorithm == "dense"
-    k = length if is_dense else candidate.selected(length)
-    order = Order(length, k, network.ranks, network.ranks_per_node, value_bytes, candidate.widening)
-    communicate = latency = code = merge = messages = sent = most = 0.0
+    order = _order(candidate, length, network, value_bytes)
+    communicate = latency = code = merge = messages = sent = 0.0
     rounds = 0
     bucket = Bucket(network.between.burst_bytes)
 
-    def bytes_of(step: Round) -> float:
-        if not step.lists:
-            return step.plain_bytes
-        format = Format(candidate.format.indices) if step.exact else candidate.format
-        each = message_bytes(step.entries, length, format, value_bytes)
-        return step.plain_bytes + step.lists * each
-
     for step in SCHEDULES[candidate.algorithm](order):
-        each, times = bytes_of(step), step.times
+        each = _bytes_of(step, candidate, length, value_bytes, message_bytes)
+        times = step.times
         held_up = max(1.0, step.senders / cores)
         coded = 0.0
         if step.lists:
-            rate = rates.coding[candidate.format]
+            asked = rates.coding[candidate.format]
+            rate = rates.coding.get(step.format(candidate.format), asked)  # if it was measured
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
         merged = step.merged * rates.merge_seconds
         coded, merged = held_up * coded, held_up * merged
@@ -166,8 +162,7 @@ def predict(
         communicate += times * link.latency_seconds + passed * link.seconds_per_byte
         messages += times * step.senders
         sent += times * step.senders * each
-        most += times * each
-    most += bytes_of(surplus(candidate.algorithm, order))
+    most = most_bytes(candidate, length, network, value_bytes)
     wide = updated(candidate, length, network.ranks)
     return Prediction(
         candidate,
@@ -181,6 +176,36 @@ def predict(
         wide,
         lag_steps(length, wide),
     )
+
+
+def most_bytes(candidate: Candidate, length: int, network: Network, value_bytes: int = 4) -> float:
+    """Return what no rank sends more than, wherever the picks lie (see `most_message_bytes`)."""
+    order = _order(candidate, length, network, value_bytes)._replace(uneven=True)
+    return sum(
+        step.times * _bytes_of(step, candidate, length, value_bytes, most_message_bytes)
+        for step in SCHEDULES[candidate.algorithm](order)
+    )
+
+
+def _order(candidate: Candidate, length: int, network: Network, value_bytes: int) -> Order:
+    k = length if candidate.algorithm == "dense" else candidate.selected(length)
+    ranks, ranks_per_node = network.ranks, network.ranks_per_node
+    return Order(length, k, ranks, ranks_per_node, value_bytes, candidate.widening)
+
+
+def _bytes_of(
+    step: Round,
+    candidate: Candidate,
+    length: int,
+    value_bytes: int,
+    size: Callable[[int, int, Format, int, int], float],
+) -> float:
+    """Return the bytes of the largest message of a round, by the size of one with a list."""
+    if not step.lists:
+        return step.plain_bytes
+    format = step.format(candidate.format)
+    each = size(step.entries, length, format, value_bytes, step.parts)
+    return step.plain_bytes + step.lists * each
 
 
 def updated(candidate: Candidate, length: int, ranks: int) -> float:

@@ -28,7 +28,7 @@ from ..algorithms.turns import turns
 from ..cost import rounds
 from ..transports.reductions import travels_whole
 from ..vector import Array, index_dtype
-from ..wire import HEADER_BYTES
+from ..wire import HEADER_BYTES, Format
 
 
 class Round(NamedTuple):
@@ -37,7 +37,9 @@ class Round(NamedTuple):
     senders: how many ranks send one.
     leaving: how many of those, on one node, send to other nodes; 0: all stay inside their node.
     lists:   sparse lists in a message, each with a header, of `entries` entries.
+    parts:   of as many of the vector the entries of a list lie in one.
     exact:   whether their values travel as they are, whatever the format rounds.
+    raw:     whether their indices do, too.
     plain_bytes: what else is in it: values without indices, bits, sizes.
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
     swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
@@ -56,14 +58,21 @@ class Round(NamedTuple):
     swaps: int = 0
     others: int = 0
     times: int = 1
+    parts: int = 1
     exact: bool = False
+    raw: bool = False
     fresh: bool = False
+
+    def format(self, asked: Format) -> Format:
+        """Return the format of its lists in a reduction that was asked for this one."""
+        return Format("raw" if self.raw else asked.indices, "exact" if self.exact else asked.values)
 
 
 class Order(NamedTuple):
     """What is to be reduced: k of `length` values of `value_bytes`, on `ranks` ranks.
 
     widening: entries of the update over k: gtopk's growth, oktopk's k_out / k.
+    uneven:   whether picks lie where the rank that sends the most sends as much as any could.
     """
 
     length: int
@@ -72,6 +81,7 @@ class Order(NamedTuple):
     ranks_per_node: int = 1
     value_bytes: int = 4
     widening: float = 1.0
+    uneven: bool = False
 
     @property
     def wanted(self) -> int:
@@ -157,28 +167,42 @@ def gtopk(order: Order) -> Iterator[Round]:
 
 
 def oktopk(order: Order) -> Iterator[Round]:
-    """Yield split, threshold and gather, with boundaries that stand and blocks that are even."""
+    """Yield split, threshold and gather, with boundaries that stand and blocks that are even.
+
+    Uneven: picks that all lie in other ranks' regions, blocks that all have to be balanced, and the
+    allgather that draws new boundaries.
+    """
     k, ranks, m = order.k, order.ranks, order.ranks_per_node
     if ranks == 1:
         return
-    part = -(-k // ranks)
+    if order.uneven:
+        entry = index_dtype(order.length).itemsize + order.value_bytes
+        yield from _allgather(ranks, m, HEADER_BYTES + 4 * ranks * entry)
+    others = ranks - 1
+    regions = others if order.uneven else ranks
+    part = -(-k // regions)
     for outside, times in _splits(ranks, m):
-        yield Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, times=times)
+        split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, times=times)
+        yield split._replace(parts=regions)
     # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
     undecided = k
     told = HEADER_BYTES + 24 + min(64, order.wanted) * order.value_bytes
     while True:
         *asked, last = _allgather(ranks, m, told)
         yield from asked
-        yield last._replace(swaps=1, others=ranks - 1)
+        yield last._replace(swaps=1, others=others)
         if undecided <= 64:
             break
         undecided = -(-undecided // 32)
+    if order.uneven:
+        yield Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
     block = -(-order.wanted // ranks)
-    *gathered, last = _allgather(ranks, m, 0, block)
+    # A rank sends its own block in every round, and that one may lie all over the vector.
+    parts = max(1, others // rounds(ranks)) if order.uneven else ranks
+    *gathered, last = _allgather(ranks, m, 0, block, parts)
     yield from gathered
     decoded = last._replace(decoded=ranks * block, merged=k + ranks * block)
-    yield decoded._replace(swaps=2, others=ranks - 1)
+    yield decoded._replace(swaps=2, others=others)
 
 
 @lru_cache
@@ -189,24 +213,30 @@ def _splits(ranks: int, ranks_per_node: int) -> list[tuple[int, int]]:
 
 
 def hierarchical(order: Order) -> Iterator[Round]:
-    """Yield the picks of a shard to its owner, gtopk of the owners across nodes, and back."""
+    """Yield the picks of a shard to its owner, gtopk of the owners across nodes, and back.
+
+    Inside a node lists travel raw and exact. Uneven: a rank's picks all lie in others' shards, or
+    every rank's in its own. Not modelled: oktopk across nodes, and dense sums inside.
+    """
     m = min(order.ranks_per_node, order.ranks)
     nodes = -(-order.ranks // m)
     part = -(-order.k // m)
-    if m > 1:
-        inside = Round(order.ranks, 0, 1, part, encoded=part, decoded=part, merged=2 * part)
-        yield inside._replace(swaps=1, times=m - 1)
+    others = m - 1
+    sent, told = (order.k, order.k) if order.uneven else (others * part, part)
+    if others:
+        inside = Round(order.ranks, 0, 1, -(-sent // others), exact=True, raw=True, times=others)
+        yield inside._replace(encoded=part, decoded=part, merged=2 * part, swaps=1)
     shard = order._replace(length=-(-order.length // m), k=part, ranks=nodes, ranks_per_node=1)
     for step in gtopk(shard):
-        yield step._replace(senders=m * step.senders, leaving=m)
-    if m > 1:
+        yield step._replace(senders=m * step.senders, leaving=m, parts=m)
+    if others:
         result = shard.wanted
-        back = Round(order.ranks, 0, 1, result, alive_bytes(part), encoded=result, decoded=result)
-        yield back._replace(others=1, times=m - 1)
+        back = Round(order.ranks, 0, 1, result, alive_bytes(told), exact=True, raw=True)
+        yield back._replace(encoded=result, decoded=result, others=1, times=others)
 
 
 def _allgather(
-    ranks: int, ranks_per_node: int, plain_bytes: float, entries: int = 0
+    ranks: int, ranks_per_node: int, plain_bytes: float, entries: int = 0, parts: int = 1
 ) -> Iterator[Round]:
     """Yield an allgather of messages of so many bytes, or of lists of so many entries."""
     for number in range(rounds(ranks)):
@@ -218,6 +248,7 @@ def _allgather(
             entries,
             plain_bytes=8 * (1 + messages) + messages * plain_bytes,
             encoded=entries if number == 0 else 0,
+            parts=parts,
         )
 
 
@@ -229,24 +260,3 @@ SCHEDULES: dict[str, Callable[[Order], Iterator[Round]]] = {
     "oktopk": oktopk,
     "hierarchical": hierarchical,
 }
-
-
-def surplus(algorithm: str, order: Order) -> Round:
-    """Return what a rank may send on top where picks are uneven: no rank sends more.
-
-    oktopk: picks that all lie in other ranks' regions, blocks that all have to be balanced, and the
-    allgather that draws new boundaries. hierarchical: picks that all lie in other ranks' shards.
-    """
-    nothing = Round(0, 0, lists=0)
-    if order.ranks == 1:
-        return nothing
-    others = order.ranks - 1
-    if algorithm == "oktopk":
-        entries = -(-order.k // order.ranks) + order.wanted
-        entry = index_dtype(order.length).itemsize + order.value_bytes
-        quantiles = HEADER_BYTES + 4 * order.ranks * entry
-        told = others * (quantiles + 8) + 8 * rounds(order.ranks)
-        return nothing._replace(lists=others, entries=-(-entries // others), plain_bytes=told)
-    if algorithm == "hierarchical":
-        return nothing._replace(lists=1, entries=-(-order.k // order.ranks_per_node))
-    return nothing

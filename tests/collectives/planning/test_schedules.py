@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,15 +18,19 @@ from collectives.planning import (
     EXACT,
     Candidate,
     CodingRate,
+    Format,
     Network,
     Rates,
     predict,
 )
+from collectives.planning.prediction import most_bytes
 from collectives.planning.schedules import SCHEDULES, Order, leaving, leaving_by_shift
 from collectives.transports import local_world
 
 K = 24
 LINK = Link(1e-3, 1e-6)
+BLOCK = 1 << 16
+PACKED = Format("packed", "int8")
 every_algorithm = pytest.mark.parametrize("algorithm", SCHEDULES)
 # Of these it is known what every message holds, whatever the ranks pick.
 FLAT = ("dense", "topk-allgather", "gtopk-tree", "gtopk")
@@ -99,6 +104,95 @@ def test_those_of_a_hierarchy_are_counted(nodes, ranks_per_node):
     sent = predicted("hierarchical", ranks, network).sent
     assert sent.messages * ranks == pytest.approx(sum(t.traffic.sent_messages for t in world))
     assert sent.bytes * ranks == pytest.approx(sum(t.traffic.sent_bytes for t in world), rel=0.02)
+
+
+def every_other_block(rank: int, entries: int, length: int) -> SparseVector:
+    """Return picks that lie as blocks have it worst, each rank's in places of its own."""
+    picks = np.arange(1, 2 * entries, 2) * BLOCK + rank
+    return as_vector(picks, rank, length)
+
+
+def uniform(rank: int, entries: int, length: int) -> SparseVector:
+    random = np.random.default_rng(rank)
+    return as_vector(np.sort(random.choice(length, entries, replace=False)), rank, length)
+
+
+def at_the_end(rank: int, entries: int, length: int) -> SparseVector:
+    """Return picks in the last rank's region and shard."""
+    return as_vector(np.arange(length - entries, length), rank, length)
+
+
+def first_at_the_end(rank: int, entries: int, length: int) -> SparseVector:
+    """Return picks that are spread on every rank but the first."""
+    return (at_the_end if rank == 0 else uniform)(rank, entries, length)
+
+
+def as_vector(indices: np.ndarray, rank: int, length: int) -> SparseVector:
+    values = np.random.default_rng(rank).standard_normal(indices.size).astype(np.float32)
+    return SparseVector(indices.astype(np.int32), values, length)
+
+
+def run_on_nodes(world, algorithm: str, ranks_per_node: int, picks, k: int, format: Format) -> None:
+    """Reduce these picks, a hierarchy's on nodes of so many ranks."""
+    options = {}
+    if algorithm == "hierarchical":
+        options = {"nodes": np.arange(len(world)).reshape(-1, ranks_per_node).tolist()}
+    run_ranks(world, lambda t: reduce(picks(t.rank), k, t, algorithm, format=format, **options))
+
+
+@pytest.mark.parametrize("format", [EXACT, Format("blocks"), Format("packed", "int8")])
+@pytest.mark.parametrize("ranks_per_node", [2, 4, 8])
+def test_a_hierarchy_sends_raw_and_exact_inside_a_node_in_any_format(format, ranks_per_node):
+    ranks, length, k = 8, 1_000_000, 1000
+    world = local_world(ranks, timeout_seconds=30)
+    picks = partial(uniform, entries=k, length=length)
+    run_on_nodes(world, "hierarchical", ranks_per_node, picks, k, format)
+    network = Network(ranks, LINK, ranks_per_node)
+    candidate = Candidate("hierarchical", k / length, format)
+    sent = predict(candidate, length, network, DEFAULT_RATES).sent
+    assert sent.bytes * ranks == pytest.approx(sum(t.traffic.sent_bytes for t in world), rel=0.01)
+    assert max(t.traffic.sent_bytes for t in world) <= sent.most_bytes
+
+
+@pytest.mark.parametrize("measured", [(EXACT, PACKED), (PACKED,)])
+def test_what_travels_exact_is_coded_at_its_own_rate_where_that_was_measured(measured):
+    rates = Rates(0.0, 0.0, {EXACT: CodingRate(1.0, 1.0), PACKED: CodingRate(10.0, 10.0)})
+    rates = rates._replace(coding={format: rates.coding[format] for format in measured})
+    one_node, candidate = Network(4, LINK, 4), Candidate("hierarchical", 0.1, PACKED)
+    # Three parts of ten to the others, and three of ten back to them.
+    each = 1.0 if EXACT in measured else 10.0
+    assert predict(candidate, 400, one_node, rates).code_seconds == 2 * 2 * 3 * 10 * each
+
+
+@pytest.mark.parametrize("format", [Format("blocks"), Format("blocks", "int8"), PACKED], ids=str)
+@pytest.mark.parametrize("picks", [every_other_block, uniform, at_the_end, first_at_the_end])
+@pytest.mark.parametrize("ranks", [2, 6, 8])
+@pytest.mark.parametrize("algorithm", sorted(SCHEDULES.keys() - {"dense", "gtopk-tree"}))
+def test_no_rank_sends_more_than_the_most(algorithm, ranks, picks, format):
+    k, length = 200, 500 * BLOCK
+    world, ranks_per_node = local_world(ranks, timeout_seconds=30), ranks // 2
+    mine = partial(picks, entries=k, length=length)
+    run_on_nodes(world, algorithm, ranks_per_node, mine, k, format)
+    network = Network(ranks, LINK, ranks_per_node)
+    candidate = Candidate(algorithm, k / length, format)
+    sent = predict(candidate, length, network, DEFAULT_RATES).sent
+    assert max(t.traffic.sent_bytes for t in world) <= sent.most_bytes
+
+
+def test_an_owner_sends_its_picks_and_a_bit_for_each_pick_of_a_large_node():
+    ranks, length, k = 32, 64_000, 960
+    world = local_world(ranks, timeout_seconds=30)
+
+    def picks(rank: int) -> SparseVector:
+        """Return picks in the last shard, but of its owner."""
+        if rank == ranks - 1:
+            return as_vector(np.arange(k), rank, length)
+        return at_the_end(rank, k, length)
+
+    run_on_nodes(world, "hierarchical", ranks, picks, k, EXACT)
+    candidate = Candidate("hierarchical", k / length)
+    most = most_bytes(candidate, length, Network(ranks, LINK, ranks))
+    assert 0.9 * most < max(t.traffic.sent_bytes for t in world) <= most
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
