@@ -21,6 +21,7 @@ from .charts.units import (
     digits,
     seconds_text,
 )
+from .compression import SparseCompression
 from .expectation import expected
 from .plan.comparison import Cluster, Comparison, compare
 from .plan.show import LABELS
@@ -45,8 +46,9 @@ def advice(compression: object, length: int, calibration: Calibration) -> str:
     )
     found = comparison.cheapest_sparse
     runs = expected(compression, length, calibration)
+    verdict = _verdict(found, comparison, runs, compression)
     return (
-        f"{_what(comparison)}: {_verdict(found, comparison, runs)}; {_edge(comparison)} "
+        f"{_what(comparison)}: {verdict}; {_edge(comparison)} "
         f"(modelled; links and rates {calibration.origin})"
     )
 
@@ -60,7 +62,9 @@ def _what(comparison: Comparison) -> str:
     )
 
 
-def _verdict(found: Prediction, comparison: Comparison, runs: Prediction | None) -> str:
+def _verdict(
+    found: Prediction, comparison: Comparison, runs: Prediction | None, compression: object
+) -> str:
     dense = comparison.dense
     fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
     name = f"{LABELS[found.candidate.algorithm]} (density {found.candidate.density:g})"
@@ -69,6 +73,8 @@ def _verdict(found: Prediction, comparison: Comparison, runs: Prediction | None)
         f"{seconds_text(found.seconds)}, with 1/{digits(fewer)} of the bytes "
         f"({bytes_text(found.sent.bytes)} from each rank)"
     )
+    if runs is None and isinstance(compression, SparseCompression):
+        return f"{said}: {LABELS[compression.algorithm]} as it runs here is beyond the model"
     compressed = runs is not None and runs.candidate.algorithm != "dense"
     seconds = runs.seconds if runs is not None and compressed else found.seconds
     if runs is not None and compressed and runs.candidate.algorithm != found.candidate.algorithm:

@@ -216,7 +216,10 @@ class SparseExchange:
 
 
 def quickest_format(compression: SparseCompression, bucket: Bucket, transport: Transport) -> Format:
-    """Return the format that a calibrated model expects to be quickest; equal on all ranks."""
+    """Return the format that a calibrated model expects to be quickest; equal on all ranks.
+
+    Of a hierarchy as with gtopk across nodes of picks, the one that is modelled.
+    """
     calibration = calibration_of(transport)
 
     def seconds(format: Format) -> float:

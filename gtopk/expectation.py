@@ -18,13 +18,14 @@ def expected(
 ) -> Prediction | None:
     """Return what the exchange of such a gradient is expected to take.
 
-    None for what chooses, and beyond the model: across nodes all but gtopk, and nodes by number
-    that share their hosts' links with others, or stretch over several of them.
+    None for what chooses, and beyond the model: across nodes all but gtopk, dense gradients inside
+    them, and nodes by number that share their hosts' links with others, or stretch over several.
     """
     network, rates = calibration.network, calibration.rates
     if isinstance(compression, Hierarchical):
         node_size = compression.node_size or network.ranks_per_node
-        if compression.across != "gtopk" or network.ranks_per_node not in (1, node_size):
+        modelled = (compression.across, compression.inside) == ("gtopk", "picks")
+        if not modelled or network.ranks_per_node not in (1, node_size):
             return None
         network = network._replace(ranks_per_node=node_size)
     if isinstance(compression, SparseCompression):

@@ -23,7 +23,7 @@ from .formats import message_bytes, most_message_bytes
 from .lag import lag_steps
 from .network import Network
 from .rates import Rates
-from .schedules import SCHEDULES, Order, Round
+from .schedules import Order, Round, schedule
 
 # What the algorithms call it.
 WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out", "hierarchical": "growth"}
@@ -136,7 +136,7 @@ def predict(
     rounds = 0
     bucket = Bucket(network.between.burst_bytes)
 
-    for step in SCHEDULES[candidate.algorithm](order):
+    for step in schedule(candidate.algorithm, order):
         each = _bytes_of(step, candidate, length, value_bytes, message_bytes)
         times = step.times
         held_up = max(1.0, step.senders / cores)
@@ -183,7 +183,7 @@ def most_bytes(candidate: Candidate, length: int, network: Network, value_bytes:
     order = _order(candidate, length, network, value_bytes)._replace(uneven=True)
     return sum(
         step.times * _bytes_of(step, candidate, length, value_bytes, most_message_bytes)
-        for step in SCHEDULES[candidate.algorithm](order)
+        for step in schedule(candidate.algorithm, order)
     )
 
 

@@ -260,3 +260,9 @@ SCHEDULES: dict[str, Callable[[Order], Iterator[Round]]] = {
     "oktopk": oktopk,
     "hierarchical": hierarchical,
 }
+
+
+@lru_cache(1024)
+def schedule(algorithm: str, order: Order) -> tuple[Round, ...]:
+    """Return the rounds of an algorithm; who searches for a link or a format asks many times."""
+    return tuple(SCHEDULES[algorithm](order))

@@ -37,6 +37,13 @@ def test_it_says_whether_compressing_pays(
     assert "\n" not in said
 
 
+@pytest.mark.parametrize("options", [{"across": "oktopk"}, {"inside": "dense"}])
+def test_of_a_hierarchy_that_is_not_modelled_it_says_so(options: dict[str, str]) -> None:
+    said = advice.advice(Compression.hierarchical(0.001, **options), LENGTH, at(1e8))
+    assert "hierarchical as it runs here is beyond the model" in said
+    assert "save" not in said
+
+
 def test_the_edge_is_where_the_verdict_turns() -> None:
     """A link whose library is twice as slow as it could be pays up to faster links."""
     network = at(1e9).network
