@@ -105,7 +105,7 @@ class _Search:
         sizes = [np.diff([0, *region]) for region in ends]
         # What a region's next lot hides: entries that may come before the lot's sample, its last.
         hidden_at_first = sum(int(lots[0]) - 1 for lots in sizes if lots.size)
-        hidden_next = [np.append(lots[1:], 1) - 1 for lots in sizes]
+        hidden_next = [np.append(lots[1:], 1)[: lots.size] - 1 for lots in sizes]
         regions = np.repeat(np.arange(len(told)), [len(region) for region in ends])
         starts = np.repeat([region.low for region in told], [len(region) for region in ends])
         counts = starts + np.concatenate(ends).astype(np.int64)

@@ -87,6 +87,15 @@ def test_thousands_of_entries_are_shared_out_exactly(
     assert shares(regions, wanted).counts == by_sorting(regions, wanted)
 
 
+@pytest.mark.parametrize("wanted", [100, 1000, 3000, 6000])
+@pytest.mark.parametrize("without", range(5))
+def test_regions_that_have_nothing_undecided_change_nothing(wanted: int, without: int) -> None:
+    """Nor do those where a round decides all, as it does with equals in the regions before."""
+    regions = [[2.0] * (40 * region) + [1.0] * 2000 for region in range(5)]
+    regions[without] = []
+    assert shares(regions, wanted).counts == by_sorting(regions, wanted)
+
+
 def test_three_rounds_do_for_25_thousand_entries_on_each_of_16_ranks(
     random: np.random.Generator,
 ) -> None:
