@@ -154,6 +154,23 @@ def test_a_hierarchy_sends_raw_and_exact_inside_a_node_in_any_format(format, ran
     assert max(t.traffic.sent_bytes for t in world) <= sent.most_bytes
 
 
+@pytest.mark.parametrize("format", [EXACT, Format("blocks"), PACKED], ids=str)
+def test_oktopk_sends_what_lists_of_its_regions_take_in_any_format(format):
+    ranks, length, k = 8, 2_000_000, 4000
+    world = local_world(ranks, timeout_seconds=30)
+
+    def program(transport):
+        regions, picks = Regions(), uniform(transport.rank, k, length)
+        for _ in range(2):
+            transport.traffic.take()
+            reduce(picks, k, transport, "oktopk", format=format, regions=regions)
+
+    run_ranks(world, program)
+    candidate = Candidate("oktopk", k / length, format)
+    sent = predict(candidate, length, Network(ranks, LINK), DEFAULT_RATES).sent
+    assert sent.bytes * ranks == pytest.approx(sum(t.traffic.sent_bytes for t in world), rel=0.01)
+
+
 @pytest.mark.parametrize("measured", [(EXACT, PACKED), (PACKED,)])
 def test_what_travels_exact_is_coded_at_its_own_rate_where_that_was_measured(measured):
     rates = Rates(0.0, 0.0, {EXACT: CodingRate(1.0, 1.0), PACKED: CodingRate(10.0, 10.0)})
