@@ -230,7 +230,7 @@ def hierarchical(order: Order) -> Iterator[Round]:
     for step in gtopk(shard):
         yield step._replace(senders=m * step.senders, leaving=m, parts=m)
     if others:
-        result = shard.wanted
+        result = min(shard.wanted, nodes * part)  # a node alone has no more
         back = Round(order.ranks, 0, 1, result, alive_bytes(told), exact=True, raw=True)
         yield back._replace(encoded=result, decoded=result, others=1, times=others)
 

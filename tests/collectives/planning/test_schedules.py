@@ -132,23 +132,27 @@ def as_vector(indices: np.ndarray, rank: int, length: int) -> SparseVector:
     return SparseVector(indices.astype(np.int32), values, length)
 
 
-def run_on_nodes(world, algorithm: str, ranks_per_node: int, picks, k: int, format: Format) -> None:
+def run_on_nodes(
+    world, algorithm: str, ranks_per_node: int, picks, k: int, format: Format, **options
+) -> None:
     """Reduce these picks, a hierarchy's on nodes of so many ranks."""
-    options = {}
     if algorithm == "hierarchical":
-        options = {"nodes": np.arange(len(world)).reshape(-1, ranks_per_node).tolist()}
+        options |= {"nodes": np.arange(len(world)).reshape(-1, ranks_per_node).tolist()}
     run_ranks(world, lambda t: reduce(picks(t.rank), k, t, algorithm, format=format, **options))
 
 
 @pytest.mark.parametrize("format", [EXACT, Format("blocks"), Format("packed", "int8")])
 @pytest.mark.parametrize("ranks_per_node", [2, 4, 8])
-def test_a_hierarchy_sends_raw_and_exact_inside_a_node_in_any_format(format, ranks_per_node):
+@pytest.mark.parametrize("growth", [1.0, 2.0, 4.0])
+def test_a_hierarchy_sends_raw_and_exact_inside_a_node_in_any_format(
+    format, ranks_per_node, growth
+):
     ranks, length, k = 8, 1_000_000, 1000
     world = local_world(ranks, timeout_seconds=30)
     picks = partial(uniform, entries=k, length=length)
-    run_on_nodes(world, "hierarchical", ranks_per_node, picks, k, format)
+    run_on_nodes(world, "hierarchical", ranks_per_node, picks, k, format, growth=growth)
     network = Network(ranks, LINK, ranks_per_node)
-    candidate = Candidate("hierarchical", k / length, format)
+    candidate = Candidate("hierarchical", k / length, format, growth)
     sent = predict(candidate, length, network, DEFAULT_RATES).sent
     assert sent.bytes * ranks == pytest.approx(sum(t.traffic.sent_bytes for t in world), rel=0.01)
     assert max(t.traffic.sent_bytes for t in world) <= sent.most_bytes
