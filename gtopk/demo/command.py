@@ -58,34 +58,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(f"the demo needs {', '.join(lacking)}: pip install 'gtopk[demo]'")
     for name in ("ranks", "seeds", "epochs"):
         if getattr(options, name) < 1:
-            return fail(f"--{name} must be at least 1, got {getattr(options, name)}")
+            return refuse(f"--{name} must be at least 1, got {getattr(options, name)}")
     plan = Plan(options.ranks, options.seeds, options.epochs, density=options.density)
     if plan.ranks > plan.most_ranks():
-        return fail(
+        return refuse(
             f"--ranks must be at most {plan.most_ranks()}, got {plan.ranks}: a step takes "
             f"{plan.batch} images per rank, and there are {count_text(TRAIN_IMAGES)} to train on"
         )
     if plan.epochs * plan.steps_per_epoch() < 2:
-        return fail(
+        return refuse(
             f"--epochs must be at least 2 with {plan.ranks} ranks, got {plan.epochs}: a run needs "
             "two steps to time one"
         )
     try:
         plan.methods()
     except ValueError as error:
-        return fail(f"--{error}")
+        return refuse(f"--{error}")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=options.out):
             pass  # before the ranks start, not after minutes of training
     except OSError as error:
-        return fail(
+        return refuse(
             f"--out must be a folder that can be written to, got '{options.out}': {error.strerror}"
         )
     from rich.console import Console
 
-    # Without a terminal there is no width to ask for; the table fits this one.
-    width = None if sys.stdout.isatty() else 80
+    # What the table takes at the least: a narrower terminal breaks its lines and loses no figure.
+    width = max(80, Console().width) if sys.stdout.isatty() else 80
     console = Console(width=width, highlight=False, quiet=options.json)
     announce(console, plan)
     begun = time.monotonic()
@@ -116,6 +116,12 @@ def fail(reason: str) -> int:
     """Print why nothing was shown, and return the exit code."""
     print(f"gtopk demo: {reason}", file=sys.stderr)
     return 1
+
+
+def refuse(reason: str) -> int:
+    """Print what is wrong with how it was called, and return the exit code of that."""
+    fail(reason)
+    return 2
 
 
 def announce(console: Console, plan: Plan) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from collectives.planning.calibration import (
 from collectives.transports import Transport
 
 from ...machine import load, this_machine
+from ..progress import silent, tell
 from . import record, rounds
 from .cases import Case, cases
 from .contenders import BASELINES, Contender, own_contenders, reference_of, spelled
@@ -66,7 +66,7 @@ def run(plan: Plan, transport: Transport) -> Results:
     """Return the results; every rank must call it, rank 0's are whole."""
     plan.check(transport.size)
     machine = this_machine()
-    say = progress if transport.rank == 0 else silent
+    say = tell if transport.rank == 0 else silent
     formats = [*dict.fromkeys(format for word in plan.formats for format in spelled(word))]
     say("the link, and what coding and merging take")
     calibration = calibrate(transport, formats)
@@ -88,6 +88,7 @@ def run(plan: Plan, transport: Transport) -> Results:
                 )
                 records += on_these_ranks(plan, some, library, here, say)
             transport.barrier()
+    say("")
     machine["load_after"] = load()
     return Results(
         schema=record.SCHEMA,
@@ -234,13 +235,3 @@ def _record(
             seconds["median"] / (wire + code) if wire and code is not None else None
         ),
     )
-
-
-def progress(text: str) -> None:
-    """Tell what is being measured: over the same line in a terminal, else not at all."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def silent(text: str) -> None:
-    """Tell nothing."""

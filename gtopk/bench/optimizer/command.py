@@ -13,6 +13,7 @@ import torch
 
 from ... import world
 from ...arguments import as_argument, output_file, share
+from ..progress import silent, tell
 from .measure import Record, measure, ways
 from .networks import NETWORKS
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.batch,
         options.rounds,
         here.rank,
-        _progress if here.rank == 0 else lambda done: None,
+        tell if here.rank == 0 else silent,
     )
     if here.rank == 0:
         facts = {
@@ -95,8 +96,3 @@ def table(records: Sequence[Record]) -> str:
 def _refuse(reason: str) -> int:
     print(f"gtopk bench optimizer: {reason}", file=sys.stderr)
     return 2
-
-
-def _progress(done: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\rround {done}", end="", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ import torch
 from ...compression import Compression
 from ...optimizer import DistributedOptimizer
 from ...torch.functions import allgather_object
+from ..progress import silent
 
 PLAIN: Final = "plain"
 
@@ -130,7 +131,7 @@ def measure(
     batch: int,
     rounds: int,
     rank: int,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[str], None] = silent,
     warm_up: int = 3,
 ) -> list[Record]:
     """Return a record of every way; the first is what the others are compared with.
@@ -145,5 +146,6 @@ def measure(
         turn = done % len(contenders)
         for contender in (*contenders[turn:], *contenders[:turn]):
             contender.step(counts=done >= 0)
-        progress(done)
+        progress(f"round {done + 1} of {rounds}" if done >= 0 else "warming up")
+    progress("")
     return [contender.record(contenders[0]) for contender in contenders]

@@ -27,6 +27,7 @@ from ...machine import load, this_machine
 from ..collectives.library import open_library
 from ..collectives.run import count_hosts
 from ..optimizer.networks import NETWORKS
+from ..progress import silent, tell
 from ..words import add_words, one_of
 from . import record
 from .compute import emulated, real
@@ -148,7 +149,7 @@ def run(options: argparse.Namespace, command: str) -> Results:
         Clock(here.engine, options.interface),
         options.rounds,
         options.budget_seconds,
-        _progress if here.rank == 0 else lambda name: None,
+        tell if here.rank == 0 else silent,
     )
     machine["load_after"] = load()
     cores = options.shared_cores or here.size * usable_cores()
@@ -208,8 +209,3 @@ def _open_gloo(master: str) -> Any:
         store = TCPStore(master, port, here.size, False, _START)
     torch.distributed.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
     return torch.distributed.group.WORLD
-
-
-def _progress(name: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{name}", end="", file=sys.stderr, flush=True)

@@ -90,6 +90,7 @@ def measure(
             used += timed.seconds[-1]
         del step
         gc.collect()
+    progress("")
     return [alone, *others]
 
 

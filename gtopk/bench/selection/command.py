@@ -19,6 +19,7 @@ from collectives.kernels.device.timing import table as gpu_table
 
 from ...arguments import as_argument, output_file, share, whole_number
 from ...launch import usable_cores
+from ..progress import tell
 from ..words import add_words, one_of
 from .gpu import gpu_name, measure_on_gpu, why_no_gpu
 from .gradients import open_source
@@ -85,10 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if method.name in (FLOOR, *(options.methods or known))
             ]
             source = open_source(name, elements)
-            found = measure(
-                source, options.density, wanted, options.rounds, options.warm_up, _progress
-            )
-            _progress("")
+            found = measure(source, options.density, wanted, options.rounds, options.warm_up, tell)
+            tell()
             print(table(found))
             records += found
         on_gpu = measure_on_gpu(elements, options.density, options.rounds)
@@ -115,11 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(reason: str) -> int:
     print(f"gtopk bench selection: {reason}", file=sys.stderr)
     return 2
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{text:70}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 def describe() -> dict[str, str]:

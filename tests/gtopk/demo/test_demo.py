@@ -101,7 +101,7 @@ def test_it_writes_a_page(shown):
 )
 def test_bad_arguments_end_in_one_line(tmp_path, arguments, said):
     ended = demo(tmp_path, *arguments)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert said in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert ended.stdout == ""
@@ -112,7 +112,7 @@ def test_an_out_below_a_file_ends_in_one_line_before_the_ranks_start(tmp_path):
     (tmp_path / "afile").write_text("mine")
     for out in ("afile", "afile/x"):
         ended = demo(tmp_path, "--out", out)
-        assert ended.returncode == 1
+        assert ended.returncode == 2
         (line,) = ended.stderr.splitlines()
         assert line.startswith("gtopk demo: --out must be a folder that can be written to, got")
         assert f"'{out}'" in line
