@@ -315,8 +315,11 @@ def DistributedOptimizer(
     bucket_bytes: the size from which a bucket is exchanged; None: as the cost model has it.
     scaler: the GradScaler that scales the loss, to keep residuals as they are when its scale
         changes. It must unscale between `synchronize()` and `step()`, told or not.
-    local_clip_norm: shortens each rank's gradient to its share, 1/sqrt(ranks), of this norm before
-        it is added to the residual. Its norm is known after backward only: there is no overlap.
+    local_clip_norm: shortens each rank's part of the sum to its share of this norm before it is
+        added to the residual: its gradient, already times its weight, to 1/sqrt(ranks) of it, or
+        to sqrt(weight) where ranks weigh by samples. A mean of independent gradients is thus let
+        be up to this norm, though each of them is sqrt(ranks) times as long. Gradients are known in
+        full after backward only: there is no overlap.
     global_clip_norm: shortens the agreed update to this norm.
     check_every: compare the parameters of all ranks after so many steps, by hash; 0: never.
     on_divergence: what follows where they differ: an error on every rank; a warning; or "heal":

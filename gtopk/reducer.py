@@ -43,7 +43,7 @@ from .rounds import AnyLane, Round
 from .samples import Samples
 from .sparse_gradients import SparseGradientLane
 from .stragglers import Stragglers
-from .weights import local_clip
+from .weights import LocalClip
 from .world import World
 
 _log = logging.getLogger("gtopk")
@@ -334,21 +334,19 @@ class Reducer:
             for lane in self.lanes:
                 lane.undo()  # where it came to no end
             self._ghost = None
-        alike = self.samples.count is None and self.options.op == Average
-        weight = 1.0 / self._size if alike else 1.0
+        weight = 1.0 / self._size if self.options.op == Average else 1.0
         loss = loss_scale(self.scaler)
-        summed = (self.samples.count or 1) if self.samples.summed else 1
-        allowed = self.options.local_clip_norm
-        clip = local_clip([p.grad for p in self.trained()], allowed, self._size, loss * summed)
-        scale = self.options.gradient_predivide_factor * loss
+        clip = LocalClip([p.grad for p in self.trained()], self.options.local_clip_norm, loss)
         return Round(
             self.lanes,
             self._engine,
             self._facts,
             self.samples,
             missing_is_zero=self.options.missing_gradients == "zeros",
-            weight=weight * clip / scale,
-            scale=scale,
+            weight=weight,
+            share=1.0 / self._size,
+            scale=self.options.gradient_predivide_factor * loss,
+            clip=clip,
         )
 
     # ---- the plan

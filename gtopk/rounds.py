@@ -31,6 +31,7 @@ from .engine import Engine, Operation
 from .exchange import Exchanged
 from .residual import Withheld
 from .samples import VOTE_BITS, Samples
+from .weights import LocalClip
 
 _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
@@ -80,8 +81,11 @@ class Round:
     """The exchange of all lanes, once.
 
     facts:   what must be equal on all ranks in every lane.
-    samples: that this rank's gradients come from; where it says, the ranks' votes make the share
-             that `weight` is multiplied with.
+    samples: that this rank's gradients come from.
+    weight:  what this rank's gradients are multiplied with in the sum; share: its own in the sum,
+             all ranks' add up to 1. Where `samples` says a number, the ranks' votes make both.
+    scale:   what the gradients are divided by before the sum, which is multiplied with it.
+    clip:    shortens them, once their weight is known.
     changed: gradients were, on some rank, after their lane was submitted: the round is void.
     unplanned: some rank has a gradient that belongs to no lane: the round is void.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are.
@@ -99,7 +103,9 @@ class Round:
         *,
         missing_is_zero: bool,
         weight: float,
+        share: float,
         scale: float,
+        clip: LocalClip,
     ) -> None:
         self.lanes = lanes
         self.changed = self.unplanned = False
@@ -113,7 +119,8 @@ class Round:
         self._facts = facts
         self.samples = samples
         self._missing_is_zero = missing_is_zero
-        self._weight, self._scale = weight, scale
+        self._weight, self._share, self._scale = weight, share, scale
+        self._clip = clip
         self.stood_in: set[int] = set()  # lanes
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
@@ -229,9 +236,12 @@ class Round:
         if self.samples.count == 0:  # they may be NaN
             for gradient in [p.grad for p in lane.parameters if p.grad is not None]:
                 (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
-        lane.take(self._weight, self._scale)
+        lane.take(self._factor(self._weight, self._share), self._scale)
         if lane.on_host:
             self._finite[index] = lane.all_finite()
+
+    def _factor(self, weight: float, share: float) -> float:
+        return weight * self._clip.factor(weight, share) / self._scale
 
     def _submit(self, index: int, bits: int) -> None:
         lane = self.lanes[index]
@@ -279,7 +289,8 @@ class Round:
         if self._stopped:
             return
         if self.samples.count is not None:
-            self.lanes[index].weigh(self._weight * self.samples.weight(votes))
+            weight, share = self.samples.weight(votes), self.samples.share(votes)
+            self.lanes[index].weigh(self._factor(weight, share))
         self.lanes[index].remember()
         self.exchanged[index] = self.lanes[index].reduce(transport)
 

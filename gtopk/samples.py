@@ -57,7 +57,12 @@ class Samples:
 
     def weight(self, votes: Sequence[int]) -> float:
         """Return this rank's weight, from all ranks' votes: b/B, or 1/B where a sum was taken."""
+        return self._part(1 if self.summed else self.count or 0, votes)
+
+    def share(self, votes: Sequence[int]) -> float:
+        """Return which part of all ranks' samples is this rank's, b/B."""
+        return self._part(self.count or 0, votes)
+
+    def _part(self, of: int, votes: Sequence[int]) -> float:
         total = sum(vote >> VOTE_BITS for vote in votes)
-        if not total or not self.count:
-            return 0.0
-        return (1 if self.summed else self.count) / total
+        return of / total if total and self.count else 0.0

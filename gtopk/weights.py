@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -12,23 +12,33 @@ from collectives.kernels import squared_norm
 from .arrays import current_stream, home_of, view_array
 
 
-def local_clip(
-    gradients: Sequence[torch.Tensor | None],
-    allowed_norm: float | None,
-    ranks: int,
-    scale: float,
-) -> float:
-    """Return the factor that shortens this rank's gradients to their share of the norm allowed.
+class LocalClip:
+    """Shortens a rank's part of a sum to its share of the norm allowed; knows the part's own norm.
 
-    scale: what they are multiplied with; the norm is meant without it.
-    The share is 1/sqrt(ranks): sums of as many independent gradients have the norm allowed
-    (Lin et al. 2018, section 3.2). What is not finite is not shortened: the step is skipped.
+    gradients: of this rank; scale: what they are multiplied with, and the norm is meant without.
     """
-    if allowed_norm is None:
-        return 1.0
-    norm = norm_of([gradient for gradient in gradients if gradient is not None]) / scale
-    share = allowed_norm / math.sqrt(ranks)
-    return min(1.0, share / norm) if 0.0 < norm < math.inf else 1.0
+
+    def __init__(
+        self,
+        gradients: Iterable[torch.Tensor | None],
+        allowed_norm: float | None,
+        scale: float = 1.0,
+    ) -> None:
+        self._allowed_norm, self._norm = allowed_norm, 0.0
+        if allowed_norm is not None:
+            self._norm = norm_of([each for each in gradients if each is not None]) / scale
+
+    def factor(self, weight: float, share: float) -> float:
+        """Return what shortens weight * gradients to sqrt(share) of the norm allowed.
+
+        share: of this rank in the sum; all ranks' add up to 1. Independent gradients of such norms
+        have the norm allowed as a sum: with 1/ranks each, Lin et al. 2018, section 3.2. What is not
+        finite is not shortened: the step is skipped.
+        """
+        norm = weight * self._norm
+        if self._allowed_norm is None or not 0.0 < norm < math.inf:
+            return 1.0
+        return min(1.0, self._allowed_norm * math.sqrt(share) / norm)
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:

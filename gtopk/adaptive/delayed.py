@@ -80,7 +80,6 @@ class DelayedLoader:
             self.exchange,
             [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
             world.engine,
-            world.size,
             self._settings,
             asked.local_clip_norm,
             self._steps,

@@ -17,7 +17,7 @@ from ..buckets import Bucket
 from ..exchange import Exchanged, Progress, SparseExchange
 from ..exchanges import open_exchange
 from ..residual import Withheld
-from ..weights import local_clip
+from ..weights import LocalClip
 
 
 class Ran(NamedTuple):
@@ -33,7 +33,7 @@ class RoundExchange:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], compression: Any) -> None:
         self._bucket = Bucket(parameters)
-        self._clip = 1.0  # what this rank's gradients are shortened by
+        self._clip = LocalClip([], None)
         self._progress = Progress()
         self._exchange = open_exchange(self._bucket, compression, self._progress)
         self._ran: Ran | None = None
@@ -103,28 +103,24 @@ class RoundExchange:
         if self._exchange.residual is not None:
             self._exchange.residual.clear()
 
-    def take(
-        self,
-        sums: Sequence[torch.Tensor | None],
-        allowed_norm: float | None = None,
-        ranks: int = 1,
-        samples: int = 1,
-    ) -> bool:
+    def take(self, sums: Sequence[torch.Tensor | None], allowed_norm: float | None = None) -> bool:
         """Take a rank's sums, one for each parameter; return whether they are finite.
 
-        allowed_norm: their mean over so many samples is shortened to this rank's share of it.
+        allowed_norm: their part of the update is shortened to this rank's share of it.
         """
-        self._clip = local_clip(sums, allowed_norm, ranks, max(samples, 1))
+        self._clip = LocalClip(sums, allowed_norm)
         self._bucket.take(1.0, gradients=sums)
         return self._bucket.all_finite()
 
-    def reduce(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:
-        """Return the update: the sum of weight * sums of all ranks.
+    def reduce(
+        self, transport: Transport, weight: float, share: float = 1.0
+    ) -> list[torch.Tensor] | None:
+        """Return the update: the sum of weight * sums of all ranks; share: of this rank in it.
 
         None where it overflows: what is held back is then as it was before.
         """
         bucket, residual = self._bucket, self._exchange.residual
-        bucket.weight = weight * self._clip
+        bucket.weight = weight * self._clip.factor(weight, share)
         began = time.perf_counter()
         with bucket.on_stream():
             if residual is not None:

@@ -29,7 +29,7 @@ class RoundWire:
 
     steps: what the rounds cost is counted to.
     settings: which all ranks agree on with every round.
-    local_clip_norm: what each rank's part of a round is shortened to its share of.
+    local_clip_norm: what each rank's part of a round's update is shortened to its share of.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class RoundWire:
         exchange: RoundExchange,
         facts: Sequence[str],
         engine: Engine,
-        ranks: int,
         settings: AgreedSettings,
         local_clip_norm: float | None,
         steps: OwnSteps,
@@ -47,7 +46,6 @@ class RoundWire:
         self._name = name
         self._facts = list(facts)
         self._engine = engine
-        self._ranks = ranks
         self._settings = settings
         self._local_clip_norm = local_clip_norm
         self._steps = steps
@@ -63,7 +61,7 @@ class RoundWire:
 
     def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Waited:
         """Reduce the sums of a round to their mean."""
-        finite = self.exchange.take(sums, self._local_clip_norm, self._ranks, samples)
+        finite = self.exchange.take(sums, self._local_clip_norm)
         missing = [str(place) for place, each in enumerate(sums) if each is None]
         said = self._settings.said()
 
@@ -77,7 +75,8 @@ class RoundWire:
                 nowhere: set[str] = set()
                 if all(vote & _MISSES for vote in votes):
                     nowhere = set.intersection(*map(set, gather_words(transport, missing)))
-                update = self.exchange.reduce(transport, 1.0 / sum(counts))
+                total = sum(counts)
+                update = self.exchange.reduce(transport, 1.0 / total, samples / total)
                 if update is not None and nowhere:  # the optimizer passes over what is None
                     update = [
                         None if str(place) in nowhere and not bool(each.any()) else each

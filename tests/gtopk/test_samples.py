@@ -55,6 +55,7 @@ def test_a_sums_gradient_weighs_one_over_the_total() -> None:
     ranks = [Samples(count, summed=True) for count in (3, 0, 5)]
     votes = [rank.vote for rank in ranks]
     assert [rank.weight(votes) for rank in ranks] == [1 / 8, 0.0, 1 / 8]
+    assert [rank.share(votes) for rank in ranks] == [3 / 8, 0.0, 5 / 8]
 
 
 def test_ranks_that_say_different_things_have_different_facts() -> None:

@@ -244,7 +244,7 @@ def test_sparse_gradients_are_clipped_with_the_dense_ones(threads, option):
         return (flat(model) - before).norm()
 
     # 0.1 is the learning rate; two ranks' equal gradients, each of its share, are not independent.
-    shares = {"local_clip_norm": 0.01 / 2**0.5, "global_clip_norm": 0.01}
+    shares = {"local_clip_norm": 0.01 * 2**0.5, "global_clip_norm": 0.01}
     for moved in threads(2, program):
         assert float(moved) == pytest.approx(0.1 * shares[option])
 

@@ -15,6 +15,7 @@ from gtopk import world
 from gtopk.compression import Compression
 from gtopk.exceptions import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Sum
 from tests.gtopk.held import held
 
 
@@ -139,25 +140,78 @@ def test_the_agreed_update_is_clipped_to_the_global_norm(threads):
         assert float(move.norm()) == pytest.approx(0.01, rel=1e-4)
 
 
-def test_a_ranks_gradient_is_clipped_to_its_share_before_the_residual(threads):
+@pytest.mark.parametrize(
+    ("of", "options"),
+    [
+        ("sum", {"op": Sum}),
+        ("mean", {}),
+        ("mean", {"gradient_predivide_factor": 2.0}),
+        ("mean", {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}),
+        ("samples' mean", {}),
+        ("samples' sum", {}),
+    ],
+)
+def test_a_ranks_part_of_the_update_is_clipped_to_its_share_before_the_residual(
+    threads, of, options
+):
     size, allowed = 4, 0.1
+    samples = [3 + 4 * rank for rank in range(size)]
+    scale = options["scaler"].get_scale() if "scaler" in options else 1.0
 
     def program(transport: LocalTransport) -> Any:
-        model = network()
+        model, rank = network(), transport.rank
         with world.entered(transport):
-            optimizer = distribute(model, Compression.gtopk(0.01), local_clip_norm=allowed, op=1)
-            value(model, transport.rank, 0).backward()
-            own = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()
+            optimizer = distribute(
+                model, Compression.gtopk(0.01), local_clip_norm=allowed, **options
+            )
+            if of.startswith("samples"):
+                optimizer.set_num_samples(samples[rank], of.removeprefix("samples' "))
+            (value(model, rank, 0) * scale).backward()
+            own = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy() / scale
             optimizer.synchronize()
             update = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()
-            return own, held(optimizer), update
+            return own, held(optimizer), update / scale
 
     ranks = threads(size, program)
-    share = allowed / np.sqrt(size)
-    clipped = [own * min(1.0, share / np.linalg.norm(own)) for own, _, _ in ranks]
-    assert np.linalg.norm(clipped[0]) == pytest.approx(share)
-    total = ranks[0][2] + sum(residual for _, residual, _ in ranks)
-    np.testing.assert_allclose(total, sum(clipped), atol=1e-12)
+    shares = [1 / size] * size
+    if of.startswith("samples"):
+        shares = [each / sum(samples) for each in samples]
+    weights = {"sum": [1.0] * size, "samples' sum": [1 / sum(samples)] * size}.get(of, shares)
+    parts = [weight * own for weight, (own, *_) in zip(weights, ranks, strict=True)]
+    clipped = [
+        part * min(1.0, allowed * np.sqrt(share) / np.linalg.norm(part))
+        for part, share in zip(parts, shares, strict=True)
+    ]
+    assert np.linalg.norm(clipped[1]) == pytest.approx(allowed * np.sqrt(shares[1]))
+    # What is held back is divided by the factor, as all that is added up.
+    held_back = sum(residual for _, residual, _ in ranks) * options.get(
+        "gradient_predivide_factor", 1.0
+    )
+    np.testing.assert_allclose(ranks[0][2] + held_back, sum(clipped), atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_a_mean_of_independent_gradients_within_the_norm_is_not_clipped(threads, ranks, by_samples):
+    """Each is sqrt(ranks) times as long as their mean, or by samples 1/sqrt(its share)."""
+    counts = [1 + rank for rank in range(ranks)] if by_samples else [1] * ranks
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(ranks, dtype=torch.float64))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([weight], lr=1.0), [("weight", weight)], local_clip_norm=1.0
+            )
+            if by_samples:
+                optimizer.set_num_samples(counts[transport.rank])
+            gradient = torch.zeros_like(weight)
+            gradient[transport.rank] = 0.999 * np.sqrt(sum(counts) / counts[transport.rank])
+            (weight @ gradient).backward()
+            optimizer.step()
+        return weight.detach()
+
+    for moved in threads(ranks, program):
+        assert float(moved.norm()) == pytest.approx(0.999)
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.1)], ids=repr)

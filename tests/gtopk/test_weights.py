@@ -8,22 +8,26 @@ import pytest
 import torch
 
 from collectives.kernels import reference
-from gtopk.weights import agreed_norm, local_clip, norm_of
+from gtopk.weights import LocalClip, agreed_norm, norm_of
 
 
-def test_a_gradient_longer_than_its_share_is_shortened_to_it():
+def test_a_part_of_a_sum_that_is_longer_than_its_share_is_shortened_to_it():
     gradients = torch.tensor([3.0, 0.0]), None, torch.tensor([0.0, 4.0])
-    assert local_clip(gradients, 5.0, ranks=1, scale=1.0) == 1.0
-    assert local_clip(gradients, 5.0, ranks=4, scale=1.0) == 0.5
-    assert local_clip(gradients, 5.0, ranks=4, scale=2.0) == 1.0
-    assert local_clip(gradients, None, ranks=4, scale=1.0) == 1.0
+    clip = LocalClip(gradients, 5.0)
+    assert clip.factor(weight=1.0, share=1.0) == 1.0
+    assert clip.factor(weight=1.0, share=1 / 4) == 0.5
+    assert clip.factor(weight=1 / 4, share=1 / 4) == 1.0
+    assert LocalClip(gradients, 1.25).factor(weight=1 / 4, share=1 / 4) == 0.5
+    assert LocalClip(gradients, 5.0, scale=2.0).factor(weight=1.0, share=1 / 4) == 1.0
+    assert LocalClip(gradients, None).factor(weight=1.0, share=1 / 4) == 1.0
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
 def test_what_has_no_length_is_left_alone(value):
-    assert local_clip([torch.full((2,), value)], 0.1, 2, 1.0) == 1.0
-    assert local_clip([None], 0.1, 2, 1.0) == 1.0
-    assert local_clip([], 0.1, 2, 1.0) == 1.0
+    clip = LocalClip([torch.full((2,), value)], 0.1)
+    assert [clip.factor(weight, 1 / 2) for weight in (0.0, 1.0)] == [1.0, 1.0]
+    assert LocalClip([None], 0.1).factor(1.0, 1 / 2) == 1.0
+    assert LocalClip([], 0.1).factor(1.0, 1 / 2) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,7 @@ def test_a_norm_may_be_larger_than_the_gradients_dtype_can_hold(dtype, value):
     gradient = torch.full((10_000,), value, dtype=dtype)
     norm = 100 * float(gradient[0])
     assert norm_of([gradient]) == pytest.approx(norm, rel=1e-3)
-    assert local_clip([gradient], 1.0, ranks=1, scale=1.0) == pytest.approx(1 / norm, rel=1e-3)
+    assert LocalClip([gradient], 1.0).factor(1.0, 1.0) == pytest.approx(1 / norm, rel=1e-3)
 
 
 def test_entries_of_a_sparse_gradient_that_are_there_twice_count_as_their_sum():

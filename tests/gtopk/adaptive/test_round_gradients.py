@@ -106,21 +106,27 @@ def test_the_update_of_a_round_is_clipped_to_the_global_norm() -> None:
 
 
 def test_a_ranks_part_of_a_round_is_clipped_to_its_share_before_the_residual() -> None:
-    allowed = 0.1
+    allowed, samples = 0.1, [5, 15]
 
     def program(here: World) -> Any:
         model = Model()
         exchange = RoundExchange(list(model.parameters()), GTOPK)
         sums = torch.tensor([3.0, -4.0, 12.0]).double() * (1 + here.rank)
-        assert exchange.take([sums.clone()], allowed, 2, samples=10)
+        assert exchange.take([sums.clone()], allowed)
+        share = samples[here.rank] / sum(samples)
         update = here.engine.submit(
-            "clipped", [], lambda transport, votes: exchange.reduce(transport, 1 / 20)
+            "clipped",
+            [],
+            lambda transport, votes: exchange.reduce(transport, 1 / sum(samples), share),
         ).wait()
         return update[0], exchange.state_dict()["residual"], sums
 
     ranks = on_ranks(2, program)
-    share = allowed / 2**0.5
-    clipped = sum(10 * share * sums / sums.norm() for *_, sums in ranks) / 20
+    shares = [each / sum(samples) for each in samples]
+    clipped = sum(
+        allowed * share**0.5 * sums / sums.norm()
+        for share, (*_, sums) in zip(shares, ranks, strict=True)
+    )
     left = sum(residual for _, residual, _ in ranks)
     torch.testing.assert_close(ranks[0][0] + left, clipped, rtol=1e-12, atol=1e-12)
 
