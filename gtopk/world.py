@@ -162,6 +162,12 @@ class World:
         recording.stop(self, reason)
         return staying
 
+    def resume(self, step: int) -> None:
+        """Go on from this step of a run that was before this world."""
+        self.step = step
+        if self.recorder is not None:
+            self.recorder.note_resumed()
+
     def hear(self, told: Sequence[int]) -> None:
         """Take note of ranks that were told to end, as all ranks do in the same step."""
         self.told = sorted({*self.told, *told})
@@ -286,7 +292,8 @@ def rejoin() -> None:
     _process = _guard = None
     init(_communicator)
     current().reopen_sets(sets, here.sets_made)
-    current().step, current().advice = here.step, here.advice
+    current().resume(here.step)
+    current().advice = here.advice
     current().told_here, current().told = here.told_here, here.told
 
 

@@ -11,6 +11,7 @@ from typing import Final
 from .lines import FORMAT, Line
 
 _BLOCK_BYTES: Final = 1 << 20
+_BEGIN: Final = b'{"what": "begin"'
 _STEP: Final = b'{"what": "step"'
 _SKIPPED: Final = b'"skipped": true'
 
@@ -19,12 +20,13 @@ class RankFile:
     """A rank's file, which may hold several runs, one after the other.
 
     attempts: the lines from each "begin" on: of the last run, and of what it went on from.
-    recent_steps: None: all of them; else of steps so many, the last, and those that were skipped,
-                  and of what else was noted the last of its kind, with all values.
+    recent_steps: None: all of them; else of an attempt's steps so many, the last, and those that
+                  were skipped, and of what else was noted the last of its kind, with all values.
     """
 
     def __init__(self, path: Path, recent_steps: int | None = None) -> None:
         self.attempts: list[list[Line]] = []
+        self._before: list[list[Line]] = []  # until its first step the last one may be of their run
         self._path, self._recent_steps = path, recent_steps
         self._inode = self._read_bytes = 0
 
@@ -36,7 +38,8 @@ class RankFile:
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._read_bytes:
-                self.attempts, self._inode, self._read_bytes = [], status.st_ino, 0
+                self.attempts, self._before = [], []
+                self._inode, self._read_bytes = status.st_ino, 0
             file.seek(self._read_bytes)
             while texts := file.readlines(_BLOCK_BYTES):
                 is_cut = not texts[-1].endswith(b"\n") and _parsed(texts[-1]) is None
@@ -58,6 +61,7 @@ class RankFile:
             if line["what"] == "begin":
                 self._begin(line)
             elif self.attempts:
+                self._decide(line["what"])
                 self.attempts[-1].append(line)
         if self._recent_steps is not None:
             self.attempts = [
@@ -71,8 +75,15 @@ class RankFile:
                 f"this version reads format {FORMAT}"
             )
         if line["step"] == 0:
-            self.attempts.clear()
+            self._before, self.attempts = self._before + self.attempts, []
         self.attempts.append([line])
+
+    def _decide(self, what: str) -> None:
+        """Tell from a line whether the last attempt goes on from those before it."""
+        if what == "resumed":
+            self.attempts = self._before + self.attempts
+        if what in ("resumed", "step"):
+            self._before = []
 
 
 def _parsed(text: bytes) -> Line | None:
@@ -84,15 +95,15 @@ def _parsed(text: bytes) -> Line | None:
 
 
 def _without_old_steps(texts: Sequence[bytes], count: int) -> list[bytes]:
-    """Leave out steps before the last, unread: they are most of a file, and to parse them takes."""
-    steps = [text.startswith(_STEP) and _SKIPPED not in text for text in texts]
-    old = sum(steps) - count
+    """Leave out steps before the last of each attempt, unread: most of a file, slow to parse."""
     kept = []
-    for text, is_step in zip(texts, steps, strict=True):
-        old -= is_step
-        if not is_step or old < 0:
+    left = count
+    for text in reversed(texts):
+        is_step = text.startswith(_STEP) and _SKIPPED not in text
+        left = count if text.startswith(_BEGIN) else left - is_step
+        if not is_step or left >= 0:
             kept.append(text)
-    return kept
+    return kept[::-1]
 
 
 def _latest(lines: Sequence[Line], count: int) -> list[Line]:

@@ -63,6 +63,10 @@ class Recorder:
         else:
             self._left_out = noted
 
+    def note_resumed(self) -> None:
+        """Take note that the run goes on from an earlier one, at the step that is known now."""
+        self._note("resumed")
+
     def note_values(self, values: Mapping[str, float]) -> None:
         """Take note of what the script says."""
         self._note("values", values=dict(values))

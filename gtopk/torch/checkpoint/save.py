@@ -162,7 +162,7 @@ def load_latest(
     if found is None:
         return None
     values = put(found, model, optimizer, loader, others, generators)
-    world.current().step = found.step
+    world.current().resume(found.step)
     return Loaded(found.path, found.step, found.ranks, values)
 
 

@@ -162,6 +162,7 @@ class ObjectState(State):
                 self.on_reset()
         self._share()
         if found:
+            world.current().resume(found.step)
             self._resume_here(found)
             self.save()
         self._advise()

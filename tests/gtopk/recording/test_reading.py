@@ -108,6 +108,34 @@ def test_a_run_that_went_on_is_one_run(tmp_path: Path) -> None:
     assert rank.end is None  # it goes on
 
 
+@pytest.mark.parametrize("recent_steps", [None, 10])
+def test_a_run_that_was_resumed_after_its_begin_is_one_run(
+    tmp_path: Path, recent_steps: int | None
+) -> None:
+    """Whoever begins knows only later that it goes on; some end before they know."""
+    write_run(tmp_path, ranks=1, steps=70)  # another run, before it
+    file = LineFile(path_of(tmp_path, 0))
+    reader = Reader(tmp_path, recent_steps)
+    message = {"what": "message", "seconds": 0.1, "step": 0, "level": "WARNING", "text": "said"}
+    resumed = {"what": "resumed", "seconds": 0.2, "step": 50}
+    kept = recent_steps or 50
+    for resume in (False, True):
+        file.take([begin(0, 1, unix_seconds=1.7e9 + 3600 * (1 + resume)), message])
+        assert reader.read().first.steps == []  # a new one, for all that is known
+        if not resume:
+            file.take([step_line(report(step), 0.5, 1200, 32) for step in range(50)])
+            assert len(reader.read().first.steps) == kept
+            file.take([begin(0, 1, unix_seconds=1.7e9 + 5400), message])  # and killed
+    file.take([resumed])
+    assert len(reader.read().first.steps) == kept
+    file.take([step_line(report(step), 0.5, 1200, 32) for step in range(50, 60)])
+    file.close()
+    for run in (reader.read(), Reader(tmp_path, recent_steps).read()):
+        steps = [step.report.step for step in run.first.steps]
+        assert steps == list(range(50 - kept, 60))
+        assert len(run.first.messages) == 3
+
+
 def test_a_folder_without_a_record_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="record a run with GTOPK_RUN=FOLDER"):
         read_run(tmp_path)

@@ -22,6 +22,7 @@ from gtopk.recording.endpoint import Address, Endpoint, parse_address
 from gtopk.recording.files import LineFile
 from gtopk.recording.lines import as_text, path_of, report_of, step_line
 from gtopk.recording.looks import is_due, look
+from gtopk.recording.reading import read_run
 from gtopk.recording.recorder import Recorder
 from gtopk.recording.settings import Settings, settings_from
 from gtopk.residual import Residual, Withheld
@@ -103,6 +104,52 @@ def test_the_environment_asks_for_a_record(tmp_path: Path, monkeypatch: pytest.M
     assert [line["what"] for line in lines] == ["begin", "message", "end"] * 2
     assert lines[1]["text"] == "said in the run"
     assert lines[2]["how"].startswith("called shutdown() at step 0")
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_or_a_failure_is_one_run_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path / "commits"))
+    model = torch.nn.Linear(2, 1)
+
+    def steps(optimizer: Any, count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    def distribute() -> Any:
+        return hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+
+    def recorded() -> list[int]:
+        return [step.report.step for step in read_run(tmp_path / "run").first.steps]
+
+    for already in (0, 5):
+        hvd.init()
+        optimizer = distribute()
+        found = gtopk.load_latest(tmp_path / "saved", model, optimizer)
+        assert bool(found) == bool(already)
+        steps(optimizer, 5)
+        gtopk.save_checkpoint(tmp_path / "saved", model, optimizer, step=already + 5)
+        hvd.shutdown()
+    assert recorded() == list(range(10))
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        state.attempts += 1
+        state.commit()
+        steps(state.optimizer, 5)
+        if state.attempts == 1:
+            raise hvd.HorovodInternalError("a hiccup")
+
+    for _ in range(2):  # the second job goes on from the first one's last commit, at step 5
+        hvd.init()
+        train(hvd.elastic.TorchState(model, distribute(), attempts=0))
+        hvd.shutdown()
+    assert recorded() == [*range(10), *range(5, 10)]
 
 
 def test_a_record_that_cannot_be_written_ends_no_job(
