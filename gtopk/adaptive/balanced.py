@@ -17,6 +17,7 @@ import torch
 from collectives.transports import Transport
 from collectives.vector import Array
 
+from ..objects import decode, encode
 from .controller import Controller, Window
 from .cuts import Cut, Plan
 from .epochs import Epochs
@@ -24,6 +25,7 @@ from .goodput import Seen, next_total
 from .in_hand import InHand
 from .learning_rate import LearningRate
 from .memory import Memory
+from .next_world import entered
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
 from .policies import POLICIES, Measured, equal_finish
@@ -102,6 +104,31 @@ class BalancedLoader:
         records = self._world.engine.submit(self._name, facts, work).wait()
         return max(lead for lead, _ in records), [most for _, most in records]
 
+    def _enter(self) -> None:
+        """Take part in the next world, where the last one is over: with rank 0's sizes.
+
+        Where a failure has cut an epoch off, all of it comes again: what was trained with is
+        restored from before. Raises RuntimeError where the ranks are others.
+        """
+        here = entered(self._world)
+        if here is None:
+            return
+        if self._cut is not None:
+            self._abandon()
+        self._world, self._name = here, f"adapt.{next(here.sets[0].unnamed)}"
+        self._lead, self._most = self._meet()
+        self._epochs.start = 0
+        # Some ranks may have been a step ahead when it failed.
+        mine = np.frombuffer(encode(self.state_dict()), np.uint8)
+
+        def work(transport: Transport, votes: list[int]) -> Any:
+            return decode(transport.broadcast(mine, root=0).tobytes())
+
+        state = here.engine.submit(f"{self._name}.state", [], work).wait()
+        self._load_sizes({**state, "seconds": [], "exchanges": []})
+        self._noise.load_state_dict(state["noise"])
+        self._epochs.set(state["epochs"]["epoch"])
+
     def _equal(self, samples: int) -> list[int]:
         """Return a global batch in shares that are as equal as the grain allows."""
         ranks = self._world.size
@@ -142,6 +169,7 @@ class BalancedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch, or of what is left of one that was resumed."""
+        self._enter()
         require_one_pass(self._optimizer)
         if self._cut is not None:
             self._abandon()
@@ -299,6 +327,7 @@ class BalancedLoader:
 
         For a state that says all of it, in the middle of an epoch.
         """
+        self._enter()
         if self._cut is not None:
             self._close_step()
 
@@ -333,6 +362,7 @@ class BalancedLoader:
                 f"this loader's mode is 'balanced', the state's {state['mode']!r}; make the loader "
                 "with the mode it was saved with"
             )
+        self._enter()  # else what is loaded would be lost there
         if self._cut is not None:
             self._abandon()  # it is of before
         if state["ranks"] == self._world.size:

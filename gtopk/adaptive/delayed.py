@@ -24,6 +24,7 @@ from .dealing import Passes
 from .drains import all_alike
 from .epochs import Epochs
 from .learning_rate import LearningRate
+from .next_world import require_its_world
 from .options import Job, RoundOptions
 from .own_steps import OwnSteps
 from .round_exchange import RoundExchange
@@ -180,6 +181,7 @@ class DelayedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield micro-batches until every sample was in one, on one rank."""
+        require_its_world(self._world, "abs")
         if self._in_epoch:  # a script broke the last iteration off, on all ranks
             self._in_hand = False
             self._close_pass()
@@ -266,6 +268,7 @@ class DelayedLoader:
         """
         if not self._in_epoch:
             return
+        require_its_world(self._world, "abs")
         if self._in_hand:
             self._leave_out()
         self._close_pass()

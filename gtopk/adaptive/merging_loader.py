@@ -33,6 +33,7 @@ from .learning_rate import LearningRate
 from .mega_batches import MegaBatches
 from .merge_weights import Report
 from .merging_options import MergingOptions
+from .next_world import require_its_world
 from .options import Job
 from .own_steps import OwnSteps
 from .replica import Replica
@@ -129,6 +130,7 @@ class MergingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches until every sample was in one, on one rank, and merged."""
+        require_its_world(self._world, "adaptive-sgd")
         if self._finished is not None:
             self._merge()  # a script broke the last iteration off, on all ranks
         yield from self._await_drains()
@@ -370,6 +372,7 @@ class MergingLoader:
         handed out again. A rank that gets no more of it is handed a batch of no weight to come
         there. Raises RuntimeError, on every rank, where some did not call it.
         """
+        require_its_world(self._world, "adaptive-sgd")
         replica = self._replica
         if self._finished is not None:
             self._merge(drains=True)

@@ -22,6 +22,7 @@ from ...parameters import KNOWN_TO_ADAPT, require_known
 from ..epochs import Epochs
 from ..learning_rate import LearningRate
 from ..memory import Memory
+from ..next_world import require_its_world
 from ..options import Job
 from ..own_steps import OwnSteps
 from ..sources import order_of, rebuilt
@@ -164,6 +165,7 @@ class HogbatchLoader:
         self._periods.end()
 
     def _begin(self, length: int) -> None:
+        require_its_world(self._world, self._mode, "go on in another job, by a checkpoint")
         if length > self._node.longest:
             raise ValueError(
                 f"rank {self._world.rank}: an epoch of mode {self._mode!r} has at most the "

@@ -1,0 +1,140 @@
+"""A loader goes on in the world that ranks join anew after a failure, or says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import world
+from gtopk.world import World
+from tests.gtopk.adaptive.indices import Indices
+from tests.gtopk.adaptive.modelled_ranks import Modelled
+
+LENGTH = 101
+
+
+def in_turn(sizes: list[int], *programs: Callable[[World, Any], Any]) -> list[Any]:
+    """Run each program in a world of its own, with what the one before it has returned."""
+    worlds = [local_world(size, timeout_seconds=30) for size in sizes]
+
+    def rank(transport: LocalTransport) -> Any:
+        result = None
+        for ranks, program in zip(worlds, programs, strict=True):
+            if transport.rank < len(ranks):
+                with world.entered(ranks[transport.rank]) as here:
+                    result = program(here, result)
+        return result
+
+    return run_ranks(local_world(max(sizes)), rank)
+
+
+def distribute(weight: torch.Tensor) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.001), [("weight", weight)])
+
+
+def open_loader(here: World, before: Any = None, mode: str = "balanced", **options: Any) -> Any:
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = distribute(weight)
+    loader = DataLoader(Indices(LENGTH), 4, shuffle=True)
+    return weight, optimizer, hvd.adapt(loader, optimizer, mode, **options)
+
+
+def steps(weight: torch.Tensor, optimizer: Any, loader: Any) -> Iterator[list[int]]:
+    """Train an epoch, and yield the samples of each batch after its step."""
+    for batch in loader:
+        optimizer.zero_grad()
+        (weight * batch.double().mean()).sum().backward()
+        optimizer.step()
+        yield batch.tolist() if loader.num_samples else []
+
+
+@pytest.mark.parametrize("fails_at", [0, 4, 7])
+def test_a_balanced_loader_goes_on_alike_where_some_ranks_were_a_step_ahead(fails_at: int) -> None:
+    ranks = 3
+
+    def fails(here: World, before: None) -> Any:
+        options = {
+            "interval": 1,
+            "min_batch": 1,
+            "noise_every": 3,
+            "timer": Modelled(1 + here.rank),
+        }
+        opened = open_loader(here, **options)
+        with suppress(hvd.HorovodInternalError):
+            for number, _ in enumerate(steps(*opened)):
+                if here.rank == 1 and number == fails_at:
+                    break  # the others go on to the next batch, or to what makes its size
+        return opened
+
+    def goes_on(here: World, opened: Any) -> Any:
+        loader, epochs, sizes = opened[-1], [], []
+        for _ in range(2):
+            epochs.append([])
+            for samples in steps(*opened):
+                epochs[-1].append(samples)
+                sizes.append(loader.sizes)
+        return epochs, sizes, loader.state_dict()
+
+    results = in_turn([ranks, ranks], fails, goes_on)
+    for epoch in range(2):
+        batches = [epochs[epoch] for epochs, *_ in results]
+        assert sorted(i for each in batches for batch in each for i in batch) == list(range(LENGTH))
+        order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(epoch)).tolist()
+        assert [i for each in batches for i in each[0]] == order[:12]  # the one cut off, all of it
+    for _, sizes, state in results:
+        assert sizes == results[0][1]
+        assert state["controller"] == results[0][2]["controller"]
+        assert state["epochs"] == {"epoch": 2, "start": 0}
+    assert len(set(map(tuple, results[0][1]))) > 1
+
+
+def test_a_balanced_loader_of_other_ranks_is_to_be_made_anew() -> None:
+    def goes_on(here: World, opened: Any) -> str:
+        with pytest.raises(RuntimeError, match="on rank 0 of 2 is on rank 0 of 1 by now") as error:
+            next(iter(opened[-1]))
+        assert not isinstance(error.value, hvd.HorovodInternalError)
+        return ""
+
+    in_turn([2, 1], open_loader, goes_on)
+
+
+@pytest.mark.parametrize(
+    ("mode", "way_out"),
+    [
+        ("abs", "make it and its DistributedOptimizer anew then, as within the function that hvd"),
+        ("adaptive-sgd", "make it and its DistributedOptimizer anew then"),
+        ("hogbatch", "go on in another job, by a checkpoint"),
+    ],
+)
+def test_other_modes_say_that_they_cannot_go_on_and_what_can(mode: str, way_out: str) -> None:
+    options = {"device_class": "slow", "sizes": {"slow": 4}} if mode == "hogbatch" else {}
+
+    def trains(here: World, before: None) -> Any:
+        opened = open_loader(here, mode=mode, **options)
+        assert sum(map(len, steps(*opened)))
+        return opened
+
+    def goes_on(here: World, opened: Any) -> list[list[int]] | None:
+        weight, _, loader = opened
+        with pytest.raises(
+            RuntimeError, match=f"in mode '{mode}' cannot go on.*{way_out}"
+        ) as error:
+            next(iter(loader))
+        assert not isinstance(error.value, hvd.HorovodInternalError)  # elastic tries no more
+        if mode == "hogbatch":
+            return None
+        optimizer = distribute(weight)
+        anew = hvd.adapt(DataLoader(Indices(LENGTH), 4, shuffle=True), optimizer, mode)
+        return list(steps(weight, optimizer, anew))
+
+    results = in_turn([2, 2], trains, goes_on)
+    if mode != "hogbatch":
+        samples = sorted(i for batches in results for batch in batches for i in batch)
+        assert samples == list(range(LENGTH))
