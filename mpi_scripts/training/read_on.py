@@ -44,7 +44,9 @@ class ReadOn(Task[Window]):
         return self._lanes.windows(self.steps, first)
 
     def loss(self, model: torch.nn.Module, batch: Window) -> torch.Tensor:
-        scores, state = model(batch.inputs, self._state)
+        # What was loaded is on the CPU.
+        before = None if self._state is None else moved(self._state, batch.inputs.device)
+        scores, state = model(batch.inputs, before)
         self._state = state.detach()
         return F.cross_entropy(scores.flatten(0, 1), batch.targets.flatten())
 

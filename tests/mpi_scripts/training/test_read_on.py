@@ -1,0 +1,24 @@
+"""What a language model remembers goes from window to window, and through checkpoints."""
+
+from __future__ import annotations
+
+import torch
+
+from models.data.synthetic_text import synthesise_text
+from models.lstm_ptb import LstmLanguageModel
+from mpi_scripts.training.read_on import ReadOn
+from mpi_scripts.training.task import Feed, moved
+
+
+def test_a_state_that_was_loaded_goes_to_where_the_batches_are() -> None:
+    """Checkpoints hold tensors of the CPU; "meta" stands in for a GPU."""
+    elsewhere = torch.device("meta")
+    text = synthesise_text(600, 0)
+    saved = ReadOn(text, Feed(0, 1, 2))
+    model = LstmLanguageModel(saved.sizes.outputs, width=4, dropout=0.0)
+    first, second, *_ = saved.batches(0, 0)
+    saved.loss(model, first)
+    resumed = ReadOn(text, Feed(0, 1, 2))
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.loss(model.to(elsewhere), moved(second, elsewhere)).device == elsewhere
+    assert {state.device for state in resumed.state_dict().values()} == {elsewhere}
