@@ -1,24 +1,27 @@
-"""Delayed rounds in simulated time: the ranks' own state machines, moved by a queue of events."""
+"""Delayed rounds in simulated time: the ranks' own passes and rounds, moved by a queue of events.
+
+epoch     |==== pass 0 ====|== pass 1 ==|= pass 2 =|     dealt by speed, as mode "abs" does
+rank 0    [b][b][b][b][b]..|[b][b][b]...|[b]......|      ..: has none left, or the pass is over,
+rank 1    [  b  ][  b  ]...|[  b  ].....|[  b  ]..|          and waits for the updates
+"""
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from collectives.transports import Transport
 
 from ..adaptive.cuts import shuffled
+from ..adaptive.dealing import Passes
 from ..adaptive.round_exchange import RoundExchange
-from ..adaptive.rounds import Ready, Reduced, Rounds
+from ..adaptive.rounds import Pending, Ready, Reduced, Rounds
 from .record import Record
 from .setting import Setting
-
-_MOST_EPOCHS: Final = 100  # of samples in one round
 
 
 class Time:
@@ -76,7 +79,7 @@ class SimulatedWire:
 
     def __init__(self, ends: Ends, rank: int) -> None:
         self._ends, self._rank = ends, rank
-        self._met = {"ready": 0, "reduce": 0}
+        self._met = {"ready": 0, "reduce": 0, "pass": 0}
 
     def ready(self, samples: int, is_last: bool) -> Seat:
         """Say that this rank may end the round."""
@@ -85,6 +88,10 @@ class SimulatedWire:
     def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Seat:
         """Reduce the sums of a round."""
         return self._meet("reduce", (gradients, samples, batches))
+
+    def meet(self) -> Seat:
+        """Come to where all ranks go on from together, between two passes."""
+        return self._meet("pass", None)
 
     def _meet(self, kind: str, what: Any) -> Seat:
         meeting = self._ends.meeting(kind, self._met[kind])
@@ -122,12 +129,18 @@ class Ends:
     def complete(self, kind: str, meeting: Meeting) -> None:
         """Give a meeting its results and its end."""
         parts = meeting.parts()
+        meeting.over_at = self.time.now + self._setting.cluster.signal_seconds()
+        if kind == "pass":
+            meeting.results = parts
+            return
         if kind == "ready":
             ready = Ready(sum(n for n, _ in parts), any(is_last for _, is_last in parts))
             meeting.results = [ready] * len(parts)
-            meeting.over_at = self.time.now + self._setting.cluster.signal_seconds()
             return
         counts, batches = ([part[place] for part in parts] for place in (1, 2))
+        if not any(counts):
+            meeting.results = [Reduced(None, counts, batches)] * len(parts)
+            return
         for rank, exchange in self._exchanges.items():
             exchange.take(parts[rank][0])
 
@@ -145,79 +158,123 @@ class Ends:
         self._record.sizes.append((self.time.now, counts))
 
 
+class SimulatedRank:
+    """What a rank in mode "abs" does, `DelayedLoader` and the script's loop together."""
+
+    def __init__(
+        self, rank: int, setting: Setting, ends: Ends, model: torch.nn.Module | None, record: Record
+    ) -> None:
+        """model: None where another process has it."""
+        self._rank, self._setting, self._model, self._record = rank, setting, model, record
+        self._time = ends.time
+        self._noise = setting.cluster.noises(setting.seed)[rank]
+        self._wire = SimulatedWire(ends, rank)
+        self._passes = Passes(setting.cluster.ranks, setting.micro_batch)
+        parameters = list(model.parameters()) if model is not None else []
+        self._optimizer = setting.optimizer(parameters) if parameters else None
+        self._rounds = Rounds(
+            parameters,
+            self._wire,
+            rank,
+            setting.cluster.ranks,
+            setting.global_batch,
+            self._apply,
+            self._skip,
+        )
+        self._processed = 0  # samples of the rounds that are over
+
+    def train(self) -> Iterator[float | Pending]:
+        """Train; yield the seconds of each micro-batch, and what is to be waited for."""
+        samples = self._setting.task.samples
+        for epoch in range(self._setting.epochs):
+            order = shuffled(samples, 1000 * self._setting.seed, epoch)
+            self._passes.begin([range(samples)])
+            yield self._wire.meet()
+            while self._passes.left:
+                yield from self._pass(order)
+                yield self._wire.meet()
+
+    def _pass(self, order: Sequence[int]) -> Iterator[float | Pending]:
+        rounds = self._rounds
+        mine = self._passes.deal(self._rank)
+        rounds.begin()
+        for places in mine:
+            yield from self._compute([order[place] for place in places])
+            if rounds.ended:
+                break
+        while not rounds.ended:
+            rounds.poll(is_last=True)
+            if not rounds.ended and (pending := rounds.waits_for) is not None:
+                yield pending
+        if (reducing := rounds.waits_for) is not None:
+            yield reducing
+        rounds.drain()
+        self._passes.close(rounds.batches)
+
+    def _compute(self, indices: list[int]) -> Iterator[float]:
+        """Take a micro-batch's gradients into the round, at the end of the seconds it takes."""
+        cluster, task = self._setting.cluster, self._setting.task
+        seconds = cluster.compute_seconds(self._rank, len(indices), self._time.now, self._noise)
+        yield seconds
+        if self._model is not None:
+            task.loss(self._model, torch.tensor(indices)).backward()
+        self._record.busy[self._rank] += seconds
+        self._record.samples += len(indices)
+        self._rounds.add(len(indices), summed=False)
+        self._rounds.poll()
+
+    def _apply(self, samples: int) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._close(samples)
+
+    def _skip(self, culprits: Sequence[int]) -> None:
+        self._record.skipped += self._rank == 0
+        self._close(sum(self._rounds.samples))
+
+    def _close(self, samples: int) -> None:
+        if self._rank:
+            return
+        record, task = self._record, self._setting.task
+        self._processed += samples
+        record.steps += 1
+        due = self._setting.is_due(self._processed, len(record.accuracy))
+        if self._model is not None and due:
+            record.accuracy.append((self._time.now, task.accuracy(self._model)))
+
+
 def simulate(setting: Setting) -> Record:
     """Train by delayed rounds, and return what happened.
 
-    Micro-batches come from one counter that all ranks share, through all epochs. Every process
-    moves all ranks' rounds, and computes the gradients of those that are here.
-    Raises ValueError for rounds that go on and on.
+    Every process moves all ranks' rounds, and computes the gradients of those that are here.
     """
-    cluster, task, time = setting.cluster, setting.task, Time()
-    exchange_seconds = max(setting.reduce_seconds, cluster.signal_seconds())
-    epochs = max(setting.global_batch, sum(cluster.speeds) * exchange_seconds) / task.samples
-    if epochs > _MOST_EPOCHS:
-        raise ValueError(
-            f"ranks compute while they exchange, and a round of {setting.global_batch:,} samples "
-            f"that takes {exchange_seconds:g} s to exchange would be {epochs:.3g} epochs long, "
-            f"where at most {_MOST_EPOCHS} are simulated"
-        )
+    cluster, time = setting.cluster, Time()
     record = Record("abs", setting.seed, busy=[0.0] * cluster.ranks)
-    models = {rank: task.model() for rank in setting.ranks.here}
+    models = {rank: setting.task.model() for rank in setting.ranks.here}
     ends = Ends(setting, time, models, record)
-    claims = claim(task.samples, setting.micro_batch, 1000 * setting.seed)
-    noises = cluster.noises(setting.seed)
-    processed = 0  # samples of the rounds that are over, on rank 0
-
-    def open_rounds(rank: int) -> Rounds:
-        parameters = list(models[rank].parameters()) if rank in models else []
-        optimizer = setting.optimizer(parameters) if parameters else None
-
-        def apply(samples: int) -> None:
-            if optimizer is not None:
-                optimizer.step()
-            close(samples)
-
-        def skip(culprits: Sequence[int]) -> None:
-            record.skipped += rank == 0
-            close(sum(rounds[rank].samples))
-
-        def close(samples: int) -> None:
-            nonlocal processed
-            if rank == 0:
-                processed += samples
-                record.steps += 1
-                if 0 in models and setting.is_due(processed, len(record.accuracy)):
-                    record.accuracy.append((time.now, task.accuracy(models[0])))
-
-        wire = SimulatedWire(ends, rank)
-        return Rounds(parameters, wire, rank, cluster.ranks, setting.global_batch, apply, skip)
-
-    rounds = [open_rounds(rank) for rank in range(cluster.ranks)]
-    events: list[tuple[float, int, float, list[int]]] = []  # the ends of micro-batches
-
-    def begin(rank: int) -> None:
-        indices = next(claims)
-        seconds = cluster.compute_seconds(rank, len(indices), time.now, noises[rank])
-        heapq.heappush(events, (time.now + seconds, rank, seconds, indices))
-
-    for rank in range(cluster.ranks):
-        begin(rank)
-    while processed < setting.epochs * task.samples:
-        time.now, rank, seconds, indices = heapq.heappop(events)
-        if rank in models:
-            task.loss(models[rank], torch.tensor(indices)).backward()
-        record.busy[rank] += seconds
-        record.samples += len(indices)
-        rounds[rank].add(len(indices), summed=False)
-        rounds[rank].poll()
-        begin(rank)
+    run(
+        [
+            SimulatedRank(rank, setting, ends, models.get(rank), record).train()
+            for rank in range(cluster.ranks)
+        ],
+        time,
+    )
     record.seconds = time.now
     return record
 
 
-def claim(length: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Yield micro-batches of one order after another, without end."""
-    for epoch in itertools.count():
-        order = shuffled(length, seed, epoch)
-        for first in range(0, length, size):
-            yield order[first : first + size]
+def run(programs: Sequence[Iterator[float | Pending]], time: Time) -> None:
+    """Let ranks' programs go on, each when what it has yielded is over, until all have ended."""
+    due = [(time.now, rank) for rank in range(len(programs))]
+    waiting: dict[int, Seat] = {}
+    while due:
+        time.now, rank = heapq.heappop(due)
+        wait = next(programs[rank], None)
+        if isinstance(wait, Seat):
+            waiting[rank] = wait
+        elif isinstance(wait, float):
+            heapq.heappush(due, (time.now + wait, rank))
+        for other, seat in list(waiting.items()):
+            if seat.meeting.is_complete:
+                del waiting[other]
+                heapq.heappush(due, (seat.meeting.over_at, other))

@@ -137,18 +137,8 @@ def test_a_cluster_that_cannot_be_is_an_error(
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--modes", "abs", "--exchange", "1e300s"], "abs: ranks compute while they exchange"),
-        (["--modes", "abs", "--batch", "1e9"], "abs: ranks compute while they exchange"),
-        (["--modes", "elastic", "--die", "0@1s", "--die", "1@1s"], "elastic: every rank has died"),
-    ],
-)
-def test_what_cannot_end_is_an_error_in_one_line(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", *QUICK, *words]) == 1
+def test_what_cannot_end_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *QUICK, "--modes", "elastic", "--die", "0@1s", "--die", "1@1s"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2  # after which mode is simulated
-    assert said[1].startswith(f"gtopk simulate: {text}")
+    assert said[1].startswith("gtopk simulate: elastic: every rank has died")
