@@ -118,14 +118,13 @@ def test_other_modes_say_that_they_cannot_go_on_and_what_can(mode: str, way_out:
 
     def trains(here: World, before: None) -> Any:
         opened = open_loader(here, mode=mode, **options)
-        assert sum(map(len, steps(*opened)))
+        list(steps(*opened))
         return opened
 
     def goes_on(here: World, opened: Any) -> list[list[int]] | None:
         weight, _, loader = opened
-        with pytest.raises(
-            RuntimeError, match=f"in mode '{mode}' cannot go on.*{way_out}"
-        ) as error:
+        said = f"in mode '{mode}' cannot go on after .*: {way_out}"
+        with pytest.raises(RuntimeError, match=said) as error:
             next(iter(loader))
         assert not isinstance(error.value, hvd.HorovodInternalError)  # elastic tries no more
         if mode == "hogbatch":
