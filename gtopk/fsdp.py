@@ -235,6 +235,7 @@ class ReplicaState:
     @torch.no_grad()
     def _end_pass(self) -> None:
         """Agree with all ranks on whether the step counts, and begin another."""
+        self._require_outermost()
         is_void = self._place.everyone.engine.submit(
             f"{self._name}.pass",
             [],
@@ -250,6 +251,17 @@ class ReplicaState:
         self._steps.close(counted, overlapped=False)
         self.progress.steps += counted
         self._skips.note(counted)
+
+    def _require_outermost(self) -> None:
+        """Raise RuntimeError in a backward pass within another, whose end is none of the step's."""
+        context = next(m for m in self._model.modules() if isinstance(m, FSDPModule))
+        state = context._get_fsdp_state()._state_ctx
+        if getattr(state, "post_backward_final_callback_queued", False):
+            raise RuntimeError(
+                f"rank {self._world.rank}: a backward pass within the backward pass: replicas do "
+                "not know which of them ends a step; checkpoint activations with "
+                "use_reentrant=False"
+            )
 
     def _lane_of(self, module: str, gradients: torch.Tensor) -> Lane:
         if module not in self._lanes:

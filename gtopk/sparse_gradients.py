@@ -58,7 +58,7 @@ class SparseGradientLane:
     def send_along(self) -> None:
         """Have room for what was held back, and send it in the next step; on all ranks alike."""
         dtype = torch.promote_types(self._parameter.dtype, torch.float32)
-        self.unsent = torch.zeros(self._parameter.shape, dtype=dtype)
+        self.unsent = torch.zeros(self._parameter.shape, dtype=dtype, device="cpu")
 
     def take(self, weight: float, scale: float) -> None:
         """Take the gradient as it is now."""

@@ -12,6 +12,7 @@ from checks import run_tests
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import gtopk.torch as hvd
 from gtopk import fsdp
@@ -73,6 +74,40 @@ def test_at_density_1_it_is_training_on_all_batches() -> None:
     train(model, range(4))
     expected = torch.cat([p.detach().reshape(-1) for p in reference(range(4)).parameters()])
     torch.testing.assert_close(weights(model), expected, rtol=1e-12, atol=1e-12)
+
+
+class Checkpointed(torch.nn.Sequential):
+    """Computes the activations of each layer again in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(*network())
+        self.again = partial(checkpoint, use_reentrant=use_reentrant)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = self.again(layer, x.requires_grad_()).tanh()
+        return x
+
+
+def replicated(model: torch.nn.Sequential) -> fsdp.ReplicaState:
+    for layer in model:
+        fully_shard(layer, mesh=MESH["shard"])
+    fully_shard(model, mesh=MESH["shard"])
+    return fsdp.replicate(model, MESH["replicate"], 0.1)
+
+
+def test_activations_that_are_computed_again_leave_a_pass_one_step() -> None:
+    model = Checkpointed(use_reentrant=False)
+    state = replicated(model)
+    train(model, range(3))
+    assert (state.progress.steps, state.skipped_steps) == (3, 0)
+
+
+def test_a_backward_pass_within_another_is_refused_on_all_ranks() -> None:
+    model = Checkpointed(use_reentrant=True)
+    replicated(model)
+    with pytest.raises(RuntimeError, match=r"within the backward pass.* use_reentrant=False"):
+        train(model, range(1))
 
 
 def shard(model: torch.nn.Module) -> torch.Tensor:

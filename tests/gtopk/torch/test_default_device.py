@@ -46,6 +46,20 @@ def steps_with_sparse_gradients(rank: int, device: Device, folder: Path) -> Any:
     return table
 
 
+def sparse_gradients_after_dense_ones(rank: int, device: Device, folder: Path) -> Any:
+    """What gTop-k has held back goes along with the sparse ones."""
+    table = torch.nn.Parameter(torch.zeros(8, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([table], lr=1.0), compression=hvd.Compression.gtopk(0.1)
+    )
+    for gradient in (torch.ones(8, 2), sparse([[3]], torch.ones(1, 2), (8, 2))):
+        table.grad = gradient
+        with device():
+            optimizer.step()
+    assert table.detach().eq(-1).sum() >= 14  # all but row 3, which has stepped twice
+    return table
+
+
 def batch_norm(rank: int, device: Device, folder: Path) -> Any:
     norm, rows = hvd.SyncBatchNorm(2), torch.arange(12.0).reshape(6, 2)
     with device():
@@ -87,6 +101,7 @@ def adapted_batches(rank: int, device: Device, folder: Path) -> Any:
     [
         sums_and_rows,
         steps_with_sparse_gradients,
+        sparse_gradients_after_dense_ones,
         batch_norm,
         a_checkpoint,
         elastic_state,
