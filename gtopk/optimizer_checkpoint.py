@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -37,15 +37,31 @@ FORMAT: Final = 1
 _FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
-def save(reducer: Reducer) -> dict[str, Any]:
+class Holder(Protocol):
+    """Who holds something back; see `Reducer` and `OuterExchange`."""
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    def known_names(self) -> Collection[str]: ...
+    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]: ...
+    def put_state_in(
+        self, held: Mapping[str, Held], lanes: list[dict[str, Any]], steps: int
+    ) -> None: ...
+
+
+def save(holder: Holder) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    held, lanes = reducer.take_state_out()
+    held, lanes = holder.take_state_out()
     return {
         "format": FORMAT,
-        "ranks": len(reducer.ranks),
-        "steps": reducer.steps,
+        "ranks": len(holder.ranks),
+        "steps": holder.steps,
         "lanes": lanes,
-        "held": {reducer.rank: held},
+        "held": {holder.rank: held},
     }
 
 
@@ -73,16 +89,14 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
     return gathered
 
 
-def load(reducer: Reducer, part: Mapping[str, Any]) -> None:
-    """Make the reducer hold back what this rank has to, and say what was done.
+def load(holder: Holder, part: Mapping[str, Any]) -> None:
+    """Have held back what this rank has to, and say what was done.
 
     Raises ValueError for a part that another version wrote.
     """
-    held = share_of(part, reducer.rank, len(reducer.ranks))
-    known = reducer.names.known()
-    reducer.put_state_in(
-        under_known_names(held, known), lanes_here(part, known), int(part["steps"])
-    )
+    held = share_of(part, holder.rank, len(holder.ranks))
+    known = holder.known_names()
+    holder.put_state_in(under_known_names(held, known), lanes_here(part, known), int(part["steps"]))
 
 
 def lanes_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:

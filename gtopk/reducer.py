@@ -232,6 +232,10 @@ class Reducer:
         name = f"{self.name}.{what}"
         return self._engine.submit(name, [], unless, vote=1, recipe=_LEFT_OUT).wait()
 
+    def known_names(self) -> set[str]:
+        """Return the names of all parameters, those that are not stepped yet included."""
+        return self.names.known()
+
     def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
         """Return what was held back of each parameter after the last step, and lanes' records."""
         if not self.lanes:
