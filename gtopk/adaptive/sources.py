@@ -201,11 +201,7 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
 
     Raises ValueError for one whose batches may overtake each other.
     """
-    if not getattr(loader, "in_order", True):
-        raise ValueError(
-            "adapt notes which samples are done, batch by batch in their order: use a DataLoader "
-            "with in_order=True"
-        )
+    require_in_order(loader)
     kept = {
         name: getattr(loader, name)
         for name in (
@@ -222,6 +218,15 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
         if name in inspect.signature(DataLoader).parameters and hasattr(loader, name)
     }
     return DataLoader(loader.dataset, **{**kept, **changed})
+
+
+def require_in_order(loader: DataLoader[Any]) -> None:
+    """Raise ValueError for a DataLoader whose batches may overtake each other."""
+    if not getattr(loader, "in_order", True):
+        raise ValueError(
+            "adapt notes which samples are done, batch by batch in their order: use a DataLoader "
+            "with in_order=True"
+        )
 
 
 class Numbers:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from ..options import Job
+from ..sources import require_in_order
 from .options import HogbatchOptions
 
 
@@ -31,6 +32,7 @@ def check(job: Job[HogbatchOptions], mode: str) -> None:
             "lock_step hands out one batch at a time: use a DataLoader with num_workers=0, got "
             f"{job.loader.num_workers}"
         )
+    require_in_order(job.loader)
 
 
 def warn_of_few_cores(workers: int, cores: int, ranks: Sequence[int]) -> None:

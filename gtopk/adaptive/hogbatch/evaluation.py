@@ -7,27 +7,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from .device_classes import CLASSES, NAMES
 from .node import Node
 
+BATCH: Final = 4096  # samples
 _WAIT_SECONDS: Final = 1e-3
 
 
 def mean_loss(
     node: Node,
-    samples: int,
+    dataset: Any,
+    collate: Callable[[Any], Any],
     batch: int,
     refresh: Callable[[], None],
-    loss: Callable[[range], float],
+    loss_of: Callable[[Any], torch.Tensor],
 ) -> float:
     """Return the mean of all samples' losses; all workers of the node call it together.
 
+    collate: makes a batch of samples; batch: of how many.
     refresh: called once no worker updates the model any more.
-    loss: the mean over some samples.
+    loss_of: from a batch to the mean loss of its samples.
     """
     board, ledger = node.board, node.ledger
+    samples = len(dataset)
     batch = max(batch, -(-samples // node.longest))  # as many places as there are notes
     ledger.begin(-(-samples // batch), between_nodes=False)
     try:
@@ -44,7 +50,8 @@ def mean_loss(
                 break
             for chunk in chunks:
                 part = range(chunk * batch, min((chunk + 1) * batch, samples))
-                own["losses"][0, parity] += loss(part) * len(part)
+                loss = float(loss_of(collate(fetch(dataset, part))))
+                own["losses"][0, parity] += loss * len(part)
                 own["of"][0, parity] += len(part)
             ledger.finish(chunks)
         return float(rows["losses"][:, parity].sum()) / max(int(rows["of"][:, parity].sum()), 1)
@@ -60,3 +67,10 @@ def evaluates(node: Node) -> bool:
         return CLASSES[NAMES[kinds[place]]].is_fast
 
     return is_fast(node.board.me) or not any(map(is_fast, node.board.others()))
+
+
+def fetch(dataset: Any, samples: Sequence[int]) -> Any:
+    """Return samples as a DataLoader does, before it collates them."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(list(samples))
+    return [dataset[sample] for sample in samples]

@@ -101,7 +101,7 @@ def test_in_lock_step_it_is_one_process_with_all_batches(
         update = loader._writer.update
 
         def recorded(apply: Callable[[], None]) -> None:
-            steps.append(list(loader._in_hand))
+            steps.append(list(loader._batch.places))
             update(apply)
 
         loader._writer.update = recorded
@@ -456,19 +456,6 @@ def test_ranks_may_leave_a_single_node_only() -> None:
             adapted(nodes=[[0], [1]], ranks_may_leave=True)
 
     on_ranks(2, program)
-
-
-def test_large_gradients_in_16_bits_are_finite() -> None:
-    def program(here: World) -> None:
-        loader, model, _ = adapted()
-        loader._trained = [torch.nn.Parameter(p.detach().half()) for p in model.parameters()]
-        for parameter in loader._trained:
-            parameter.grad = torch.full_like(parameter, 60_000.0)
-        assert loader._gradients_are_finite()
-        loader._trained[-1].grad[0] = math.inf
-        assert not loader._gradients_are_finite()
-
-    on_ranks(1, program)
 
 
 def test_ranks_that_disagree_get_an_error() -> None:

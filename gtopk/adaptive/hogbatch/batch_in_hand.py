@@ -1,0 +1,132 @@
+"""BatchInHand: the batch that a worker computes on, and the one step that it takes with it.
+
+hand-over    fast classes: its own copy becomes what the shared model is
+script       forward, backward
+step         in place (slow classes), or on the copy, and what it changed is added (fast)
+let go       the ledger notes it as done, and the sizes what it took
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..learning_rate import LearningRate
+from ..memory import Memory
+from ..options import Job
+from ..stepping import take_over
+from .board import now_nanoseconds
+from .node import Node
+from .options import HogbatchOptions
+from .probe import memory_of
+from .sizes import Sizer
+from .writer import Writer
+
+
+class BatchInHand:
+    """One worker's; the optimizer's step is that of the batch in hand from now on.
+
+    places: of the epoch's order, that the batch is of; none: no batch is in hand.
+    """
+
+    def __init__(
+        self,
+        job: Job[HogbatchOptions],
+        mode: str,
+        node: Node,
+        trained: Sequence[torch.nn.Parameter],
+        writer: Writer,
+        sizer: Sizer,
+    ) -> None:
+        self._options, self._optimizer, self._mode = job.options, job.optimizer, mode
+        self._rank = job.world.rank
+        self._node, self._board, self._ledger = node, node.board, node.ledger
+        self._trained, self._device = trained, trained[0].device
+        self._writer, self._sizer = writer, sizer
+        self._memory = Memory(self._rank, trained)
+        self._rate = LearningRate(job.optimizer, job.options.lr_scaling, job.options.global_batch)
+        self._began = 0
+        self.places: Sequence[int] = ()
+        self._wrapped_step = take_over(job.optimizer, mode, self._step)
+
+    def take(self, places: Sequence[int]) -> None:
+        """Have a batch in hand, and the model be what it is now."""
+        self.places = places
+        self._writer.hand_over()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._began = now_nanoseconds()
+
+    def leave(self) -> None:
+        """Be done with the batch, also where the script took no step for it."""
+        if self.places:
+            self._board.add("unused", 1)
+            self._let_go()
+
+    def give_back(self) -> None:
+        """Let others have the batch, if there is one in hand."""
+        self._ledger.give_back(self.places)
+        self.places = ()
+
+    def backward(
+        self, loss_of: Callable[[Any], torch.Tensor], batch: Any, samples: int
+    ) -> torch.Tensor:
+        """Compute a batch's loss and gradients, in parts where the memory is too small."""
+        summed = self._options.loss_reduction == "sum"
+        return self._memory.backward(loss_of, batch, samples, summed)
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the shared model with the gradients of the batch."""
+        if not self.places:
+            raise RuntimeError(
+                f"rank {self._rank}: optimizer.step() without a batch in hand; mode "
+                f"{self._mode!r} takes one step for each batch of its loader"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        samples = len(self.places)
+        self._rate.scale(samples, None)
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        if self._options.loss_reduction == "sum":
+            for gradient in gradients:
+                gradient.div_(samples)
+        if all_finite(gradients):
+            self._writer.update(self._apply)
+            self._board.add("samples", samples)
+        else:
+            self._board.add("skipped", 1)
+        self._let_go()
+        self._node.merging.poll()
+        return loss
+
+    def _apply(self) -> None:
+        with self._optimizer.skip_synchronize():
+            self._wrapped_step()
+
+    def _let_go(self) -> None:
+        spent = now_nanoseconds() - self._began
+        self._board.add("busy", spent)
+        size = len(self.places)
+        self._ledger.finish(self.places)
+        self.places = ()
+        if self._device.type == "cuda":
+            self._sizer.note_memory(size, *memory_of(self._device))
+        if self._memory.most is not None:
+            self._sizer.limit(self._memory.most)
+        self._sizer.note(size, spent / 1e9)
+        if self._options.lock_step:
+            self._ledger.pass_turn()
+
+
+def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
+    """Tell whether gradients hold neither NaN nor infinity."""
+    flags = [
+        # No sum in 16 bits: of finite elements it would not be finite.
+        each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).isfinite()
+        for each in gradients
+    ]
+    return not flags or bool(torch.stack(flags).all())
