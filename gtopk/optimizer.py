@@ -111,7 +111,7 @@ class _DistributedOptimizer(Readings):
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._reducer.enter(here)
             self._world = here
-        if not self._reducer.takes_part or not self._reducer.trained():  # all are frozen
+        if not self._reducer.peers.takes_part or not self._reducer.trained():  # all are frozen
             self._synchronized = True
             return
         require_scaled(self.scaler, self)
@@ -134,7 +134,7 @@ class _DistributedOptimizer(Readings):
             waits=[(begun, self._exchange_ended)],
             synchronize_seconds=self._exchange_ended - begun,
             apply_seconds=self._exchange_ended - reduced,
-            predicted_seconds=self._reducer.predicted_seconds,
+            predicted_seconds=self._reducer.expected.seconds,
             skipped=self._skip,
             samples=round.samples.count,
         )
@@ -144,7 +144,7 @@ class _DistributedOptimizer(Readings):
         if (recorder := self._world.recorder) is not None:
             recorder.note_step(self.last_step)
             if not self._skip and looks.is_due(self._reducer.progress.steps):
-                looks.look(recorder, self._reducer.lanes)
+                looks.look(recorder, self._reducer.planned.lanes)
         if self._world.timeline is not None:
             began = self._reducer.progress.backward_began
             spans = (
@@ -152,11 +152,11 @@ class _DistributedOptimizer(Readings):
                 Span("SYNCHRONIZE", begun, self._exchange_ended),
             )
             working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
-            self._world.timeline.note_step(Step(self._reducer.name, spans, working, hidden))
+            self._world.timeline.note_step(Step(self._reducer.peers.name, spans, working, hidden))
         if self._skip:
             where = "; ".join(
                 f"rank {rank}: {', '.join(map(repr, names[:3]))}"
-                for rank, names in zip(self._reducer.ranks, round.culprits, strict=False)
+                for rank, names in zip(self._reducer.peers.ranks, round.culprits, strict=False)
                 if names
             )
             self._skipped.note(self._world.rank, self._world.step, where)
@@ -204,7 +204,7 @@ class _DistributedOptimizer(Readings):
                     "        optimizer.step()",
                     stacklevel=2,
                 )
-            if len(self._reducer.ranks) > 1:
+            if self._reducer.peers.size > 1:
                 require_no_fused_unscaling(self)
             self.synchronize()
         self._synchronized = False
@@ -212,7 +212,7 @@ class _DistributedOptimizer(Readings):
             self._step_wrapped()
         self._skip = False
         self._world.step += 1
-        if self._reducer.takes_part:
+        if self._reducer.peers.takes_part:
             self._replicas.after_step(self.state)
         return loss
 

@@ -49,7 +49,7 @@ class Holder(Protocol):
     def known_names(self) -> Collection[str]: ...
     def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]: ...
     def put_state_in(
-        self, held: Mapping[str, Held], lanes: list[dict[str, Any]], steps: int
+        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
     ) -> None: ...
 
 
@@ -70,10 +70,10 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
 
     root: a rank of the world.
     """
-    own = save(reducer)
-    if root not in reducer.ranks:
-        raise ValueError(f"root_rank must be one of {list(reducer.ranks)}, got {root}")
-    rank, place = reducer.rank, reducer.ranks.index(root)
+    own, peers = save(reducer), reducer.peers
+    if root not in peers.ranks:
+        raise ValueError(f"root_rank must be one of {list(peers.ranks)}, got {root}")
+    rank, place = peers.rank, peers.ranks.index(root)
 
     def work(transport: Transport, votes: list[int]) -> dict[str, Any] | None:
         if rank != place:
@@ -85,7 +85,7 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
         own["held"] = dict(sorted(own["held"].items()))
         return own
 
-    gathered: dict[str, Any] | None = reducer.run_on_all("state", [f"root={root}"], work)
+    gathered: dict[str, Any] | None = peers.run("state", [f"root={root}"], work)
     return gathered
 
 

@@ -210,7 +210,7 @@ class OuterExchange:
         return {**self._strange, **self._take_out()}, [self._lane.record()]
 
     def put_state_in(
-        self, held: Mapping[str, Held], lanes: list[dict[str, Any]], steps: int
+        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Hold this back from now on, and go on from these steps; `meet` before an exchange."""
         known = self.known_names()
@@ -222,7 +222,7 @@ class OuterExchange:
             "LocalSGD trains no parameter of that name; give it the names that the checkpoint "
             "was saved with (named_parameters)",
         )
-        for record in lanes:
+        for record in records:
             if record["names"] == self._lane.names:
                 self._lane.resume(record)
         self._progress.steps = steps

@@ -45,11 +45,11 @@ class ReplicaCheck:
         parameters = self._reducer.names
         own, names = checksums(parameters), list(parameters.values())
         if self._on_divergence == "error":
-            self._reducer.run_unless_joined(
+            self._reducer.peers.run_unless_joined(
                 "replicas", lambda transport: require_the_same(transport, own, names)
             )
             return
-        parted: list[Parted] | None = self._reducer.run_unless_joined(
+        parted: list[Parted] | None = self._reducer.peers.run_unless_joined(
             "replicas", lambda transport: compare(transport, own, names)
         )
         if not parted:
@@ -75,12 +75,12 @@ class ReplicaCheck:
         """Make the parameters that parted those of most ranks again; return what was done."""
         parameters = self._reducer.names
         own = pack(parameters, [each.name for each in parted], state)
-        ranks, mended = self._reducer.run_on_all(
+        ranks, mended = self._reducer.peers.run(
             "replicas.heal", [], lambda transport, votes: spread_majority(transport, own)
         )
         put_in(parameters, mended, state)
         again, names = checksums(parameters), list(parameters.values())
-        self._reducer.run_on_all(
+        self._reducer.peers.run(
             "replicas.healed", [], lambda t, votes: require_the_same(t, again, names)
         )
         has = "has" if len(ranks) == 1 else "have"

@@ -82,5 +82,5 @@ class OwnSteps:
         spans += [Span("COMPUTE", *bounds) for bounds in computed]
         spans += [Span("WAIT", *bounds) for bounds in waits]
         kind = f"each {self._covers}"
-        name = self._optimizer._reducer.name
+        name = self._optimizer._reducer.peers.name
         return Step(name, spans, done.working_seconds, done.hidden_seconds, kind)

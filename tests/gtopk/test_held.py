@@ -139,7 +139,7 @@ def test_after_what_was_held_back_the_compression_is_as_it_was_asked_for(threads
             training.distribute(Compression.fp16, training.optimizer.state_dict())
             for step in range(1, 4):
                 training.step(*training.draw(step))
-                lanes = training.optimizer._reducer.lanes
+                lanes = training.optimizer._reducer.planned.lanes
                 assert {lane.facts for lane in lanes} == {"dense FP16Compressor"}
                 assert all(lane.exchange.residual is None for lane in lanes)
 

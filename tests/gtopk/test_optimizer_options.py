@@ -27,7 +27,7 @@ def test_groups_are_buckets(threads, groups):
             optimizer = distribute(model, bucket_bytes=None, groups=made)
             model(inputs(transport.rank, 0)).square().sum().backward()
             optimizer.step()
-            return [lane.names for lane in optimizer._reducer.lanes]
+            return [lane.names for lane in optimizer._reducer.planned.lanes]
 
     for buckets in threads(2, program):
         if groups == "lists":

@@ -186,7 +186,7 @@ def test_ranks_that_disagree_about_a_step_all_hear_who_and_what() -> None:
         text = raises(
             hvd.HorovodInternalError,
             optimizer.step,
-            f"the ranks disagree about {optimizer._reducer.name}.plan: ",
+            f"the ranks disagree about {optimizer._reducer.peers.name}.plan: ",
             *parts,
         )
         assert bits(model, optimizer) == before

@@ -124,7 +124,7 @@ def test_nothing_is_lost_while_sizes_change_and_rotate() -> None:
             sent += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
         parts = {
             parameter: part
-            for lane in optimizer._reducer.lanes
+            for lane in optimizer._reducer.planned.lanes
             for parameter, part in zip(
                 lane.parameters,
                 torch.from_numpy(lane.exchange.residual.values.copy()).split(
