@@ -1,6 +1,6 @@
 """The automatic exchange: all ranks run what rank 0's judge says, and tell it what that takes.
 
-What looking costs: the calibration, under two seconds or nothing from the cache; some dense steps,
+What looking costs: the calibration, about two seconds or nothing from the cache; some dense steps,
 first where sparse may be slower, later where it cannot, when they are a hundredth of what has
 passed; and one allgather of 48 bytes a window of 20 to 640 steps.
 

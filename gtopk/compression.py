@@ -264,6 +264,8 @@ class Hierarchical(SparseCompression):
         check_choice("across", self.across, ("gtopk", "oktopk"))
         check_choice("inside", self.inside, ("picks", "dense"))
         check_widening("growth", self.growth)
+        if self.across != "gtopk" and self.growth != USUAL_GROWTH:
+            raise ValueError(f"growth is of across='gtopk', got across={self.across!r}")
         if self.node_size is not None:
             check_count("node_size", self.node_size)
             if self.node_size == 0:

@@ -19,13 +19,16 @@ def expected(
     """Return what the exchange of such a gradient is expected to take.
 
     None for what chooses, and beyond the model: across nodes all but gtopk, dense gradients inside
-    them, and nodes by number that share their hosts' links with others, or stretch over several.
+    them, nodes by number that share their hosts' links with others, or stretch over several, and
+    nodes of unlike numbers of ranks.
     """
     network, rates = calibration.network, calibration.rates
     if isinstance(compression, Hierarchical):
         node_size = compression.node_size or network.ranks_per_node
         modelled = (compression.across, compression.inside) == ("gtopk", "picks")
         if not modelled or network.ranks_per_node not in (1, node_size):
+            return None
+        if network.ranks % node_size:
             return None
         network = network._replace(ranks_per_node=node_size)
     if isinstance(compression, SparseCompression):

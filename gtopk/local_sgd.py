@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from .outer_exchange import Outcome, OuterExchange
 from .outer_report import report_of
 from .parameters import name_parameters, require_known
 from .process_sets import ProcessSet, global_process_set
+from .replicas import checksums
 from .telemetry import StepReport
 from .wrapping import Wrapping, wrap
 
@@ -104,6 +106,9 @@ class _LocalSGD(Wrapping):
         """Return the parameters that are each rank's own now: all of them, within a round."""
         return self._names.keys() if self._center else ()
 
+    def besides(self) -> list[torch.optim.Optimizer]:
+        return [self.outer]
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica with its own gradients; end the round where it is time.
 
@@ -137,7 +142,7 @@ class _LocalSGD(Wrapping):
             )
             self._center = [p.detach().clone() for p in self._names]
         if not self._are_alike:
-            self._exchange.meet(self._center, self._facts())
+            self._exchange.meet(self._center, [*self._facts(), self._outer_state_said()])
             self._are_alike = True
 
     def _facts(self) -> list[str]:
@@ -150,6 +155,16 @@ class _LocalSGD(Wrapping):
             f"inner_steps={self.inner_steps}",
             f"outer {type(self.outer).__name__} {groups}",
         ]
+
+    def _outer_state_said(self) -> str:
+        """Return what tells the outer optimizer's state from another: all ranks have the same."""
+        state = [value for p in self._names for value in self.outer.state.get(p, {}).values()]
+        tensors = checksums([value for value in state if isinstance(value, torch.Tensor)])
+        others = [value for value in state if isinstance(value, (int, float))]
+        return (
+            f"state of the outer optimizer {zlib.crc32(tensors.tobytes()):08x} {others} "
+            "(all ranks load, or broadcast_optimizer_state gives them one's)"
+        )
 
     @torch.no_grad()
     def outer_step(self) -> bool:
@@ -220,7 +235,8 @@ class _LocalSGD(Wrapping):
         """Go on from a state; load the model's first.
 
         On another number of ranks, the steps of a round that was under way are lost: all ranks go
-        back to its center. The sum of what is held back stays. A plain optimizer's state is fine.
+        back to its center. The sum of what is held back stays. A plain optimizer's state is fine,
+        also a distributed one's, but for what that holds back.
         Raises ValueError for a state of another format.
         """
         own = state_dict.get(_KEY)

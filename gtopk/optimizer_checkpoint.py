@@ -7,6 +7,7 @@
         "lanes":   [{"names": [...], "regions": ...}]: a run that is resumed has the same buckets,
         "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters
         "of":      only in a sum of parts: of which ranks, of how many, it is
+        "holds":   "changes" of the model, as LocalSGD; else gradients
     }
 
 `state_dict()` holds this rank's own; `gather_state` all ranks', which any number of ranks can load:
@@ -20,13 +21,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 
 from collectives.transports import Transport
 
-from .held import Held
+from .held import Held, unsent
 from .held_names import translate, under_known_names
 from .objects import decode, encode
 from .reducer import Reducer
@@ -34,11 +35,17 @@ from .reducer import Reducer
 _log = logging.getLogger("gtopk")
 KEY: Final = "gtopk"
 FORMAT: Final = 1
+GRADIENTS, CHANGES = "gradients", "changes"
 _FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
 class Holder(Protocol):
-    """Who holds something back; see `Reducer` and `OuterExchange`."""
+    """Who holds something back; see `Reducer` and `OuterExchange`.
+
+    holds: of what: GRADIENTS, or CHANGES of the model.
+    """
+
+    holds: ClassVar[str]
 
     @property
     def ranks(self) -> Sequence[int]: ...
@@ -62,6 +69,7 @@ def save(holder: Holder) -> dict[str, Any]:
         "steps": holder.steps,
         "lanes": lanes,
         "held": {holder.rank: held},
+        **({"holds": holder.holds} if holder.holds != GRADIENTS else {}),
     }
 
 
@@ -92,8 +100,20 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
 def load(holder: Holder, part: Mapping[str, Any]) -> None:
     """Have held back what this rank has to, and say what was done.
 
-    Raises ValueError for a part that another version wrote.
+    Of what another kind of optimizer holds back, nothing, with a warning: a change of the model is
+    no gradient. Raises ValueError for a part that another version wrote.
     """
+    if (of := part.get("holds", GRADIENTS)) != holder.holds:
+        if any(map(unsent, part["held"].values())):
+            _log.warning(
+                "rank %d of %d holds back nothing: the state holds back %s, and this optimizer "
+                "exchanges %s; what is held back is lost",
+                holder.rank,
+                len(holder.ranks),
+                of,
+                holder.holds,
+            )
+        return
     held = share_of(part, holder.rank, len(holder.ranks))
     known = holder.known_names()
     holder.put_state_in(under_known_names(held, known), lanes_here(part, known), int(part["steps"]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -63,6 +63,8 @@ class OuterExchange:
     names: of the parameters, in the order in which they are exchanged.
     ranks: of the world that exchange, in order; rank: this one's place among them.
     """
+
+    holds: ClassVar[str] = "changes"
 
     def __init__(
         self,

@@ -170,8 +170,8 @@ def _agree_on(plan: Plan, facts: Sequence[str], peers: Peers) -> Agreed:
         if joined:
             raise MismatchError(
                 f"all ranks plan {peers.name} together, and {name_ranks(joined)} joined: every "
-                "rank must take a step before one joins, and a parameter that comes or is "
-                "unfrozen later must wait until all have joined"
+                "rank must take a step before one joins, and a parameter that comes, is "
+                "frozen or unfrozen, and a state that is loaded must wait until all have joined"
             )
         return plan.agree(transport)
 

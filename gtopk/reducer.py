@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,6 +55,8 @@ class Reducer:
     peers:    the ranks that reduce together, in the world that was entered last.
     stragglers: how fast they compute beside each other.
     """
+
+    holds: ClassVar[str] = "gradients"
 
     def __init__(
         self,

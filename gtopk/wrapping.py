@@ -46,6 +46,10 @@ class Wrapping(torch.optim.Optimizer):
         """Return the parameters that are each rank's own now; the others are the same on all."""
         return ()
 
+    def besides(self) -> list[torch.optim.Optimizer]:
+        """Return the other optimizers that all ranks step with alike."""
+        return []
+
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, laid out as its parameters are here."""
         super().load_state_dict(state_dict, *args, **kwargs)

@@ -49,15 +49,15 @@ def recipes(inner_steps: Sequence[int], densities: Sequence[float]) -> Iterator[
     """Yield what is compared, by name."""
     yield "dense, every step", DistributedOptimizer
     for density in densities:
-        gtopk = Compression.gtopk(density)
+        gtopk = Compression.gtopk(density, growth=1.0)
         yield f"gtopk {density:g}, every step", partial(DistributedOptimizer, compression=gtopk)
     for steps in inner_steps:
         local = partial(LocalSGD, inner_steps=steps)
         yield f"averaging, {steps} steps", partial(local, outer=averaging)
         yield f"DiLoCo, {steps} steps", partial(local, outer=nesterov)
         for density in densities:
-            gtopk = Compression.gtopk(density)
-            inside = Compression.gtopk(density, momentum_correction=0.9)
+            gtopk = Compression.gtopk(density, growth=1.0)
+            inside = Compression.gtopk(density, growth=1.0, momentum_correction=0.9)
             for outer in (averaging, nesterov):
                 yield (
                     f"gtopk {density:g}, {steps} steps, {outer.__name__}",

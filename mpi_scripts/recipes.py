@@ -146,11 +146,11 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "gtopk, bytes of topk": lambda s: corrected(
         gtopk, equal_bytes_density(s.density, s.ranks, growth=1.0)
     ),
-    "gtopk across nodes of 4": lambda s: corrected(Compression.hierarchical, s.density)._replace(
-        node_size=4
-    ),
+    "gtopk across nodes of 4": lambda s: corrected(
+        Compression.hierarchical, s.density, growth=1.0
+    )._replace(node_size=4),
     "gtopk across dense nodes of 4": lambda s: corrected(
-        Compression.hierarchical, s.density, inside="dense"
+        Compression.hierarchical, s.density, inside="dense", growth=1.0
     )._replace(node_size=4),
     "oktopk": lambda s: corrected(Compression.oktopk, s.density),
     "oktopk, k_out 4": lambda s: corrected(Compression.oktopk, s.density, k_out=4.0),

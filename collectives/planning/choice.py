@@ -137,9 +137,13 @@ def choose(
 
 
 def offered(network: Network) -> list[str]:
-    """Return the sparse algorithms that do something of their own on a network."""
-    nodes = -(-network.ranks // network.ranks_per_node)
-    is_hierarchy = network.ranks_per_node > 1 and nodes > 1
+    """Return the sparse algorithms that do something of their own on a network.
+
+    Between nodes of unlike numbers of ranks "hierarchical" has as many shards as the smallest has
+    ranks, which the model does not know.
+    """
+    nodes, left_over = divmod(network.ranks, network.ranks_per_node)
+    is_hierarchy = network.ranks_per_node > 1 and nodes > 1 and not left_over
     return [name for name in SPARSE if name != "hierarchical" or is_hierarchy]
 
 

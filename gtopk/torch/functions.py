@@ -18,6 +18,7 @@ from ..agreement import name_ranks
 from ..exceptions import HorovodInternalError
 from ..objects import decode, encode, holds_pickle, pickle_allowed
 from ..process_sets import ProcessSet, global_process_set
+from ..wrapping import Wrapping
 from .mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
 from .mpi_ops.broadcasting import check_root
 
@@ -203,7 +204,7 @@ def broadcast_optimizer_state(
     working. Unlike Horovod, no step with zero gradients is taken to make state: weight decay and
     momentum would move the parameters, and the root tells what its state consists of.
 
-    optimizer: plain or distributed.
+    optimizer: plain or distributed; of a LocalSGD the outer one's is given, too.
     model: accepted for Horovod's scripts, not needed.
     Raises ValueError for LBFGS and, on every rank, when a rank's optimizer is of another class or
     has other parameters; TypeError, on every rank, when the root's state cannot be sent.
@@ -242,3 +243,6 @@ def broadcast_optimizer_state(
         filled = optimizer_tree.put_tensors_in(message["optimizer"], tensors)
         optimizer_tree.install(filled, optimizer)
     optimizer_tree.lay_out_as_parameters(optimizer)
+    if isinstance(optimizer, Wrapping):
+        for other in optimizer.besides():
+            broadcast_optimizer_state(other, root_rank)

@@ -116,6 +116,8 @@ def train(training: Training) -> None:
     done = tally.epoch * tally.steps_per_epoch + tally.step
     last = training.epochs * tally.steps_per_epoch
     last = last if training.steps is None else min(last, training.steps)
+    if done >= last and hvd.rank() == 0:
+        print(f"step {done} of {last}: nothing is left to train", flush=True)
     while done < last:
         batches = task.batches(tally.epoch, tally.step * training.passes)
         model.train()

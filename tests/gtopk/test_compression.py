@@ -169,3 +169,10 @@ def test_a_policy_says_which_parameters_travel_whole(options, travel_dense):
 def test_options_of_the_toolbox_are_checked(options):
     with pytest.raises((ValueError, TypeError), match=next(iter(options))):
         Compression.gtopk(0.1, **options)
+
+
+def test_between_nodes_only_gtopk_grows():
+    assert Compression.hierarchical(0.1, growth=4.0).widening() == 4.0
+    assert Compression.hierarchical(0.1, across="oktopk").widening() == 1.0
+    with pytest.raises(ValueError, match="growth is of across='gtopk', got across='oktopk'"):
+        Compression.hierarchical(0.1, across="oktopk", growth=4.0)

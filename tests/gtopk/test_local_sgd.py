@@ -424,6 +424,76 @@ def test_what_is_held_back_of_other_names_is_kept_and_told(
     assert "rank 1: what is held back of '0.bias', '0.weight', '2.bias', '2.weight'" in caplog.text
 
 
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.gtopk(0.1)])
+@pytest.mark.parametrize("changes_first", [True, False])
+def test_gradients_that_are_held_back_are_no_changes_of_the_model(
+    changes_first: bool, compression: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse = hvd.Compression.gtopk(0.1)
+
+    def local(optimizer: Any, compression: Any) -> Any:
+        return LocalSGD(optimizer, 2, averaging, compression)
+
+    def every_step(optimizer: Any, compression: Any) -> Any:
+        return hvd.DistributedOptimizer(optimizer, compression=compression)
+
+    first, then = (local, every_step) if changes_first else (every_step, local)
+
+    def program(transport: LocalTransport) -> bool:
+        model = network()
+        optimizer = first(momentum(model.parameters()), sparse)
+        for step in range(2):
+            backward(model, transport.rank, step)
+            optimizer.step()
+        assert held(optimizer).any()
+        state = optimizer.state_dict()
+        optimizer = then(torch.optim.SGD(model.parameters(), lr=0.0), compression)
+        optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+        before = weights(model)
+        for _ in range(2):
+            model.zero_grad()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        return torch.equal(before, weights(model)) and not held(optimizer).any()
+
+    assert on_ranks(2, program) == [True, True]
+    said = [r.getMessage() for r in caplog.records if "is lost" in r.getMessage()]
+    assert len(said) == 2
+    assert all("holds back nothing" in text for text in said)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_the_outer_optimizers_state_is_shared_or_missed(is_shared: bool) -> None:
+    """Rank 0 alone goes on from a checkpoint, as Horovod's scripts do."""
+
+    def program(transport: LocalTransport) -> Any:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 1)
+        for step in range(2):
+            backward(model, transport.rank, step)
+            optimizer.step()
+        state, trained = optimizer.state_dict(), model.state_dict()
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 1)
+        if transport.rank == 0:
+            model.load_state_dict(trained)
+            optimizer.load_state_dict(state)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        if is_shared:
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        backward(model, transport.rank, 2)
+        if not is_shared:
+            with pytest.raises(hvd.HorovodInternalError, match="state of the outer optimizer"):
+                optimizer.step()
+            return None
+        optimizer.step()
+        return weights(model)
+
+    ours, others = on_ranks(2, program)
+    assert not is_shared or torch.equal(ours, others)
+
+
 def test_ranks_that_disagree_or_begin_apart_hear_of_it() -> None:
     def disagree(transport: LocalTransport) -> None:
         model = network()

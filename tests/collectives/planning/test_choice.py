@@ -22,7 +22,7 @@ from collectives.planning import (
     calibrate,
     choose,
 )
-from collectives.planning.choice import LARGEST_DENSITY, keeps
+from collectives.planning.choice import LARGEST_DENSITY, keeps, offered
 from collectives.transports import local_world
 
 RESNET50 = 25_557_032
@@ -234,3 +234,10 @@ def test_every_rank_chooses_the_same(size, monkeypatch, tmp_path):
 
     everyones = run_ranks(local_world(size, 30), program)
     assert everyones == [everyones[0]] * size
+
+
+def test_nodes_of_unlike_numbers_of_ranks_are_beyond_the_model():
+    """Their shards are as many as the smallest node has ranks."""
+    link = Link.of(1e9, 1e-4)
+    for ranks, is_offered in ((8, True), (7, False), (4, False)):
+        assert ("hierarchical" in offered(Network(ranks, link, 4, link))) == is_offered

@@ -121,6 +121,15 @@ def test_an_epoch_is_saved_before_its_figures_are_written(
     assert len(list(kept.iterdir())) == 1
 
 
+def test_a_training_that_is_done_says_so(monkeypatch, tmp_path: Path, capsys) -> None:
+    done = ["train.py", "--epochs", "1", "--batch-size", "200", "--checkpoint", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", done)
+    for told in ("epoch   1  loss", "step 7 of 7: nothing is left to train"):
+        with world.entered(local_world(1)[0]):
+            train.train(train.prepare(train.parse()))
+        assert told in capsys.readouterr().out
+
+
 def test_two_passes_of_a_batch_are_one_of_twice_as_many(trained) -> None:
     dense = ["--compression", "none", "--epochs", "1"]
     (two,) = trained(2, *dense, "--batch-size", "20", "--passes", "2")
