@@ -1,7 +1,7 @@
 """Train a reference model on all ranks: a Horovod script with one import changed.
 
 mpirun -n 4 python mpi_scripts/train.py --compression gtopk --density 0.01        # real digits
-mpirun -n 32 python mpi_scripts/train.py --preset resnet20-cifar10 --data DIR --density 0.001
+mpirun -n 32 python mpi_scripts/train.py --preset resnet20-cifar10 --data DIR --growth 1
 python mpi_scripts/train.py                  # one rank
 
 A preset is a model, its data and hyper-parameters; without --data those of published sets are
@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd  # was: import horovod.torch as hvd
+from collectives.algorithms.growth import USUAL_GROWTH
 from gtopk.arguments import as_argument, number_in, output_file
 from gtopk.compression import SparseCompression
 from mpi_scripts.arguments import Parser, at_least, on_every_rank
@@ -32,6 +33,7 @@ from mpi_scripts.training.task import Feed, Source
 DENSE: Final = ("none", "fp16", "bf16")
 WARM: Final = SparseCompression.warmup_from
 SPARSE: Final = ("topk", "gtopk", "oktopk", "hierarchical")
+GROWING: Final = ("gtopk", "hierarchical")
 
 
 def parse() -> argparse.Namespace:
@@ -60,6 +62,11 @@ def parse() -> argparse.Namespace:
         type=as_argument(number_in("[0, inf)")),
         default=0.0,
         help=f"in which the density falls from {WARM:g} to its own",
+    )
+    sending.add_argument(
+        "--growth",
+        type=as_argument(number_in("[1, inf)")),
+        help=f"width of gTop-k's updates, times k; 1: as published; default: {USUAL_GROWTH:g}",
     )
     sending.add_argument(
         "--momentum-correction",
@@ -103,6 +110,8 @@ def _require_use(arguments: argparse.Namespace) -> None:
         idle.append("--density")
     if compression not in SPARSE and arguments.density_warmup_epochs:
         idle.append("--density-warmup-epochs")
+    if compression not in GROWING and arguments.growth is not None:
+        raise ValueError(f"--growth is of {' and '.join(GROWING)}, got --compression {compression}")
     if compression in DENSE and arguments.momentum_correction:
         idle.append("--momentum-correction")
     if idle:
@@ -215,6 +224,8 @@ def _compression(arguments: argparse.Namespace, preset: Preset, steps_per_epoch:
     options: dict[str, Any] = {"momentum_correction": _correction(arguments, preset)}
     if arguments.compression in SPARSE:
         options["warmup_steps"] = round(arguments.density_warmup_epochs * steps_per_epoch)
+    if arguments.growth is not None:
+        options["growth"] = arguments.growth
     return kind(density=_density(arguments, preset), **options)
 
 

@@ -145,6 +145,7 @@ def test_half_precision_and_a_warm_up_of_the_density_train(trained) -> None:
         ["--amp", "fp16"],
         ["--compression", "oktopk"],
         ["--compression", "gtopk", "--density-warmup-epochs", "0.5"],
+        ["--compression", "gtopk", "--growth", "1"],
     ):
         (record,) = trained(2, "--epochs", "1", "--batch-size", "25", *arguments)
         assert record["accuracy"] > 0.4, arguments  # chance: 0.1
@@ -200,6 +201,7 @@ def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
         ),
         (["--density-warmup-epochs", "inf"], "--density-warmup-epochs: must lie in [0, inf)"),
         (["--log", "/proc/nothing/log"], "--log: /proc/nothing/log cannot be written"),
+        (["--compression", "topk", "--growth", "1"], "--growth is of gtopk and hierarchical, got"),
         (["--checkpoint-every", "3"], "--checkpoint-every needs --checkpoint FOLDER"),
         *(
             (["--compression", kind, *option], f"--compression {kind} has no use for {option[0]}:")
