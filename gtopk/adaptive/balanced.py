@@ -61,9 +61,7 @@ class BalancedLoader:
         self._name = f"adapt.{next(world.sets[0].unnamed)}"
         self._most = [_NO_BOUND] * world.size  # of every rank, for its memory
         self._plan = Plan(self._equal(options.global_batch))
-        self._source = open_source(
-            job.loader, self._plan, world.rank, job.order, options.seed, self._compare
-        )
+        self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
         self._epochs = Epochs(job.loader)
         self.dataset = job.loader.dataset
         parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
@@ -175,7 +173,7 @@ class BalancedLoader:
             self._abandon()
         with self._epochs.iterate() as (epoch, start):
             self._plan.drawn = self.step
-            for cut, batch in self._source.begin(epoch, self.step, start):
+            for cut, batch in self._source.begin(epoch, self.step, start, self._compare):
                 self._hand_over(cut)
                 try:
                     yield batch

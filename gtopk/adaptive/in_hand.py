@@ -7,6 +7,8 @@ over        every rank weighs alike, at the rates as they are
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ..samples import Samples
@@ -19,17 +21,18 @@ class InHand:
     back what another had multiplied.
 
     factor: of the next step's rates.
+    The optimizer keeps this, and nothing here keeps the optimizer: it goes with its last user.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+        self._optimizer: Any = weakref.proxy(optimizer)
         self.factor = 1.0
         self._rates: list[Any] | None = None  # to be put back
         self._batch: object = None
         self._step_before: object = None  # when the batch was handed out
         self._said: Samples | None = None  # of a batch whose loop was left before its step
-        optimizer.register_step_pre_hook(self._multiply)
-        optimizer.register_step_post_hook(self._close_step)
+        optimizer.register_step_pre_hook(weakly(self._multiply))
+        optimizer.register_step_post_hook(weakly(self._close_step))
 
     @classmethod
     def of(cls, optimizer: Any) -> InHand:
@@ -82,3 +85,18 @@ class InHand:
             self._rates = None
         if self._said is not None:
             self.let_go(self._batch)
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that calls a bound method as long as its object is there.
+
+    A distributed optimizer shares its hooks with the plain one, which outlives it. What calls
+    nothing any more stays there: the object may go while a step walks through its hooks.
+    """
+    known = weakref.WeakMethod(method)
+
+    def hook(*step: Any) -> None:
+        if (call := known()) is not None:
+            call(*step)
+
+    return hook

@@ -24,6 +24,7 @@ from .cuts import Cut, Plan, cut_epoch, shuffled
 from .same_stream import columns_of
 
 Order = Callable[[int], Sequence[int]]
+Compare = Callable[[Array], None]
 T = TypeVar("T")
 
 
@@ -37,8 +38,13 @@ class Source(Protocol):
     lead: int
     facts: str
 
-    def begin(self, epoch: int, step: int, start: int) -> Iterator[tuple[Cut, Any]]:
-        """Yield the rest of an epoch, from a step and a place in its order on."""
+    def begin(
+        self, epoch: int, step: int, start: int, compare: Compare
+    ) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch, from a step and a place in its order on.
+
+        compare: has all ranks compare the samples that a stream begins with.
+        """
 
     def steps(self, start: int) -> int | None:
         """Return how many steps are left from a place on; None where nobody knows."""
@@ -85,7 +91,9 @@ class DatasetSource:
         self.lead = loader.num_workers * (loader.prefetch_factor or 0)
         self.facts = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
 
-    def begin(self, epoch: int, step: int, start: int) -> Iterator[tuple[Cut, Any]]:
+    def begin(
+        self, epoch: int, step: int, start: int, compare: Compare
+    ) -> Iterator[tuple[Cut, Any]]:
         """Yield the rest of an epoch."""
         sampler = self._sampler
         sampler.epoch, sampler.step, sampler.start = epoch, step, start
@@ -104,29 +112,27 @@ class StreamSource:
     """An iterable data set, which must yield the same samples on every rank.
 
     Every rank reads all of it, and keeps its share of each step.
-    compare: has all ranks compare the samples that an iteration begins with.
     """
 
     lead = 0
 
-    def __init__(
-        self, loader: DataLoader[Any], plan: Plan, rank: int, compare: Callable[[Array], None]
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int) -> None:
         self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
         self._numbers = Numbers(loader, self._loader, 0)  # workers draw alike on all ranks
-        self._compare = compare
         self._collate = loader.collate_fn
         self._plan = plan
         self._rank = rank
         self._drop_last = loader.drop_last
         self.facts = f"a stream read by {loader.num_workers} workers, drop_last={loader.drop_last}"
 
-    def begin(self, epoch: int, step: int, start: int) -> Iterator[tuple[Cut, Any]]:
+    def begin(
+        self, epoch: int, step: int, start: int, compare: Compare
+    ) -> Iterator[tuple[Cut, Any]]:
         """Yield the rest of an epoch; what lies before `start` is read and left aside."""
         self._numbers.begin(epoch)
         samples = islice(iter(self._loader), start, None)
         block = self._block(samples, step)
-        self._compare(columns_of(block))
+        compare(columns_of(block))
         while block:
             length = start + len(block)
             for cut in cut_epoch(self._plan, step, start, length, self._drop_last):
@@ -144,19 +150,14 @@ class StreamSource:
 
 
 def open_source(
-    loader: DataLoader[Any],
-    plan: Plan,
-    rank: int,
-    order: Order | None,
-    seed: int,
-    compare: Callable[[Array], None],
+    loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
 ) -> Source:
-    """Return the source that a DataLoader describes; compare: see `StreamSource`.
+    """Return the source that a DataLoader describes.
 
     Raises ValueError for a loader whose sampler cannot be divided anew.
     """
     if isinstance(loader.dataset, IterableDataset):
-        return StreamSource(loader, plan, rank, compare)
+        return StreamSource(loader, plan, rank)
     return DatasetSource(loader, plan, rank, order, seed)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -223,6 +225,36 @@ def test_batch_norm_takes_the_batch_that_stands_in_for_none(samples: Any) -> Non
     assert fast[0] == slow[0] == 4
     assert fast[-1] == 8
     assert slow[-1] == 0
+
+
+@pytest.fixture
+def without_gc() -> Iterator[None]:
+    """Let objects go by their reference counts alone."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("samples", [data(96), Samples()], ids=["data set", "stream"])
+def test_an_optimizer_goes_with_its_loader_and_another_phase_trains(
+    samples: Any, without_gc: None
+) -> None:
+    """Else its hooks would count the next phase's backward passes, and find one too many."""
+
+    def program(here: World) -> None:
+        model = network()
+
+        def train(plain: torch.optim.Optimizer) -> Callable[[], Any]:
+            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+            for batch in hvd.adapt(DataLoader(samples, 4), optimizer):
+                step_on(model, optimizer, batch, mean_loss)
+            return weakref.ref(optimizer)
+
+        first = torch.optim.SGD(model.parameters(), lr=0.1)
+        for plain in (first, first, torch.optim.SGD(model.parameters(), lr=0.01)):
+            assert train(plain)() is None
+
+    on_ranks(2, program)
 
 
 def test_after_a_break_in_a_batch_that_stood_in_the_script_says_its_samples() -> None:
