@@ -112,13 +112,14 @@ class StreamSource:
     """An iterable data set, which must yield the same samples on every rank.
 
     Every rank reads all of it, and keeps its share of each step.
+    seed: equal on all ranks, so that their workers draw alike; the script's need not be.
     """
 
     lead = 0
 
-    def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int, seed: int) -> None:
         self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
-        self._numbers = Numbers(loader, self._loader, 0)  # workers draw alike on all ranks
+        self._numbers = Numbers(loader, self._loader, seed=seed)
         self._collate = loader.collate_fn
         self._plan = plan
         self._rank = rank
@@ -157,7 +158,7 @@ def open_source(
     Raises ValueError for a loader whose sampler cannot be divided anew.
     """
     if isinstance(loader.dataset, IterableDataset):
-        return StreamSource(loader, plan, rank)
+        return StreamSource(loader, plan, rank, seed)
     return DatasetSource(loader, plan, rank, order, seed)
 
 
@@ -235,19 +236,26 @@ class Numbers:
 
     An iteration of a DataLoader draws from torch's generator otherwise, so that what the script
     draws from it would come otherwise after an epoch was resumed in its middle.
+    seed: None: the script's, whatever it is when an epoch begins.
     """
 
-    def __init__(self, original: DataLoader[Any], rebuilt: DataLoader[Any], rank: int) -> None:
+    def __init__(
+        self,
+        original: DataLoader[Any],
+        rebuilt: DataLoader[Any],
+        rank: int = 0,
+        seed: int | None = None,
+    ) -> None:
         self._generator = None if original.generator else torch.Generator()
-        self._rank = rank
+        self._rank, self._seed = rank, seed
         if self._generator is not None:
             rebuilt.generator = self._generator
 
     def begin(self, epoch: int, part: int = 0) -> None:
-        """Set the generator by the script's seed, the epoch, which part of it, and the rank."""
+        """Set the generator by the seed, the epoch, which part of it, and the rank."""
         if self._generator is not None:
-            seed = torch.initial_seed() + 1_000_003 * epoch + 7_919 * self._rank
-            seed += 15_485_863 * part
+            seed = torch.initial_seed() if self._seed is None else self._seed
+            seed += 1_000_003 * epoch + 7_919 * self._rank + 15_485_863 * part
             self._generator.manual_seed(seed % 2**63)
 
 

@@ -142,3 +142,18 @@ def test_workers_draw_alike_on_all_ranks() -> None:
     epochs = [[i for seen in ranks for batch in seen[epoch] for i in batch] for epoch in (0, 1)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(50))] * 2
     assert epochs[0] != epochs[1]
+
+
+def test_workers_draw_alike_whatever_a_ranks_own_seed_is() -> None:
+    """Scripts add the rank to torch's, for dropout to differ."""
+
+    def drawn(own: int, **options: Any) -> Any:
+        def program(here: World) -> Any:
+            torch.manual_seed(own)  # that of all threads: one rank at a time
+            loader = DataLoader(Drawn(), 4, num_workers=1, multiprocessing_context="fork")
+            return indices_of(hvd.adapt(loader, some_optimizer(), **options))
+
+        return on_ranks(1, program)
+
+    with torch.random.fork_rng(devices=[]):
+        assert drawn(42) == drawn(43) != drawn(42, seed=1)
