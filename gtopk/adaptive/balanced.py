@@ -87,6 +87,7 @@ class BalancedLoader:
         self._seconds: list[float] = []  # of the window that is open
         self._exchanges: list[float] = []  # of its steps, where they are asked for
         self._cut: Cut | None = None  # of the batch in hand
+        self._has_warned = False  # of a stream that cannot be told from another
         self.num_samples = 0
         self.decisions: list[Decision] = []
 
@@ -141,12 +142,26 @@ class BalancedLoader:
         return Limits(samples, low, most, self._options.grain)
 
     def _compare(self, columns: Array) -> None:
-        """Raise HorovodInternalError, on every rank, where ranks read unlike streams."""
+        """Raise HorovodInternalError, on every rank, where ranks read unlike streams.
 
-        def work(transport: Transport, votes: list[int]) -> None:
-            require_the_same(transport, columns)
+        Warns once, on rank 0, where nobody knows.
+        """
 
-        self._world.engine.submit(f"{self._name}.stream", [], work).wait()
+        def work(transport: Transport, votes: list[int]) -> bool:
+            return require_the_same(transport, columns)
+
+        is_known = self._world.engine.submit(f"{self._name}.stream", [], work).wait()
+        if not (is_known or self._has_warned):
+            self._has_warned = True
+            if self._world.rank == 0:
+                _log.warning(
+                    "whether all ranks read the same stream cannot be told from its first step: "
+                    "the columns that agree are alike in all samples (one class, say), and the "
+                    "others differ from rank to rank, by random augmentation or because ranks read "
+                    "unlike samples. Make sure that the data set yields the same samples, in the "
+                    "same order, on all ranks, and none by rank; with its classes mixed, or "
+                    "augmented in collate_fn, the stream can be told"
+                )
 
     @property
     def sizes(self) -> list[int]:

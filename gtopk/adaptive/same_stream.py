@@ -1,10 +1,13 @@
 """Whether all ranks read the same stream, by the samples that an iteration begins with.
 
-    rank 0   (image, label)    rank 1   (image', label)     it is: of columns that tell samples
-             (image, label)             (image', label)     apart one is the same on all ranks
+    rank 0   (image, 3)    rank 1   (image', 3)     it is: of columns that tell samples apart one
+             (image, 5)             (image', 5)     is the same on all ranks
+
+    rank 0   (image, 3)    rank 1   (image', 3)     nobody knows: what is the same is so in all
+             (image, 3)             (image', 3)     samples
 
 What is drawn at random, as in augmentation, may differ; in a stream that ranks read parts of, every
-column does.
+column does that tells samples apart.
 """
 
 from __future__ import annotations
@@ -25,17 +28,18 @@ from ..replicas import checksums
 
 
 def columns_of(block: Sequence[Any]) -> Array:
-    """Return the number of samples, and a checksum of each of their columns: uint32 [1 + columns].
+    """Return the number of samples; of each column, whether it tells samples apart and a checksum.
 
-    0: of a column that is alike in all samples, or of what has no checksum.
+    uint32 [1 + 2 columns]; of what has no checksum, 0 and 0.
     """
     rows = [[checksum(part) for part in _parts(sample)] for sample in block]
     if len({len(row) for row in rows}) > 1:  # lists of unlike length, say
         rows = [[checksum(sample)] for sample in block]
     told = [len(block)]
     for column in zip(*rows, strict=True):
-        tells = len(set(column)) > 1 or (len(column) == 1 and column[0])
-        told.append(zlib.crc32(np.array(column, np.uint32).data) if tells else 0)
+        known = any(column)
+        told.append(known and (len(set(column)) > 1 or len(column) == 1))
+        told.append(known and zlib.crc32(np.array(column, np.uint32).data))
     return np.array(told, np.uint32)
 
 
@@ -67,14 +71,21 @@ def _parts(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def require_the_same(transport: Transport, own: Array) -> None:
-    """Raise MismatchError, on every rank alike, where ranks have read unlike samples."""
+def require_the_same(transport: Transport, own: Array) -> bool:
+    """Return whether ranks have read the same samples; False where nobody knows, on all alike.
+
+    own: this rank's `columns_of`. Raises MismatchError, on every rank, where they have not.
+    """
     said = [row.view(np.uint32).tolist() for row in transport.allgather(own.view(np.uint8))]
     if len({(len(row), row[0]) for row in said}) == 1:
-        columns = [set(column) for column in list(zip(*said, strict=True))[1:]]
-        telling = [column for column in columns if column != {0}]
-        if not telling or any(len(column) == 1 for column in telling):
-            return
+        by_rank = [zip(row[1::2], row[2::2], strict=True) for row in said]
+        columns = [set(column) for column in zip(*by_rank, strict=True)]
+        known = [column for column in columns if column != {(0, 0)}]
+        agreeing = [column for column in known if len(column) == 1]
+        if len(agreeing) == len(known):
+            return True
+        if agreeing:
+            return any(tells for column in agreeing for tells, _ in column)
     sides: dict[str, list[int]] = {}
     for rank, row in zip(transport.ranks, said, strict=True):
         side = f"{row[0]} samples of checksum {zlib.crc32(np.array(row, np.uint32).data):08x}"

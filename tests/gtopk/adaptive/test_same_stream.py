@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import gtopk.torch as hvd
+from collectives.errors import MismatchError
 from collectives.transports import Transport
 from gtopk.adaptive.same_stream import checksum, columns_of, require_the_same
 from gtopk.world import World
@@ -31,12 +32,13 @@ def image(label: int, rank: int = 0) -> Sample:
 def test_columns_are_of_what_tells_samples_apart() -> None:
     samples, *columns = columns_of([(i, 7, object(), [i, "a"]) for i in range(3)]).tolist()
     assert samples == 3
-    assert [bool(column) for column in columns] == [True, False, False, True]
+    assert columns[::2] == [1, 0, 0, 1]
+    assert [bool(checksum) for checksum in columns[1::2]] == [True, True, False, True]
     assert columns_of([]).tolist() == [0]
-    assert len(columns_of([5])) == 2
+    assert columns_of([5])[1] == 1
     ragged = columns_of([[1, 2], [3], []])
-    assert len(ragged) == 2
-    assert ragged[1] != columns_of([[1], [2, 3], [4]])[1]
+    assert len(ragged) == 3
+    assert ragged[2] != columns_of([[1], [2, 3], [4]])[2]
 
 
 @pytest.mark.parametrize(
@@ -85,11 +87,48 @@ def test_ranks_that_augment_alike_samples_read_the_same_stream(
             [object()] * 4,
             [image(label) for label in range(4)],
             [image(label, rank) for label in range(4)],
-            [image(7, rank) for _ in range(4)] if rank == 0 else [image(7)] * 4,
+            [image(7)] * 4,
         ):
-            require_the_same(transport, columns_of(block))
+            assert require_the_same(transport, columns_of(block))
 
     threads(size, program)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_column_that_is_alike_in_all_samples_agrees_without_telling(
+    size: int, threads: Callable[..., Any]
+) -> None:
+    def program(transport: Transport) -> None:
+        rank = transport.rank
+        augmented = [(torch.full((2, 2), 10.0 * i + rank), 7) for i in range(4)]
+        assert not require_the_same(transport, columns_of(augmented))
+        assert not require_the_same(transport, columns_of([(rank, 7)] * 4))
+        for block in ([(image, rank) for image, _ in augmented], [(object(), rank)] * 4):
+            with pytest.raises(MismatchError, match="unlike streams"):
+                require_the_same(transport, columns_of(block))
+
+    threads(size, program)
+
+
+class OneClass(IterableDataset[Any]):
+    """A stream sorted by class, which each rank augments by itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.tensor([float(i), hvd.rank()]), 7) for i in range(16))
+
+
+def test_of_a_stream_that_cannot_be_told_one_warning_is_given(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def program(here: World) -> None:
+        loader = hvd.adapt(DataLoader(OneClass(), 4), some_optimizer())
+        for _ in range(2):
+            assert [loader.num_samples for _ in loader] == [4, 4]
+
+    with caplog.at_level("WARNING", "gtopk"):
+        on_ranks(2, program)
+    (warning,) = [r.getMessage() for r in caplog.records if "same stream" in r.getMessage()]
+    assert "none by rank" in warning
 
 
 class Sharded(IterableDataset[torch.Tensor]):
