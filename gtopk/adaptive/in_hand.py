@@ -25,7 +25,7 @@ class InHand:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer: Any = weakref.proxy(optimizer)
+        self._known = weakref.ref(optimizer)
         self.factor = 1.0
         self._rates: list[Any] | None = None  # to be put back
         self._batch: object = None
@@ -33,6 +33,10 @@ class InHand:
         self._said: Samples | None = None  # of a batch whose loop was left before its step
         optimizer.register_step_pre_hook(weakly(self._multiply))
         optimizer.register_step_post_hook(weakly(self._close_step))
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._known()
 
     @classmethod
     def of(cls, optimizer: Any) -> InHand:
@@ -60,9 +64,10 @@ class InHand:
     def leave(self, batch: object) -> None:
         """Be done with a batch whose loop was left, once its step has been taken.
 
-        What the script says of its samples from now on is of its own steps.
+        What the script says of its samples from now on is of its own steps. An optimizer that is
+        gone, as where both are garbage, has nothing to be done.
         """
-        if batch is not self._batch:
+        if batch is not self._batch or self._optimizer is None:
             return
         if self._optimizer.last_step is not self._step_before:
             self.let_go(batch)

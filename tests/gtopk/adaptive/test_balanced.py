@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -255,6 +256,29 @@ def test_an_optimizer_goes_with_its_loader_and_another_phase_trains(
             assert train(plain)() is None
 
     on_ranks(2, program)
+
+
+def test_a_loop_that_is_garbage_with_its_optimizer_ends_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collector ends what is left of the loop when the optimizer is gone already."""
+    amiss: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", amiss.append)
+
+    def program(here: World) -> None:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loop = iter(hvd.adapt(DataLoader(list(range(16)), 4), optimizer))
+        next(loop)
+        circle: list[Any] = [loop, optimizer]
+        circle.append(circle)
+        known = weakref.ref(optimizer)
+        del loop, optimizer, circle
+        gc.collect()
+        assert known() is None
+
+    on_ranks(1, program)
+    assert amiss == []
 
 
 def test_after_a_break_in_a_batch_that_stood_in_the_script_says_its_samples() -> None:

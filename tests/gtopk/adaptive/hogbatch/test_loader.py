@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -204,13 +205,17 @@ def let_go() -> Iterator[None]:
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_others_go_on_without_a_worker_that_dies(killed: int) -> None:
     results: dict[int, Any] = {}
+    has_its_second = threading.Event()  # else the others may take all samples before
 
     def program(here: World) -> None:
         loader, model, optimizer = adapted(ranks_may_leave=True, device_class=classes(here))
         done: list[int] = []
         iterator = iter(loader)
         for number, (indices, x, y) in enumerate(iterator):
-            if here.rank == killed and number == 1:
+            if here.rank != killed:
+                assert has_its_second.wait(30)
+            elif number == 1:
+                has_its_second.set()
                 results["left"] = indices.tolist()
                 die(here, iterator)
             optimizer.zero_grad()
