@@ -61,6 +61,6 @@ def require_the_same(transport: Transport, own: np.ndarray, names: Sequence[str]
 
 def _bits_of(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor's memory in the order of its elements, uint8."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     bits: np.ndarray = flat.view(torch.uint8).numpy()
     return bits

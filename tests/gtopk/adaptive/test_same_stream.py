@@ -55,6 +55,8 @@ def test_columns_are_of_what_tells_samples_apart() -> None:
         "a text",
         "\ud800",
         b"bytes",
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor([True, False]),
         {"a": 1, 2: [torch.ones(1)]},
     ],
 )
@@ -70,6 +72,17 @@ def test_a_checksum_is_of_values_alone(value: Any) -> None:
 def test_what_has_no_values_to_read_is_passed_over(value: Any) -> None:
     assert checksum(value) == 0
     assert checksum([value, 1]) == checksum(1)
+
+
+def test_an_error_that_has_nothing_to_do_with_values_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*of: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr("gtopk.adaptive.same_stream.checksums", fails)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        checksum([torch.ones(2)])
 
 
 def test_a_mapping_has_no_order() -> None:
