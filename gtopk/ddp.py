@@ -103,7 +103,6 @@ class GTopKState:
         self._told: set[int] = set()  # in the step, which ranks to end: the engine's thread's own
         self._world = world.current()
         self._steps = HookSteps(self._world, self._engine, self._name)
-        self._counted = True  # the last step
 
     @property
     def skipped_steps(self) -> int:
@@ -164,10 +163,10 @@ class GTopKState:
         self._told |= {self._members.ranks[r] for r, vote in enumerate(votes) if vote & TOLD}
         self._steps.ran(number, began, self._step.run(lane, transport, votes))
         if self._step.buckets == self._buckets:
-            self._counted = self._step.close()
+            counted = self._step.close()
             self._buckets = 0
-            self.progress.steps += self._counted
-            self._skips.note(self._counted)
+            self.progress.steps += counted
+            self._skips.note(counted)
 
     def _finish(
         self,
@@ -185,7 +184,7 @@ class GTopKState:
             return
         if is_last:  # and so are all before it
             self._steps.arrived()
-            self._steps.close(self._counted, overlapped=True)
+            self._steps.close(self._skips.counted, overlapped=True)
             self._world.hear([*self._told])
         with lane.bucket.on_stream():
             future.set_result(buffer)

@@ -19,19 +19,19 @@ class HookSkips:
     """Of one model whose gradients a hook exchanges.
 
     parameters: returns those of the model.
-    skipped: how many passes did not count.
+    skipped: how many passes did not count; counted: whether the last one does.
     """
 
     def __init__(self, parameters: Callable[[], Collection[torch.Tensor]]) -> None:
         self._parameters = parameters
         self.skipped = 0
-        self._counted = True  # the last pass
+        self.counted = True  # the last pass
         self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         _everyones.add(self)
 
     def note(self, counted: bool) -> None:
         """Note whether a pass that is over counts."""
-        self._counted = counted
+        self.counted = counted
         self.skipped += not counted
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
@@ -39,7 +39,7 @@ class HookSkips:
 
         Those of other models whose hooks are ours stay: what was sent for them is in them.
         """
-        if self._counted or self._dropped.get(optimizer) == self.skipped:
+        if self.counted or self._dropped.get(optimizer) == self.skipped:
             return
         self._dropped[optimizer] = self.skipped  # what it has later is of no such pass
         others = set[torch.Tensor]().union(*(each._parameters() for each in _everyones))

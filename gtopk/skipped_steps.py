@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from .in_a_row import InARow
 from .logs import EVERYWHERE
 
 _log = logging.getLogger("gtopk")
 
 
-class SkippedSteps:
-    """How many there were, and the end of too many in a row.
-
-    allowed: how many in a row are no error.
-    count:   all of them.
-    """
-
-    def __init__(self, allowed: int) -> None:
-        self._allowed = allowed
-        self._in_a_row = 0
-        self.count = 0
-
-    def end_row(self) -> None:
-        """Note a step that was applied."""
-        self._in_a_row = 0
+class SkippedSteps(InARow):
+    """How many there were, and the end of too many in a row."""
 
     def note(self, rank: int, step: int, where: str) -> None:
         """Warn, on every rank, of the ranks and parameters whose gradients are not finite.
@@ -32,7 +20,6 @@ class SkippedSteps:
         Raises FloatingPointError where more steps in a row were skipped than may be.
         """
         self.count += 1
-        self._in_a_row += 1
         _log.warning(
             "rank %d: step %d is skipped on every rank, residuals untouched: %s",
             rank,
@@ -42,10 +29,10 @@ class SkippedSteps:
             else "the sum of finite gradients is not finite",
             extra=EVERYWHERE,
         )
-        if self._in_a_row > self._allowed:
-            raise FloatingPointError(
-                f"rank {rank}: {self._in_a_row} steps in a row were skipped at step {step}, the "
-                f"last because "
-                f"{'a gradient is not finite on ' + where if where else 'a sum overflowed'}; "
-                f"max_skipped_steps={self._allowed} allows as many"
+        why = f"a gradient is not finite on {where}" if where else "a sum overflowed"
+        self._lengthen(
+            lambda n: (
+                f"rank {rank}: {n} steps in a row were skipped at step {step}, the last because "
+                f"{why}"
             )
+        )
