@@ -12,56 +12,19 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
-from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
+from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
+from tests.gtopk.local_rounds import (
+    backward,
+    close,
+    held,
+    momentum,
+    network,
+    on_ranks,
+    weights,
+)
 
 RANKS = (1, 2, 3, 5)
-momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def network() -> torch.nn.Module:
-    # A generator of its own: the global one is shared by the threads that are ranks here.
-    generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
-    for parameter in model.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    return model
-
-
-def backward(model: torch.nn.Module, rank: int, step: int) -> None:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
-    model.zero_grad()
-    model(x).square().mean().backward()
-
-
-def flat(tensors: Any) -> torch.Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    return flat(model.parameters())
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def on_ranks(size: int, program: Callable[[LocalTransport], Any]) -> list[Any]:
-    """Run a program on ranks that are threads, each in the world of its transport."""
-
-    def rank(transport: LocalTransport) -> Any:
-        with world.entered(transport):
-            return program(transport)
-
-    return run_ranks(local_world(size, timeout_seconds=20), rank)
-
-
-def held(optimizer: Any) -> torch.Tensor:
-    """Return the residual of this rank, in the order of the parameters; 0 where there is none."""
-    (own,) = optimizer.state_dict()["gtopk"]["held"].values()
-    return flat(part["residual"] for part in own.values()) if own else torch.zeros(())
 
 
 def diloco(ranks: int, rounds: int, steps: int, outer: Callable[[Any], Any]) -> torch.Tensor:
@@ -242,41 +205,6 @@ def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back() -> None:
     on_ranks(2, rank)
 
 
-@pytest.mark.parametrize("mid_round", [False, True])
-def test_a_checkpoint_goes_on_to_the_bit(mid_round: bool) -> None:
-    def rank(transport: LocalTransport) -> None:
-        def begin() -> tuple[torch.nn.Module, Any]:
-            model = network()
-            compression = hvd.Compression.gtopk(density=0.1)
-            inner = torch.optim.Adam(model.parameters(), lr=0.01)
-            return model, LocalSGD(inner, 3, nesterov, compression)
-
-        def train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
-            for step in steps:
-                backward(model, transport.rank, step)
-                optimizer.step()
-
-        model, optimizer = begin()
-        stop = 7 if mid_round else 6
-        train(model, optimizer, range(stop))
-        saved = model.state_dict(), optimizer.state_dict()
-        assert bool(saved[1]["local_sgd"]["center"]) == mid_round
-        saved = torch.utils._pytree.tree_map(
-            lambda part: part.clone() if isinstance(part, torch.Tensor) else part, saved
-        )
-        train(model, optimizer, range(stop, 12))
-        other, resumed = begin()
-        train(other, resumed, range(2))  # what it did before is forgotten
-        other.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-        train(other, resumed, range(stop, 12))
-        assert torch.equal(weights(other), weights(model))
-        assert torch.equal(held(resumed), held(optimizer))
-        assert resumed.outer_steps == 4
-
-    on_ranks(3, rank)
-
-
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_round_ends_that_is_longer_already_than_rounds_are_now(loaded: bool) -> None:
     def rank(transport: LocalTransport) -> None:
@@ -316,182 +244,6 @@ def test_a_round_whose_exchange_has_failed_ends_with_the_next_step() -> None:
         assert (optimizer.outer_steps, optimizer.steps_made) == (1, 0)
 
     on_ranks(2, rank)
-
-
-@pytest.mark.parametrize(
-    "then",
-    [hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.topk(density=0.1)],
-    ids=repr,
-)
-def test_another_compression_goes_on_from_what_was_held_back(then: Any) -> None:
-    """Also where a rank holds nothing back; it is saved as long as it is not sent."""
-
-    def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
-        model = network()
-        sparse = LocalSGD(
-            momentum(model.parameters()), 1, averaging, hvd.Compression.gtopk(density=0.1)
-        )
-        backward(model, transport.rank, 0)
-        sparse.step()
-        state = sparse.state_dict()
-        if transport.rank == 1:
-            state["gtopk"]["held"] = {1: {}}
-        optimizer = LocalSGD(momentum(model.parameters()), None, averaging, then)
-        optimizer.load_state_dict(state)
-        z, before = weights(model), held(optimizer)
-        backward(model, transport.rank, 1)
-        optimizer.step()
-        assert bool(before.any()) == (transport.rank != 1)
-        assert not (held(optimizer) - before).any()
-        again = LocalSGD(momentum(model.parameters()), None, averaging, then)
-        again.load_state_dict(optimizer.state_dict())
-        pseudo = z - weights(model)
-        assert again.outer_step()
-        assert again._exchange._lane.exchange.residual is None or isinstance(
-            then, hvd.Compression.topk
-        )
-        return z - weights(model), held(again), pseudo / 3 + before
-
-    moved, after, given = zip(*on_ranks(3, rank), strict=True)
-    close(moved[0] + sum(after), sum(given))
-
-
-def test_on_other_ranks_the_sum_of_the_residuals_stays_and_a_round_begins_anew() -> None:
-    def saving(transport: LocalTransport) -> tuple[torch.Tensor, Any, Any]:
-        model = network()
-        optimizer = LocalSGD(
-            momentum(model.parameters()), 2, nesterov, hvd.Compression.gtopk(density=0.1)
-        )
-        for step in range(5):
-            backward(model, transport.rank, step)
-            if step == 4:
-                center = weights(model)
-            optimizer.step()
-        return center, model.state_dict(), optimizer.state_dict()
-
-    center, models, states = zip(*on_ranks(3, saving), strict=True)
-    together = {rank: part for state in states for rank, part in state["gtopk"]["held"].items()}
-    total = sum(flat(part["residual"] for part in one.values()) for one in together.values())
-    assert bool(total.any())
-
-    def loading(transport: LocalTransport) -> torch.Tensor:
-        model = network()
-        optimizer = LocalSGD(
-            momentum(model.parameters()), 2, nesterov, hvd.Compression.gtopk(density=0.1)
-        )
-        model.load_state_dict(models[0])
-        part = {**states[0]["gtopk"], "held": together}
-        optimizer.load_state_dict({**states[0], "gtopk": part})
-        assert torch.equal(weights(model), center[0])
-        assert optimizer.steps_made == 0
-        return held(optimizer)
-
-    close(sum(on_ranks(2, loading)), total)
-
-
-def test_what_is_held_back_of_other_names_is_kept_and_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def rank(transport: LocalTransport) -> None:
-        def begin(prefix: str) -> Any:
-            model = network()
-            optimizer = LocalSGD(
-                momentum(model.parameters()),
-                1,
-                compression=hvd.Compression.gtopk(density=0.1),
-                named_parameters=[(prefix + name, p) for name, p in model.named_parameters()],
-            )
-            return model, optimizer
-
-        model, optimizer = begin("")
-        for step in range(2):
-            backward(model, transport.rank, step)
-            optimizer.step()
-        assert bool(held(optimizer).any())
-        _, compiled = begin("_orig_mod.")
-        compiled.load_state_dict(optimizer.state_dict())
-        assert torch.equal(held(compiled), held(optimizer))
-        assert "cannot be sent" not in caplog.text
-        transport.barrier()
-        _, other = begin("other.")
-        other.load_state_dict(optimizer.state_dict())
-        _, again = begin("")
-        again.load_state_dict(other.state_dict())
-        assert torch.equal(held(again), held(optimizer))
-        assert caplog.text.count(f"rank {transport.rank}: what is held back of") == 1
-
-    on_ranks(2, rank)
-    assert "rank 1: what is held back of '0.bias', '0.weight', '2.bias', '2.weight'" in caplog.text
-
-
-@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.gtopk(0.1)])
-@pytest.mark.parametrize("changes_first", [True, False])
-def test_gradients_that_are_held_back_are_no_changes_of_the_model(
-    changes_first: bool, compression: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    sparse = hvd.Compression.gtopk(0.1)
-
-    def local(optimizer: Any, compression: Any) -> Any:
-        return LocalSGD(optimizer, 2, averaging, compression)
-
-    def every_step(optimizer: Any, compression: Any) -> Any:
-        return hvd.DistributedOptimizer(optimizer, compression=compression)
-
-    first, then = (local, every_step) if changes_first else (every_step, local)
-
-    def program(transport: LocalTransport) -> bool:
-        model = network()
-        optimizer = first(momentum(model.parameters()), sparse)
-        for step in range(2):
-            backward(model, transport.rank, step)
-            optimizer.step()
-        assert held(optimizer).any()
-        state = optimizer.state_dict()
-        optimizer = then(torch.optim.SGD(model.parameters(), lr=0.0), compression)
-        optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
-        before = weights(model)
-        for _ in range(2):
-            model.zero_grad()
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-        return torch.equal(before, weights(model)) and not held(optimizer).any()
-
-    assert on_ranks(2, program) == [True, True]
-    said = [r.getMessage() for r in caplog.records if "is lost" in r.getMessage()]
-    assert len(said) == 2
-    assert all("holds back nothing" in text for text in said)
-
-
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_the_outer_optimizers_state_is_shared_or_missed(is_shared: bool) -> None:
-    """Rank 0 alone goes on from a checkpoint, as Horovod's scripts do."""
-
-    def program(transport: LocalTransport) -> Any:
-        model = network()
-        optimizer = LocalSGD(momentum(model.parameters()), 1)
-        for step in range(2):
-            backward(model, transport.rank, step)
-            optimizer.step()
-        state, trained = optimizer.state_dict(), model.state_dict()
-        model = network()
-        optimizer = LocalSGD(momentum(model.parameters()), 1)
-        if transport.rank == 0:
-            model.load_state_dict(trained)
-            optimizer.load_state_dict(state)
-        hvd.broadcast_parameters(model.state_dict(), 0)
-        if is_shared:
-            hvd.broadcast_optimizer_state(optimizer, 0)
-        backward(model, transport.rank, 2)
-        if not is_shared:
-            with pytest.raises(hvd.HorovodInternalError, match="state of the outer optimizer"):
-                optimizer.step()
-            return None
-        optimizer.step()
-        return weights(model)
-
-    ours, others = on_ranks(2, program)
-    assert not is_shared or torch.equal(ours, others)
 
 
 def test_ranks_that_disagree_or_begin_apart_hear_of_it() -> None:

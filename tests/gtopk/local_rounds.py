@@ -1,0 +1,58 @@
+"""Ranks that are threads, and a small model that they train by rounds of local steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import world
+
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def network() -> torch.nn.Module:
+    # A generator of its own: the global one is shared by the threads that are ranks here.
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+    for parameter in model.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def backward(model: torch.nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return flat(model.parameters())
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def on_ranks(size: int, program: Callable[[LocalTransport], Any]) -> list[Any]:
+    """Run a program on ranks that are threads, each in the world of its transport."""
+
+    def rank(transport: LocalTransport) -> Any:
+        with world.entered(transport):
+            return program(transport)
+
+    return run_ranks(local_world(size, timeout_seconds=20), rank)
+
+
+def held(optimizer: Any) -> torch.Tensor:
+    """Return the residual of this rank, in the order of the parameters; 0 where there is none."""
+    (own,) = optimizer.state_dict()["gtopk"]["held"].values()
+    return flat(part["residual"] for part in own.values()) if own else torch.zeros(())

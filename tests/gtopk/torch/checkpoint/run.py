@@ -1,0 +1,93 @@
+"""A run whose every part has a state, to be saved and loaded."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import gtopk.torch as hvd
+from gtopk import load_latest, save_checkpoint
+from tests.gtopk.held import held
+
+
+class Modelled:
+    """A timer in which a rank computes so many samples a second."""
+
+    def __init__(self, speed):
+        self.speed = speed
+
+    def hand_over(self, samples):
+        self.samples = samples
+
+    def take(self):
+        return self.samples / self.speed
+
+
+class Run:
+    """A run whose every part has a state; running means are each rank's own."""
+
+    def __init__(self, adam=False, compression=None, momentum=0.9, **adapted):
+        x = torch.linspace(-1, 1, 120).reshape(60, 2)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(2, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        )
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        inner = (
+            torch.optim.Adam(self.model.parameters(), lr=0.01)
+            if adam
+            else torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=momentum)
+        )
+        self.optimizer = hvd.DistributedOptimizer(
+            inner,
+            self.model.named_parameters(),
+            compression or hvd.Compression.gtopk(density=0.2),
+            bucket_bytes=100,
+        )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, gamma=0.7)
+        data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), 4, shuffle=True)
+        timer = Modelled(1.0 + hvd.rank())
+        options = adapted or {"interval": 3, "min_batch": 2, "timer": timer}
+        self.loader = hvd.adapt(data, self.optimizer, seed=5, **options)
+        self.batches = chain.from_iterable(iter(self.loader) for _ in range(100))
+
+    def steps(self, count):
+        for x, y in islice(self.batches, count):
+            self.optimizer.zero_grad()
+            (self.model(x) - y).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+        return self
+
+    def save(self, folder, step=0, **options):
+        return save_checkpoint(
+            folder,
+            self.model,
+            self.optimizer,
+            self.loader,
+            step,
+            scheduler=self.scheduler,
+            note={"seen": step},
+            **options,
+        )
+
+    def load(self, folder):
+        return load_latest(
+            folder,
+            self.model,
+            self.optimizer,
+            self.loader,
+            scheduler=self.scheduler,
+            generators=False,  # ranks that are threads share them
+        )
+
+    def everything(self):
+        """Return all that a resumed run must have alike, in words that tell every bit."""
+        self.loader.drain()
+        tensors = {**self.model.state_dict(), "held": torch.from_numpy(held(self.optimizer))}
+        states = self.optimizer.state_dict()["state"], self.scheduler.state_dict()
+        bits = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+        return bits, repr(states), repr(self.loader.state_dict())

@@ -1,0 +1,260 @@
+"""A run that is saved and loaded goes on to the bit; on other ranks, without losing anything."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+import gtopk
+import gtopk.torch as hvd
+from gtopk import CheckpointError, load_latest, optimizer_checkpoint, save_checkpoint
+from tests.gtopk.adaptive.modelled_ranks import Prompt
+from tests.gtopk.held import held
+from tests.gtopk.torch.checkpoint.run import Run
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("saved_at", [1, 6, 11])
+def test_a_run_goes_on_to_the_bit(ranks, tmp_path, saved_at, adam, asynchronous):
+    def whole(rank):
+        run = Run(adam).steps(saved_at)
+        saving = run.save(tmp_path, saved_at, asynchronous=asynchronous)
+        run.steps(14 - saved_at)
+        saving.wait()
+        return run.everything()
+
+    def resumed(rank):
+        run = Run(adam)
+        found = run.load(tmp_path)
+        assert (found.step, found.ranks) == (saved_at, 3)
+        assert found.values == {"note": {"seen": saved_at}}
+        return run.steps(14 - saved_at).everything()
+
+    finished = ranks(3, whole)
+    assert len({bits["1.running_mean"] for bits, *_ in finished}) == 3
+    assert len({bits["0.weight"] for bits, *_ in finished}) == 1
+    assert ranks(3, resumed) == finished
+
+
+@pytest.mark.parametrize(
+    ("compression", "momentum"),
+    [
+        (hvd.Compression.none, 0.9),
+        (hvd.Compression.gtopk(density=0.1, momentum_correction=0.5, warmup_steps=6), 0.0),
+        (hvd.Compression.oktopk(density=0.2, values="bf16"), 0.9),
+    ],
+    ids=repr,
+)
+def test_so_does_one_of_another_compression(ranks, tmp_path, compression, momentum):
+    def whole(rank):
+        run = Run(compression=compression, momentum=momentum).steps(5)
+        run.save(tmp_path, 5)
+        return run.steps(4).everything()
+
+    def resumed(rank):
+        run = Run(compression=compression, momentum=momentum)
+        run.load(tmp_path)
+        return run.steps(4).everything()
+
+    assert ranks(2, whole) == ranks(2, resumed)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 5), (2, 1)])
+def test_on_another_number_of_ranks_the_sum_held_back_stays(ranks, tmp_path, caplog, before, after):
+    def first(rank):
+        run = Run().steps(3)
+        run.save(tmp_path, 3)
+        return held(run.optimizer).astype(np.float64), copy.deepcopy(run.model.state_dict())
+
+    def then(rank):
+        run = Run()
+        run.load(tmp_path)
+        found = held(run.optimizer).astype(np.float64), copy.deepcopy(run.model.state_dict())
+        run.steps(1)
+        return found
+
+    saved = ranks(before, first)
+    with caplog.at_level(logging.INFO, "gtopk"):
+        found = ranks(after, then)
+    total = sum(residual for residual, _ in saved)
+    assert np.abs(total).max() > 0
+    np.testing.assert_allclose(sum(residual for residual, _ in found), total, rtol=1e-6, atol=1e-8)
+    for _, state in found:
+        assert all(torch.equal(state[name], saved[0][1][name]) for name in state)
+    said = [r.getMessage() for r in caplog.records if "holds back" in r.getMessage()]
+    assert len(said) == after
+    listed = [[r for r in range(before) if r % after == rank] for rank in range(after)]
+    for mine in listed:
+        words = f"holds back what ranks [{', '.join(map(str, mine)) or 'none'}] of {before} did"
+        assert any(words in text for text in said)
+
+
+@pytest.mark.parametrize("after", [2, 3, 1])
+def test_an_epoch_of_rounds_goes_on_with_all_that_loaders_hold_back(ranks, tmp_path, after):
+    def held_by(run):
+        return {n: run.loader.state_dict()[n].double() for n in ("residual", "velocity")}
+
+    def open_run():
+        compression = hvd.Compression.gtopk(density=0.2, momentum_correction=0.5)
+        run = Run(compression=compression, momentum=0.0, mode="abs", micro_batch=4)
+        rounds = run.loader.rounds
+        rounds._wire = Prompt(rounds._wire)  # else the epoch may be over before a round is
+        return run
+
+    def steps(run, folder=None):
+        """Save where a round is reached; return the sums of the samples that count."""
+        seen = []
+        for x, y in run.loader:
+            seen += x.sum(1).tolist() if run.loader.num_samples else []
+            (run.model(x) - y).square().mean().backward()
+            run.optimizer.step()
+            if folder and run.loader.round >= 1:
+                save_checkpoint(folder, run.model, run.optimizer, run.loader)
+                break
+        return seen
+
+    def first(rank):
+        run = open_run()
+        return steps(run, tmp_path), held_by(run)
+
+    def then(rank):
+        run = open_run()
+        assert load_latest(tmp_path, run.model, run.optimizer, run.loader, generators=False)
+        return held_by(run), steps(run)
+
+    saved, found = ranks(2, first), ranks(after, then)
+    for name in ("residual", "velocity"):
+        before, now = [held[name] for _, held in saved], [held[name] for held, _ in found]
+        assert sum(before).abs().max() > 0
+        if after == 2:
+            assert all(map(torch.equal, before, now))
+        torch.testing.assert_close(sum(now), sum(before), rtol=1e-6, atol=1e-8)
+    seen = [x for part, _ in saved for x in part] + [x for _, part in found for x in part]
+    assert sorted(seen) == sorted(torch.linspace(-1, 1, 120).reshape(60, 2).sum(1).tolist())
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_so_does_what_another_thing_with_a_residual_holds_back(ranks, tmp_path, after):
+    """As the hook of DistributedDataParallel does, whose state is made with the model."""
+
+    def first(rank):
+        held = {"weight": {"residual": torch.tensor([1.0, 10.0**rank])}}
+        part = {"format": 1, "ranks": 2, "steps": 5, "lanes": [], "held": {rank: held}}
+        save_checkpoint(tmp_path, torch.nn.Linear(1, 1), None, residuals=part)
+
+    def then(rank):
+        part = load_latest(tmp_path, torch.nn.Linear(1, 1)).values["residuals"]
+        held = optimizer_checkpoint.share_of(part, rank, after)
+        return held["weight"]["residual"] if held else torch.zeros(2)
+
+    ranks(2, first)
+    assert sum(ranks(after, then)).tolist() == [2.0, 11.0]
+
+
+def distributed(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compression = hvd.Compression.gtopk(density=0.2)
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)
+
+
+def local_sgd(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return gtopk.LocalSGD(optimizer, inner_steps=1, compression=hvd.Compression.gtopk(density=0.2))
+
+
+def held_by_name(optimizer):
+    (mine,) = optimizer.state_dict()["gtopk"]["held"].values()
+    return {name: tensors["residual"].clone() for name, tensors in mine.items()}
+
+
+@pytest.mark.parametrize("wrapped", [distributed, local_sgd])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_nor_is_anything_lost_that_a_second_optimizer_holds_back(ranks, tmp_path, after, wrapped):
+    def open_run():
+        model = torch.nn.Linear(4, 3)
+        torch.nn.init.constant_(model.weight, 0.5)
+        torch.nn.init.zeros_(model.bias)
+        return model, wrapped(model), torch.optim.Adam(model.parameters())
+
+    def first(rank):
+        model, optimizer, plain = open_run()
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+            optimizer.step()
+        save_checkpoint(tmp_path, model, None, second=optimizer, plain=plain)
+        return held_by_name(optimizer)
+
+    def then(rank):
+        model, given, plain = open_run()
+        _, asked, _ = open_run()
+        options = {"generators": False, "plain": plain}
+        assert load_latest(tmp_path, model, **options, second=given).values == {}
+        asked.load_state_dict(load_latest(tmp_path, model, **options).values["second"])
+        return held_by_name(given), held_by_name(asked)
+
+    saved, found = ranks(2, first), ranks(after, then)
+    for name in saved[0]:
+        total = sum(part[name] for part in saved)
+        assert total.any()
+        for loaded in zip(*found, strict=True):
+            now = sum(part[name] for part in loaded if name in part)
+            torch.testing.assert_close(now, total, rtol=1e-6, atol=1e-8)
+
+
+def test_an_older_checkpoint_of_a_second_optimizer_is_loaded_by_as_many_ranks(ranks, tmp_path):
+    """It has what a rank holds back among the rest of that optimizer's state."""
+
+    class Older:
+        def __init__(self, optimizer):
+            self.state_dict = optimizer.state_dict
+
+    def first(rank):
+        model = torch.nn.Linear(4, 3)
+        torch.nn.init.ones_(model.weight)
+        optimizer = distributed(model)
+        model(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
+        optimizer.step()
+        save_checkpoint(tmp_path, model, None, second=Older(optimizer))
+        return held_by_name(optimizer)
+
+    def then(rank):
+        model = torch.nn.Linear(4, 3)
+        optimizer = distributed(model)
+        load_latest(tmp_path, model, generators=False, second=optimizer)
+        return held_by_name(optimizer)
+
+    saved = ranks(2, first)
+    assert str(saved[0]) != str(saved[1])
+    assert str(ranks(2, then)) == str(saved)
+
+
+def test_where_one_rank_has_no_state_to_save_now_nobody_waits(ranks, tmp_path):
+    """As in the middle of a round of gradients that are applied later."""
+
+    class Loader:
+        def state_dict(self):
+            if hvd.rank() == 1:
+                raise RuntimeError("gradients are under way")
+            return {}
+
+    def program(rank):
+        with pytest.raises(
+            CheckpointError, match=r"rank 1 \(host .*\): RuntimeError: gradients are under way"
+        ):
+            save_checkpoint(tmp_path, torch.nn.Linear(1, 1), None, Loader(), 3)
+
+    ranks(2, program)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_random_numbers_go_on_as_they_would_have(mpirun, tmp_path):
+    job = mpirun(2, "checkpoints.py", str(tmp_path))
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("went on from step 4") == 2
