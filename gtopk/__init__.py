@@ -37,8 +37,8 @@ from .runner import RankError, run
 if TYPE_CHECKING:
     from .local_sgd import LocalSGD
     from .run_record import log, record
-    from .told_to_end import termination
     from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
+    from .world.told_to_end import termination
 
 __all__ = [
     "CheckpointError",
@@ -73,7 +73,7 @@ _HOMES = {
     "log": ".run_record",
     "record": ".run_record",
     "save_checkpoint": ".torch.checkpoint",
-    "termination": ".told_to_end",
+    "termination": ".world.told_to_end",
 }
 
 

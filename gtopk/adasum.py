@@ -20,18 +20,19 @@ import torch
 
 from collectives.transports import Traffic
 
-from . import optimizer_checkpoint, world
+from .buckets.parameters import name_parameters, refuse_complex, require_trained, with_gradients
 from .compression import Compression, Compressor
-from .deltas import Deltas
 from .engine import Work
-from .held import unsent
-from .hooks import BackwardHooks
+from .exchange.deltas import Deltas
+from .lanes.held import unsent
 from .logs import EVERYWHERE
-from .parameters import name_parameters, refuse_complex, require_trained, with_gradients
 from .reductions import Adasum
+from .step.hooks import BackwardHooks
 from .telemetry import StepReport
-from .world import World
-from .wrapping import Wrapping, wrap
+from .world import world
+from .world.world import World
+from .wrapped import checkpoint as optimizer_checkpoint
+from .wrapped.wrapping import Wrapping, wrap
 
 _log = logging.getLogger("gtopk")
 

@@ -30,7 +30,7 @@ _COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "run": (".runner.command", "start a script on ranks, here or on other hosts"),
     "report": (".run_report.command", "draw a run that was recorded, as one page"),
     "top": (".top.command", "what each rank of a run does now"),
-    "timeline": (".timeline_command", "put the traces of all ranks together"),
+    "timeline": (".timeline.command", "put the traces of all ranks together"),
 }
 _COMPLETION: Final = "completion"
 _INTERRUPTED: Final = 130

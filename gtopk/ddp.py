@@ -30,22 +30,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import Transport
 
-from . import world
 from .compression import GTopK
-from .ddp_lanes import BucketLanes, as_shaped, split
 from .engine import Operation
-from .exchange import Progress
-from .grad_scaler import loss_scale
-from .held import Held
-from .held_names import plain_name, strangers, under_known_names
-from .hook_skips import HookSkips
-from .hook_steps import HookSteps
-from .lanes import Lane, open_lane
+from .exchange.exchange import Progress
+from .hooked.ddp_lanes import BucketLanes, as_shaped, split
+from .hooked.hook_skips import HookSkips
+from .hooked.hook_steps import HookSteps
+from .hooked.one_step import NOT_FINITE, TOLD, OneStep
+from .lanes.held import Held
+from .lanes.held_names import plain_name, strangers, under_known_names
+from .lanes.lanes import Lane, open_lane
 from .objects import decode, encode
-from .one_step import NOT_FINITE, TOLD, OneStep
-from .optimizer_checkpoint import FORMAT, share_of
-from .process_sets import ProcessSet, global_process_set
+from .step.grad_scaler import loss_scale
 from .telemetry import StepReport
+from .world import world
+from .world.process_sets import ProcessSet, global_process_set
+from .wrapped.checkpoint import FORMAT, share_of
 
 __all__ = ["GTopKState", "gtopk_hook"]
 

@@ -35,20 +35,20 @@ except (ImportError, AttributeError) as missing:
 
 from collectives.transports import Transport
 
-from . import world
-from .agreement import gather_words
 from .compression import GTopK
-from .exchange import Progress
-from .grad_scaler import loss_scale
-from .held import Held
-from .held_names import plain_name, strangers
-from .hook_skips import HookSkips
-from .hook_steps import HookSteps
-from .lanes import Lane, open_lane
-from .one_step import NOT_FINITE, OneStep
-from .optimizer_checkpoint import FORMAT, share_of
-from .process_sets import ProcessSet, find_or_register
+from .engine.agreement import gather_words
+from .exchange.exchange import Progress
+from .hooked.hook_skips import HookSkips
+from .hooked.hook_steps import HookSteps
+from .hooked.one_step import NOT_FINITE, OneStep
+from .lanes.held import Held
+from .lanes.held_names import plain_name, strangers
+from .lanes.lanes import Lane, open_lane
+from .step.grad_scaler import loss_scale
 from .telemetry import StepReport
+from .world import world
+from .world.process_sets import ProcessSet, find_or_register
+from .wrapped.checkpoint import FORMAT, share_of
 
 __all__ = ["ReplicaState", "replicate"]
 

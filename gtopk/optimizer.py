@@ -11,25 +11,26 @@ from typing import Any, Final, Literal
 
 import torch
 
-from . import optimizer_checkpoint, world
 from .adasum import distribute_adasum
+from .buckets.parameters import name_parameters, require_trained
 from .compression import Compression, ErrorFeedback
-from .grad_scaler import RECIPE, loss_scale, require_no_fused_unscaling, require_scaled
 from .logs import EVERYWHERE
-from .optimizer_options import Groups, Options, warn_of_few_entries, warn_of_second_moments
-from .optimizer_readings import Readings
-from .parameters import name_parameters, require_trained
-from .process_sets import ProcessSet, global_process_set
 from .recording import looks
-from .reducer import Reducer
 from .reductions import Adasum, Average
-from .replica_check import ReplicaCheck
-from .samples import Samples
-from .skipped_steps import SkippedSteps
+from .replicas.check import ReplicaCheck
+from .step.grad_scaler import RECIPE, loss_scale, require_no_fused_unscaling, require_scaled
+from .step.options import Groups, Options, warn_of_few_entries, warn_of_second_moments
+from .step.reducer import Reducer
+from .step.samples import Samples
+from .step.skipped_steps import SkippedSteps
+from .step.weights import agreed_norm
 from .telemetry import StepReport, report
-from .timeline import Span, Step
-from .weights import agreed_norm
-from .wrapping import wrap
+from .timeline.timeline import Span, Step
+from .world import world
+from .world.process_sets import ProcessSet, global_process_set
+from .wrapped import checkpoint as optimizer_checkpoint
+from .wrapped.readings import Readings
+from .wrapped.wrapping import wrap
 
 _log = logging.getLogger("gtopk")
 MAX_SKIPPED_STEPS: Final = 100

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from . import world
-from .clocks import clock_offset
+from .engine.clocks import clock_offset
 from .recording.endpoint import parse_address
 from .recording.settings import Settings
 from .recording.start import start
+from .world import world
 
 
 def record(

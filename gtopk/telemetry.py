@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from .engine import Operation
-    from .exchange import Exchanged
+    from .exchange.exchange import Exchanged
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def test_no_message_between_ranks_is_unpickled(canary):
 
 
 def test_no_file_of_a_checkpoint_is_unpickled(canary, tmp_path, threads):
-    from gtopk import world
+    from gtopk.world import world
 
     hostile = pickle.dumps(Hostile(canary))
     message = base64.b64encode(concealed(hostile, 1)).decode()

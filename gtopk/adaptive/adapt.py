@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .. import world
 from ..adasum import _AdasumOptimizer
 from ..compression import hides_behind_backward
 from ..optimizer import _DistributedOptimizer
-from ..process_sets import global_process_set
 from ..reductions import Average
+from ..world import world
+from ..world.process_sets import global_process_set
 from .modes import MODES
 from .options import Job
 from .sources import Order, is_indexed

@@ -20,7 +20,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ..agreement import describe_mismatch, gather_words
+from ..engine.agreement import describe_mismatch, gather_words
 
 
 class AgreedSettings:

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 
+from ..buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ..logs import EVERYWHERE
-from ..parameters import KNOWN_TO_ADAPT, require_known
 from .agreed_settings import AgreedSettings
 from .dealing import Passes
 from .drains import all_alike

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..samples import Samples
+from ..step.samples import Samples
 
 
 class InHand:

@@ -21,11 +21,11 @@ import torch
 from collectives.transports import Counter, Transport
 from collectives.vector import Array
 
+from ..buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ..compression import ErrorFeedback
 from ..engine import Operation
 from ..logs import EVERYWHERE
-from ..parameters import KNOWN_TO_ADAPT, require_known
-from ..replicas import checksums, require_the_same
+from ..replicas.replicas import checksums, require_the_same
 from .cursor import ReplayedCursor, in_step, open_cursor, record_of
 from .drains import all_alike
 from .epochs import Epochs

@@ -6,8 +6,8 @@ The other modes' gradients, replicas and shared models end with the world.
 
 from __future__ import annotations
 
-from .. import world
-from ..world import World
+from ..world import world
+from ..world.world import World
 
 
 def entered(here: World) -> World | None:

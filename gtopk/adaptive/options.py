@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ..world import World
+from ..world.world import World
 from .learning_rate import FACTORS
 from .policies import POLICIES
 from .sources import Order

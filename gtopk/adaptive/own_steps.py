@@ -12,8 +12,8 @@ from typing import Any
 from ..engine import Operation
 from ..recording import looks
 from ..telemetry import Seen, StepReport, report
-from ..timeline import Span, Step
-from ..world import World
+from ..timeline.timeline import Span, Step
+from ..world.world import World
 from .round_exchange import RoundExchange
 from .spent import Bounds, Spent
 

@@ -12,12 +12,12 @@ import torch
 from collectives.algorithms import Regions
 from collectives.transports import Transport
 
-from ..arrays import view_tensor
-from ..buckets import Bucket
-from ..exchange import Exchanged, Progress, SparseExchange
-from ..exchanges import open_exchange
-from ..residual import Withheld
-from ..weights import LocalClip
+from ..buckets.arrays import view_tensor
+from ..buckets.buckets import Bucket
+from ..exchange.exchange import Exchanged, Progress, SparseExchange
+from ..exchange.exchanges import open_exchange
+from ..exchange.residual import Withheld
+from ..step.weights import LocalClip
 
 
 class Ran(NamedTuple):

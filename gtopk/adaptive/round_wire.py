@@ -9,8 +9,8 @@ import torch
 
 from collectives.transports import Transport
 
-from ..agreement import gather_words
 from ..engine import Engine, Work
+from ..engine.agreement import gather_words
 from .agreed_settings import AgreedSettings
 from .own_steps import OwnSteps
 from .round_exchange import RoundExchange

@@ -23,8 +23,8 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 from collectives.vector import Array
 
-from ..agreement import name_ranks
-from ..replicas import checksums
+from ..engine.agreement import name_ranks
+from ..replicas.replicas import checksums
 
 
 def columns_of(block: Sequence[Any]) -> Array:

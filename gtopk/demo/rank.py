@@ -22,10 +22,10 @@ import torch.nn.functional as F
 
 import gtopk.torch as hvd
 
-from .. import world
 from ..launch import usable_cores
 from ..machine import processor
 from ..telemetry import StepReport
+from ..world import world
 from .plan import PROGRESS, TEST_IMAGES, Method, Plan
 from .record import Machine, Record
 

@@ -170,7 +170,7 @@ def add_up(measure_network: bool = True) -> None:
     """Add up numbers with all ranks, and print on rank 0 what came of it; this is the program."""
     import numpy as np
 
-    from ..joining import join
+    from ..world.joining import join
 
     world = join()
     total = np.empty(_MEGABYTE // 4, np.float32)
@@ -208,7 +208,7 @@ def add_up(measure_network: bool = True) -> None:
 
 def swap() -> None:
     """Try the links of all ranks, and print on rank 0 what came of it; this is the program."""
-    from ..joining import join
+    from ..world.joining import join
     from .links import TRY_SECONDS, try_links
 
     os.environ["GTOPK_TIMEOUT"] = str(TRY_SECONDS)

@@ -30,10 +30,10 @@ from collectives.errors import CollectiveError, PeerError
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
-from ..agreement import name_ranks
 from ..exceptions import HorovodInternalError
-from ..fusion import Dense, layout_of
+from .agreement import name_ranks
 from .execution import Execution, Settled
+from .fusion import Dense, layout_of
 from .observer import Event, Observer
 from .operation import Operation, StandIn, Work
 from .saying import Announcement, Intention, Saying, exchange

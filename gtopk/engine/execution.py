@@ -17,7 +17,7 @@ import numpy as np
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ..fusion import Dense, Fuser, Share, bundle, neutral
+from .fusion import Dense, Fuser, Share, bundle, neutral
 from .observer import Event, Phase, What
 from .operation import Operation, StandIn, Work
 from .table import Ready

@@ -11,7 +11,7 @@ from collectives.errors import CollectiveError, PeerTimeoutError
 from collectives.transports import Traffic, Transport
 
 from ..exceptions import HorovodInternalError
-from ..fusion import Dense
+from .fusion import Dense
 from .saying import Announcement
 
 # What an operation does: it gets the transport and every rank's vote, in rank order.

@@ -20,7 +20,7 @@ import numpy as np
 from collectives.errors import MessageError
 from collectives.transports import Transport
 
-from ..fusion import Layout
+from .fusion import Layout
 
 _PROTOCOL: Final = 0x67746B01 << 32
 _WORD_BITS: Final = 64

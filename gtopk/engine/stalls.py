@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
-from ..agreement import name_ranks
+from .agreement import name_ranks
 from .operation import Operation
 from .settings import Settings
 from .table import Table

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
-from ..agreement import describe_mismatch, describe_tangle, name_ranks
+from .agreement import describe_mismatch, describe_tangle, name_ranks
 from .saying import Announcement, Intention, Saying
 
 

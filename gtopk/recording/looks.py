@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from ..residual import Withheld
+from ..exchange.residual import Withheld
 from .recorder import Recorder
 
 _EVERY: Final = 50  # steps: a look takes about twice what a step's selection does

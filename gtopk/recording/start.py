@@ -14,7 +14,7 @@ from typing import Protocol
 from collectives.transports import Transport
 
 from .. import __version__
-from ..clocks import Offset
+from ..engine.clocks import Offset
 from ..launch import usable_cores
 from ..machine import processor
 from .endpoint import Address, Endpoint

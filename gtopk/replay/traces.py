@@ -27,7 +27,7 @@ from collectives.transports.recorder import RECEIVED, Event, Recorder
 from collectives.transports.seal import CHECKSUM_BYTES
 from collectives.wire import EXACT, Format
 
-from ..invented_picks import picks
+from .invented_picks import picks
 
 # A rank's peer in a message, and the bytes it sent; RECEIVED where it got one.
 Trace = list[list[Event]]

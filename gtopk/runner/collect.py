@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..agreement import name_ranks
+from ..engine.agreement import name_ranks
 from ..launch import LaunchError
 from . import report
 from .desk import Desk

@@ -19,8 +19,8 @@ import torch
 
 from collectives.transports import LocalTransport, Transport, local_world, run_ranks
 
-from .. import world
 from ..launch import launched_by
+from ..world import world
 
 T = TypeVar("T")
 _CHANNEL: Final = 0

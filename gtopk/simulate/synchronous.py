@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from collectives.transports import Transport
 
-from .. import world
 from ..adaptive.adapt import adapt
 from ..optimizer import DistributedOptimizer
 from ..telemetry import StepReport
+from ..world import world
 from .record import Record
 from .setting import Setting
 from .tasks import mean_loss

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from .. import optimizer_tree
-from ..agreement import name_ranks
+from ..engine.agreement import name_ranks
 from ..exceptions import HorovodInternalError
 from ..objects import decode, encode, holds_pickle, pickle_allowed
-from ..process_sets import ProcessSet, global_process_set
-from ..wrapping import Wrapping
+from ..world.process_sets import ProcessSet, global_process_set
+from ..wrapped import tree as optimizer_tree
+from ..wrapped.wrapping import Wrapping
 from .mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
 from .mpi_ops.broadcasting import check_root
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from collectives.transports import LocalTransport
-from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.world import world
 from tests.gtopk.held import held
 
 STEPS = 4

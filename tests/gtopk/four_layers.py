@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from collectives.transports import LocalTransport
-from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.world import world
 from tests.gtopk.held import held
 
 EACH_ALONE = {"bucket_bytes": 1}

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
 from gtopk.compression import Compression, Compressor
 from gtopk.exceptions import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Adasum
+from gtopk.world import world
 from models.data import load
 from models.mlp import mlp
 from tests.collectives.algorithms.adasum_tree import tree

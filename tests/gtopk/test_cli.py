@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import gtopk
-from gtopk import world
 from gtopk.cli import completable, main
+from gtopk.world import world
 from tests.gtopk.made_runs import write_run
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport
-from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.world import world
 from tests.gtopk.four_layers import distribute, flat, inputs, layers
 
 

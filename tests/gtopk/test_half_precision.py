@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport
-from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Sum
+from gtopk.world import world
 from tests.gtopk.held import held
 
 LARGEST = torch.finfo(torch.float16).max

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport, local_world
-from gtopk import process_sets, world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Average
+from gtopk.world import process_sets, world
 from tests.gtopk.four_layers import distribute, flat, inputs, layers, train
 
 

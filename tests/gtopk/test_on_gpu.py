@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.world import world
 from tests.gtopk import posing
 
 KINDS = [

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from collectives.cost import dense_bytes, rounds
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Average, Sum
+from gtopk.world import world
 from tests.gtopk.held import held
 
 SIZES = [1, 2, 3, 5, 6, 7, 8]

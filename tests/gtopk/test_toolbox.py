@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport, local_world
-from gtopk import world
 from gtopk.compression import Compression
 from gtopk.exceptions import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Sum
+from gtopk.world import world
 from tests.gtopk.held import held
 
 

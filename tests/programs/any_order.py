@@ -8,7 +8,7 @@ import torch
 from checks import raises, run_tests
 
 import gtopk.torch as hvd
-from gtopk import world
+from gtopk.world import world
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk import world
 from gtopk.ddp import GTopKState, gtopk_hook
+from gtopk.world import world
 
 torch.distributed.init_process_group("gloo")
 RANK, SIZE = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -39,8 +39,8 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk import world
 from gtopk.engine.observer import Event
+from gtopk.world import world
 
 PLAN = json.loads(sys.argv[1])
 FAULT = PLAN.get("fault") or {}

@@ -14,7 +14,7 @@ import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd
-from gtopk import world
+from gtopk.world import world
 
 way, folder = sys.argv[1], Path(sys.argv[2])
 

@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from gtopk import world
+from gtopk.world import world
 from models.data import load
 from models.mlp import mlp
 

@@ -6,7 +6,7 @@ import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd
-from gtopk import world
+from gtopk.world import world
 
 hvd.init()
 torch.manual_seed(hvd.rank())

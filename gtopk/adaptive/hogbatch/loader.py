@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...parameters import KNOWN_TO_ADAPT, require_known
+from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ..epochs import Epochs
 from ..next_world import require_its_world
 from ..options import Job

@@ -25,7 +25,7 @@ from collectives.transports import Counter, Transport
 from collectives.transports.node_memory import NodeMemory
 
 from ...engine import Engine, Operation
-from ...world import World
+from ...world.world import World
 from ..merge_weights import shares
 from ..own_steps import OwnSteps
 from ..replica import Replica

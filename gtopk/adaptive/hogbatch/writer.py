@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...world import World
+from ...world.world import World
 from .audit import Audit
 from .board import Board
 from .device_copy import DeviceCopy

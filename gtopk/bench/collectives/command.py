@@ -27,9 +27,9 @@ from ...arguments import (
     share,
     whole_number,
 )
-from ...invented_picks import DISTRIBUTIONS
-from ...joining import join
 from ...launch import carried_by, launched_by
+from ...replay.invented_picks import DISTRIBUTIONS
+from ...world.joining import join
 from ..words import add_words, one_of
 from .contenders import BASELINES, parse, spelled
 from .picture import picture

@@ -23,7 +23,7 @@ import numpy as np
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 
-from ...invented_picks import picks
+from ...replay.invented_picks import picks
 from .cases import Case
 from .checks import check_agreement, check_conservation, digest
 from .contenders import Contender, Task

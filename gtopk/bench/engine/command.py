@@ -13,9 +13,9 @@ from collectives.errors import PeerError
 from collectives.transports import Transport, local_world, run_ranks
 
 from ...arguments import as_argument, output_file
-from ...joining import join
 from ...launch import launched_by
 from ...machine import Machine, load, this_machine
+from ...world.joining import join
 from ..words import add_words, one_of
 from .gradients import resnet50, small
 from .measure import GOAL_RATIO, Record, measure, table

@@ -20,9 +20,9 @@ import numpy as np
 from collectives.transports import Transport
 
 from ...engine import Engine, Operation, Settings
+from ...engine.fusion import Dense, layout_of
 from ...engine.saying import Announcement, Intention, Saying, exchange
 from ...engine.table import Table
-from ...fusion import Dense, layout_of
 
 GOAL_RATIO: Final = 1.5
 _WARM_UP_ROUNDS: Final = 3

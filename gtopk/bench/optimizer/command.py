@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ... import world
 from ...arguments import as_argument, output_file, share
+from ...world import world
 from ..progress import silent, tell
 from .measure import Record, measure, ways
 from .networks import NETWORKS

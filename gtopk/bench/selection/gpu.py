@@ -7,7 +7,7 @@ import torch
 from collectives.kernels import device
 from collectives.kernels.device.timing import Row, measure
 
-from ...arrays import view_tensor
+from ...buckets.arrays import view_tensor
 from .gradients import Array
 
 TOPK = "torch.topk"

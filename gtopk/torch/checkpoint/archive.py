@@ -19,7 +19,7 @@ import torch
 
 from collectives.transports.transport import say
 
-from ...agreement import name_ranks
+from ...engine.agreement import name_ranks
 from ..functions import allgather_object, broadcast_object, broadcast_parameters
 from ..mpi_ops import rank, size
 from .errors import CheckpointError, DamagedError, FormatError

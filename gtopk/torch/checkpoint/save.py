@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ... import world
+from ...world import world
 from .archive import Archive, Writing, on_all
 from .errors import CheckpointError
 from .files import whole_number

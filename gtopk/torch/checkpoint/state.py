@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import torch
 
-from ... import optimizer_checkpoint
-from ...optimizer_tree import lay_out_as_parameters
-from ...wrapping import Wrapping
+from ...wrapped import checkpoint as optimizer_checkpoint
+from ...wrapped.tree import lay_out_as_parameters
+from ...wrapped.wrapping import Wrapping
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .archive import Found, Snapshot, spread

@@ -13,7 +13,7 @@ import copy
 from itertools import zip_longest
 from typing import Any
 
-from ... import optimizer_checkpoint
+from ...wrapped import checkpoint as optimizer_checkpoint
 
 
 def keyed(written: Any, like: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from collectives.environment import whole_number
 
-from ... import world
+from ...world import world
 from ..checkpoint.archive import Archive, Snapshot, on_all
 from ..checkpoint.tree import take_apart
 from ..functions import allgather_object

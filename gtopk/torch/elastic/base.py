@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ... import world
 from ...exceptions import HostsUpdatedInterrupt
+from ...world import world
 from ..checkpoint.archive import Archive, Found
 from ..checkpoint.tree import put_together
 from ..functions import broadcast_object

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...optimizer import _DistributedOptimizer
-from ...optimizer_checkpoint import KEY
+from ...wrapped.checkpoint import KEY
 from ..checkpoint.archive import Owned
 from ..checkpoint.residuals import share
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters

@@ -16,8 +16,8 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
-from ... import world
 from ...exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from ...world import world
 from .base import State
 
 S = TypeVar("S", bound=State)

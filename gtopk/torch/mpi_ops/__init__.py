@@ -22,14 +22,14 @@ without one, an operation is named by a counter.
 """
 
 from ...exceptions import HorovodInternalError
-from ...process_sets import (
+from ...reductions import Adasum, Average, Max, Min, Product, Sum
+from ...world.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from ...reductions import Adasum, Average, Max, Min, Product, Sum
-from ...world import is_initialized, shutdown
+from ...world.world import is_initialized, shutdown
 from .allgathering import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from .allreducing import (
     allreduce,

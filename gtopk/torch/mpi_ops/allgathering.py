@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...process_sets import ProcessSet, global_process_set
 from ...reductions import Average
+from ...world.process_sets import ProcessSet, global_process_set
 from .allreducing import grouped_allreduce
 from .handles import submit, synchronize
 from .tensors import check, describe_each, describe_rows, from_bytes, row_bytes, view_bytes

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from collectives.transports import Transport
 
 from ...compression import Compression, Compressor
-from ...process_sets import ProcessSet, global_process_set
 from ...reductions import Adasum
+from ...world.process_sets import ProcessSet, global_process_set
 from .adasum import combine
 from .compressing import compress
 from .handles import submit, synchronize

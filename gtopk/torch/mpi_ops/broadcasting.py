@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from collectives.transports import Transport
 
-from ...process_sets import ProcessSet, global_process_set
 from ...reductions import Average
-from ...world import current
+from ...world.process_sets import ProcessSet, global_process_set
+from ...world.world import current
 from .allreducing import allreduce
 from .handles import submit, synchronize
 from .tensors import check, check_in_place, describe, empty_like, from_bytes, view_bytes

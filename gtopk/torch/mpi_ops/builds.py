@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...world import current
+from ...world.world import current
 
 
 def mpi_enabled() -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...process_sets import ProcessSet, global_process_set
+from ...world.process_sets import ProcessSet, global_process_set
 from .handles import submit, synchronize
 from .tensors import check, describe_rows, from_bytes, row_bytes, view_bytes
 

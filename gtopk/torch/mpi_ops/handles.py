@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...engine import Operation, Work
-from ...fusion import Dense
-from ...process_sets import ProcessSet
+from ...engine.fusion import Dense
+from ...world.process_sets import ProcessSet
 
 _handles: Final[dict[int, tuple[Operation, Callable[[Any], Any]]]] = {}
 _next_handle: Final = itertools.count(1)  # a handle is never false

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ... import process_sets as sets
-from ... import world
-from ...process_sets import ProcessSet
+from ...world import process_sets as sets
+from ...world import world
+from ...world.process_sets import ProcessSet
 from .handles import forget_all
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ...process_sets import ProcessSet, global_process_set
+from ...world.process_sets import ProcessSet, global_process_set
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

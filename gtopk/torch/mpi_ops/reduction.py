@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...engine.fusion import Dense, scale
 from ...exceptions import InvalidCallError
-from ...fusion import Dense, scale
 from ...reductions import NAMES, Adasum, Average, Max, Min, Product, Sum
 
 _EXCHANGES: Final = {

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...arrays import to_array, view_tensor
+from ...buckets.arrays import to_array, view_tensor
 from ...compression import Compression, Compressor
+from ...engine.fusion import Dense, scale
 from ...exceptions import InvalidCallError
-from ...fusion import Dense, scale
-from ...process_sets import ProcessSet, global_process_set
 from ...reductions import NAMES, Average, Sum
+from ...world.process_sets import ProcessSet, global_process_set
 from .allgathering import grouped_allgather
 from .compressing import compress
 from .handles import submit, synchronize

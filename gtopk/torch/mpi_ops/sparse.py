@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...process_sets import ProcessSet, global_process_set
 from ...reductions import NAMES, Average, Sum
+from ...world.process_sets import ProcessSet, global_process_set
 from .allgathering import begin_allgather
 from .handles import synchronize
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...arrays import from_array, lies_as_array, to_array, view_dense
+from ...buckets.arrays import from_array, lies_as_array, to_array, view_dense
 
 
 def check(tensor: torch.Tensor) -> torch.Tensor:

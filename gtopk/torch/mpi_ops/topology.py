@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...world import current
+from ...world.world import current
 
 
 def size() -> int:

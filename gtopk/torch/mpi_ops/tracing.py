@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ... import timeline
-from ...world import current
+from ...timeline import timeline
+from ...world.world import current
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

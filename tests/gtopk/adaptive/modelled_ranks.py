@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
-from gtopk.world import World
+from gtopk.world import world
+from gtopk.world.world import World
 
 FEATURES = 5
 

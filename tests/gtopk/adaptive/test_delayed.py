@@ -16,7 +16,7 @@ from collectives.transports import Transport
 from gtopk.adaptive.agreed_settings import AgreedSettings
 from gtopk.adaptive.round_exchange import RoundExchange
 from gtopk.adaptive.rounds import Ready, Reduced, Rounds
-from gtopk.world import World
+from gtopk.world.world import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, adapted, data, prompt, run
 

@@ -27,7 +27,7 @@ from gtopk.adaptive.goodput import (
 )
 from gtopk.adaptive.shares import Limits
 from gtopk.adaptive.speed import Cost
-from gtopk.world import World
+from gtopk.world.world import World
 from tests.gtopk.adaptive.modelled_ranks import (
     FEATURES,
     Modelled,

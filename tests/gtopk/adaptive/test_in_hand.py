@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
 from gtopk.adaptive.learning_rate import LearningRate
-from gtopk.world import World
+from gtopk.world.world import World
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 

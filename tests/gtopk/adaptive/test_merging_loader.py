@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
 from gtopk.adaptive.cursor import by_speed
 from gtopk.adaptive.strategies import STRATEGIES
-from gtopk.world import World
+from gtopk.world import world
+from gtopk.world.world import World
 
 LENGTH = 203
 # By the clock, a thread may come too late for any batch of a mega-batch.

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk import world
-from gtopk.world import World
+from gtopk.world import world
+from gtopk.world.world import World
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import Modelled
 

@@ -14,15 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
-from gtopk import timeline, world
 from gtopk.adaptive.cursor import by_speed
 from gtopk.adaptive.hogbatch import periods
 from gtopk.recording.reading import RankRecord, Run, Step, read_run
 from gtopk.run_report.page import page
 from gtopk.telemetry import parts
+from gtopk.timeline import timeline
 from gtopk.top.show import as_lines
 from gtopk.top.status import status_of
-from gtopk.world import World
+from gtopk.world import world
+from gtopk.world.world import World
 from tests.gtopk.traces_read import records_in
 
 RANKS, LENGTH = 2, 96

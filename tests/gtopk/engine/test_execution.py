@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gtopk.engine.execution import steps_of
+from gtopk.engine.fusion import Layout
 from gtopk.engine.saying import Intention
 from gtopk.engine.table import Ready
-from gtopk.fusion import Layout
 
 
 def ready(name: str, *lengths: int) -> Ready:

@@ -9,8 +9,8 @@ import pytest
 
 from collectives.transports import LocalTransport, Transport
 from gtopk.engine import Engine, Settings
+from gtopk.engine.fusion import Dense
 from gtopk.exceptions import HorovodInternalError
-from gtopk.fusion import Dense
 
 QUICK = Settings(idle_seconds=0.05)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from collectives.errors import MessageError
 from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.engine.fusion import Layout
 from gtopk.engine.saying import Intention, Saying, cycle_bytes, exchange
-from gtopk.fusion import Layout
 
 votes = st.integers(-(1 << 63), (1 << 63) - 1)
 layouts = st.builds(

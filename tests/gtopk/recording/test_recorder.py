@@ -17,7 +17,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from collectives.vector import SparseVector
-from gtopk import world
+from gtopk.exchange.residual import Residual, Withheld
 from gtopk.recording.endpoint import Address, Endpoint, parse_address
 from gtopk.recording.files import LineFile
 from gtopk.recording.lines import as_text, path_of, report_of, step_line
@@ -25,7 +25,7 @@ from gtopk.recording.looks import is_due, look
 from gtopk.recording.reading import read_run
 from gtopk.recording.recorder import Recorder
 from gtopk.recording.settings import Settings, settings_from
-from gtopk.residual import Residual, Withheld
+from gtopk.world import world
 from tests.gtopk.made_runs import begin, report
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
 from collectives import PeerError
-from gtopk.world import World
+from gtopk.world.world import World
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, network, on_ranks
 
 BATCH = 16

@@ -9,7 +9,7 @@ from collectives.transports import Transport
 from collectives.vector import SparseVector
 from gtopk.bench.collectives import baselines
 from gtopk.bench.collectives.library import open_library
-from gtopk.invented_picks import picks
+from gtopk.replay.invented_picks import picks
 
 LENGTH, K = 2_000, 100
 

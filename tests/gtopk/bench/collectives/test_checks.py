@@ -14,7 +14,7 @@ from gtopk.bench.collectives.checks import (
     digest,
 )
 from gtopk.bench.collectives.contenders import Outcome
-from gtopk.invented_picks import picks
+from gtopk.replay.invented_picks import picks
 
 SIZE = 3
 EVERYONE = [picks("uniform", 500, 50, rank, seed=1) for rank in range(SIZE)]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport
-from gtopk import world
 from gtopk.bench.optimizer.command import main, table
 from gtopk.bench.optimizer.measure import PLAIN, measure, ways
 from gtopk.bench.optimizer.networks import resnet18, resnet20
+from gtopk.world import world
 
 
 def small() -> torch.nn.Module:

@@ -1,0 +1,6 @@
+"""Buckets: what is one vector to the wire is many tensors to the model.
+
+arrays.py       tensors as flat arrays and back
+buckets.py      many parameters' gradients as one vector
+parameters.py   what parameters are called, the same on every rank
+"""

@@ -1,0 +1,11 @@
+"""The exchange of a bucket: accumulate, select, exchange, apply.
+
+exchange.py        the method on one screen
+residual.py        what was not sent yet
+node_exchange.py   sums inside a node, picks between the nodes
+deltas.py          what a step changed in place of gradients, for Adasum
+exchanges.py       which exchange a compression stands for
+automatic.py       the one that runs what a judge says
+judge.py           from predictions first, from measurements then
+calibration.py     what the predictions go by
+"""

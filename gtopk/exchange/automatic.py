@@ -1,0 +1,211 @@
+"""The automatic exchange: all ranks run what rank 0's judge says, and tell it what that takes.
+
+What looking costs: the calibration, about two seconds or nothing from the cache; some dense steps,
+first where sparse may be slower, later where it cannot, when they are a hundredth of what has
+passed; and one allgather of 48 bytes a window of 20 to 640 steps.
+
+What counts is by how much an exchange lengthens a step. A bucket has room to hide in from when its
+gradients were there until backward ended, and shares it with the buckets that became ready on the
+way, by their sizes:
+
+    backward   | a b |  c  |  d  | e |
+    bucket a b       [ab....|.....|...]      its share of this: of a, b, c and d
+    bucket c                [c....|...]      of c and d
+    bucket d                      [d..]
+    bucket e                          |      none: backward is over
+
+Where buckets take seconds in proportion to their sizes all of them fit their rooms just when they
+fit one after the other: so each can be judged by itself, though all share one engine. What is
+beyond its room lengthens the step. A bucket that fits gains nothing by sending less: it is dense.
+The last bucket, a single one, and all of them without overlap have no room: all they take counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from collectives.planning import Candidate, Format
+from collectives.planning.calibration import assumed
+from collectives.planning.probes import agree_on_slowest
+from collectives.transports import Transport
+
+from ..buckets.buckets import Bucket
+from ..compression import Automatic, GTopK, Hierarchical, OkTopK, SparseCompression, TopK
+from .calibration import calibration_of
+from .exchange import (
+    DenseExchange,
+    Exchange,
+    Exchanged,
+    Progress,
+    SparseExchange,
+    open_residual,
+)
+from .judge import Judge, Measured
+from .residual import Residual
+
+_log = logging.getLogger("gtopk")
+
+SETTLING_STEPS: Final = 2  # not measured after a switch: thresholds are guessed, caches filled
+KINDS: Final[Mapping[str, type[SparseCompression]]] = {
+    kind.algorithm: kind for kind in (TopK, GTopK, OkTopK, Hierarchical)
+}
+
+
+class AutomaticExchange:
+    """Exchanges by one of several candidates, and changes over without loss.
+
+    A change to dense sends what sparse steps left in the residual along, in its first step.
+
+    share: of all that a step exchanges: of its budget, too.
+    room_share: of the time from when its gradients are there until backward ends.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        compression: Automatic,
+        progress: Progress,
+        share: float = 1.0,
+        room_share: float = 1.0,
+    ) -> None:
+        self.compression = compression
+        self.share = share
+        self.room_share = room_share
+        self.residual: Residual = open_residual(bucket, compression)
+        self.judge: Judge | None = None  # None: the ranks have not met yet
+        self._progress = progress
+        self._exchange: Exchange = DenseExchange()
+        self._exchanged: Exchanged | None = None  # and not applied yet
+        self._seen: list[tuple[float, ...]] = []  # seconds: Measured's, and the backward pass's
+        self._to_settle = 0
+        self._ended = time.perf_counter()  # the last step's reduction
+
+    @property
+    def facts(self) -> str:
+        """Return the options, and what is about to run."""
+        now = str(self.judge.chosen.candidate) if self.judge else "undecided"
+        return f"{self.compression.facts()}, now {now}"
+
+    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        if self.judge is None:
+            self.judge = self._begin(bucket, transport)
+        elif len(self._seen) >= self.judge.window:
+            self._look(self.judge, bucket, transport)
+        exchanged = self._exchange(bucket, transport)
+        self._exchanged = exchanged if transport.size > 1 else None
+        return dataclasses.replace(exchanged, predicted_seconds=self.judge.chosen.seconds)
+
+    def apply(self, bucket: Bucket) -> None:
+        """Apply as what ran does; that belongs to what the step took."""
+        begun = time.perf_counter()
+        self._exchange.apply(bucket)
+        ended_before, self._ended = self._ended, time.perf_counter()
+        if self._exchanged is not None:
+            select_seconds = self._exchanged.select_seconds + self._ended - begun
+            exchanged = dataclasses.replace(self._exchanged, select_seconds=select_seconds)
+            self._see(exchanged, self._ended - ended_before, self._room_seconds(bucket))
+
+    def _room_seconds(self, bucket: Bucket) -> float:
+        """Return how long this step's exchange could take without making the step longer."""
+        backward_ended = self._progress.backward_began + self._progress.backward_seconds
+        return self.room_share * max(0.0, backward_ended - bucket.taken)
+
+    def sent_mass(self) -> float:
+        """Return it of what runs."""
+        return self._exchange.sent_mass()
+
+    def _begin(self, bucket: Bucket, transport: Transport) -> Judge:
+        alone = transport.size == 1  # nothing is sent, whatever it would take
+        calibration = assumed(1) if alone else calibration_of(transport)
+        (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
+        judge = Judge(
+            self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.share
+        )
+        self._run(judge, agreed(judge.begin(-fastest), transport), bucket)
+        if transport.rank == 0:
+            _log.info(
+                "compression of %s elements begins with %s, expected to take %.3g ms a step%s; "
+                "links and rates: %s",
+                f"{bucket.length:,}",
+                judge.chosen.candidate,
+                1e3 * judge.chosen.seconds,
+                ", to measure what has to be beaten" if judge.probing else "",
+                calibration.origin,
+            )
+        return judge
+
+    def _see(self, exchanged: Exchanged, step_seconds: float, room_seconds: float) -> None:
+        if self._to_settle:
+            self._to_settle -= 1
+            return
+        merge_seconds = exchanged.merge_seconds
+        self._seen.append(
+            (
+                exchanged.select_seconds,
+                merge_seconds,
+                exchanged.communicate_seconds - merge_seconds,
+                step_seconds - max(0.0, exchanged.seconds - room_seconds),
+                room_seconds,
+                self._progress.backward_seconds,
+            )
+        )
+
+    def _look(self, judge: Judge, bucket: Bucket, transport: Transport) -> None:
+        """Hold what was measured against what was predicted, the same on every rank."""
+        *parts, room, backward = map(statistics.median, zip(*self._seen, strict=True))
+        self._seen.clear()
+        # The slowest rank decides; for the time to hide behind, the one with the least of it.
+        *parts, room, backward = agree_on_slowest(transport, [*parts, -room, -backward])
+        measured, before = Measured(*parts)._replace(room_seconds=-room), judge.chosen
+        candidate = agreed(judge.judge(measured, -backward), transport)
+        changed = candidate != before.candidate
+        if changed:
+            self._run(judge, candidate, bucket)
+        else:
+            judge.run(candidate)  # with what was learnt of it
+        if transport.rank == 0:
+            room_ms = 1e3 * measured.room_seconds
+            _log.log(
+                logging.WARNING if changed else logging.INFO,
+                "compression of %s elements by %s took %.3g ms a step, expected %.3g%s%s",
+                f"{bucket.length:,}",
+                before.candidate,
+                1e3 * measured.seconds,
+                1e3 * before.seconds,
+                f", of which backward may hide {room_ms:.3g}" if room_ms else "",
+                f"; from now on {judge.chosen.candidate}, expected to take "
+                f"{1e3 * judge.chosen.seconds:.3g}"
+                if changed
+                else "",
+            )
+
+    def _run(self, judge: Judge, candidate: Candidate, bucket: Bucket) -> None:
+        """Run another candidate from now on; the residual stays."""
+        judge.run(candidate)
+        self._to_settle = SETTLING_STEPS
+        if candidate.algorithm == "dense":
+            self._exchange = DenseExchange(self.residual)
+            return
+        compression = KINDS[candidate.algorithm](
+            candidate.density,
+            momentum_correction=self.compression.momentum_correction,
+            wire=candidate.format.indices,
+            values=candidate.format.values,
+        ).widened(candidate.widening)
+        self._exchange = SparseExchange(bucket, compression, self._progress, self.residual)
+
+
+def agreed(candidate: Candidate, transport: Transport) -> Candidate:
+    """Return rank 0's candidate, on every rank."""
+    said = json.dumps(dataclasses.asdict(candidate)).encode()
+    said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
+    record = json.loads(said)
+    return Candidate(**{**record, "format": Format(*record["format"])})

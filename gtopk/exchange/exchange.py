@@ -1,0 +1,352 @@
+"""The method on one screen: accumulate, select, exchange, apply.
+
+An Exchange turns this rank's gradients in a bucket into the agreed update: on the engine's thread
+and the gradients' device and stream, after all ranks agreed that they are about to do the same.
+The gradients stay as they are until `apply`, which follows once every bucket of the step is known
+to count; before that, `undo` leaves no trace.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from collectives.algorithms import ALGORITHMS, Regions, where_it_works
+from collectives.errors import NonFiniteError
+from collectives.planning import predict
+from collectives.transports import Transport
+from collectives.vector import SparseVector, is_on_device
+from collectives.wire import NOTHING_CODED, Coded, Format, coded
+
+from ..buckets.arrays import from_array, to_array
+from ..buckets.buckets import Bucket
+from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
+from .calibration import calibration_of
+from .residual import Residual
+
+
+@dataclass
+class Progress:
+    """How far an optimizer is: what its exchanges may go by.
+
+    steps:            taken with an update, on all ranks alike.
+    backward_seconds: of a step's last backward pass, from its first gradient to its last.
+    backward_began:   when that was, by time.perf_counter.
+    """
+
+    steps: int = 0
+    backward_seconds: float = 0.0
+    backward_began: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What an exchange did.
+
+    select_seconds: accumulate and select; communicate_seconds: encode to decode.
+    finite: whether the update is, in the gradients' dtype too; the same on every rank, as the
+            update is. A sum can overflow where no gradient did.
+    coded: what this rank's messages took to write and read, and how long they were.
+    predicted_seconds: what selecting and communicating was expected to take, where it was.
+    """
+
+    algorithm: str
+    selected: int
+    updated: int
+    select_seconds: float
+    communicate_seconds: float
+    merge_seconds: float
+    finite: bool
+    bytes_counted: bool
+    coded: Coded = NOTHING_CODED
+    predicted_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return what a prediction is to be held against."""
+        return self.select_seconds + self.communicate_seconds
+
+
+class Exchange(Protocol):
+    """One way to turn the ranks' gradients into one update."""
+
+    @property
+    def residual(self) -> Residual | None:
+        """Return what was not sent yet, where this way leaves something."""
+
+    @property
+    def facts(self) -> str:
+        """Return what must be equal on all ranks, in words."""
+
+    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        """Sum weight * gradient over the ranks; the sum is kept for `apply`."""
+
+    def apply(self, bucket: Bucket) -> None:
+        """Replace the gradients by the sum that was kept, which was finite."""
+
+    def sent_mass(self) -> float:
+        """Return the sum of the absolute values that the last step took out of the residual."""
+
+
+class SparseExchange:
+    """Top-k with error feedback: what is not sent stays in the residual.
+
+    On a GPU all of it but the reduction of the k entries, which is as the transport has it.
+
+    format: of the messages; None until the first exchange where it is to be chosen.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        compression: SparseCompression,
+        progress: Progress,
+        residual: Residual | None = None,
+    ) -> None:
+        self.compression = compression
+        self.residual: Residual = residual or open_residual(bucket, compression)
+        self._progress = progress
+        # What was picked, the update, what returned, and what the gradients' dtype cannot hold.
+        self._outcome: (
+            tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
+        ) = None
+        self._moved: tuple[SparseVector, SparseVector] | None = None  # picked, and returned
+        self.options: dict[str, Any] = {}
+        self._set_k(bucket.length)
+        formats = compression.formats()
+        self.format = formats[0] if len(formats) == 1 else None
+
+    def _set_k(self, length: int) -> None:
+        self._density = self.compression.density_at(self._progress.steps)
+        self.k = selected(self._density, length)
+        regions = self.regions
+        self.options = self.compression.options(self.k, length)
+        if regions is not None:
+            self.options["regions"] = regions
+
+    @property
+    def regions(self) -> Regions | None:
+        """Return the boundaries that are kept from step to step, where the method has some."""
+        return self.options.get("regions")
+
+    @property
+    def facts(self) -> str:
+        """Return the options; while the density is on its way, how far it is, too."""
+        steps = self._progress.steps
+        warming = steps < self.compression.warmup_steps
+        return self.compression.facts() + (f" at step {steps}" if warming else "")
+
+    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        algorithm = self.compression.algorithm
+        if self._density != self.compression.density_at(self._progress.steps):
+            self._set_k(bucket.length)
+        if self.format is None:
+            self.format = quickest_format(self.compression, bucket, transport)
+        begun = time.perf_counter()
+        picked = self._pick(bucket, transport)
+        picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
+        coded_before = coded()
+        self._outcome = None
+        with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
+            update, returned = self._reduce(picked, transport, self.format)
+            update, rest = bucket.fit(update)  # the same on every rank: one of them keeps the rest
+            self._outcome = picked, update, returned, rest if transport.rank == 0 else None
+        communicate_seconds = time.perf_counter() - picked_at
+        return Exchanged(
+            algorithm,
+            picked.entries,
+            self._outcome[1].entries if self._outcome else 0,
+            picked_at - begun,
+            communicate_seconds,
+            communicate_seconds - (transport.traffic.wait_seconds - waited),
+            finite=self._outcome is not None,
+            bytes_counted=True,
+            coded=coded().since(coded_before),
+        )
+
+    def apply(self, bucket: Bucket) -> None:
+        """Take out of the residual what was sent and did not return; put the update in place."""
+        assert self._outcome is not None
+        picked, update, returned, rest = self._outcome
+        self._outcome, self._moved = None, (picked, returned)
+        self._settle(picked, returned, update)
+        if rest is not None:
+            self.residual.add(rest)
+        bucket.put(update)
+
+    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
+        self.residual.settle(picked, returned, update)
+
+    def sent_mass(self) -> float:
+        """Return the sum of what was picked in the last step, less what returned."""
+        if self._moved is None:
+            return 0.0
+        picked, returned = (float(abs(vector.values).sum()) for vector in self._moved)
+        return max(0.0, picked - returned)
+
+    def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
+        """Accumulate and select."""
+        return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
+
+    def _reduce(
+        self, picked: SparseVector, transport: Transport, format: Format
+    ) -> tuple[SparseVector, SparseVector]:
+        if isinstance(self.compression, Hierarchical) and "nodes" not in self.options:
+            self.options["nodes"] = self.compression.nodes(transport)
+        reduction = partial(
+            ALGORITHMS[self.compression.algorithm],
+            k=self.k,
+            transport=transport,
+            format=format,
+            **self.options,
+        )
+        return where_it_works(reduction, picked, transport, self.compression.algorithm, format)
+
+
+def quickest_format(compression: SparseCompression, bucket: Bucket, transport: Transport) -> Format:
+    """Return the format that a calibrated model expects to be quickest; equal on all ranks.
+
+    Of a hierarchy as with gtopk across nodes of picks, the one that is modelled.
+    """
+    calibration = calibration_of(transport)
+
+    def seconds(format: Format) -> float:
+        candidate = compression.candidate(format)
+        network, rates = calibration.network, calibration.rates
+        return predict(candidate, bucket.length, network, rates, bucket.dtype.itemsize).seconds
+
+    return min(compression.formats(), key=seconds)
+
+
+class DenseExchange:
+    """Every entry, by the transport's allreduce: the baseline, and what 'off' means.
+
+    residual: what sparse steps before it left; the first dense step sends it along.
+    """
+
+    facts = "dense"
+
+    def __init__(self, residual: Residual | None = None) -> None:
+        self.residual = residual
+
+    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        begun = time.perf_counter()
+        gradient = bucket.gather()
+        if self.residual is not None:
+            self.residual.add_to(gradient)
+        added = time.perf_counter()
+        if is_on_device(gradient) and not transport.supports_device_messages:
+            with bucket.flat_on_host() as on_host:
+                transport.allreduce(on_host)
+        else:
+            transport.allreduce(gradient)
+        return _dense(bucket, transport, added - begun, time.perf_counter() - added)
+
+    def apply(self, bucket: Bucket) -> None:
+        """Put the sum in place; nothing is left of what was sent."""
+        if self.residual is not None:
+            self.residual.clear()
+        bucket.scatter()
+
+    def sent_mass(self) -> float:
+        """Return 0: nothing is held back that would be."""
+        return 0.0
+
+
+class CompressorExchange:
+    """Every entry, in the form that a Horovod Compressor gives it, fused by dtype."""
+
+    residual = None
+
+    def __init__(self, compressor: type[Compressor]) -> None:
+        self.compressor = compressor
+        self.facts = f"dense {compressor.__name__}"
+
+    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        began = time.perf_counter()
+        bucket.gather()
+        compressed = [self.compressor.compress(view) for view in bucket.views]
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, (tensor, _) in enumerate(compressed):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
+        seconds = 0.0
+        for indices in by_dtype.values():
+            tensors = [compressed[index][0] for index in indices]
+            fused = np.concatenate([to_array(tensor) for tensor in tensors])
+            begun = time.perf_counter()
+            transport.allreduce(fused)
+            seconds += time.perf_counter() - begun
+            parts = np.split(fused, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+            for index, tensor, part in zip(indices, tensors, parts, strict=True):
+                reduced = from_array(part, tensor)
+                context = compressed[index][1]
+                bucket.views[index].copy_(self.compressor.decompress(reduced, context))
+        return _dense(bucket, transport, time.perf_counter() - began - seconds, seconds)
+
+    def apply(self, bucket: Bucket) -> None:
+        """Put the sum in place."""
+        bucket.scatter()
+
+    def sent_mass(self) -> float:
+        """Return 0: there is no residual."""
+        return 0.0
+
+
+class SendingAlong:
+    """Dense in the first step that counts, with what sparse steps left; from then on as `then`.
+
+    For a way without a residual. All ranks begin so together, also those that have nothing left.
+    """
+
+    def __init__(self, bucket: Bucket, then: Exchange) -> None:
+        self.then = then
+        left = Residual(bucket.length, bucket.dtype, device=bucket.device)
+        self._exchange: Exchange = DenseExchange(left)
+
+    @property
+    def residual(self) -> Residual | None:
+        """Return what is to be sent along; None once it was."""
+        return self._exchange.residual
+
+    @property
+    def facts(self) -> str:
+        """Return what is about to run."""
+        return self._exchange.facts
+
+    def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        return self._exchange(bucket, transport)
+
+    def apply(self, bucket: Bucket) -> None:
+        """Apply as what ran does; by then it was sent."""
+        self._exchange.apply(bucket)
+        self._exchange = self.then
+
+    def sent_mass(self) -> float:
+        """Return it of what runs."""
+        return self._exchange.sent_mass()
+
+
+def _dense(
+    bucket: Bucket, transport: Transport, select_seconds: float, communicate_seconds: float
+) -> Exchanged:
+    return Exchanged(
+        "dense",
+        bucket.length,
+        bucket.length,
+        select_seconds,
+        communicate_seconds,
+        0.0,
+        bucket.holds_sum(),
+        transport.counts_allreduce,
+    )
+
+
+def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
+    """Return the residual of a bucket, empty."""
+    return Residual(bucket.length, bucket.dtype, compression.momentum_correction, bucket.device)

@@ -1,0 +1,46 @@
+"""Exchanges: which of them a compression stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..buckets.buckets import Bucket
+from ..compression import Automatic, ErrorFeedback, Hierarchical, NoneCompressor, SparseCompression
+from .automatic import AutomaticExchange
+from .exchange import CompressorExchange, DenseExchange, Exchange, Progress, SparseExchange
+from .node_exchange import NodeExchange
+
+
+def open_exchange(
+    bucket: Bucket,
+    compression: Any,
+    progress: Progress,
+    share: float = 1.0,
+    room_share: float = 1.0,
+) -> Exchange:
+    """Return the exchange for what the user passed as `compression`, which was checked.
+
+    share: of the elements of a step that are exchanged so.
+    room_share: of the time from when its gradients are there until backward ends, to hide in.
+    """
+    if isinstance(compression, Hierarchical) and compression.inside == "dense":
+        return NodeExchange(bucket, compression, progress)
+    if isinstance(compression, SparseCompression):
+        return SparseExchange(bucket, compression, progress)
+    if isinstance(compression, Automatic):
+        return AutomaticExchange(bucket, compression, progress, share, room_share)
+    if compression is NoneCompressor:
+        return DenseExchange()
+    return CompressorExchange(compression)
+
+
+def require_compression(compression: object) -> None:
+    """Raise TypeError for what is neither a record of a method nor a Compressor class."""
+    is_class = isinstance(compression, type) and hasattr(compression, "compress")
+    if is_class or isinstance(compression, ErrorFeedback):
+        return
+    raise TypeError(
+        "compression must be Compression.none, .fp16, .bf16, Compression.topk(density=...), "
+        "Compression.gtopk(density=...), .oktopk, .hierarchical, .auto or a Compressor class, "
+        f"got {compression!r}"
+    )

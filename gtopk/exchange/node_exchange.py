@@ -1,0 +1,80 @@
+"""Node exchange: gradients are summed whole inside a node, and picked from between the nodes.
+
+    ranks of a node   gradients --reduce-scatter--> each owns a shard of the node's sum
+    owners            residual += shard, select ----gtopk or oktopk, between the nodes
+    ranks of a node   update <--allgather---------- of all shards
+
+(Shi et al. 2021, HiTopKComm.) The residual is as long as the vector, and lies in this rank's shard.
+What a checkpoint of other nodes, or of another number of ranks, put elsewhere goes into the next
+sum; velocities there are forgotten.
+"""
+
+from __future__ import annotations
+
+from collectives.algorithms import Hierarchy
+from collectives.transports import Transport
+from collectives.vector import Array, SparseVector
+from collectives.wire import Format
+
+from ..buckets.buckets import Bucket
+from ..compression import Hierarchical
+from .exchange import Progress, SparseExchange
+from .residual import Residual
+
+
+class NodeExchange(SparseExchange):
+    """Top-k of each node's sum, with error feedback."""
+
+    def __init__(self, bucket: Bucket, compression: Hierarchical, progress: Progress) -> None:
+        if bucket.device.type != "cpu":
+            raise ValueError(
+                f"Compression.hierarchical(inside='dense') works on the host, not on "
+                f"{bucket.device}: use inside='picks' there"
+            )
+        super().__init__(bucket, compression, progress)
+        self._length = bucket.length
+        self._across = compression.across
+        self._nodes = compression.nodes
+        self._hierarchy: Hierarchy | None = None
+        self._own: Residual | None = None  # of this rank's shard
+
+    def _place(self, transport: Transport) -> tuple[Hierarchy, Residual]:
+        if self._hierarchy is None or self._own is None:
+            self._hierarchy = Hierarchy(transport, self._nodes(transport))
+            self._own = self.residual.part(self._hierarchy.shard(self._length))
+        return self._hierarchy, self._own
+
+    def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
+        hierarchy, own = self._place(transport)
+        gradients = bucket.gather()
+        if self.residual.replaced:
+            self._send_along(gradients, hierarchy.shard(self._length))
+        shard = hierarchy.scatter(gradients)
+        self.residual.holds_nothing = False
+        if not shard.size:
+            return SparseVector.empty(0, shard.dtype)
+        return own.accumulate_and_select(shard, hierarchy.shard_k(self.k))
+
+    def _send_along(self, gradients: Array, own: slice) -> None:
+        """Add what is held back of other ranks' shards to what is summed now."""
+        for elsewhere in (slice(0, own.start), slice(own.stop, None)):
+            gradients[elsewhere] += self.residual.values[elsewhere]
+            self.residual.values[elsewhere] = 0
+        self.residual.replaced = False
+
+    def _reduce(
+        self, picked: SparseVector, transport: Transport, format: Format
+    ) -> tuple[SparseVector, SparseVector]:
+        hierarchy, _ = self._place(transport)
+        return hierarchy.reduce(
+            picked, self.k, self._length, format=format, **{**self.options, "across": self._across}
+        )
+
+    def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
+        assert self._hierarchy is not None
+        assert self._own is not None
+        if picked.length:
+            own = self._hierarchy.shard(self._length)
+            part = update.between(own.start, own.stop)
+            part = SparseVector(part.indices - own.start, part.values, picked.length)
+            self._own.settle(picked, returned, part)

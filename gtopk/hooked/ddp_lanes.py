@@ -1,0 +1,124 @@
+"""The lanes of DDP's buckets, and what is held back of each parameter, in whichever bucket it is.
+
+DDP makes its buckets anew after the first step, unless it is to find unused parameters: what is
+held back moves along, parameter by parameter. What is held back of a frozen one waits outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..lanes.held import Held
+from ..lanes.lanes import Lane
+
+
+class BucketLanes:
+    """A lane for each bucket that was seen.
+
+    open_lane: of one parameter, which is all of a bucket.
+    """
+
+    def __init__(self, open_lane: Callable[[torch.nn.Parameter], Lane]) -> None:
+        self._open_lane = open_lane
+        self._lanes: dict[tuple[int, ...], Lane] = {}  # by the identities of their parameters
+        self._homes: dict[torch.Tensor, tuple[Lane, int]] = {}  # where a parameter begins
+        # Of parameters without a lane, and of frozen ones, in memory's order.
+        self._held: dict[torch.Tensor, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def parameters(self) -> set[torch.Tensor]:
+        """Return those of all buckets, and of the state that was loaded last."""
+        return {*self._homes, *self._held}
+
+    def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Tell whether all of them were in a bucket, or in a state that was loaded."""
+        return all(p in self._homes or p in self._held for p in parameters)
+
+    def lane_of(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Lane:
+        """Return the lane of a bucket, which holds back what was held back of its parameters."""
+        key = tuple(map(id, parameters))
+        if key not in self._lanes:
+            for parameter in parameters:
+                if parameter in self._homes:
+                    self._take_out(self._homes[parameter][0])
+            lane = self._open_lane(torch.nn.Parameter(buffer.detach()))  # DDP's own memory
+            start = 0
+            for parameter in parameters:
+                self._homes[parameter] = lane, start
+                start += parameter.numel()
+            self._lanes[key] = lane
+        self._pass_over_frozen(parameters, buffer)
+        return self._lanes[key]
+
+    def _pass_over_frozen(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Let what is held back of frozen parameters wait, and take no gradient of theirs."""
+        for parameter, gradient in zip(parameters, split(buffer, parameters), strict=True):
+            if not parameter.requires_grad:
+                gradient.zero_()
+                if parameter not in self._held:
+                    self._held[parameter] = self._copy_of(parameter)
+                    self._put_in(parameter, {})
+            elif parameter in self._held:
+                self._put_in(parameter, self._held.pop(parameter))
+
+    def _take_out(self, lane: Lane) -> None:
+        """Keep what a lane holds back until other lanes have its parameters."""
+        moved = [parameter for parameter, (home, _) in self._homes.items() if home is lane]
+        for parameter in moved:
+            if parameter not in self._held:
+                self._held[parameter] = self._copy_of(parameter)
+            del self._homes[parameter]
+        self._lanes = {key: each for key, each in self._lanes.items() if each is not lane}
+
+    def _put_in(self, parameter: torch.Tensor, held: Held) -> None:
+        """Make its lane hold back this of a parameter, and nothing else."""
+        for what, part in self._views(parameter).items():
+            part.copy_(held[what]) if what in held else part.zero_()
+        self._homes[parameter][0].exchange.residual.holds_nothing = False  # type: ignore[union-attr]
+
+    def _copy_of(self, parameter: torch.Tensor) -> Held:
+        return {what: part.clone() for what, part in self._views(parameter).items()}
+
+    def _views(self, parameter: torch.Tensor) -> Held:
+        """Return a parameter's part of what its lane holds, in memory's order."""
+        lane, start = self._homes[parameter]
+        assert lane.exchange.residual is not None
+        return {
+            what: tensor[start : start + parameter.numel()]
+            for what, tensor in lane.exchange.residual.after_last_step().items()
+        }
+
+    def held_of(self, parameter: torch.Tensor) -> Held:
+        """Return copies of what is held back of a parameter, in its shape."""
+        own = self._held.get(parameter)
+        if own is None:
+            own = self._views(parameter) if parameter in self._homes else {}
+        return {
+            what: as_shaped(part, parameter).clone(memory_format=torch.contiguous_format)
+            for what, part in own.items()
+        }
+
+    def hold(self, held: dict[torch.Tensor, Held]) -> None:
+        """Hold back this, in its parameters' shapes, from the next step on, and nothing else."""
+        self._lanes, self._homes, self._held = {}, {}, {}
+        for parameter, parts in held.items():
+            for what, tensor in parts.items():
+                part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
+                as_shaped(part, parameter).copy_(tensor)
+                self._held.setdefault(parameter, {})[what] = part
+
+
+def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return elements in memory's order as the parameter has them."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return part.as_strided(parameter.shape, strides)
+
+
+def split(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return each parameter's part of a bucket, in memory's order."""
+    parts: Sequence[torch.Tensor] = buffer.split([p.numel() for p in parameters])
+    return parts

@@ -1,0 +1,87 @@
+"""HookSteps: what steps cost whose buckets PyTorch hands over one by one.
+
+program   | backward    a     b     c |wait| optimizer ...      a bucket is handed over, and DDP
+engine                  [ a ] [ b ] [ c ]                       waits when it has handed over all
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from ..engine import Engine, Operation
+from ..exchange.exchange import Exchanged
+from ..lanes.lanes import Lane
+from ..recording import looks
+from ..telemetry import Seen, StepReport, report
+from ..world.stragglers import Stragglers
+from ..world.world import World
+
+
+class HookSteps:
+    """Reports each step, to the run's record, too, and counts the world's steps.
+
+    last: the step that is over.
+    stragglers: how fast the ranks compute beside each other.
+    """
+
+    def __init__(self, here: World, engine: Engine, name: str) -> None:
+        self._world = here
+        self.stragglers = Stragglers(here, engine, name)
+        self._seen = Seen()
+        self._counted = 0  # steps that were not skipped
+        self._waited_since: float | None = None
+        self._waited_seconds = 0.0
+        self._ended: float | None = None  # the last wait
+        self._ended_before: float | None = None  # that of the step before
+        self.last: StepReport | None = None
+
+    def hand_over(self, lane: Lane) -> int:
+        """Note a bucket, in the program; return its number in the step."""
+        self._seen.lanes.append(lane)
+        return len(self._seen.lanes) - 1
+
+    def submitted(self, number: int, operation: Operation) -> None:
+        """Note that a bucket is on its way, in the program, which may wait for it from now on."""
+        self._seen.operations[number] = operation
+        self._waited_since = time.perf_counter()
+
+    def ran(self, number: int, began: float, exchanged: Exchanged | None) -> None:
+        """Note what the engine's thread has done of a bucket."""
+        if exchanged is not None:
+            self._seen.exchanged[number] = exchanged
+        self._seen.spans.append((began, time.perf_counter()))
+
+    def arrived(self) -> None:
+        """Note that what the program has waited for is there."""
+        self._ended = time.perf_counter()
+        if self._waited_since is not None:
+            self._waited_seconds += self._ended - self._waited_since
+
+    def close(self, counted: bool, overlapped: bool) -> None:
+        """Report the step, and begin another.
+
+        overlapped: the program waited for the last bucket only, and not for each of them.
+        """
+        ended, before = self._ended or 0.0, self._ended_before
+        self.last = report(
+            self._seen,
+            step=self._world.step,
+            compute_seconds=max(0.0, ended - before - self._waited_seconds) if before else 0.0,
+            waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
+            synchronize_seconds=self._waited_seconds,
+            apply_seconds=0.0,  # the engine's thread does it
+            predicted_seconds=None,
+            skipped=not counted,
+            samples=None,
+        )
+        lanes = self._seen.lanes
+        self._seen, self._waited_seconds, self._ended_before = Seen(), 0.0, ended
+        self._world.step += 1
+        self._counted += counted
+        if counted:
+            self.stragglers.note(self._counted, self.last.compute_seconds or None)
+        if (recorder := self._world.recorder) is not None:
+            recorder.note_step(self.last)
+            if counted and looks.is_due(self._counted):
+                looks.look(recorder, lanes)

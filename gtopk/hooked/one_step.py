@@ -1,0 +1,79 @@
+"""OneStep: buckets that somebody else hands over one by one; all of a step count, or none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from collectives.transports import Transport
+
+from ..exchange.exchange import Exchanged
+from ..lanes.lanes import Lane
+
+NOT_FINITE: Final = 1  # a vote: this rank's gradients of the bucket are not
+TOLD: Final = 2  # this rank was told to end
+
+
+class OneStep:
+    """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
+
+    A bucket that is back cannot be called back: it is the NaN in the one that failed, and in all
+    that follow it, that tells who steps with them to skip, and with those before it, too. What is
+    held back is then, to the bit, what it was before the step.
+    """
+
+    def __init__(self) -> None:
+        self._ran: list[Lane] = []
+        self._void = False
+
+    def run(self, lane: Lane, transport: Transport, votes: Sequence[int]) -> Exchanged | None:
+        """Replace a bucket's gradients by what all ranks agreed on, or by NaN.
+
+        Returns what the exchange did, applying included; None where there was none.
+        """
+        again = lane in self._ran  # a module that is used twice: what was before the step counts
+        self._ran.append(lane)
+        self._void |= any(vote & NOT_FINITE for vote in votes)
+        exchanged = None
+        if not self._void:
+            if not again:
+                lane.remember()
+            exchanged = lane.reduce(transport)
+            self._void = not exchanged.finite
+        if self._void:
+            self.drop()
+            with lane.bucket.on_stream():
+                lane.bucket.poison()
+            return exchanged
+        begun = time.perf_counter()
+        with lane.bucket.on_stream():
+            lane.exchange.apply(lane.bucket)
+        assert exchanged is not None
+        seconds = exchanged.select_seconds + time.perf_counter() - begun
+        return replace(exchanged, select_seconds=seconds)
+
+    def drop(self) -> None:
+        """Make the step void: what is held back becomes what it was before."""
+        self._void = True
+        for lane in self._ran:
+            lane.undo()
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the step does not count."""
+        return self._void
+
+    @property
+    def buckets(self) -> int:
+        """How many were exchanged."""
+        return len(self._ran)
+
+    def close(self) -> bool:
+        """Begin another step, and tell whether the last one counted."""
+        counted = not self._void
+        for lane in self._ran:
+            lane.let_go()
+        self._ran, self._void = [], False
+        return counted

@@ -1,0 +1,83 @@
+"""What is held back of each parameter, taken out of its bucket and put into another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..exchange.residual import Residual
+from .lanes import Lane
+from .sparse_gradients import SparseGradientLane
+
+# By what it is, "residual" or "velocity": a tensor of the parameter's shape.
+Held = dict[str, torch.Tensor]
+
+
+def take_out(lanes: Sequence[Any]) -> dict[str, Held]:
+    """Return copies of what the lanes hold back, by parameter name."""
+    return {
+        name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
+        for name, views in _views(lanes)
+    }
+
+
+def put_in(lanes: Sequence[Any], held: Mapping[str, Held]) -> None:
+    """Make the lanes hold this back, and nothing of parameters that are not in it.
+
+    Those that have no room leave it where it is: see `send_along`.
+    """
+    for name, views in _views(lanes):
+        for what, view in views:
+            tensor = held.get(name, {}).get(what)
+            if tensor is None:
+                view.zero_()
+                continue
+            if tensor.shape != view.shape:
+                raise ValueError(
+                    f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
+                    f"parameter has {list(view.shape)}"
+                )
+            view.copy_(tensor)
+    for lane in lanes:
+        if (residual := _residual(lane)) is not None:
+            residual.holds_nothing = not bool(residual.after_last_step()["residual"].any())
+            residual.replaced = True
+
+
+def unsent(held: Mapping[str, Held]) -> list[str]:
+    """Return the names of the parameters of which something is to be sent yet."""
+    return [name for name, parts in held.items() if "residual" in parts and parts["residual"].any()]
+
+
+def has_room(lane: Any) -> bool:
+    """Tell whether a lane holds something back, or may."""
+    return next(_views([lane]), None) is not None
+
+
+def _residual(lane: Any) -> Residual | None:
+    return lane.exchange.residual if isinstance(lane, Lane) else None
+
+
+def _views(lanes: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+    """Return, parameter by parameter, its part of every vector that is held, as its shape."""
+    for lane in lanes:
+        if isinstance(lane, SparseGradientLane) and lane.unsent is not None:
+            yield lane.names[0], [("residual", lane.unsent)]
+        residual = _residual(lane)
+        if residual is None:
+            continue
+        tensors = residual.after_last_step()
+        starts = np.cumsum([0, *(p.numel() for p in lane.parameters)]).tolist()
+        for name, parameter, stride, start in zip(
+            lane.names, lane.parameters, lane.bucket.strides, starts, strict=False
+        ):
+            yield (
+                name,
+                [
+                    (what, tensor.as_strided(parameter.shape, stride, start))
+                    for what, tensor in tensors.items()
+                ],
+            )

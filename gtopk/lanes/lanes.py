@@ -1,0 +1,198 @@
+"""Lane: a bucket, how it is exchanged, and what its gradients were when it was."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from collectives.transports import Transport
+
+from ..buckets.buckets import Bucket
+from ..exchange.exchange import Exchange, Exchanged, Progress, SendingAlong, SparseExchange
+from ..exchange.exchanges import open_exchange
+from ..exchange.residual import Withheld
+
+
+class Lane:
+    """One of an optimizer's buckets, exchanged as one operation of this name.
+
+    parameters, names: in the order in which they lie in the bucket.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        exchange: Exchange,
+        bucket: Bucket,
+    ) -> None:
+        self.name = name
+        self.parameters = list(parameters)
+        self.names = list(names)
+        self.bucket = bucket
+        self.exchange = exchange
+        self._taken: list[tuple[torch.Tensor | None, int]] = []
+        self._sample: torch.Tensor | None = None
+
+    @property
+    def elements(self) -> int:
+        """Return how many values its gradients have."""
+        return self.bucket.length
+
+    @property
+    def facts(self) -> str:
+        """Return what must be equal on all ranks in the next step, besides the plan."""
+        return self.exchange.facts
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides what is held back of each parameter."""
+        regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
+        return {"names": self.names, "regions": regions.record() if regions is not None else None}
+
+    def resume(self, record: Mapping[str, Any]) -> None:
+        """Go on from a record of a lane with the same names."""
+        regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
+        if regions is not None and record["regions"] is not None:
+            regions.resume(record["regions"])
+
+    def send_along(self) -> None:
+        """Have room for what was held back of these parameters, and send it in the next step.
+
+        Where the exchange has none of its own. All ranks call it alike: that step is dense.
+        """
+        if self.exchange.residual is None:
+            self.exchange = SendingAlong(self.bucket, self.exchange)
+
+    @property
+    def on_host(self) -> bool:
+        """Tell whether to look at the gradients costs no waiting for a GPU."""
+        return self.bucket.device.type == "cpu"
+
+    def take(self, weight: float, scale: float) -> None:
+        """Take the gradients as they are now."""
+        self.bucket.take(weight, scale)
+        self._taken = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
+
+    def weigh(self, weight: float) -> None:
+        """Multiply what was taken with another weight."""
+        self.bucket.weight = weight
+
+    def take_nothing(self) -> None:
+        """Take part without gradients: only what is held back here is exchanged."""
+        self.bucket.take_nothing()
+
+    def watch(self) -> None:
+        """Make sure that `is_as_taken` knows what was taken: before the program goes on."""
+        self._sample = self._take_sample()
+
+    def is_as_taken(self) -> bool:
+        """Tell whether nobody has changed a gradient since `take`, and `watch`.
+
+        Changes in place are counted by torch; those by `.data` and GradScaler are not, and show in
+        one element of each gradient.
+        """
+        alike = all(
+            p.grad is gradient and (gradient is None or gradient._version == version)
+            for p, (gradient, version) in zip(self.parameters, self._taken, strict=True)
+        )
+        if not alike or self._sample is None:
+            return alike
+        now = self._take_sample()
+        return bool(((now == self._sample) | (now.isnan() & self._sample.isnan())).all())
+
+    def _take_sample(self) -> torch.Tensor:
+        elements = [
+            g.as_strided((), (), g.storage_offset() + g.numel() // 2)
+            for g in self.bucket.gradients
+            if g.numel()
+        ]
+        return torch.stack([e.to(self.bucket.device, torch.float64) for e in elements])
+
+    def missing(self) -> list[str]:
+        """Return the names of the parameters that have no gradient here."""
+        return [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
+
+    def all_finite(self) -> bool:
+        """Tell whether the gradients hold neither NaN nor infinity."""
+        return self.bucket.all_finite()
+
+    def not_finite(self) -> list[str]:
+        """Return the names of the parameters whose gradient holds NaN or infinity here."""
+        return [
+            name
+            for name, gradient in zip(self.names, self.bucket.gradients, strict=True)
+            if not bool(torch.isfinite(gradient).all())
+        ]
+
+    def remember(self) -> None:
+        """Keep what `undo` is to bring back."""
+        if self.exchange.residual is not None:
+            with self.bucket.on_stream():
+                self.exchange.residual.remember()
+
+    def reduce(self, transport: Transport) -> Exchanged:
+        """Sum over the ranks; the gradients stay as they are."""
+        with self.bucket.on_stream():
+            return self.exchange(self.bucket, transport)
+
+    def undo(self) -> None:
+        """Make it as if nothing had been exchanged since `remember`."""
+        if self.exchange.residual is not None:
+            with self.bucket.on_stream():
+                self.exchange.residual.restore()
+
+    def apply(self, missing_everywhere: Collection[str]) -> None:
+        """Replace the gradients by the sum; see `Bucket.keep` for those that are missing."""
+        with self.bucket.on_stream():
+            self.exchange.apply(self.bucket)
+        self.bucket.keep([name in missing_everywhere for name in self.names])
+        self._done()
+
+    def withheld(self) -> Withheld | None:
+        """Return how much is held back after the last step; reads all of it."""
+        residual = self.exchange.residual
+        return None if residual is None else residual.withheld(self.exchange.sent_mass())
+
+    def apply_to_nothing(self) -> None:
+        """Hold back what was not sent; the parameters stay without an update."""
+        with self.bucket.on_stream():
+            self.exchange.apply(self.bucket)
+        self.let_go()
+
+    def poison(self) -> None:
+        """Make every gradient NaN: the step is skipped."""
+        self.bucket.poison()
+        self._done()
+
+    def let_go(self) -> None:
+        """Leave the gradients as they are, and hold on to none of them."""
+        self.bucket.let_go()
+        self._done()
+
+    def _done(self) -> None:
+        self._taken = []
+        self._sample = None
+        if self.exchange.residual is not None:
+            self.exchange.residual.forget()
+
+
+def open_lane(
+    name: str,
+    parameters: Sequence[torch.nn.Parameter],
+    names: Sequence[str],
+    compression: object,
+    progress: Progress,
+    share: float = 1.0,
+    room_share: float = 1.0,
+) -> Lane:
+    """Return the lane of these parameters, with nothing in its residual.
+
+    share: of the elements of a step that are compressed so.
+    room_share: of the time from when its gradients are there until backward ends, to hide in.
+    """
+    bucket = Bucket(parameters)
+    exchange = open_exchange(bucket, compression, progress, share, room_share)
+    return Lane(name, parameters, names, exchange, bucket)

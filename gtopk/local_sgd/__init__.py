@@ -1,0 +1,11 @@
+"""LocalSGD: ranks step by themselves, and now and then by what all of them have changed (DiLoCo).
+
+local_sgd.py        rounds of inner steps, and the outer step that ends one
+outer_exchange.py   what replicas have changed in a round, reduced to one gradient
+outer_report.py     what an outer step cost
+lost_replicas.py    replicas that were not finite any more, and became the others'
+"""
+
+from .local_sgd import LocalSGD, averaging, nesterov
+
+__all__ = ["LocalSGD", "averaging", "nesterov"]

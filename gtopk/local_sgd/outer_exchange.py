@@ -1,0 +1,230 @@
+"""OuterExchange: what the ranks' replicas have changed in a round, reduced to one gradient for all.
+
+    gradients   of this rank's last step | z - x_i | S, while the outer step is made | as before
+                                         ^ take    ^ reduce, apply                   ^ let go
+
+z: the center that all ranks began the round from; x_i: this rank's replica; S: the sum of what was
+sent, weighed by the steps that each rank has made, and the same on every rank. What was not sent is
+held back; where the sum does not count, to the bit what it was before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar, Final, NamedTuple
+
+import torch
+
+from collectives.transports import Transport
+
+from ..engine import Operation
+from ..engine.agreement import gather_words
+from ..exchange.exchange import Exchanged, Progress
+from ..lanes.held import Held, has_room, put_in, take_out, unsent
+from ..lanes.held_names import strangers
+from ..lanes.lanes import Lane, open_lane
+from ..replicas.replicas import checksums, require_the_same
+from ..world.process_sets import ProcessSet
+from ..world.world import World
+
+_FINITE, _TOLD = 1, 2  # of a vote, below the steps: this rank's replica is, and was told to end
+_STEPS_SHIFT: Final = 2
+
+
+class Outcome(NamedTuple):
+    """What an exchange came to, the same on every rank, but for what it cost.
+
+    told:      the ranks that were told to end.
+    lost:      by rank, the parameters that are not finite; of those ranks whose replica has some.
+    exchanged: None: there was nothing to exchange, as no rank has made a step that is not lost.
+    """
+
+    told: list[int]
+    lost: dict[int, list[str]]
+    exchanged: Exchanged | None
+    operation: Operation
+
+    @property
+    def moves(self) -> bool:
+        """Tell whether there is a sum to step with."""
+        return self.exchanged is not None and self.exchanged.finite
+
+    @property
+    def overflowed(self) -> bool:
+        """Tell whether there is a sum, and it is not finite."""
+        return self.exchanged is not None and not self.exchanged.finite
+
+
+class OuterExchange:
+    """One rank's part in it, with what it holds back.
+
+    names: of the parameters, in the order in which they are exchanged.
+    ranks: of the world that exchange, in order; rank: this one's place among them.
+    """
+
+    holds: ClassVar[str] = "changes"
+
+    def __init__(
+        self,
+        names: Mapping[torch.nn.Parameter, str],
+        compression: Any,
+        process_set: ProcessSet,
+        here: World,
+    ) -> None:
+        self._names = names
+        self._compression = compression
+        self._process_set = process_set
+        self._progress = Progress()
+        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
+        self._enter(here, {})
+
+    def enter(self, here: World) -> None:
+        """Take part in the next world, after `shutdown` or a failure; `meet` before an exchange."""
+        self._enter(here, self._take_out())
+
+    def _enter(self, here: World, held: Mapping[str, Held]) -> None:
+        self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
+        self.rank = self.ranks.index(here.rank)
+        self._name = f"local_sgd.{here.name_optimizer(self._names.values())}"
+        self._lane: Lane = open_lane(
+            self._name,
+            list(self._names),
+            list(self._names.values()),
+            self._compression,
+            self._progress,
+        )
+        self._hold(held)
+
+    def _hold(self, held: Mapping[str, Held]) -> None:
+        put_in([self._lane], held)
+        # What the lane has no room for, until the ranks agree to send it along.
+        self._held = {} if has_room(self._lane) else dict(held)
+
+    def _take_out(self) -> dict[str, Held]:
+        """Return what is held back, by parameter name."""
+        return {**self._held, **take_out([self._lane])}
+
+    def meet(self, center: Sequence[torch.Tensor], facts: Sequence[str]) -> None:
+        """Make sure that all begin with one model, and know whether any holds back what is new.
+
+        facts: what must be equal on all ranks besides, in words.
+        """
+        own, names = checksums(center), list(self._names.values())
+
+        def look(transport: Transport, votes: list[int]) -> bool:
+            require_the_same(transport, own, names)
+            return any(votes)
+
+        of_any = self._engine.submit(
+            f"{self._name}.replicas", self._facts(facts), look, vote=bool(unsent(self._held))
+        ).wait()
+        if of_any:
+            self._lane.send_along()
+            put_in([self._lane], self._held)
+        self._held = {}
+
+    def _facts(self, facts: Sequence[str]) -> list[str]:
+        return [
+            *facts,
+            self._lane.facts,
+            *(f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in self._names.items()),
+        ]
+
+    @contextmanager
+    def reduced(
+        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, told: bool
+    ) -> Iterator[Outcome]:
+        """Let the gradients be S meanwhile, where there is one, which then counts.
+
+        facts: as in `meet`. steps: that this rank has made in the round. told: it was told to end.
+        Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
+        what is held back is then as before.
+        """
+        lane = self._lane
+        gradients = [p.grad for p in lane.parameters]
+        try:
+            outcome = self._exchange(center, facts, steps, told)
+            if outcome.moves:
+                lane.apply(())
+            else:
+                lane.undo()
+            yield outcome
+            self._progress.steps += outcome.moves
+        finally:
+            lane.let_go()
+            for parameter, gradient in zip(lane.parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def _exchange(
+        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, told: bool
+    ) -> Outcome:
+        """Take what this replica has changed for its gradients, and reduce them."""
+        lane = self._lane
+        pseudo = torch._foreach_sub(list(center), [p.detach() for p in lane.parameters])
+        for parameter, gradient in zip(lane.parameters, pseudo, strict=True):
+            parameter.grad = gradient
+        lane.take(1.0, 1.0)
+        mine = [] if lane.all_finite() else lane.not_finite()
+        if mine:
+            torch._foreach_zero_(pseudo)  # a weight of 0 makes no numbers of them
+        operation = self._engine.submit(
+            f"{self._name}.outer",
+            self._facts(facts),
+            partial(self._work, mine),
+            vote=(0 if mine else steps << _STEPS_SHIFT | _FINITE) | (_TOLD if told else 0),
+        )
+        try:
+            told_to_end, lost, exchanged = operation.wait()
+        except BaseException:
+            lane.undo()
+            raise
+        return Outcome(told_to_end, lost, exchanged, operation)
+
+    def _work(
+        self, mine: list[str], transport: Transport, votes: list[int]
+    ) -> tuple[list[int], dict[int, list[str]], Exchanged | None]:
+        """Run on the engine's thread, on every rank; return what an `Outcome` begins with."""
+        steps = [vote >> _STEPS_SHIFT for vote in votes]
+        told = [transport.ranks[place] for place, vote in enumerate(votes) if vote & _TOLD]
+        lost: dict[int, list[str]] = {}
+        if not all(vote & _FINITE for vote in votes):
+            said = gather_words(transport, mine)
+            lost = {rank: names for rank, names in zip(transport.ranks, said, strict=True) if names}
+        if not any(steps):
+            return told, lost, None
+        self._lane.remember()
+        self._lane.weigh(steps[transport.rank] / sum(steps))
+        return told, lost, self._lane.reduce(transport)
+
+    @property
+    def steps(self) -> int:
+        """Return how many exchanges there were that have moved the model."""
+        return self._progress.steps
+
+    def known_names(self) -> Collection[str]:
+        """Return the names of all parameters."""
+        return set(self._lane.names)
+
+    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
+        """Return what is held back of each parameter, and the lane's record."""
+        return {**self._strange, **self._take_out()}, [self._lane.record()]
+
+    def put_state_in(
+        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+    ) -> None:
+        """Hold this back from now on, and go on from these steps; `meet` before an exchange."""
+        known = self.known_names()
+        self._hold({name: parts for name, parts in held.items() if name in known})
+        self._strange = strangers(
+            held,
+            known,
+            self.ranks[self.rank],
+            "LocalSGD trains no parameter of that name; give it the names that the checkpoint "
+            "was saved with (named_parameters)",
+        )
+        for record in records:
+            if record["names"] == self._lane.names:
+                self._lane.resume(record)
+        self._progress.steps = steps

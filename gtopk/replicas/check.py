@@ -1,0 +1,87 @@
+"""ReplicaCheck: looks now and then whether replicas are apart, and does what was asked for then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from ..engine.agreement import name_ranks
+from ..logs import EVERYWHERE
+from ..step.reducer import Reducer
+from ..world import world
+from .healing import pack, put_in, spread_majority
+from .replicas import Parted, checksums, compare, require_the_same
+
+_log = logging.getLogger("gtopk")
+
+
+class ReplicaCheck:
+    """One rank's part in it; all take their steps alike.
+
+    every: steps; 0: never.
+    divergences: checks that found replicas apart, and did not end in an error.
+    """
+
+    def __init__(
+        self, reducer: Reducer, every: int, on_divergence: Literal["error", "warn", "heal"]
+    ) -> None:
+        self._reducer = reducer
+        self._every, self._on_divergence = every, on_divergence
+        self._steps = 0
+        self.divergences = 0
+
+    def after_step(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Look, where it is time, and heal the parameters and the optimizer's state of them.
+
+        Replicas of ranks that have joined are apart, as they should be: nobody looks then.
+        Raises HorovodInternalError, on every rank alike, where that is an error or the end of it.
+        """
+        self._steps += 1
+        if not self._every or self._steps % self._every:
+            return
+        parameters = self._reducer.names
+        own, names = checksums(parameters), list(parameters.values())
+        if self._on_divergence == "error":
+            self._reducer.peers.run_unless_joined(
+                "replicas", lambda transport: require_the_same(transport, own, names)
+            )
+            return
+        parted: list[Parted] | None = self._reducer.peers.run_unless_joined(
+            "replicas", lambda transport: compare(transport, own, names)
+        )
+        if not parted:
+            return
+        self.divergences += 1
+        heals = self._on_divergence == "heal"
+        became = self._heal(parted, state) if heals else "on_divergence='warn': they stay so"
+        more = f", and {len(parted) - 1} more parted" if len(parted) > 1 else ""
+        here = world.current()
+        _log.warning(
+            "rank %d: the replicas were no longer the same at step %d: %s%s; %s",
+            here.rank,
+            here.step,
+            parted[0].describe(),
+            more,
+            became,
+            extra=EVERYWHERE,
+        )
+        if here.recorder is not None:
+            here.recorder.note_parted([each.name for each in parted], heals)
+
+    def _heal(self, parted: Sequence[Parted], state: Mapping[torch.Tensor, dict[str, Any]]) -> str:
+        """Make the parameters that parted those of most ranks again; return what was done."""
+        parameters = self._reducer.names
+        own = pack(parameters, [each.name for each in parted], state)
+        ranks, mended = self._reducer.peers.run(
+            "replicas.heal", [], lambda transport, votes: spread_majority(transport, own)
+        )
+        put_in(parameters, mended, state)
+        again, names = checksums(parameters), list(parameters.values())
+        self._reducer.peers.run(
+            "replicas.healed", [], lambda t, votes: require_the_same(t, again, names)
+        )
+        has = "has" if len(ranks) == 1 else "have"
+        return f"healed: {name_ranks(ranks)} {has} what most ranks have, the optimizer's state too"

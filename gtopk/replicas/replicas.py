@@ -1,0 +1,66 @@
+"""Replicas: whether the ranks' parameters are still the same, to the bit."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ..engine.agreement import name_ranks
+
+
+class Parted(NamedTuple):
+    """A parameter whose bits are not the same on all ranks; sides: checksums, and who has them."""
+
+    name: str
+    sides: dict[int, list[int]]
+
+    def describe(self) -> str:
+        """Return the parameter and both sides, as errors say them."""
+        sides = "; ".join(f"{name_ranks(ranks)}: {bits:08x}" for bits, ranks in self.sides.items())
+        return f"parameter '{self.name}' has the checksums {sides}"
+
+    def majority(self) -> list[int] | None:
+        """Return the ranks of the side that more than half of all are on, if there is one."""
+        most = max(self.sides.values(), key=len)
+        return most if 2 * len(most) > sum(map(len, self.sides.values())) else None
+
+
+def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
+    """Return a checksum of each parameter's bits, uint32 [parameters]."""
+    return np.array([zlib.crc32(_bits_of(parameter).data) for parameter in parameters], np.uint32)
+
+
+def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list[Parted]:
+    """Return what parted, the same on every rank; all ranks call it together, with checksums."""
+    rows = [row.view(np.uint32) for row in transport.allgather(own.view(np.uint8))]
+    found = []
+    for place, name in enumerate(names):
+        sides: dict[int, list[int]] = {}
+        for rank, row in zip(transport.ranks, rows, strict=True):
+            sides.setdefault(int(row[place]), []).append(rank)
+        if len(sides) > 1:
+            found.append(Parted(name, sides))
+    return found
+
+
+def require_the_same(transport: Transport, own: np.ndarray, names: Sequence[str]) -> None:
+    """Raise MismatchError, on every rank alike, that names the first parameter that differs."""
+    if parted := compare(transport, own, names):
+        raise MismatchError(
+            f"the replicas are no longer the same: {parted[0].describe()}; begin with "
+            "broadcast_parameters, and change parameters alike on all ranks"
+        )
+
+
+def _bits_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor's memory in the order of its elements, uint8."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    bits: np.ndarray = flat.view(torch.uint8).numpy()
+    return bits

@@ -1,0 +1,16 @@
+"""A step: gradients become what all ranks agreed on, while backward goes on.
+
+options.py          what may be asked of it
+reducer.py          the whole of it, from the first gradient to the last
+hooks.py            which gradients are there
+samples.py          of how many samples; weights.py: so, what they weigh
+bucket_plan.py      which parameters share a bucket
+lane_plan.py        which lanes there are, as rank 0 says; planned_lanes.py: and as all have them
+overlap.py          lanes that are complete go ahead
+rounds.py           one try: all lanes are exchanged before any counts
+peers.py            the ranks that do so together; standing_in.py: one of which has joined
+grad_scaler.py      GradScaler's scale
+skipped_steps.py    steps that no rank applied; in_a_row.py: too many of them
+expectation.py      what an exchange is to take; expected_step.py: once links are measured
+advice.py           and what a run is told of it
+"""

@@ -1,0 +1,96 @@
+"""Advice: one line at the start of a run, on what compression saves here and where it pays.
+
+From the links and rates that are measured once and kept for a week (collectives.planning): about
+two seconds the first time, on all ranks together. GTOPK_ADVICE=off does without.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from collectives.planning import Calibration, Prediction
+
+from ..charts.units import (
+    about_bandwidth_text,
+    bandwidth_text,
+    bytes_text,
+    count_text,
+    digits,
+    seconds_text,
+)
+from ..compression import SparseCompression
+from ..plan.comparison import Cluster, Comparison, compare
+from ..plan.show import LABELS
+from .expectation import expected
+
+_VARIABLE: Final = "GTOPK_ADVICE"
+_DENSITY: Final = 0.001  # of which is spoken where nothing is compressed
+_CLOSE: Final = 1.1  # times apart by less are taken for the same
+
+
+def wanted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether this rank wants advice."""
+    return environ.get(_VARIABLE, "on").lower() not in ("off", "0", "false", "no")
+
+
+def advice(compression: object, length: int, calibration: Calibration) -> str:
+    """Return the line."""
+    density = getattr(compression, "density", None) or _DENSITY
+    rates = calibration.rates
+    exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
+    comparison = compare(
+        Cluster(length, calibration.network, density), rates._replace(coding=exact)
+    )
+    found = comparison.cheapest_sparse
+    runs = expected(compression, length, calibration)
+    verdict = _verdict(found, comparison, runs, compression)
+    return (
+        f"{_what(comparison)}: {verdict}; {_edge(comparison)} "
+        f"(modelled; links and rates {calibration.origin})"
+    )
+
+
+def _what(comparison: Comparison) -> str:
+    network = comparison.cluster.network
+    return (
+        f"{count_text(comparison.cluster.length)} values on {network.ranks} ranks, links of "
+        f"{bandwidth_text(network.between.bits_per_second)} and "
+        f"{seconds_text(network.between.latency_seconds)}"
+    )
+
+
+def _verdict(
+    found: Prediction, comparison: Comparison, runs: Prediction | None, compression: object
+) -> str:
+    dense = comparison.dense
+    fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
+    name = f"{LABELS[found.candidate.algorithm]} (density {found.candidate.density:g})"
+    said = (
+        f"dense is expected to take {seconds_text(dense.seconds)} a step, and {name} "
+        f"{seconds_text(found.seconds)}, with 1/{digits(fewer)} of the bytes "
+        f"({bytes_text(found.sent.bytes)} from each rank)"
+    )
+    if runs is None and isinstance(compression, SparseCompression):
+        return f"{said}: {LABELS[compression.algorithm]} as it runs here is beyond the model"
+    compressed = runs is not None and runs.candidate.algorithm != "dense"
+    seconds = runs.seconds if runs is not None and compressed else found.seconds
+    if runs is not None and compressed and runs.candidate.algorithm != found.candidate.algorithm:
+        said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
+    if seconds * _CLOSE < dense.seconds:
+        verdict = "compression saves" if compressed else "compressing would save"
+        return f"{said}: {verdict} {seconds_text(dense.seconds - seconds)}"
+    if dense.seconds * _CLOSE < seconds:
+        return f"{said}: {'Compression.none is faster here' if compressed else 'leave it dense'}"
+    return f"{said}: it makes no difference here"
+
+
+def _edge(comparison: Comparison) -> str:
+    edge = comparison.break_even_bits_per_second
+    if edge is None:
+        return "at this latency it pays at no bandwidth"
+    if math.isinf(edge):
+        return "at this latency it pays at every bandwidth"
+    return f"it pays below {about_bandwidth_text(edge)}"

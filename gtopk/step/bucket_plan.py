@@ -1,0 +1,143 @@
+"""The plan: which parameters share a bucket, and in which order the buckets are exchanged.
+
+Backward produces gradients from the last layer to the first. A bucket is exchanged as soon as it is
+full, while backward goes on; only the last one, the smallest, has nothing left to hide behind.
+
+    backward   |  a b c  |  d e f  |  g h  |
+    engine               [ abc ]   [ def ] [ gh ]
+                                           ^ synchronize
+
+An exchange costs some latency however little it carries: buckets are merged until that is a small
+part of it, by the model of cost. Its links are assumed, not measured, so that a program makes the
+same buckets wherever and whenever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from collectives.planning import Candidate, predict
+from collectives.planning.calibration import assumed
+
+from ..compression import Automatic, GTopK, SparseCompression
+
+# To agree, hand over to the engine's thread and back, with all the calls on the way.
+OPERATION_SECONDS: Final = 5e-4
+# What a bucket's contents take, over what it would take empty: the last ones, and the others.
+WORTH_AN_OPERATION: Final = 0.25
+WORTH_CLOSING: Final = 4.0
+# Links may be faster than assumed; the engine's own time is not.
+MOST_FULL_BUCKETS: Final = 16
+_SMALLEST, _LARGEST = 1 << 10, 1 << 30  # elements
+
+
+class Sizes(NamedTuple):
+    """From how many elements on a bucket is worth an operation, and when it is closed anyway."""
+
+    least: int
+    full: int
+
+
+ONE_BUCKET: Final = Sizes(_LARGEST, _LARGEST)
+
+
+def sizes_for(compression: object, total: int, ranks: int, value_bytes: int = 4) -> Sizes:
+    """Return the sizes of buckets for `total` elements, by the model of cost."""
+    least = _elements(WORTH_AN_OPERATION, compression, ranks, value_bytes)
+    full = _elements(WORTH_CLOSING, compression, ranks, value_bytes)
+    return Sizes(least, max(full, -(-total // MOST_FULL_BUCKETS)))
+
+
+def _elements(worth: float, compression: object, ranks: int, value_bytes: int) -> int:
+    """Return the power of 2 of elements that take `worth` times the latency of their exchange."""
+    if isinstance(compression, Automatic):  # which may choose dense: that takes no larger ones
+        compression = GTopK(compression.density or 0.001)
+    if isinstance(compression, SparseCompression):
+        candidate = compression.candidate(compression.formats()[0])
+    else:
+        candidate = Candidate("dense")
+    calibration = assumed(ranks)
+    network, rates = calibration.network, calibration.rates.without_calls()
+    length = _SMALLEST
+    while length < _LARGEST:
+        expected = predict(candidate, length, network, rates, value_bytes)
+        latency = OPERATION_SECONDS + expected.latency_seconds
+        if expected.seconds - expected.latency_seconds >= worth * latency:
+            break
+        length *= 2
+    return length
+
+
+def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[list[int]]:
+    """Return the parameters, by number, in buckets.
+
+    A bucket is closed when it is full, or when it is worth an operation and not smaller than all
+    that follows: towards the end of backward buckets become small, for the last has nothing left
+    to hide behind.
+
+    order: of all that are to be placed, the first to be complete first.
+    """
+    rest = sum(lengths[number] for number in order)
+    buckets: list[list[int]] = [[]]
+    length = 0
+    for number in order:
+        buckets[-1].append(number)
+        length += lengths[number]
+        rest -= lengths[number]
+        if rest and length >= min(sizes.full, max(sizes.least, rest)):
+            buckets.append([])
+            length = 0
+    return [bucket for bucket in buckets if bucket]
+
+
+def number_of_groups(order: Sequence[int], groups: int) -> list[list[int]]:
+    """Return the parameters in `groups` buckets of as many parameters each, or one more."""
+    groups = max(1, min(groups, len(order)))
+    size, more = divmod(len(order), groups)
+    buckets, begin = [], 0
+    for group in range(groups):
+        end = begin + size + (group < more)
+        buckets.append(list(order[begin:end]))
+        begin = end
+    return buckets
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some parameters, by number, that are exchanged together, and how."""
+
+    how: Literal["compressed", "dense", "sparse"]
+    numbers: list[int]
+
+
+def arrange(
+    order: Sequence[int],
+    lengths: Sequence[int],
+    sizes: Sizes,
+    *,
+    groups: Sequence[Sequence[int]] | int = (),
+    dense: Collection[int] = (),
+    sparse: Collection[int] = (),
+) -> list[Part]:
+    """Return the parts of a step, the first to be complete first.
+
+    order:  of all parameters, as backward completes them.
+    groups: buckets made by hand; or into how many, then of all that is neither dense nor sparse.
+    dense:  parameters that travel whole whatever the compression is.
+    sparse: parameters whose gradients are sparse tensors: each by itself.
+    """
+    compressed = [n for n in order if n not in sparse and n not in dense]
+    if isinstance(groups, int):
+        buckets = number_of_groups(compressed, groups)
+    else:
+        buckets = [[n for n in group if n in compressed] for group in groups]
+        grouped = {n for bucket in buckets for n in bucket}
+        buckets += fill([n for n in compressed if n not in grouped], lengths, sizes)
+    parts = [Part("compressed", bucket) for bucket in buckets if bucket]
+    whole = [n for n in order if n in dense and n not in sparse]
+    parts += [Part("dense", whole)] if whole else []
+    parts += [Part("sparse", [n]) for n in order if n in sparse]
+    place = {number: at for at, number in enumerate(order)}
+    return sorted(parts, key=lambda part: max(place[number] for number in part.numbers))

@@ -1,0 +1,61 @@
+"""Expectation: what the exchange of a step is to take, by the model and the links measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from collectives.planning import Calibration, Candidate, Prediction, predict
+
+from ..compression import ErrorFeedback, Hierarchical, SparseCompression
+from ..exchange.exchange import DenseExchange, SendingAlong, SparseExchange
+from ..exchange.node_exchange import NodeExchange
+from ..lanes.lanes import Lane
+from .rounds import AnyLane
+
+
+def expected(
+    compression: object, length: int, calibration: Calibration, value_bytes: int = 4
+) -> Prediction | None:
+    """Return what the exchange of such a gradient is expected to take.
+
+    None for what chooses, and beyond the model: across nodes all but gtopk, dense gradients inside
+    them, nodes by number that share their hosts' links with others, or stretch over several, and
+    nodes of unlike numbers of ranks.
+    """
+    network, rates = calibration.network, calibration.rates
+    if isinstance(compression, Hierarchical):
+        node_size = compression.node_size or network.ranks_per_node
+        modelled = (compression.across, compression.inside) == ("gtopk", "picks")
+        if not modelled or network.ranks_per_node not in (1, node_size):
+            return None
+        if network.ranks % node_size:
+            return None
+        network = network._replace(ranks_per_node=node_size)
+    if isinstance(compression, SparseCompression):
+        found = [
+            predict(compression.candidate(format), length, network, rates, value_bytes)
+            for format in compression.formats()
+        ]
+        return min(found, key=lambda each: each.seconds)
+    if isinstance(compression, ErrorFeedback):
+        return None
+    return predict(Candidate("dense"), length, network, rates, value_bytes)
+
+
+def expected_seconds(lanes: Sequence[AnyLane], calibration: Calibration) -> float | None:
+    """Return what all lanes are expected to take; None where one is beyond the model."""
+    seconds = 0.0
+    for lane in lanes:
+        exchange = lane.exchange if isinstance(lane, Lane) else None
+        if isinstance(exchange, SendingAlong):
+            exchange = exchange.then
+        plain = isinstance(exchange, DenseExchange | SparseExchange)
+        if not isinstance(lane, Lane) or not plain or isinstance(exchange, NodeExchange):
+            return None
+        compression = getattr(exchange, "compression", None)
+        value_bytes = lane.bucket.dtype.itemsize
+        found = expected(compression, lane.elements, calibration, value_bytes)
+        if found is None:
+            return None
+        seconds += found.seconds
+    return seconds

@@ -1,0 +1,163 @@
+"""The lanes of an optimizer: which there are is rank 0's to say, and all make the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from collectives.transports import Transport
+
+from ..compression import NoneCompressor
+from ..engine.agreement import gather_words
+from ..exchange.exchange import DenseExchange, Progress, open_residual
+from ..lanes.lanes import open_lane
+from ..lanes.sparse_gradients import SparseGradientLane
+from .bucket_plan import ONE_BUCKET, Part, Sizes, arrange, sizes_for
+from .options import Options
+from .rounds import AnyLane
+
+
+class Agreed(NamedTuple):
+    """What rank 0 says, and every rank goes by.
+
+    steps:   taken: a checkpoint may have been loaded on some ranks only.
+    records: of lanes that its checkpoint had.
+    unsent:  names of parameters of which any rank holds something back.
+    """
+
+    parts: list[Part]
+    steps: int
+    records: list[dict[str, Any]]
+    unsent: set[str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a plan is made for, as one rank sees it.
+
+    names:  of the trained parameters.
+    order:  the parameters whose gradients are complete, the first to be first; others follow.
+    sparse: names of parameters whose gradients are sparse tensors here.
+    wanted: records of lanes that a checkpoint had; none of them where it is empty.
+    steps:  taken.
+    unsent: names of parameters of which this rank holds something back.
+    """
+
+    options: Options
+    trained: Sequence[torch.nn.Parameter]
+    names: Sequence[str]
+    order: Sequence[torch.nn.Parameter]
+    sparse: Sequence[str]
+    wanted: Sequence[Mapping[str, Any]]
+    steps: int
+    unsent: Sequence[str]
+
+    def facts(self) -> list[str]:
+        """Return what must be equal on all ranks."""
+        facts = self.options.facts()
+        for name, parameter in zip(self.names, self.trained, strict=True):
+            said = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
+            if not parameter.is_contiguous():
+                strides = torch.empty_like(parameter, device="meta").stride()
+                said += f" of strides {list(strides)}"
+            facts.append(said)
+        return facts
+
+    def agree(self, transport: Transport) -> Agreed:
+        """Return what rank 0 says, on every rank; what is sparse anywhere is so everywhere."""
+        sparse = set().union(*gather_words(transport, list(self.sparse)))
+        unsent = set().union(*gather_words(transport, list(self.unsent)))
+        mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
+        parts = [[part.how, part.numbers] for part in mine]
+        said = json.dumps([parts, self.steps, list(self.wanted)]).encode()
+        said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
+        parts, steps, records = json.loads(said)
+        return Agreed([Part(how, numbers) for how, numbers in parts], steps, records, unsent)
+
+    def open_lanes(self, agreed: Agreed, name: str, progress: Progress) -> list[AnyLane]:
+        """Return the lanes of its parts, with room for what is unsent, and nothing there yet."""
+        parts = agreed.parts
+        compressed = sum(self._elements(part) for part in parts if part.how == "compressed") or 1
+        # The last one begins when backward has ended, and is in nobody's way before.
+        waiting = [0 if part.how == "sparse" else self._elements(part) for part in parts[:-1]]
+        lanes = [
+            self._open_lane(part, f"{name}.{index}", progress, compressed, sum(waiting[index:]))
+            for index, part in enumerate(parts)
+        ]
+        for lane in lanes:
+            if not agreed.unsent.isdisjoint(lane.names):
+                lane.send_along()
+        return lanes
+
+    def _elements(self, part: Part) -> int:
+        return sum(self.trained[number].numel() for number in part.numbers)
+
+    def _arrange(self, sparse: set[str], ranks: int) -> list[Part]:
+        numbers = {parameter: number for number, parameter in enumerate(self.trained)}
+        groups, order = self._by_hand(numbers)
+        order += [numbers[parameter] for parameter in self.order if parameter in numbers]
+        order += reversed(range(len(self.trained)))
+        feedback = self.options.feedback
+        return arrange(
+            list(dict.fromkeys(order)),
+            [parameter.numel() for parameter in self.trained],
+            self._sizes(ranks),
+            groups=groups,
+            dense={
+                number
+                for parameter, number in numbers.items()
+                if feedback is not None and feedback.is_dense(self.names[number], parameter)
+            },
+            sparse={number for number, name in enumerate(self.names) if name in sparse},
+        )
+
+    def _by_hand(
+        self, numbers: Mapping[torch.nn.Parameter, int]
+    ) -> tuple[list[list[int]] | int, list[int]]:
+        """Return the buckets that are given, and in which order their parameters lie."""
+        groups = self.options.groups
+        if isinstance(groups, int):
+            return groups, []
+        if groups is not None:
+            return [[numbers[p] for p in group if p in numbers] for group in groups], []
+        places = {name: number for number, name in enumerate(self.names)}
+        lanes = [[places[n] for n in lane["names"] if n in places] for lane in self.wanted]
+        return lanes, [number for lane in lanes for number in lane]
+
+    def _sizes(self, ranks: int) -> Sizes:
+        value_bytes = 8 if any(p.dtype == torch.float64 for p in self.trained) else 4
+        if ranks == 1:
+            return ONE_BUCKET  # there is nothing to hide
+        if self.options.bucket_bytes is not None:
+            elements = max(1, self.options.bucket_bytes // value_bytes)
+            return Sizes(elements, elements)
+        elements = sum(parameter.numel() for parameter in self.trained)
+        return sizes_for(self.options.compression, elements, ranks, value_bytes)
+
+    def _open_lane(
+        self, part: Part, name: str, progress: Progress, compressed: int, waiting: int
+    ) -> AnyLane:
+        """Return the lane of a part.
+
+        compressed, waiting: elements of all lanes that are, and of those that become ready from
+        this one on while backward goes on.
+        """
+        parameters = [self.trained[number] for number in part.numbers]
+        names = [self.names[number] for number in part.numbers]
+        if part.how == "sparse":
+            return SparseGradientLane(name, parameters[0], names[0])
+        compression = self.options.compression if part.how == "compressed" else NoneCompressor
+        elements = self._elements(part)
+        share = elements / compressed if part.how == "compressed" else 1.0
+        room_share = elements / waiting if waiting else 1.0
+        lane = open_lane(name, parameters, names, compression, progress, share, room_share)
+        feedback = self.options.feedback
+        if part.how == "dense" and feedback is not None and feedback.momentum_correction:
+            # The wrapped optimizer has no momentum: these parameters take theirs here, too.
+            lane.exchange = DenseExchange(open_residual(lane.bucket, feedback))
+        return lane

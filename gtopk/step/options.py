@@ -1,0 +1,187 @@
+"""What may be asked of DistributedOptimizer besides what is reduced, checked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from ..compression import (
+    ErrorFeedback,
+    SparseCompression,
+    check_count,
+    check_number,
+    hides_behind_backward,
+    selected,
+)
+from ..exchange.exchanges import require_compression
+from ..reductions import NAMES, Adasum, Average, Sum
+from ..world.process_sets import ProcessSet
+
+_log = logging.getLogger("gtopk")
+FEW_ENTRIES: Final = 500
+
+# A number of groups, or lists of the parameters that each is made of.
+Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How an optimizer's gradients are reduced; `DistributedOptimizer` says what each means."""
+
+    compression: Any
+    op: int
+    gradient_predivide_factor: float
+    groups: Groups
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    missing_gradients: Literal["error", "zeros"]
+    overlap: bool
+    bucket_bytes: int | None
+    local_clip_norm: float | None
+    global_clip_norm: float | None
+    check_every: int
+    on_divergence: Literal["error", "warn", "heal"]
+    max_skipped_steps: int
+
+    def __post_init__(self) -> None:
+        require_compression(self.compression)
+        if self.op not in (Average, Sum, Adasum):
+            raise ValueError(
+                f"op must be Average, Sum or Adasum, got {NAMES.get(self.op, self.op)}"
+            )
+        factor = self.gradient_predivide_factor
+        if factor != 1.0 and self.op != Average:
+            raise ValueError("gradient_predivide_factor is for op=Average only")
+        if factor <= 0:
+            raise ValueError(f"gradient_predivide_factor must be above 0, got {factor}")
+        if self.missing_gradients not in ("error", "zeros"):
+            raise ValueError(
+                f"missing_gradients must be 'error' or 'zeros', got {self.missing_gradients!r}"
+            )
+        for name in ("local_clip_norm", "global_clip_norm"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            check_number(name, value)
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        check_count("check_every", self.check_every)
+        if self.on_divergence not in ("error", "warn", "heal"):
+            raise ValueError(
+                f"on_divergence must be 'error', 'warn' or 'heal', got {self.on_divergence!r}"
+            )
+        if self.on_divergence != "error" and not self.check_every:
+            raise ValueError(
+                f"on_divergence={self.on_divergence!r} needs a check: give check_every, say 100"
+            )
+        check_count("max_skipped_steps", self.max_skipped_steps)
+        self._check_buckets()
+        if hides_behind_backward(self.compression):
+            self._require_overlap()
+        if self.op == Adasum:
+            self._require_nothing_of_gradients()
+
+    def _require_nothing_of_gradients(self) -> None:
+        for name, usual in (
+            ("local_clip_norm", None),
+            ("global_clip_norm", None),
+            ("check_every", 0),
+        ):
+            if getattr(self, name) != usual:
+                raise ValueError(
+                    f"{name} is not for op=Adasum: ranks step with gradients of their own"
+                )
+
+    def _require_overlap(self) -> None:
+        for name, usual in (("overlap", True), ("local_clip_norm", None)):
+            if (value := getattr(self, name)) != usual:
+                raise ValueError(
+                    f"hide_behind_backward=True is not for {name}={value}, with which gradients "
+                    "are exchanged after the backward pass; give density= or bytes_per_step="
+                )
+
+    def _check_buckets(self) -> None:
+        if self.bucket_bytes is not None:
+            check_count("bucket_bytes", self.bucket_bytes)
+            if self.groups is not None:
+                raise ValueError("give bucket_bytes or groups, not both")
+        _check_groups(self.groups)
+
+    @property
+    def feedback(self) -> ErrorFeedback | None:
+        """Return the compression where it is a method with a residual."""
+        return self.compression if isinstance(self.compression, ErrorFeedback) else None
+
+    def facts(self) -> list[str]:
+        """Return what must be equal on all ranks, in words."""
+        return [
+            f"op={NAMES[self.op]}",
+            f"gradient_predivide_factor={self.gradient_predivide_factor:g}",
+            self.feedback.facts() if self.feedback else _dense_facts(self.compression),
+            f"missing_gradients={self.missing_gradients!r}",
+            f"global_clip_norm={self.global_clip_norm}",
+            f"check_every={self.check_every}",
+            f"on_divergence={self.on_divergence!r}",
+            f"max_skipped_steps={self.max_skipped_steps}",
+        ]
+
+
+def _dense_facts(compressor: type) -> str:
+    name = compressor.__name__
+    return "dense" if name == "NoneCompressor" else f"dense {name}"
+
+
+def _check_groups(groups: Groups) -> None:
+    """Raise ValueError for what is neither a number of groups nor disjoint lists."""
+    if groups is None:
+        return
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 1:
+            raise ValueError(f"groups must be at least 1, got {groups}")
+        return
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, list | tuple) and all(isinstance(p, torch.Tensor) for p in group)
+        for group in groups
+    ):
+        raise ValueError(
+            f"groups must be an integer or a list of lists of parameters, got {groups!r}"
+        )
+    seen: set[torch.Tensor] = set()
+    for parameter in (p for group in groups for p in group):
+        if parameter in seen:
+            raise ValueError(
+                f"groups must not hold a parameter twice, got one of shape {list(parameter.shape)} "
+                "more than once"
+            )
+        seen.add(parameter)
+
+
+def warn_of_few_entries(options: Options, elements: int) -> None:
+    """Warn of a density that leaves too few entries of a model to train well."""
+    if not isinstance(options.compression, SparseCompression):
+        return
+    density = options.compression.density
+    if selected(density, elements) < FEW_ENTRIES < elements:
+        _log.warning(
+            "density=%g leaves %d of %d entries a step; under about %d accuracy suffers: "
+            "density=%.2g has as many",
+            density,
+            selected(density, elements),
+            elements,
+            FEW_ENTRIES,
+            FEW_ENTRIES / elements,
+        )
+
+
+def warn_of_second_moments(options: Options, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn of Adam and its kin under sparse gradients."""
+    if isinstance(options.compression, ErrorFeedback) and any("betas" in each for each in groups):
+        _log.warning(
+            "Adam and its kin divide by the size of past gradients, which compression leaves zero "
+            "for most steps: they lose more accuracy than SGD does (measured in docs/tuning.md); "
+            "give them a higher density or warmup_steps, and compare with a dense run"
+        )

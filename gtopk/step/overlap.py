@@ -1,0 +1,68 @@
+"""Overlap: lanes are exchanged while backward goes on, each once its gradients are complete.
+
+The last one never is: when it is complete, backward has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ..compression import hides_behind_backward
+from ..logs import EVERYWHERE
+from .peers import Peers
+from .rounds import AnyLane
+
+_log = logging.getLogger("gtopk")
+
+
+class Overlap:
+    """Which lanes of a step are complete.
+
+    is_on: as long as all of a step's gradients are known to count as backward has left them.
+    """
+
+    def __init__(self, is_on: bool, compression: object) -> None:
+        self.is_on = is_on
+        self._hides = hides_behind_backward(compression)
+        self._awaited: list[set[torch.nn.Parameter]] = []  # by lane
+
+    def await_all(self, lanes: Sequence[AnyLane]) -> None:
+        """Begin a step: no gradient is complete."""
+        self._awaited = [set(lane.parameters) for lane in lanes]
+
+    def completes(self, parameter: torch.nn.Parameter, index: int) -> bool:
+        """Note a gradient of a lane, and tell whether that may be exchanged now."""
+        self._awaited[index].discard(parameter)
+        return not self._awaited[index] and index < len(self._awaited) - 1
+
+    def stop(self, why: str, peers: Peers) -> None:
+        """Exchange lanes after backward from now on."""
+        if not self.is_on:
+            return
+        self.is_on = False
+        _log.log(
+            logging.WARNING if self._hides else logging.INFO,
+            "rank %d: %s: from now on %s are exchanged after backward, without overlap%s; "
+            "change them between synchronize() and step() to have it back%s",
+            peers.world.rank,
+            why,
+            peers.name,
+            ", and hide_behind_backward=True hides nothing" if self._hides else "",
+            ", or give density= or bytes_per_step=" if self._hides else "",
+            extra=EVERYWHERE,
+        )
+
+    def warn_of_a_single_lane(self, peers: Peers) -> None:
+        """Warn where that was to hide behind backward."""
+        if self._hides and self.is_on and len(self._awaited) == 1 and peers.size > 1:
+            _log.warning(
+                "rank %d: %s are exchanged in one bucket, when backward has ended, and "
+                "hide_behind_backward=True hides nothing; make several by a smaller bucket_bytes=, "
+                "or give density= or bytes_per_step=",
+                peers.world.rank,
+                peers.name,
+                extra=EVERYWHERE,
+            )

@@ -1,0 +1,179 @@
+"""PlannedLanes: an optimizer's lanes as all ranks planned them, and what waits for their next plan.
+
+held back   by the lanes; here, what is in none: of frozen parameters, of names nobody has
+loaded      what is held back goes to the lanes at once; their records and the steps wait, as
+            other ranks may have loaded nothing, and rank 0's are what all go on from
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ..buckets.parameters import ParameterNames
+from ..engine.agreement import name_ranks
+from ..exchange.exchange import Progress
+from ..lanes.held import Held, has_room, put_in, take_out, unsent
+from ..lanes.held_names import strangers
+from ..lanes.lanes import Lane
+from ..lanes.sparse_gradients import SparseGradientLane
+from .lane_plan import Agreed, Plan
+from .options import Options
+from .peers import Peers
+from .rounds import AnyLane
+
+
+class PlannedLanes:
+    """Those of one optimizer.
+
+    lanes: in the order in which backward completes them; none before the first plan.
+    facts: what was planned, in short: equal on all ranks.
+    """
+
+    def __init__(self, names: ParameterNames, options: Options, progress: Progress) -> None:
+        """progress: what exchanges go by; a plan sets its steps."""
+        self.lanes: list[AnyLane] = []
+        self.facts = ""
+        self._names = names
+        self._options = options
+        self._progress = progress
+        self._index: dict[torch.nn.Parameter, int] = {}  # of the lane that a parameter is in
+        self._held: dict[str, Held] = {}  # of parameters in no lane
+        self._strangers: set[str] = set()  # names that no parameter has, and were warned of
+        self._wanted: list[dict[str, Any]] = []  # records of the lanes to go on from
+        self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
+
+    def index_of(self, parameter: torch.nn.Parameter) -> int | None:
+        """Return which lane a parameter is in, if any."""
+        return self._index.get(parameter)
+
+    def takes(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether a lane takes its gradient as it is, where it has one."""
+        if parameter.grad is None:
+            return True
+        index = self._index.get(parameter)
+        if index is None:
+            return False
+        return not (parameter.grad.is_sparse and isinstance(self.lanes[index], Lane))
+
+    def is_outdated(self, trained: Sequence[torch.nn.Parameter]) -> bool:
+        """Tell whether this rank needs another plan, to exchange these parameters' gradients."""
+        if self._loaded_steps is not None:
+            return True
+        gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
+        if any(has_room(self.lanes[self._index[parameter]]) for parameter in gone):
+            return True  # what is held back of it waits until it is there again
+        return not all(map(self.takes, trained))
+
+    def plan(
+        self,
+        trained: Sequence[torch.nn.Parameter],
+        order: Sequence[torch.nn.Parameter],
+        peers: Peers,
+    ) -> None:
+        """Make the lanes, the same on every rank, which hold back what was held back before.
+
+        trained: the parameters that may have a gradient; all have a name.
+        order:   those whose gradients are complete, the first to be first.
+        Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
+        """
+        names = [self._names[parameter] for parameter in trained]
+        held = {**self._held, **take_out(self.lanes)}
+        plan = Plan(
+            self._options,
+            trained,
+            names,
+            order,
+            self._sparse_among(trained),
+            self._wanted,
+            self.steps,
+            unsent(held),
+        )
+        facts = plan.facts()
+        agreed = _agree_on(plan, facts, peers)
+        self._progress.steps = agreed.steps
+        self.lanes = plan.open_lanes(agreed, peers.name, self._progress)
+        put_in(self.lanes, held)
+        records = {tuple(record["names"]): record for record in agreed.records}
+        for lane in self.lanes:
+            if tuple(lane.names) in records:
+                lane.resume(records[tuple(lane.names)])
+        self._wanted, self._loaded_steps = [], None
+        self._held = {name: parts for name, parts in held.items() if name not in names}
+        self._warn_of_strangers(peers.world.rank)
+        self._index = {p: index for index, lane in enumerate(self.lanes) for p in lane.parameters}
+        said = "\n".join([*facts, *map(str, agreed.parts)])
+        self.facts = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
+
+    def dissolve(self) -> None:
+        """Be without lanes, and hold back what they did: they were of a world that is no more."""
+        if self.lanes:
+            self._held, self._wanted = self.take_state_out()
+            self.lanes, self._index = [], {}
+
+    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
+        """Return what was held back of each parameter after the last step, and lanes' records."""
+        if not self.lanes:
+            return self._held, self._wanted
+        held = {**self._held, **take_out(self.lanes)}
+        if self._loaded_steps is not None:
+            return held, self._wanted
+        return held, [lane.record() for lane in self.lanes]
+
+    def put_state_in(
+        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+    ) -> None:
+        """Hold this back from now on; where rank 0 does, go on from its steps in lanes like these.
+
+        Other ranks may load nothing: until the next plan what all agree on stays as it is.
+        """
+        if self.lanes:
+            put_in(self.lanes, held)
+        self._held, self._wanted, self._loaded_steps = dict(held), records, steps
+
+    @property
+    def steps(self) -> int:
+        """Return how many were taken, those before what was loaded last included."""
+        return self._progress.steps if self._loaded_steps is None else self._loaded_steps
+
+    def _sparse_among(self, trained: Iterable[torch.nn.Parameter]) -> list[str]:
+        """Return the names of those whose gradients are sparse here, or were on some rank."""
+        before = {lane.parameters[0] for lane in self.lanes if isinstance(lane, SparseGradientLane)}
+        return [
+            self._names[parameter]
+            for parameter in trained
+            if (parameter.grad is not None and parameter.grad.is_sparse) or parameter in before
+        ]
+
+    def _warn_of_strangers(self, rank: int) -> None:
+        """Warn of what is held back of names that no parameter has; it stays, and is saved."""
+        news = {name: parts for name, parts in self._held.items() if name not in self._strangers}
+        self._strangers |= strangers(
+            news,
+            self._names.known(),
+            rank,
+            "the optimizer has no parameter of that name; give it the names that the checkpoint "
+            "was saved with (named_parameters)",
+        ).keys()
+
+
+def _agree_on(plan: Plan, facts: Sequence[str], peers: Peers) -> Agreed:
+    """Return what all ranks plan; an error, on all alike, where one of them has joined."""
+
+    def agree(transport: Transport, joined: list[int]) -> Agreed:
+        if joined:
+            raise MismatchError(
+                f"all ranks plan {peers.name} together, and {name_ranks(joined)} joined: every "
+                "rank must take a step before one joins, and a parameter that comes, is "
+                "frozen or unfrozen, and a state that is loaded must wait until all have joined"
+            )
+        return plan.agree(transport)
+
+    agreed: Agreed = peers.run_without_joined("plan", facts, agree)
+    return agreed

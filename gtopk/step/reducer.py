@@ -1,0 +1,305 @@
+"""Reducer: an optimizer's gradients become what all ranks agreed on, while backward goes on.
+
+first step   nothing is known of the order of gradients: all ranks plan, then exchange
+later        a lane is submitted when its gradients are complete, the last by `reduce`
+any time     a rank has a gradient that belongs to no lane (a layer was added or unfrozen, an
+             embedding became sparse): the round is void, all ranks plan anew and exchange
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from collectives.transports import Transport
+
+from ..buckets.parameters import ParameterNames, with_gradients
+from ..engine import Work
+from ..exchange.exchange import Progress
+from ..lanes.held import Held
+from ..logs import EVERYWHERE
+from ..reductions import Average
+from ..world import world
+from ..world.stragglers import Stragglers
+from ..world.world import World
+from .expected_step import ExpectedStep
+from .grad_scaler import loss_scale
+from .hooks import BackwardHooks
+from .options import Options
+from .overlap import Overlap
+from .peers import peers_in
+from .planned_lanes import PlannedLanes
+from .rounds import Round
+from .samples import Samples
+from .standing_in import stands_in
+from .weights import LocalClip
+
+_log = logging.getLogger("gtopk")
+
+
+class Reducer:
+    """Reduces the gradients of an optimizer's parameters.
+
+    names:    of all parameters; those that come later are added.
+    progress: what exchanges go by; its steps are counted by whoever applies the rounds.
+    planned:  the lanes that are exchanged.
+    scaler:   the GradScaler that the gradients are scaled by, where there is one.
+    samples:  that this rank's gradients come from; where nobody says, op weighs them.
+    overlap:  which lanes are exchanged while backward goes on.
+    expected: what a step's exchange is to take.
+    aside_for: the mode of `adapt` that gradients are exchanged by in its place; "": none.
+    peers:    the ranks that reduce together, in the world that was entered last.
+    stragglers: how fast they compute beside each other.
+    """
+
+    holds: ClassVar[str] = "gradients"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,  # the plain one: ours holds this reducer
+        names: ParameterNames,
+        options: Options,
+        here: World,
+        scaler: Any,
+    ) -> None:
+        self.names = names
+        self.options = options
+        self.progress = Progress()
+        self.planned = PlannedLanes(names, options, self.progress)
+        self.scaler = scaler
+        self.samples = Samples()
+        overlaps = options.overlap and options.local_clip_norm is None
+        self.overlap = Overlap(overlaps, options.compression)
+        self.expected = ExpectedStep(options.compression, self.progress)
+        self.aside_for = ""
+        self._optimizer = optimizer
+        self._round: Round | None = None
+        self._ghost: Round | None = None  # of the others, while this rank has joined
+        self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
+        self.enter(here)
+
+    def enter(self, here: World) -> None:
+        """Take part in a world: the first, or the next one after `shutdown`, or a failure.
+
+        What this rank held back stays; the ranks plan anew. Raises ValueError where the process set
+        is not registered.
+        """
+        self.peers = peers_in(here, self.options.process_set, self.names.values())
+        round, self._round = self._round, None
+        if round is not None:
+            round.drop()
+        self.planned.dissolve()
+        if self.peers.size > 1:
+            self.hooks.watch(self.trained())
+        self.stragglers = Stragglers(here, self.peers.engine, self.peers.name)
+        stands_in(self, self.peers.engine, self.peers.name)
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        """Look the groups up: a state that is loaded brings others."""
+        return self._optimizer.param_groups
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that may have a gradient of some values, in the optimizer's order.
+
+        An empty one takes part in nothing: there is nothing of it to exchange.
+        """
+        return [p for p in with_gradients(self._param_groups) if p.numel()]
+
+    def stand_aside(self, mode: str) -> None:
+        """Exchange nothing, and look at nothing: a mode of `adapt` does."""
+        self.aside_for, self.overlap.is_on = mode, False
+        self.hooks = BackwardHooks(self.names)  # deaf: the old ones go, and count no passes more
+
+    def _complete(self, parameter: torch.nn.Parameter) -> None:
+        """Exchange the lane whose last gradient this is, while backward goes on."""
+        index = self.planned.index_of(parameter)
+        if index is None or not self.overlap.is_on or not self._is_here():
+            return
+        if self.samples.count == 0:
+            return  # what weighs nothing is overwritten; not before it is sure that it does
+        if not self.overlap.completes(parameter, index):
+            return
+        if self._round is not None and index in self._round.operations:
+            return
+        self._make_dense()
+        if not all(map(self.planned.takes, self.planned.lanes[index].parameters)):
+            return  # one has turned sparse: `reduce` plans anew
+        if self._round is None:
+            self._round = self._open()
+        self._round.submit_early(index)
+
+    def _is_here(self) -> bool:
+        """Tell whether this is still the world that was entered; `reduce` enters another."""
+        return world.is_initialized() and world.current() is self.peers.world
+
+    def reduce(self) -> Round:
+        """Exchange all gradients; the round that counts is to be applied, or skipped.
+
+        Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
+        then what they were.
+        """
+        if self.hooks.order:
+            self.progress.backward_seconds = self.hooks.seconds
+            self.progress.backward_began = self.hooks.began
+        round, self._round = self._round, None
+        order = self.hooks.order
+        self.hooks.forget()  # also where this fails: the next step counts
+        if round is not None and round.samples != self.samples:  # said after backward
+            round.invalidate()
+        self._make_dense()
+        if not self.planned.lanes:
+            self._plan(order)
+        while True:
+            round = round or self._open()
+            self._finish(round)
+            if not round.void:
+                return round
+            round.drop()
+            if round.changed:
+                self.overlap.stop(
+                    "gradients are changed or dropped, or their samples told, after backward()",
+                    self.peers,
+                )
+            if round.unplanned:
+                self._plan(order)
+            round = None
+
+    def _plan(self, order: list[torch.nn.Parameter]) -> None:
+        """Make the lanes with all ranks, and exchange them from now on."""
+        trained = self.trained()
+        self.names.add(self._param_groups)
+        self.planned.plan(trained, order, self.peers)
+        self.overlap.await_all(self.planned.lanes)
+        if self.peers.size > 1:
+            self.hooks.watch(trained)
+        self.overlap.warn_of_a_single_lane(self.peers)
+        self.expected.measure(self.planned.lanes, self.peers)
+
+    def _finish(self, round: Round) -> None:
+        here = self.peers.world
+        try:
+            round.finish(self.planned.is_outdated(self.trained()), told=here.told_here)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                _log.warning(
+                    "rank %d: interrupted (%s) in a step, which the other ranks are to end "
+                    "first; a second time ends the wait at once",
+                    here.rank,
+                    type(error).__name__,
+                    extra=EVERYWHERE,
+                )
+            round.drop()
+            raise
+        finally:
+            self.overlap.await_all(self.planned.lanes)
+        here.hear(round.told)
+
+    def _make_dense(self) -> None:
+        if self.options.sparse_as_dense:
+            for parameter in with_gradients(self._param_groups):  # empty ones, too
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
+
+    def _open(self) -> Round:
+        if self._ghost is not None:
+            for lane in self.planned.lanes:
+                lane.undo()  # where it came to no end
+            self._ghost = None
+        weight = 1.0 / self.peers.size if self.options.op == Average else 1.0
+        loss = loss_scale(self.scaler)
+        clip = LocalClip([p.grad for p in self.trained()], self.options.local_clip_norm, loss)
+        return Round(
+            self.planned.lanes,
+            self.peers.engine,
+            self.planned.facts,
+            self.samples,
+            missing_is_zero=self.options.missing_gradients == "zeros",
+            weight=weight,
+            share=1.0 / self.peers.size,
+            scale=self.options.gradient_predivide_factor * loss,
+            clip=clip,
+        )
+
+    def stand_in(self, index: int) -> Work:
+        """Return what this rank, which has joined, does of a lane in the others' round."""
+        here = self.peers.world
+        if index >= len(self.planned.lanes):
+            raise RuntimeError(
+                f"{self.peers.name} has no lane {index} on rank {here.rank}, which has joined: "
+                "every rank must take a step before one joins"
+            )
+        ghost = self._ghost
+        if ghost is None or index in ghost.stood_in:
+            ghost = self._open()
+        self._ghost = ghost
+        reduce = ghost.stand_in(index)
+
+        def work(transport: Transport, votes: list[int]) -> None:
+            self.progress.steps += reduce(transport, votes)
+            here.hear(ghost.told)
+
+        return work
+
+    def drop(self) -> None:
+        """Forget what was computed towards the next step.
+
+        A round that has begun goes on until `reduce`: the other ranks may be in it. By then other
+        gradients will be there, so that it will be void.
+        """
+        self.hooks.forget()
+        self.overlap.await_all(self.planned.lanes)
+
+    def drops_overflow(self) -> bool:
+        """Tell whether `drop` forgets complete gradients that are not finite here."""
+        if self.aside_for or not self.hooks.order or self.peers.size == 1:
+            return False
+        gradients = [p.grad for p in self.hooks.order if p.grad is not None]
+        return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)
+
+    def in_flight(self) -> dict[torch.nn.Parameter, Any]:
+        """Return the operations on their way, by parameter."""
+        if self._round is None:
+            return {}
+        return {
+            parameter: operation
+            for index, operation in self._round.operations.items()
+            for parameter in self.planned.lanes[index].parameters
+        }
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Return those of the world that reduce together, in order."""
+        return self.peers.ranks
+
+    @property
+    def rank(self) -> int:
+        """Return this one's place among them."""
+        return self.peers.rank
+
+    @property
+    def steps(self) -> int:
+        """Return how many were taken, those before what was loaded last included."""
+        return self.planned.steps
+
+    def known_names(self) -> set[str]:
+        """Return the names of all parameters, those that are not stepped yet included."""
+        return self.names.known()
+
+    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
+        """Return what was held back of each parameter after the last step, and lanes' records."""
+        if self._round is not None:
+            self._round.settle()
+        return self.planned.take_state_out()
+
+    def put_state_in(
+        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+    ) -> None:
+        """Hold this back from now on; see `PlannedLanes.put_state_in`."""
+        if self._round is not None:
+            self._round.invalidate()
+        self.planned.put_state_in(held, records, steps)

@@ -1,0 +1,308 @@
+"""Round: one try at a step. All buckets are exchanged before any of it counts.
+
+    lanes     0    1    2    last         a lane is submitted when its gradients are complete, the
+    hooks     ^    ^    ^                 last one by `synchronize`: its operation is the step's end
+    engine    [0]  [1]  [2]  [last]       whose votes tell every rank whether the round counts
+
+A vote says whether this rank's gradients are finite, which of them are missing, of how many samples
+they are, and, in lanes that `synchronize` submits, whether the round is void: because gradients
+were changed after their lane was submitted, or belong to no lane. The last one also says whether
+this rank was told to end (`told_to_end`). So all ranks apply a round; or skip the step, where a
+gradient or a sum is not finite; or try again with what is there by then. Residuals that a round
+began to change are, where it does not count, to the bit what they were.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+
+from collectives.errors import MismatchError
+from collectives.transports import Transport
+
+from ..engine import Engine, Operation
+from ..engine.agreement import describe_missing, gather_words
+from ..exchange.exchange import Exchanged
+from ..exchange.residual import Withheld
+from .samples import VOTE_BITS, Samples
+from .weights import LocalClip
+
+_NOT_FINITE: Final = 1
+_CHANGED: Final = 2
+_UNPLANNED: Final = 4
+_RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
+_HERE: Final = 8  # not of a rank that has joined, whose vote is 0
+_TOLD: Final = 16  # to end
+_MISSING_SHIFT: Final = 5  # a checksum of the names, 31 bits; above it, the samples
+_MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
+
+
+class AnyLane(Protocol):
+    """What a round asks of a lane; see `Lane`."""
+
+    name: str
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+
+    @property
+    def elements(self) -> int: ...
+    @property
+    def facts(self) -> str: ...
+    @property
+    def on_host(self) -> bool: ...
+    def record(self) -> dict[str, Any]: ...
+    def resume(self, record: Mapping[str, Any]) -> None: ...
+    def send_along(self) -> None: ...
+    def take(self, weight: float, scale: float) -> None: ...
+    def weigh(self, weight: float) -> None: ...
+    def take_nothing(self) -> None: ...
+    def watch(self) -> None: ...
+    def is_as_taken(self) -> bool: ...
+    def missing(self) -> list[str]: ...
+    def all_finite(self) -> bool: ...
+    def not_finite(self) -> list[str]: ...
+    def remember(self) -> None: ...
+    def undo(self) -> None: ...
+    def reduce(self, transport: Transport) -> Exchanged: ...
+    def apply(self, missing_everywhere: Collection[str]) -> None: ...
+    def withheld(self) -> Withheld | None: ...
+    def apply_to_nothing(self) -> None: ...
+    def poison(self) -> None: ...
+    def let_go(self) -> None: ...
+
+
+class Round:
+    """The exchange of all lanes, once.
+
+    facts:   what must be equal on all ranks in every lane.
+    samples: that this rank's gradients come from.
+    weight:  what this rank's gradients are multiplied with in the sum; share: its own in the sum,
+             all ranks' add up to 1. Where `samples` says a number, the ranks' votes make both.
+    scale:   what the gradients are divided by before the sum, which is multiplied with it.
+    clip:    shortens them, once their weight is known.
+    changed: gradients were, on some rank, after their lane was submitted: the round is void.
+    unplanned: some rank has a gradient that belongs to no lane: the round is void.
+    culprits: by rank, the parameters whose gradients are not finite; empty where all are.
+    spans:   when the engine worked on a lane: begin and end, on the clock of time.perf_counter.
+    told:    the ranks that were told to end, once the last lane was run.
+    ready:   when all of this rank's gradients were there, on that clock.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[AnyLane],
+        engine: Engine,
+        facts: str,
+        samples: Samples,
+        *,
+        missing_is_zero: bool,
+        weight: float,
+        share: float,
+        scale: float,
+        clip: LocalClip,
+    ) -> None:
+        self.lanes = lanes
+        self.changed = self.unplanned = False
+        self.culprits: list[list[str]] = []
+        self.spans: list[tuple[float, float]] = []
+        self.told: list[int] = []
+        self.ready = time.perf_counter()
+        self.exchanged: dict[int, Exchanged] = {}
+        self.operations: dict[int, Operation] = {}
+        self._engine = engine
+        self._facts = facts
+        self.samples = samples
+        self._missing_is_zero = missing_is_zero
+        self._weight, self._share, self._scale = weight, share, scale
+        self._clip = clip
+        self.stood_in: set[int] = set()  # lanes
+        self._finite: dict[int, bool] = {}
+        self._missing_everywhere: dict[int, set[str]] = {}
+        self._invalid = False
+        self._done = 0  # lanes, without an error
+        self._stopped = False  # nothing more is exchanged: known to all ranks alike
+
+    def submit_early(self, index: int) -> None:
+        """Exchange a lane, but not the last, while the program goes on."""
+        self._take(index)
+        self._submit(index, 0 if self._finite.get(index, True) else _NOT_FINITE)
+        self.lanes[index].watch()
+
+    @property
+    def void(self) -> bool:
+        """Tell whether the round does not count, on any rank."""
+        return self.changed or self.unplanned
+
+    def finish(self, unplanned: bool, told: bool) -> None:
+        """Exchange what is left, and know on every rank what becomes of the round.
+
+        unplanned: this rank has a gradient that belongs to no lane.
+        told: it was told to end.
+        Raises HorovodInternalError, on every rank alike, where the ranks disagree: drop it then.
+        """
+        self._submit_the_rest(unplanned, told)
+        for index in sorted(self.operations):
+            self.operations[index].wait()
+
+    def _submit_the_rest(self, unplanned: bool, told: bool) -> None:
+        changed = self._invalid or not all(
+            self.lanes[index].is_as_taken() for index in self.operations
+        )
+        late = [index for index in range(len(self.lanes)) if index not in self.operations]
+        if not unplanned:
+            for index in late:
+                self._take(index)
+            unknown = [index for index in range(len(self.lanes)) if index not in self._finite]
+            self._finite.update((index, self.lanes[index].all_finite()) for index in unknown)
+        self.ready = time.perf_counter()  # on a GPU, too: it was asked whether they are finite
+        bits = (
+            (_CHANGED if changed else 0)
+            | (_UNPLANNED if unplanned else 0)
+            | (0 if all(self._finite.values()) else _NOT_FINITE)
+        )
+        *others, last = late
+        for index in others:
+            self._submit(index, bits)
+        self.settle()  # what becomes ready together with the last lane may be run after it
+        self._submit(last, bits | (_TOLD if told else 0))
+        self.settle()
+
+    def invalidate(self) -> None:
+        """Undo what was exchanged; `finish` will tell the others that the round is void."""
+        self.settle()
+        for lane in self.lanes:
+            lane.undo()
+        self._invalid = True
+
+    def drop(self) -> None:
+        """Undo what was exchanged; wait for what is still on its way first."""
+        self.settle()
+        for lane in self.lanes:
+            lane.undo()
+            lane.let_go()
+
+    def settle(self) -> None:
+        """Wait until nothing of this round is on its way any more."""
+        for operation in self.operations.values():
+            with suppress(Exception):
+                operation.wait()
+
+    def finite(self) -> bool:
+        """Tell whether the round has an update to apply."""
+        return not self.culprits and all(each.finite for each in self.exchanged.values())
+
+    def apply(self) -> None:
+        """Replace the gradients by the agreed update."""
+        for index, lane in enumerate(self.lanes):
+            lane.apply(self._missing_everywhere[index])
+
+    def skip(self) -> None:
+        """Make all gradients NaN, and undo the round: nothing of it is left in the residuals."""
+        for lane in self.lanes:
+            lane.undo()
+            lane.poison()
+
+    def stand_in(self, index: int) -> Callable[[Transport, list[int]], bool]:
+        """Return what a rank that has joined does of a lane, and whether that ended in an update.
+
+        What it holds back is sent as ever; its parameters stay as they are.
+        """
+        self.stood_in.add(index)
+        self.lanes[index].take_nothing()
+
+        def work(transport: Transport, votes: list[int]) -> bool:
+            self._work(index, [], transport, votes)
+            if index < len(self.lanes) - 1:
+                return False
+            applies = not self.void and self.finite() and self._done == len(self.lanes)
+            for lane in self.lanes:
+                if applies:
+                    lane.apply_to_nothing()
+                else:
+                    lane.undo()
+                    lane.let_go()
+            return applies
+
+        return work
+
+    def _take(self, index: int) -> None:
+        lane = self.lanes[index]
+        if self.samples.count == 0:  # they may be NaN
+            for gradient in [p.grad for p in lane.parameters if p.grad is not None]:
+                (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
+        lane.take(self._factor(self._weight, self._share), self._scale)
+        if lane.on_host:
+            self._finite[index] = lane.all_finite()
+
+    def _factor(self, weight: float, share: float) -> float:
+        return weight * self._clip.factor(weight, share) / self._scale
+
+    def _submit(self, index: int, bits: int) -> None:
+        lane = self.lanes[index]
+        missing = lane.missing()
+        checksum = zlib.crc32("\n".join(missing).encode()) >> 1
+        self.operations[index] = self._engine.submit(
+            lane.name,
+            [self._facts, self.samples.facts, lane.facts],
+            partial(self._work, index, missing),
+            vote=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.vote,
+            recipe=_RECIPE,
+        )
+
+    def _work(self, index: int, missing: list[str], transport: Transport, votes: list[int]) -> None:
+        """Run on the engine's thread, in the same order on every rank."""
+        begun = time.perf_counter()
+        try:
+            self._reduce(index, missing, transport, votes)
+            self._done += 1
+        except BaseException:
+            self._stopped = True
+            raise
+        finally:
+            self.spans.append((begun, time.perf_counter()))
+
+    def _reduce(
+        self, index: int, missing: list[str], transport: Transport, votes: list[int]
+    ) -> None:
+        last = index == len(self.lanes) - 1
+        if last:
+            places = enumerate(votes)
+            self.told = [transport.ranks[place] for place, vote in places if vote & _TOLD]
+        if last and self._done < index:  # the ranks disagree about another lane
+            return
+        self.changed |= any(vote & _CHANGED for vote in votes)
+        self.unplanned |= any(vote & _UNPLANNED for vote in votes)
+        if self.void or (self._stopped and not last):
+            return
+        self._look_at_missing(index, missing, transport, votes)
+        if any(vote & _NOT_FINITE for vote in votes):
+            self._stopped = True
+            if last:
+                mine = sorted(name for lane in self.lanes for name in lane.not_finite())
+                self.culprits = gather_words(transport, mine)
+        if self._stopped:
+            return
+        if self.samples.count is not None:
+            weight, share = self.samples.weight(votes), self.samples.share(votes)
+            self.lanes[index].weigh(self._factor(weight, share))
+        self.lanes[index].remember()
+        self.exchanged[index] = self.lanes[index].reduce(transport)
+
+    def _look_at_missing(
+        self, index: int, missing: list[str], transport: Transport, votes: list[int]
+    ) -> None:
+        everywhere = set(missing)
+        here = [rank for rank, vote in enumerate(votes) if vote & _HERE]
+        if len({votes[rank] & _MISSING for rank in here}) > 1:
+            said = gather_words(transport, missing)
+            heard = {transport.ranks[r]: said[r] for r in here if self.samples.weighs(votes[r])}
+            if not self._missing_is_zero and len(set(map(tuple, heard.values()))) > 1:
+                raise MismatchError(describe_missing(heard))
+            everywhere = set.intersection(*(set(said[rank]) for rank in here))
+        self._missing_everywhere[index] = everywhere

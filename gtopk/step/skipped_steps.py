@@ -1,0 +1,38 @@
+"""Skipped steps: those that no rank applied, as a gradient or a sum was not finite."""
+
+from __future__ import annotations
+
+import logging
+
+from ..logs import EVERYWHERE
+from .in_a_row import InARow
+
+_log = logging.getLogger("gtopk")
+
+
+class SkippedSteps(InARow):
+    """How many there were, and the end of too many in a row."""
+
+    def note(self, rank: int, step: int, where: str) -> None:
+        """Warn, on every rank, of the ranks and parameters whose gradients are not finite.
+
+        where: what these are; "" where their sum is what is not.
+        Raises FloatingPointError where more steps in a row were skipped than may be.
+        """
+        self.count += 1
+        _log.warning(
+            "rank %d: step %d is skipped on every rank, residuals untouched: %s",
+            rank,
+            step,
+            f"the gradient is not finite on {where}"
+            if where
+            else "the sum of finite gradients is not finite",
+            extra=EVERYWHERE,
+        )
+        why = f"a gradient is not finite on {where}" if where else "a sum overflowed"
+        self._lengthen(
+            lambda n: (
+                f"rank {rank}: {n} steps in a row were skipped at step {step}, the last because "
+                f"{why}"
+            )
+        )

@@ -1,0 +1,38 @@
+"""Standing in: what a rank that has joined does in the operations of optimizers that go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Final, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from ..engine import Engine, Work
+
+LEFT_OUT: Final = b"not where a rank has joined"  # the recipe of what it does nothing of
+
+
+class StandsIn(Protocol):
+    """What reduces an optimizer's gradients, also while this rank has joined."""
+
+    def stand_in(self, index: int) -> Work:
+        """Return what this rank does of a lane in the others' round."""
+
+
+# Of each engine, by the name of its operations; none is kept for this alone.
+_by_name: WeakKeyDictionary[Engine, WeakValueDictionary[str, StandsIn]] = WeakKeyDictionary()
+
+
+def stands_in(reducer: StandsIn, engine: Engine, name: str) -> None:
+    """Make this what stands in for operations `name.0`, `name.1`, ..., one for each lane."""
+    _by_name.setdefault(engine, WeakValueDictionary())[name] = reducer
+    engine.stand_in = partial(_stand_in, _by_name[engine])
+
+
+def _stand_in(reducers: Mapping[str, StandsIn], name: str, recipe: bytes) -> Work:
+    if recipe == LEFT_OUT:
+        return lambda transport, votes: None
+    of, _, index = name.rpartition(".")
+    if of not in reducers:
+        raise RuntimeError(f"this rank has joined, and its optimizer of {of} is no more")
+    return reducers[of].stand_in(int(index))

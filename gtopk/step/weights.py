@@ -1,0 +1,79 @@
+"""Weights: what a rank's gradients are multiplied with before anything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from collectives.kernels import squared_norm
+
+from ..buckets.arrays import current_stream, home_of, view_array
+
+
+class LocalClip:
+    """Shortens a rank's part of a sum to its share of the norm allowed; knows the part's own norm.
+
+    gradients: of this rank; scale: what they are multiplied with, and the norm is meant without.
+    """
+
+    def __init__(
+        self,
+        gradients: Iterable[torch.Tensor | None],
+        allowed_norm: float | None,
+        scale: float = 1.0,
+    ) -> None:
+        self._allowed_norm, self._norm = allowed_norm, 0.0
+        if allowed_norm is not None:
+            self._norm = norm_of([each for each in gradients if each is not None]) / scale
+
+    def factor(self, weight: float, share: float) -> float:
+        """Return what shortens weight * gradients to sqrt(share) of the norm allowed.
+
+        share: of this rank in the sum; all ranks' add up to 1. Independent gradients of such norms
+        have the norm allowed as a sum: with 1/ranks each, Lin et al. 2018, section 3.2. What is not
+        finite is not shortened: the step is skipped.
+        """
+        norm = weight * self._norm
+        if self._allowed_norm is None or not 0.0 < norm < math.inf:
+            return 1.0
+        return min(1.0, self._allowed_norm * math.sqrt(share) / norm)
+
+
+def norm_of(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the Euclidean norm of all their values, of whatever dtypes, coalesced where sparse.
+
+    Not finite where a value is not. 16-bit values are added in float32, and what overflows there in
+    float64, which takes a CPU thirty times as long.
+    """
+    parts = [t.detach().coalesce()._values() if t.is_sparse else t.detach() for t in tensors]
+
+    def norm(least: torch.dtype) -> float:
+        wide = [torch.promote_types(part.dtype, least) for part in parts]
+        norms: dict[torch.device, list[torch.Tensor]] = {}
+        for part, dtype in zip(parts, wide, strict=True):
+            one = torch.linalg.vector_norm(part, dtype=dtype).double()
+            norms.setdefault(part.device, []).append(one)
+        # One wait for each device.
+        return math.hypot(*(float(torch.stack(each).norm()) for each in norms.values()))
+
+    found = norm(torch.float32)
+    return norm(torch.float64) if found == math.inf else found
+
+
+def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the norm of what is the same on all ranks: it is then, to the bit, the same on each.
+
+    The kernels add in float64 and in one order, on any processor and any GPU; torch's sums go by
+    its instructions, and two ranks' norms may differ in the last bit.
+    """
+    home = home_of(tensors)
+    square = 0.0
+    with current_stream(home)():
+        for tensor in tensors:
+            part = tensor.detach().coalesce()._values() if tensor.is_sparse else tensor.detach()
+            wide = part.to(home, torch.promote_types(part.dtype, torch.float32)).reshape(-1)
+            if wide.numel():
+                square += squared_norm(view_array(wide.contiguous()))
+    return math.sqrt(square)

@@ -1,0 +1,12 @@
+"""The world: this process's place among the ranks, from joining them to leaving them.
+
+joining.py            from what the launcher says to a transport
+communicators.py      the same from mpi4py's communicators
+checked_messages.py   whether messages carry checksums: all of them do, or none
+world.py              the one transport of this process, its engine, its rank
+process_sets.py       some of the ranks, with operations of their own
+stragglers.py         how fast each is beside the fastest
+guard.py              whatever ends one rank ends all, by name
+told_to_end.py        SIGTERM on one becomes word for all
+leaving.py            leaving while an exception is handled
+"""

@@ -1,0 +1,238 @@
+"""No rank hangs: whatever ends one rank ends the job, and says which rank and at which step.
+
+an exception (any thread)   printed with rank and step, then the job is aborted
+the program ends, or calls sys.exit, while its peers go on
+                            their next operation fails and names this rank (Engine, Transport)
+a signal kills it           the launcher ends the others; each says at which step it was stopped
+it freezes, or its host or link is gone
+                            its heartbeat tells: who waits for it fails and names it (heartbeat/)
+
+Where ranks may leave (hogbatch, if told so), what ends one rank ends that rank only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Final, Protocol
+
+from collectives.transports import Transport
+
+from ..engine import Engine
+from ..exceptions import HorovodInternalError
+from ..heartbeat.heartbeat import Heartbeat, Lost
+from ..launch.error_file import write_error_file
+
+_WORD_SECONDS: Final = 0.3  # what word of a lost rank gets to come, before who is stopped ends
+_STUCK_SECONDS: Final = 3.0  # what an operation gets to notice that a rank is lost
+_LOOK_SECONDS: Final = 0.1
+_LAST_WORD_SECONDS: Final = 1.0  # what the last words of ranks get to go out
+
+
+class Member(Protocol):
+    """What the guard needs to know of the rank it guards."""
+
+    transport: Transport
+    engine: Engine
+    step: int
+    advice: str
+    told_here: bool
+
+    def note_end(self, how: str) -> None: ...
+
+
+class Guard:
+    """Watches how this process ends; only a world of several processes needs it."""
+
+    def __init__(self, member: Member, heartbeat_seconds: float) -> None:
+        """heartbeat_seconds: after which a silent rank is given up; 0: never."""
+        self.member = member
+        self.needed = member.transport.name != "local" and member.transport.size > 1
+        self.name = f"rank {member.transport.rank} of {member.transport.size}"
+        self.place = f"host {socket.gethostname()}, pid {os.getpid()}"
+        self._excepthook = sys.excepthook
+        self._threading_excepthook = threading.excepthook
+        self._handles_sigterm = False
+        self._retired = False
+        self._heartbeat: Heartbeat | None = None
+        if self.needed and heartbeat_seconds > 0:
+            warning_seconds = member.engine.settings.stall_warning_seconds
+            self._heartbeat = Heartbeat(heartbeat_seconds, warning_seconds, self._on_lost)
+        self._said_seconds = f"GTOPK_HEARTBEAT_TIMEOUT={heartbeat_seconds:g}"
+
+    def install(self) -> None:
+        """Take over the hooks for exceptions, and SIGTERM where nobody handles it; begin to beat.
+
+        All ranks do so together. Raises HorovodInternalError where they disagree about heartbeats.
+        """
+        self.member.engine.sign = self.farewell
+        if not self.needed:
+            return
+        sys.excepthook = self._on_exception
+        threading.excepthook = self._on_thread_exception
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self._handles_sigterm = True
+        heartbeat = self._heartbeat
+        meet = heartbeat.meet if heartbeat else lambda transport, votes: None
+        self.member.engine.submit("heartbeat", [self._said_seconds], meet).wait()
+        if heartbeat:
+            heartbeat.start()
+
+    def close(self) -> None:
+        """Have the others watch this rank no more, as it has left, and they have."""
+        if self._heartbeat:
+            self._heartbeat.close()
+            self._heartbeat = None
+
+    def forget(self) -> None:
+        """Give back what a forked process has of the rank's."""
+        if self._heartbeat:
+            self._heartbeat.forget()
+            self._heartbeat = None
+        self.remove()
+
+    def remove(self) -> None:
+        """Close, and give back the hooks that are still ours; in the main thread, for SIGTERM."""
+        self.retire()
+        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def retire(self) -> None:
+        """Close, in any thread, and let exceptions and SIGTERM be: this process is no rank."""
+        self.close()
+        self._retired = True
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._excepthook
+        if threading.excepthook == self._on_thread_exception:
+            threading.excepthook = self._threading_excepthook
+
+    def misses_a_rank(self) -> bool:
+        """Tell whether a rank is lost, waiting a little for word of one."""
+        return self._heartbeat is not None and self._heartbeat.lost(_WORD_SECONDS) is not None
+
+    def farewell(self, how: str) -> str:
+        """Return what the peers are told when this rank leaves."""
+        return f"{how} at step {self.member.step}; {self.place}"
+
+    def _say(self, what: str) -> None:
+        # One write: lines of several ranks share a pipe.
+        line = f"gtopk: {self.name} ({self.place}) {what}\n"
+        sys.stderr.flush()
+        os.write(2, line.encode(errors="replace"))
+
+    def tell(self, error: BaseException) -> None:
+        """Say that this rank failed, and with what."""
+        if self.needed:
+            failed = f"failed at step {self.member.step}: {describe(error)}"
+            advice = "" if self.member.advice in failed else f"; {self.member.advice}"
+            if self._heartbeat:
+                self._heartbeat.explain(failed)
+            if not isinstance(error, HorovodInternalError):  # which another rank is the cause of
+                write_error_file(f"{self.name} ({self.place}) {failed}", error)
+            then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
+            self._say(f"{failed}; {then}{advice}")
+
+    def _on_exception(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._excepthook(kind, error, traceback)
+        self._fail(error)
+
+    def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
+        self._threading_excepthook(arguments)
+        if arguments.exc_type is not SystemExit:
+            self._fail(arguments.exc_value or arguments.exc_type())
+
+    def _fail(self, error: BaseException) -> None:
+        self.tell(error)
+        self.member.note_end(f"failed at step {self.member.step}: {describe(error)}")
+        if self.member.engine.ranks_may_leave:
+            self._end_alone(error)
+        how = f"failed at step {self.member.step} ({self.place}): {describe(error)}"
+        self._let_the_others_speak(how)
+        self.member.transport.abort(1, how)
+
+    def _let_the_others_speak(self, how: str) -> None:
+        """Resign, and return when all have, or soon: an abort would cut them off in mid-sentence.
+
+        In a thread: a transport that has failed may never return.
+        """
+
+        def leave() -> None:
+            with contextlib.suppress(Exception):
+                self.member.transport.leave(how, _LAST_WORD_SECONDS)
+
+        leaving = threading.Thread(target=leave, daemon=True)
+        leaving.start()
+        leaving.join(2 * _LAST_WORD_SECONDS)
+
+    def _end_alone(self, error: BaseException) -> None:
+        """End this process as if it were killed: what the others go by is that it is gone."""
+        how = self.farewell(f"raised {describe(error)}")
+        self.member.transport.leave(how, _LAST_WORD_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if not self._retired:
+            self._say_that_it_is_stopped()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _say_that_it_is_stopped(self) -> None:
+        advice = f"; {self.member.advice}" if self.member.advice else ""
+        stopped = f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}"
+        if self._heartbeat:
+            lost = self._heartbeat.lost(_WORD_SECONDS)
+            stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
+            self._heartbeat.explain(stopped)
+        self._say(f"{stopped}{advice}")
+        self.member.note_end(stopped)
+
+    def _on_lost(self, lost: Lost) -> None:
+        self.member.transport.lose(lost.rank, lost.why)
+        if self.member.engine.ranks_may_leave:
+            return
+        if self.member.told_here:  # to end, and it waits for a step in which all hear of it
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
+
+    def _end_if_stuck(self, lost: Lost) -> None:
+        """End the job where an operation takes no notice of a loss: one inside MPI or gloo."""
+        engine = self.member.engine
+        since, cycles = time.monotonic(), engine.cycles
+        while self._heartbeat is not None:
+            time.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            if engine.activity == "idle" or engine.cycles != cycles:
+                since, cycles = now, engine.cycles
+            elif now - since > _STUCK_SECONDS:
+                why = (
+                    f"at step {self.member.step}, {self._doing()}, as rank {lost.rank} is lost "
+                    f"({lost.why})"
+                )
+                self._say(f"ends the job {why}")
+                self.member.note_end(f"ended the job {why}")
+                self.member.transport.abort(1, f"was {why}")
+
+    def _doing(self) -> str:
+        activity = self.member.engine.activity
+        return "computing" if activity == "idle" else f"in {activity}"
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception's type and text on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,209 @@
+"""Joining: from what the launcher says to the transport that joins its ranks.
+
+    launcher                             transport
+    mpirun, srun with PMI or PMIx        mpi
+    torchrun, horovodrun, plain srun     torch.distributed (gloo)
+    none                                 torch.distributed within a process group, else local
+
+GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" sends GPUs' messages
+over NCCL, "staged" through pinned host memory. They are used only where asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from collectives.environment import number
+from collectives.errors import PeerTimeoutError
+from collectives.transports import TRANSPORTS, Transport, open_transport
+
+from ..launch import Launched, carried_by, launched_by
+from ..launch.deadline import deadline, start_timeout_seconds
+from ..launch.meeting import Address, horovodrun_server, master, srun_address
+from .communicators import communicator_of, is_communicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch._C._distributed_c10d import TCPStore
+
+_OVER_ANOTHER: Final = ("nccl", "staged")
+
+
+def join(
+    comm: MPI.Intracomm | Sequence[int] | None = None,
+    *,
+    over: str | None = None,
+    timeout_seconds: float | None = None,
+) -> Transport:
+    """Return the transport of the ranks that were launched with this one.
+
+    comm: an mpi4py communicator of the ranks to join, or which of the ranks launched join.
+    over, timeout_seconds: in place of GTOPK_TRANSPORT and GTOPK_TIMEOUT.
+    Raises ValueError for another comm, ImportError when the transport lacks a package, RuntimeError
+    when the launcher does not say enough, PeerTimeoutError (or, inside MPI's start, ends the
+    process) when a rank is missing.
+    """
+    timeouts = _timeouts_seconds()
+    if timeout_seconds is not None:
+        timeouts = timeout_seconds, timeouts[1]
+    those = comm if is_communicator(comm) else _ranks(comm)
+    job = launched_by()
+    if over is None:
+        over = os.environ.get("GTOPK_TRANSPORT", "")
+    if over not in _OVER_ANOTHER:
+        name = transport_for(job, {**os.environ, "GTOPK_TRANSPORT": over})
+        return _join(those, job, name, timeouts)
+    host = _join(those, job, transport_for(job, {**os.environ, "GTOPK_TRANSPORT": ""}), timeouts)
+    return open_transport(over, *timeouts, bootstrap=host)
+
+
+def left_apart(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return what is amiss where fewer ranks have joined than were launched, to rank 0.
+
+    size: of the world that all of them were to be in.
+    """
+    job = launched_by(environ)
+    if job is None or job.rank > 0 or job.size <= size:
+        return None
+    who, way_out = "gtopk has made", "`gtopk doctor` knows of launchers that do not fit together"
+    if wanted := environ.get("GTOPK_TRANSPORT"):
+        who, way_out = (
+            f"GTOPK_TRANSPORT={wanted} makes",
+            "unset GTOPK_TRANSPORT to have them train one",
+        )
+    return (
+        f"{who} a world of {size} in each of the {job.size} processes that {job.launcher} has "
+        f"started ({job.variables[1]}={job.size}): each trains a model of its own; {way_out}"
+    )
+
+
+def join_over(name: str) -> Transport:
+    """Return the transport of this name, whatever the launcher and the environment say."""
+    return open_transport(name, *_timeouts_seconds())
+
+
+def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, float]) -> Transport:
+    if name == "mpi" or is_communicator(comm):
+        with deadline(timeouts[1], _late(job, timeouts[1])):
+            return _join_mpi(comm, timeouts[0])
+    if name == "torch.distributed" and (job or comm):
+        return _join_torch(job, comm, *timeouts)
+    if comm:
+        _check(comm, 0, 1)
+    return open_transport(name, *timeouts)
+
+
+def _ranks(comm: object) -> list[int] | None:
+    """Return the ranks that a list of them means; None where it means all."""
+    if comm is None:
+        return None
+    numbers: list[Any] = list(comm) if isinstance(comm, Iterable) else [None]
+    if not all(isinstance(number, int) for number in numbers):
+        raise ValueError(
+            f"comm must be an mpi4py communicator, a list of ranks or None, got {comm!r}"
+        )
+    return numbers or None
+
+
+def _check(ranks: Sequence[int], rank: int, size: int) -> None:
+    """Raise ValueError where the ranks that join cannot be these."""
+    if len(set(ranks)) != len(ranks) or not all(0 <= number < size for number in ranks):
+        raise ValueError(f"comm must be distinct ranks of 0..{size - 1}, got {list(ranks)}")
+    if rank not in ranks:
+        raise ValueError(
+            f"comm={list(ranks)} is without rank {rank}, which called init(); every rank passes "
+            "the ranks of its own world"
+        )
+
+
+def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the transport that joins the ranks of a job; None: one rank alone."""
+    wanted = environ.get("GTOPK_TRANSPORT")
+    if wanted and wanted not in TRANSPORTS:
+        raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {wanted!r}")
+    if job is None and not wanted:
+        return "torch.distributed" if _has_process_group() else "local"
+    return carried_by(job, environ)
+
+
+def _has_process_group() -> bool:
+    """Tell whether this process is one of a group that its own program made."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
+    if comm is None:
+        return open_transport("mpi", timeout_seconds)
+    from collectives.transports.direct import open_mpi
+
+    if not is_communicator(comm):
+        from mpi4py import MPI
+
+        _check(comm, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+        comm = communicator_of(comm)
+    return open_mpi(comm, timeout_seconds)
+
+
+def _late(job: Launched | None, seconds: float) -> str:
+    who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
+    return (
+        f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
+        "another rank has ended before hvd.init(), or cannot be reached"
+    )
+
+
+def _join_torch(
+    job: Launched | None,
+    ranks: Sequence[int] | None,
+    timeout_seconds: float,
+    start_timeout_seconds: float,
+) -> Transport:
+    from collectives.transports.torch_distributed import join_at, open_torch_distributed
+
+    if ranks and job:
+        _check(ranks, job.rank, job.size)
+    elif ranks:
+        _check(ranks, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    # A process group, torchrun, or who does as it does.
+    if job is None or {"RANK", "WORLD_SIZE"} <= set(os.environ):
+        return open_torch_distributed(timeout_seconds, start_timeout_seconds, ranks)
+    store = _meet(job, start_timeout_seconds)
+    return join_at(store, job.rank, job.size, timeout_seconds, start_timeout_seconds, ranks)
+
+
+def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
+    """Return the store where the ranks meet; rank 0 serves it."""
+    from collectives.transports.torch_distributed import connect
+
+    address = master(os.environ)
+    server = horovodrun_server(os.environ)
+    if address is None and server is not None:
+        if job.rank == 0:
+            host = server.own_host()
+            store = connect(host, 0, 0, start_timeout_seconds)
+            server.tell(Address(host, store.port))
+            return store
+        address = server.ask(start_timeout_seconds)
+        if address is None:
+            raise PeerTimeoutError(
+                f"rank {job.rank} of {job.size} has waited {start_timeout_seconds:g} s at the "
+                "start for rank 0, which has not said where the ranks meet"
+            )
+    elif address is None and job.launcher == "srun":
+        address = srun_address(os.environ)
+    if address is None:
+        raise RuntimeError(
+            f"{job.launcher} started this process as rank {job.rank} of {job.size} and does not "
+            "say where the ranks meet: set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a "
+            f"free port there, or start the ranks with: mpirun -n {job.size} python ..."
+        )
+    return connect(*address, job.rank, start_timeout_seconds)
+
+
+def _timeouts_seconds() -> tuple[float, float]:
+    """Return the longest a rank waits for a peer in an operation, and for all at the start."""
+    return number("GTOPK_TIMEOUT", 600.0, "seconds"), start_timeout_seconds()

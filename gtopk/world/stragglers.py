@@ -1,0 +1,148 @@
+"""Stragglers: how fast each rank computes beside the fastest, as all of them tell now and then.
+
+    step     1 ... 6 | 7 ... 12 |          seconds from a step's end until this rank was ready for
+    vote             m          m          the next exchange; m: the median of its last five
+
+    score = the least of all ranks' medians / this rank's
+
+So 1 is the fastest, and a rank of score 0.25 takes four times as long: the others wait for it. The
+votes are an operation of their own, beside the steps, which waits for nothing and sends no arrays.
+Where programs share cores a rank may be slow now and then: it is told of once a minute at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from collectives.transports import Transport
+
+from ..engine.agreement import gather_words
+
+if TYPE_CHECKING:
+    from ..engine import Engine, Operation
+    from .world import World
+
+_log = logging.getLogger("gtopk")
+_EVERY: Final = 6  # steps: with the window, what slows down is told of within ten
+_WINDOW: Final = 5  # one step that evaluates or saves is no straggler
+SLOW: Final = 0.25
+CAUGHT_UP: Final = 0.5
+_LEAST_SECONDS: Final = 0.01  # the noise of shorter steps is nobody's delay
+QUIET_SECONDS: Final = 60.0  # after a rank was told of
+
+
+class Told(NamedTuple):
+    """What all ranks know after a vote.
+
+    seconds: by place among the ranks; 0 where a rank had none.
+    slow:    the places of those that are, and hosts: of all, where these are others than before.
+    """
+
+    seconds: list[float]
+    slow: list[int]
+    hosts: list[str]
+
+    def scores(self) -> list[float | None]:
+        """Return every rank's score; None where it had no seconds."""
+        fastest = min((each for each in self.seconds if each), default=0.0)
+        return [fastest / each if each else None for each in self.seconds]
+
+
+class Stragglers:
+    """One rank's part in it, for steps that all ranks take alike.
+
+    scores: of all ranks, by their place, as told last; None before.
+    """
+
+    def __init__(self, here: World, engine: Engine, name: str) -> None:
+        """name: of the operation, equal on all ranks."""
+        self.scores: list[float | None] | None = None
+        self._world, self._engine = here, engine
+        self._name = f"{name}.speed"
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._telling: Operation | None = None
+        self._slow: list[int] = []  # the engine's thread's own; equal on all ranks
+        self._hosts: list[str] = []
+        self._warned: set[int] = set()  # of these, and not yet that they have caught up
+        self._quiet_until: dict[int, float] = {}
+
+    def note(self, steps: int, seconds: float | None) -> None:
+        """Take note of a step; where it is time, begin to tell the others.
+
+        steps: how many all ranks have applied, equal on all of them.
+        seconds: from the end of the step before until this rank was ready; None: not known.
+        """
+        if self._engine.transport.size == 1:
+            return
+        if seconds is not None:
+            self._recent.append(seconds)
+        if self._telling is not None and self._telling.done:
+            if self._telling.error is None:  # else a rank has joined, or left
+                self._hear(self._telling.result)
+            self._telling = None
+        if steps % _EVERY == 0 and self._telling is None:
+            median = statistics.median(self._recent) if self._recent else 0.0
+            self._telling = self._engine.submit(
+                self._name, [], self._take, vote=round(1e6 * median)
+            )
+
+    def _take(self, transport: Transport, votes: Sequence[int]) -> Told:
+        """Run on the engine's thread, on all ranks alike."""
+        told = Told([vote / 1e6 for vote in votes], [], [])
+        for place, score in enumerate(told.scores()):
+            is_slow = place in self._slow
+            if score is not None and is_slow:
+                is_slow = score < CAUGHT_UP
+            elif score is not None:
+                is_slow = score <= SLOW and told.seconds[place] >= _LEAST_SECONDS
+            if is_slow:
+                told.slow.append(place)
+        if told.slow != self._slow:
+            told.hosts.extend(host for (host,) in gather_words(transport, [socket.gethostname()]))
+        self._slow = told.slow
+        return told
+
+    def _hear(self, told: Told) -> None:
+        self.scores = told.scores()
+        self._hosts = told.hosts or self._hosts
+        score = self.scores[self._engine.transport.rank]
+        if (recorder := self._world.recorder) is not None and score is not None:
+            recorder.note_score(score)
+        if self._engine.transport.rank == 0:
+            self._say(told)
+
+    def _say(self, told: Told) -> None:
+        """Warn of who is slow, and of who no more."""
+        ranks, scores, now = self._engine.transport.ranks, told.scores(), time.monotonic()
+        for place in told.slow:
+            waits = now < self._quiet_until.get(place, now) or scores[place] is None
+            if place in self._warned or waits:
+                continue
+            self._warned.add(place)
+            self._quiet_until[place] = now + QUIET_SECONDS
+            _log.warning(
+                "rank %d (host %s) slows the others down: straggler score %.2g at step %d, it "
+                "computes for %.3g ms where the fastest rank does for %.3g ms; give each rank what "
+                "it can do (loader = hvd.adapt(loader, optimizer)), or see what else runs there",
+                ranks[place],
+                self._hosts[place],
+                scores[place],
+                self._world.step,
+                1e3 * told.seconds[place],
+                1e3 * min(each for each in told.seconds if each),
+            )
+        for place in sorted(self._warned.difference(told.slow)):
+            self._warned.remove(place)
+            _log.warning(
+                "rank %d (host %s) has caught up: straggler score %.2g at step %d",
+                ranks[place],
+                self._hosts[place],
+                scores[place],
+                self._world.step,
+            )

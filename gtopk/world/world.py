@@ -1,0 +1,370 @@
+"""The world: this process's one transport, its engine, and where the rank sits."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from collectives.errors import PeerTimeoutError
+from collectives.transports import Transport
+from collectives.transports.transport import CHANNELS
+
+from .. import __version__, logs
+from ..engine import Engine
+from ..engine.agreement import name_ranks
+from ..engine.clocks import Offset, agree_on_now, clock_offset
+from ..engine.members import Members
+from ..exceptions import HorovodInternalError, InvalidCallError
+from ..heartbeat.heartbeat import timeout_from
+from ..recording import start as recording
+from ..recording.recorder import Recorder
+from ..recording.settings import settings_from
+from ..timeline import timeline
+from . import checked_messages
+from .guard import Guard, describe
+from .joining import join, left_apart
+from .leaving import Leaving
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+_log = logging.getLogger("gtopk")
+_MOMENT_SECONDS: Final = 5.0
+
+
+class World:
+    """A rank's view of all ranks.
+
+    step:       how many optimizer steps this rank has finished; errors name it.
+    timeline:   what records its operations, while something does.
+    recorder:   what records its steps, while something does.
+    clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
+    began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
+    advice:     how the job can go on when it ends before its time; errors end with it.
+    advised:    whether it was said what compression saves.
+    told_here:  whether this rank was told to end; told: which ranks were, as all ranks know after
+                the same step. See `told_to_end`.
+    optimizers: how many distributed optimizers it has made, by the name of a parameter.
+    sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
+                their operations without a name, anew: where ranks left the last one at different
+                operations, they agree again.
+    sets_made:  how many sets were made besides, those that were refused or removed included.
+    is_homogeneous: whether every node has as many ranks.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.step = 0
+        self.timeline: timeline.Timeline | None = None
+        self.recorder: Recorder | None = None
+        self.recordings = settings_from()
+        self.advice = ""
+        self.advised = False
+        self.told_here = False
+        self.told: list[int] = []
+        self.optimizers: Counter[str] = Counter()
+        node = transport.neighbours()
+        self.local_rank, self.local_size = node.index(self.rank), len(node)
+        places = [
+            tuple(message.view(np.int64).tolist())
+            for message in transport.allgather(np.array([node[0], self.local_rank]).view(np.uint8))
+        ]
+        self.is_homogeneous = len(set(Counter(first for first, _ in places).values())) == 1
+        # The nodes that have a process with this local rank, in order of their first rank.
+        nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
+        self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
+        checks_messages = checked_messages.wanted_on(transport)
+
+        def meet(transport: Transport, votes: Sequence[int]) -> tuple[Offset, float]:
+            if checks_messages:  # all ranks alike: what they said of it was compared
+                transport.check_messages()
+            if not any(votes):
+                return Offset(), 0.0
+            return clock_offset(transport), agree_on_now(transport)
+
+        self.engine = Engine(transport)
+        self.sets = {0: Members(range(self.size), self.engine)}
+        self.sets_made = 0
+        self.carried: set[int] = set()  # sets of the world before, which nobody has added again
+        # Ranks of different versions may differ in anything: refuse them before they do.
+        recorded = self.recordings.asked or timeline.is_of_every_rank()
+        self.clock: Offset
+        self.began_unix_seconds: float
+        self.clock, self.began_unix_seconds = self.engine.submit(
+            "init",
+            [f"gtopk {__version__}", f"{checked_messages.VARIABLE}={checks_messages:d}"],
+            meet,
+            vote=recorded,
+        ).wait()
+
+    def name_optimizer(self, names: Iterable[str]) -> str:
+        """Return a name for an optimizer of parameters with these names.
+
+        Optimizers of the same names are numbered, in the order in which they come.
+        """
+        first = min(names)
+        self.optimizers[first] += 1
+        number = self.optimizers[first]
+        return first if number == 1 else f"{first}.{number}"
+
+    def open_set(self, number: int, ranks: Sequence[int]) -> None:
+        """Give some of the ranks operations of their own; every rank calls it, nothing is sent."""
+        engine = None
+        if self.rank in ranks:
+            # A stream of their own: a set is independent of whatever else the same ranks do.
+            engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
+        self.sets[number] = Members(tuple(ranks), engine)
+        timeline.watch(self, number)
+
+    def reopen_sets(self, sets: Mapping[int, Members], made: int) -> None:
+        """Open the sets of the world before, under the same numbers; every rank calls it.
+
+        made: how many were made there. A set that not every rank has, as what failed was to add or
+        to remove it, is forgotten.
+        """
+
+        def compare(transport: Transport, votes: Sequence[int]) -> tuple[int, list[int]]:
+            mine = np.array([made, *sets])
+            said = [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+            numbers = set(sets).intersection(*(numbers for _, *numbers in said))
+            return max(made for made, *_ in said), sorted(numbers - {0})
+
+        self.sets_made, numbers = self.engine.submit("process sets", [], compare).wait()
+        for number in numbers:
+            self.open_set(number, sets[number].ranks)
+        self.carried = set(numbers)
+
+    def close_set(self, number: int, reason: str) -> None:
+        """Run what the set's members have submitted, and forget the set."""
+        engine = self.sets.pop(number).engine
+        if engine is not None:
+            engine.close(reason)
+
+    def close(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+        """Leave the world; returns when every rank has left, or the job is at its end anyway.
+
+        patience_seconds: how long to wait for the others instead; returns who stays.
+        """
+        for number in [number for number in self.sets if number]:
+            self.close_set(number, reason)
+        staying = self.engine.close(reason, patience_seconds)
+        timeline.stop(self)
+        recording.stop(self, reason)
+        return staying
+
+    def resume(self, step: int) -> None:
+        """Go on from this step of a run that was before this world."""
+        self.step = step
+        if self.recorder is not None:
+            self.recorder.note_resumed()
+
+    def hear(self, told: Sequence[int]) -> None:
+        """Take note of ranks that were told to end, as all ranks do in the same step."""
+        self.told = sorted({*self.told, *told})
+
+    def note_end(self, how: str) -> None:
+        """Have the record say how this rank ends, before it does."""
+        if self.recorder is not None:
+            self.recorder.end(how)
+
+
+_process: World | None = None
+_communicator: MPI.Intracomm | Sequence[int] | None = None  # that `init` was given
+_guard: Guard | None = None
+# What marks the exception that was handled while `init` was called: no reason to end the job. Held
+# itself, it would keep all that its frames hold.
+_handled: object = None
+_MARK: Final = "_gtopk_handled"
+_leaving: Leaving | None = None  # of the last world
+_forked_from: int | None = None
+_of_thread = threading.local()
+
+
+def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
+    """Join the world that a launcher started, or be a world of one.
+
+    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD, or the ranks, of those that the
+        launcher started, that are the world; only they call this. Over MPI the others must start
+        it, too (`import mpi4py.MPI`): it begins on all or none. Without torchrun and a process
+        group, rank 0 of those launched must be among them: the others meet at it.
+    Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
+    until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
+    does not say enough or a rank does not come, ValueError for another comm.
+    """
+    global _communicator
+    if _process is None:
+        finish_leaving()
+        init_on(join(comm))
+        _communicator = comm
+        if comm is None and (amiss := left_apart(current().size)) is not None:
+            _log.warning(amiss)
+
+
+def init_on(transport: Transport) -> None:
+    """Make a transport the world of this process, until `shutdown`."""
+    global _process, _guard, _handled
+    heartbeat_seconds = timeout_from()
+    logs.speak(transport.rank)
+    _process = World(transport)
+    _guard = Guard(_process, heartbeat_seconds)
+    _guard.install()
+    _handled = object()
+    if (error := sys.exc_info()[1]) is not None:
+        with suppress(AttributeError):
+            setattr(error, _MARK, _handled)
+    timeline.start_if_asked(_process)
+    recording.start_if_asked(_process, _process.recordings)
+    atexit.register(_at_exit)
+
+
+def shutdown() -> None:
+    """Leave the world; operations that other ranks begin afterwards fail on them.
+
+    Returns when every rank has called it, or has ended its program. While an exception is handled
+    that was raised after `init`, it returns at once: where the exception ends the program, it ends
+    the job; else this rank leaves a moment later, and waits for the others when its program ends.
+    """
+    global _process, _guard, _handled, _leaving
+    if _process is None:
+        return
+    assert _guard is not None
+    error = sys.exc_info()[1]
+    if error is None or getattr(error, _MARK, None) is _handled or not _guard.needed:
+        _process.close(_guard.farewell("called shutdown()"))
+        _guard.remove()
+        atexit.unregister(_at_exit)
+    else:
+        how = _guard.farewell(f"called shutdown() while it handled {describe(error)}")
+        _leaving = Leaving(partial(_process.close, how), _guard)
+    logs.fall_silent()
+    _process = _guard = _handled = None
+
+
+def finish_leaving() -> None:
+    """Wait for the others where this rank is still leaving the last world."""
+    global _leaving
+    if _leaving is not None:
+        _leaving.finish()
+        _leaving = None
+        atexit.unregister(_at_exit)
+
+
+def misses_a_rank() -> bool:
+    """Tell whether a rank is lost, so that the job is at its end."""
+    return _guard is not None and _guard.misses_a_rank()
+
+
+def rejoin() -> None:
+    """Leave the world and join it anew, as every rank of it must, whatever failed on some of them.
+
+    Process sets stay registered.
+    Ranks that compute meanwhile are waited for as long as a rank waits in an operation.
+    Raises HorovodInternalError when a rank has died or stays silent: the job is at its end.
+    """
+    global _process, _guard
+    here, guard = current(), _guard
+    if guard is None:
+        raise ValueError("a world of threads cannot be joined anew")
+    # Who has been silent for that long already is given a moment.
+    silent = isinstance(here.engine.failure, PeerTimeoutError)
+    patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    sets = here.sets.copy()
+    staying = here.close(guard.farewell("begins anew"), patience_seconds=patience_seconds)
+    if gone := sorted({*staying, *here.transport.lost()}):
+        failure = here.engine.failure
+        raise HorovodInternalError(
+            f"{name_ranks(gone)} cannot join this job anew"
+            + (f" ({failure})" if failure else "")
+            + (f"; {here.advice}" if here.advice else "")
+        )
+    guard.remove()
+    atexit.unregister(_at_exit)
+    _process = _guard = None
+    init(_communicator)
+    current().reopen_sets(sets, here.sets_made)
+    current().resume(here.step)
+    current().advice = here.advice
+    current().told_here, current().told = here.told_here, here.told
+
+
+def _at_exit() -> None:
+    guard = _guard
+    if _leaving is not None:
+        guard = _leaving.guard
+        _leaving.finish()
+    elif _process is not None and guard is not None:
+        _process.close(guard.farewell("its program ended"))
+        guard.close()
+    if guard is not None and guard.member.engine.ranks_may_leave and guard.member.transport.lost():
+        _end_without_mpi(guard.member.transport)
+
+
+def _end_without_mpi(transport: Transport) -> None:
+    """End this process where MPI's own end would wait for a rank that has died."""
+    if transport.name == "mpi":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def is_initialized() -> bool:
+    """Tell whether `init` has been called, and `shutdown` has not."""
+    return _find() is not None
+
+
+def current() -> World:
+    """Return the world; raise InvalidCallError before `init` and after `shutdown`."""
+    world = _find()
+    if world is None and _forked_from is not None:
+        raise InvalidCallError(
+            f"this process was forked from rank {_forked_from}: only the rank itself communicates"
+        )
+    if world is None:
+        raise InvalidCallError("Horovod has not been initialized; use hvd.init().")
+    return world
+
+
+def _after_fork() -> None:
+    """Make a forked child (a DataLoader's worker) no rank: its parent's engine is not in it."""
+    global _process, _guard, _leaving, _forked_from
+    guard = _guard if _leaving is None else _leaving.guard
+    if guard is None:
+        return
+    guard.forget()
+    atexit.unregister(_at_exit)
+    _forked_from = guard.member.transport.rank
+    _process = _guard = _leaving = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _find() -> World | None:
+    return getattr(_of_thread, "world", None) or _process
+
+
+@contextmanager
+def entered(transport: Transport) -> Iterator[World]:
+    """Make a transport this thread's world: several ranks in one process, each in a thread."""
+    _of_thread.world = World(transport)
+    try:
+        yield _of_thread.world
+    except BaseException as error:
+        _of_thread.world.engine.close(f"it raised {type(error).__name__}: {error}")
+        raise
+    else:
+        _of_thread.world.close("its program ended")
+    finally:
+        del _of_thread.world

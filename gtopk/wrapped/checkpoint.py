@@ -1,0 +1,209 @@
+"""What of a distributed optimizer goes into a checkpoint besides the wrapped optimizer's state.
+
+    state_dict()[KEY] = {
+        "format":  1,
+        "ranks":   how many there were,
+        "steps":   taken; where the density is on its warm-up,
+        "lanes":   [{"names": [...], "regions": ...}]: a run that is resumed has the same buckets,
+        "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters
+        "of":      only in a sum of parts: of which ranks, of how many, it is
+        "holds":   "changes" of the model, as LocalSGD; else gradients
+    }
+
+`state_dict()` holds this rank's own; `gather_state` all ranks', which any number of ranks can load:
+what ranks that are no more held back is held back by others.
+
+    saved by rank   0  1  2  3  4        each rank takes those that are equal to its own, modulo the
+    loaded by rank  0  1  2  0  1        number of ranks: summed over ranks, nothing is lost
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Final, Protocol
+
+import numpy as np
+
+from collectives.transports import Transport
+
+from ..lanes.held import Held, unsent
+from ..lanes.held_names import translate, under_known_names
+from ..objects import decode, encode
+from ..step.reducer import Reducer
+
+_log = logging.getLogger("gtopk")
+KEY: Final = "gtopk"
+FORMAT: Final = 1
+GRADIENTS, CHANGES = "gradients", "changes"
+_FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
+
+
+class Holder(Protocol):
+    """Who holds something back; see `Reducer` and `OuterExchange`.
+
+    holds: of what: GRADIENTS, or CHANGES of the model.
+    """
+
+    holds: ClassVar[str]
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    def known_names(self) -> Collection[str]: ...
+    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]: ...
+    def put_state_in(
+        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+    ) -> None: ...
+
+
+def save(holder: Holder) -> dict[str, Any]:
+    """Return this rank's part of a checkpoint."""
+    held, lanes = holder.take_state_out()
+    return {
+        "format": FORMAT,
+        "ranks": len(holder.ranks),
+        "steps": holder.steps,
+        "lanes": lanes,
+        "held": {holder.rank: held},
+        **({"holds": holder.holds} if holder.holds != GRADIENTS else {}),
+    }
+
+
+def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
+    """Return all ranks' parts as one on the root, None elsewhere; all ranks call it together.
+
+    root: a rank of the world.
+    """
+    own, peers = save(reducer), reducer.peers
+    if root not in peers.ranks:
+        raise ValueError(f"root_rank must be one of {list(peers.ranks)}, got {root}")
+    rank, place = peers.rank, peers.ranks.index(root)
+
+    def work(transport: Transport, votes: list[int]) -> dict[str, Any] | None:
+        if rank != place:
+            transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
+            return None
+        for source in range(transport.size):
+            if source != place:
+                own["held"][source] = decode(transport.receive(source).tobytes())
+        own["held"] = dict(sorted(own["held"].items()))
+        return own
+
+    gathered: dict[str, Any] | None = peers.run("state", [f"root={root}"], work)
+    return gathered
+
+
+def load(holder: Holder, part: Mapping[str, Any]) -> None:
+    """Have held back what this rank has to, and say what was done.
+
+    Of what another kind of optimizer holds back, nothing, with a warning: a change of the model is
+    no gradient. Raises ValueError for a part that another version wrote.
+    """
+    if (of := part.get("holds", GRADIENTS)) != holder.holds:
+        if any(map(unsent, part["held"].values())):
+            _log.warning(
+                "rank %d of %d holds back nothing: the state holds back %s, and this optimizer "
+                "exchanges %s; what is held back is lost",
+                holder.rank,
+                len(holder.ranks),
+                of,
+                holder.holds,
+            )
+        return
+    held = share_of(part, holder.rank, len(holder.ranks))
+    known = holder.known_names()
+    holder.put_state_in(under_known_names(held, known), lanes_here(part, known), int(part["steps"]))
+
+
+def lanes_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
+    """Return the lanes' records, with the names that are known here."""
+    lanes: list[dict[str, Any]] = part["lanes"]
+    here = translate({name for lane in lanes for name in lane["names"]}, known)
+    return [{**lane, "names": [here[name] for name in lane["names"]]} for lane in lanes]
+
+
+def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
+    """Return what a rank has to hold back, by a parameter's name, and log what that is.
+
+    Raises ValueError for a part that another version wrote.
+    """
+    if part.get("format") != FORMAT:
+        raise ValueError(
+            f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
+            f"{part.get('format')!r}; load it with the version of gtopk that saved it"
+        )
+    held: dict[str, Held]
+    if "of" in part:
+        (held,), what = part["held"].values(), _said(*part["of"])
+    else:
+        parts = {int(saver): held for saver, held in part["held"].items()}  # DCP has text for keys
+        held, what = _share(parts, int(part["ranks"]), rank, ranks)
+    if what:
+        level = logging.WARNING if "lost" in what else logging.INFO
+        _log.log(level, "rank %d of %d %s", rank, ranks, what)
+    return held
+
+
+def is_part(value: object) -> bool:
+    """Tell whether this is what `save` returns, or the state of a hook."""
+    return isinstance(value, dict) and value.keys() >= _FIELDS
+
+
+def frame(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part without what was held back: what every rank's part has alike."""
+    return {**part, "held": {}}
+
+
+def summed(
+    frame: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], rank: int, ranks: int
+) -> dict[str, Any]:
+    """Return the part for one of so many ranks, that holds back all of what the given parts do.
+
+    parts: by the rank that saved each, which may be one of another number of ranks. What a hook's
+        gather_state returned on the first has the others' besides, which they saved themselves.
+    """
+    held = _sum([part["held"][min(part["held"])] for part in parts.values()])
+    of = [list(parts), frame["ranks"]]
+    return {**frame, "ranks": ranks, "held": {rank: held}, "of": of}
+
+
+def _share(
+    parts: Mapping[int, Mapping[str, Held]], saved: int, rank: int, ranks: int
+) -> tuple[dict[str, Held], str]:
+    """Return what this rank holds back of what all ranks did, and what that was, in words.
+
+    No words where there is nothing to tell: dense optimizers hold nothing back, on any rank.
+    """
+    if not any(parts.values()):
+        return {}, ""
+    if len(parts) == saved:
+        mine = [source for source in range(saved) if source % ranks == rank]
+        return _sum([parts[source] for source in mine]), _said(mine, saved)
+    if rank in parts and saved == ranks:
+        return _sum([parts[rank]]), f"holds back what it did as rank {rank} of {saved}"
+    there = ", ".join(map(str, parts))
+    return {}, (
+        f"holds back nothing: the checkpoint has what rank {there} of {saved} held back, and the "
+        "others' is lost; save what gather_state returns, or let every rank save its own"
+    )
+
+
+def _said(ranks: Sequence[int], saved: int) -> str:
+    return f"holds back what ranks [{', '.join(map(str, ranks)) or 'none'}] of {saved} did"
+
+
+def _sum(parts: list[Mapping[str, Held]]) -> dict[str, Held]:
+    total: dict[str, Held] = {}
+    for part in parts:
+        for name, tensors in part.items():
+            own = total.setdefault(name, {})
+            for what, tensor in tensors.items():
+                # Gathered parts lie on the host, but for the root's own.
+                own[what] = (
+                    own[what] + tensor.to(own[what].device) if what in own else tensor.clone()
+                )
+    return total

@@ -1,0 +1,454 @@
+"""Compression.auto: measured, agreed, changed over without loss, and within its budget."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import run_ranks
+from collectives.cost import Link
+from collectives.planning import (
+    DEFAULT_RATES,
+    Calibration,
+    Candidate,
+    CodingRate,
+    Format,
+    Network,
+    cache,
+)
+from collectives.planning.calibrated import VARIABLE
+from collectives.transports import LocalTransport, local_world
+from gtopk.compression import Compression
+from gtopk.exceptions import HorovodInternalError
+from gtopk.exchange import automatic, calibration, exchange
+from gtopk.exchange.judge import FIRST_WINDOW, Judge
+from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Sum
+from gtopk.world import world
+from tests.gtopk.held import held
+
+FREE = Link(1e-7, 1e-11)  # or nearly so
+# The fewer bytes, the more seconds.
+CODED = DEFAULT_RATES._replace(
+    coding={
+        Format(indices): CodingRate(seconds, seconds)
+        for indices, seconds in (("raw", 1e-9), ("blocks", 1e-8), ("packed", 1e-7))
+    }
+)
+
+
+@pytest.fixture
+def calibrated(monkeypatch):
+    """Return a function that makes every transport's calibration one with such a link."""
+
+    def be(link: Link, latency_of_selection: float = DEFAULT_RATES.select_seconds) -> None:
+        rates = DEFAULT_RATES._replace(select_seconds=latency_of_selection)
+        monkeypatch.setattr(
+            automatic,
+            "calibration_of",
+            lambda transport: Calibration(Network(transport.size, link), rates, "made up"),
+        )
+
+    return be
+
+
+def parameters(size: int = 400, seed: int = 0) -> torch.nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.nn.Parameter(torch.randn(size, generator=generator, dtype=torch.float64))
+
+
+def gradient_of(rank: int, step: int, size: int = 400) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(size, generator=generator, dtype=torch.float64)
+
+
+def optimizer_of(parameter: torch.nn.Parameter, compression: Any, **options: Any) -> Any:
+    return DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=0.1), compression=compression, op=Sum, **options
+    )
+
+
+class Slow:
+    """A transport whose sends take time."""
+
+    def __init__(self, transport: LocalTransport, seconds_per_byte: float) -> None:
+        send = transport.send
+
+        def slow_send(message: np.ndarray, to: int) -> Any:
+            time.sleep(message.size * seconds_per_byte)
+            return send(message, to)
+
+        transport.send = slow_send
+
+
+def test_links_that_lie_are_found_out_and_compression_is_switched_on(calibrated, threads):
+    """Links are said to be free and take 10 us a byte: dense 64 ms, sparse a few."""
+    calibrated(FREE)
+
+    def program(transport: LocalTransport) -> list[str]:
+        Slow(transport, 1e-5)
+        parameter = parameters(1600)
+        ran = []
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(density=0.005))
+            for step in range(FIRST_WINDOW + 4):
+                parameter.grad = gradient_of(transport.rank, step, 1600)
+                optimizer.step()
+                ran.append(optimizer.last_step.algorithm)
+        return ran
+
+    everyones = threads(2, program)
+    assert everyones[0] == everyones[1]
+    assert everyones[0][: FIRST_WINDOW + 2] == ["dense"] * (FIRST_WINDOW + 2)
+    assert everyones[0][-1] != "dense"
+
+
+CANDIDATES = [
+    Candidate("gtopk", 0.05),
+    Candidate("dense"),
+    Candidate("topk-allgather", 0.02),
+    Candidate("dense"),
+    Candidate("gtopk", 0.01),
+]
+
+
+class Restless(Judge):
+    """Says something else after every step."""
+
+    def begin(self, backward_seconds: float) -> Candidate:
+        self.window = 1
+        self.said = 0
+        return CANDIDATES[0]
+
+    def judge(self, measured: Any, backward_seconds: float) -> Candidate:
+        self.said += 1
+        # Two steps of each: one in which it changes over, and one after it.
+        return CANDIDATES[self.said // 2 % len(CANDIDATES)]
+
+
+@pytest.fixture
+def restless(monkeypatch, calibrated):
+    calibrated(FREE)
+    monkeypatch.setattr(automatic, "Judge", Restless)
+    monkeypatch.setattr(automatic, "SETTLING_STEPS", 0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_nothing_is_lost_when_it_changes_over(restless, threads, size, momentum):
+    def program(transport: LocalTransport) -> Any:
+        parameter = parameters()
+        steps = []
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(momentum_correction=momentum))
+            for step in range(25):
+                gradient = gradient_of(transport.rank, step)
+                parameter.grad = gradient.clone()
+                before = held(optimizer)
+                added = gradient.numpy().copy()
+                if momentum:
+                    added += momentum * held(optimizer, "velocity")
+                optimizer.step()
+                update = parameter.grad.numpy().copy()
+                steps.append(
+                    (optimizer.last_step.algorithm, before, added, update, held(optimizer))
+                )
+        return steps
+
+    ran = set()
+    for ranks in zip(*threads(size, program), strict=True):
+        algorithms, before, added, updates, after = zip(*ranks, strict=True)
+        ran |= set(algorithms)
+        assert len(set(algorithms)) == 1
+        assert all((update == updates[0]).all() for update in updates)
+        np.testing.assert_allclose(
+            updates[0] + np.sum(after, 0), np.sum(before, 0) + np.sum(added, 0), rtol=0, atol=1e-12
+        )
+        if algorithms[0] == "dense":
+            assert not np.any(after)
+    assert ran == {"dense", "gtopk", "topk-allgather"}
+
+
+def test_dense_steps_take_momentum_as_sgd_does(calibrated, threads):
+    calibrated(FREE)
+
+    def program(transport: LocalTransport, compression: Any, momentum: float) -> torch.Tensor:
+        parameter = parameters()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=0.1, momentum=momentum),
+                compression=compression,
+                op=Sum,
+            )
+            for step in range(6):
+                parameter.grad = gradient_of(transport.rank, step)
+                optimizer.step()
+        return parameter.detach()
+
+    auto = Compression.auto(momentum_correction=0.9)
+    corrected, *_ = threads(3, lambda t: program(t, auto, 0.0))
+    plain, *_ = threads(3, lambda t: program(t, Compression.none, 0.9))
+    torch.testing.assert_close(corrected, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sum_that_overflows_leaves_the_residual_as_it_was(restless, threads):
+    def program(transport: LocalTransport) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(40))
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto())
+            for _ in range(2):  # gtopk, and it leaves something
+                parameter.grad = torch.arange(40, dtype=torch.float32)
+                optimizer.step()
+            left = held(optimizer)
+            assert left.any()
+            parameter.grad = torch.full((40,), 3e38)
+            optimizer.step()  # dense
+            assert optimizer.last_step.skipped
+            assert optimizer.last_step.algorithm == "dense"
+            np.testing.assert_array_equal(held(optimizer), left)
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("budget_bytes", [2_000, 6_000, 100_000])
+def test_no_rank_sends_more_than_the_budget(calibrated, threads, size, budget_bytes):
+    calibrated(Link.of(1e6, 1e-3))
+
+    def program(transport: LocalTransport) -> list[int]:
+        parameter = parameters(2000)
+        sent = []
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(bytes_per_step=budget_bytes))
+            for step in range(5):
+                parameter.grad = gradient_of(transport.rank, step, 2000)
+                optimizer.step()
+                sent.append(optimizer.last_step.sent_bytes)
+        return sent[2:]  # in the first two the ranks also say what they are about to do
+
+    for sent in threads(size, program):
+        assert max(sent) <= budget_bytes
+
+
+def test_buckets_share_the_budget_of_the_step_and_are_exchanged_while_backward_goes_on(
+    calibrated, threads
+):
+    calibrated(Link.of(1e6, 1e-3))
+    budget_bytes = 12_000
+
+    def program(transport: LocalTransport) -> tuple[int, int, int]:
+        layers = [parameters(1000, seed) for seed in range(4)]
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(layers, lr=0.1),
+                compression=Compression.auto(bytes_per_step=budget_bytes, values="exact"),
+                bucket_bytes=8000,
+            )
+            for _ in range(5):
+                optimizer.zero_grad()
+                x = torch.ones(1000, dtype=torch.float64)
+                for layer in layers:
+                    x = torch.tanh(x * layer)
+                x.sum().backward()
+                in_flight = len(optimizer._handles)
+                optimizer.step()
+            step = optimizer.last_step
+            densities = {
+                lane.exchange.judge.chosen.candidate for lane in optimizer._reducer.planned.lanes
+            }
+            assert len(densities) == 1, "alike in all buckets of a size"
+        return step.sent_bytes, step.buckets, in_flight
+
+    for sent_bytes, buckets, in_flight in threads(2, program):
+        assert budget_bytes / 4 < sent_bytes <= budget_bytes
+        assert (buckets, in_flight) == (4, 3)  # the last one has nothing left to hide behind
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_there_is_room_to_hide_in_while_backward_goes_on(calibrated, threads, overlap):
+    calibrated(FREE)
+    sizes = [400, 100, 300, 200]  # backward begins with the last one
+
+    def program(transport: LocalTransport) -> list[tuple[float, float]]:
+        layers = [parameters(size) for size in sizes]
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(layers, lr=0.1),
+                compression=Compression.auto(),
+                bucket_bytes=1,
+                overlap=overlap,
+            )
+            for _ in range(5):
+                optimizer.zero_grad()
+                total = torch.zeros(1, dtype=torch.float64)
+                for layer in layers:
+                    total = torch.tanh(total + layer.sum())
+                total.backward()
+                optimizer.step()
+            exchanges = [lane.exchange for lane in optimizer._reducer.planned.lanes]
+            return [(each.room_share, each._seen[-1][4]) for each in exchanges]
+
+    for rank in threads(2, program):
+        shares, rooms = zip(*rank, strict=True)
+        assert shares == (200 / 600, 300 / 400, 1.0, 1.0)
+        assert [room > 0 for room in rooms] == [overlap] * 3 + [False]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("buckets", [{"bucket_bytes": 1}, {"groups": 1}])
+def test_it_says_so_where_there_is_nothing_to_hide_behind(
+    calibrated, threads, caplog, changed, buckets
+):
+    calibrated(FREE)
+
+    def program(transport: LocalTransport) -> None:
+        layers = [parameters(seed=seed) for seed in range(3)]
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(layers, lr=0.1),
+                compression=Compression.auto(hide_behind_backward=True),
+                **buckets,
+            )
+            for _ in range(3):
+                optimizer.zero_grad()
+                sum((layer * layer).sum() for layer in layers).backward()
+                if changed:
+                    layers[-1].grad.mul_(0.5)
+                optimizer.step()
+
+    threads(2, program)
+    warned = [r.getMessage() for r in caplog.records if "hides nothing" in r.getMessage()]
+    if "groups" in buckets:
+        assert len(warned) == 2
+        assert all("one bucket" in said and "smaller bucket_bytes=" in said for said in warned)
+    else:
+        assert len(warned) == 2 * changed
+        assert all("changed" in said and "give density=" in said for said in warned)
+
+
+def test_a_budget_that_nothing_keeps_is_an_error_on_every_rank(calibrated, threads):
+    calibrated(FREE)
+
+    def program(transport: LocalTransport) -> str:
+        parameter = parameters()
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(bytes_per_step=10))
+            parameter.grad = gradient_of(transport.rank, 0)
+            with pytest.raises((ValueError, HorovodInternalError)) as error:
+                optimizer.step()
+        return str(error.value)
+
+    for text in threads(2, program):
+        assert "bytes_per_step must be at least" in text
+
+
+def test_predicted_and_measured_stand_side_by_side(calibrated, threads):
+    calibrated(Link.of(1e9, 1e-3))
+
+    def program(transport: LocalTransport) -> Any:
+        parameter = parameters()
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.auto(density=0.01))
+            parameter.grad = gradient_of(transport.rank, 0)
+            optimizer.step()
+            return optimizer.last_step
+
+    for report in threads(2, program):
+        assert report.predicted_seconds >= 1e-3  # a message's latency
+        assert report.exchange_seconds > 0
+
+
+def test_ranks_with_other_options_are_told_so(calibrated, threads):
+    calibrated(FREE)
+
+    def program(transport: LocalTransport) -> str:
+        parameter = parameters()
+        with world.entered(transport):
+            density = 0.01 if transport.rank else 0.02
+            optimizer = optimizer_of(parameter, Compression.auto(density=density))
+            parameter.grad = gradient_of(transport.rank, 0)
+            with pytest.raises(HorovodInternalError) as error:
+                optimizer.step()
+        return str(error.value)
+
+    for text in threads(2, program):
+        assert "density=0.01" in text
+        assert "density=0.02" in text
+
+
+@pytest.mark.parametrize(("link", "indices"), [(Link.of(1e6, 0), "packed"), (FREE, "raw")])
+def test_a_sparse_method_may_leave_its_wire_to_the_model(monkeypatch, threads, link, indices):
+    monkeypatch.setattr(
+        exchange,
+        "calibration_of",
+        lambda transport: Calibration(Network(transport.size, link), CODED, "made up"),
+    )
+
+    def program(transport: LocalTransport) -> Any:
+        parameter = parameters()
+        with world.entered(transport):
+            optimizer = optimizer_of(parameter, Compression.gtopk(0.1, wire="auto"))
+            parameter.grad = gradient_of(transport.rank, 0)
+            optimizer.step()
+            return optimizer._reducer.planned.lanes[0].exchange.format
+
+    assert threads(2, program) == [Format(indices)] * 2
+
+
+def test_alone_nothing_is_measured_and_nothing_compressed(monkeypatch):
+    monkeypatch.setattr(automatic, "calibration_of", None)  # would fail if called
+    parameter = parameters()
+    (transport,) = local_world(1)
+    with world.entered(transport):
+        optimizer = optimizer_of(parameter, Compression.auto())
+        for step in range(3):
+            parameter.grad = gradient_of(0, step)
+            optimizer.step()
+            assert optimizer.last_step.algorithm == "dense"
+
+
+def test_a_transport_is_calibrated_once(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept.json"))
+
+    def program(transport: LocalTransport) -> Any:
+        first = calibration.calibration_of(transport)
+        return first, calibration.calibration_of(transport) is first
+
+    (first, same), (second, also) = run_ranks(local_world(2, 30), program)
+    assert first == second
+    assert same
+    assert also
+    record = json.loads((tmp_path / "kept.json").read_text())
+    assert "gtopk" in record["facts"]
+    assert cache.load(tmp_path / "kept.json", record["facts"]).rates == first.rates
+
+
+def test_the_backward_pass_is_timed(threads):
+    """From its first gradient to its last; it is what an exchange can hide behind."""
+
+    class Sleepy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return gradient
+
+    def program(transport: LocalTransport) -> float:
+        first, last = (torch.nn.Parameter(torch.ones(3)) for _ in "ab")
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(torch.optim.SGD([first, last], lr=0.1))
+            for _ in range(2):
+                optimizer.zero_grad()
+                (Sleepy.apply(first * 2) * last).sum().backward()
+                optimizer.step()
+            return optimizer._reducer.progress.backward_seconds
+
+    assert min(threads(2, program)) >= 0.02

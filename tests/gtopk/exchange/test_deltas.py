@@ -1,0 +1,44 @@
+"""Deltas come back as they went: each tensor by itself, in its dtype, shape and order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from collectives.transports import LocalTransport
+from gtopk.compression import Compression
+from gtopk.exchange.deltas import Deltas
+
+
+def tensors() -> list[torch.Tensor]:
+    """Return tensors whose dtypes alternate; one has no element, one no dimension."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    shapes = [(2, 3), (), (0, 4), (5,), (1, 2), (2, 2)]
+    return [
+        torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtypes[place % 3]) + place
+        for place, shape in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("compressor", [Compression.none, Compression.fp16, Compression.bf16])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_alike_on_all_ranks_comes_back(threads, size, compressor):
+    def program(transport: LocalTransport) -> list[torch.Tensor]:
+        deltas = Deltas(tensors(), compressor)
+        deltas.allreduce(transport)
+        return deltas.tensors()
+
+    for combined in threads(size, program):
+        for tensor, expected in zip(combined, tensors(), strict=True):
+            torch.testing.assert_close(tensor, expected)
+
+
+def test_tensors_that_do_not_lie_in_a_row_are_read_in_order(threads):
+    first = torch.arange(6.0).reshape(2, 3).T
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        deltas = Deltas([first], Compression.none)
+        deltas.allreduce(transport)
+        return deltas.tensors()[0]
+
+    assert all(torch.equal(tensor, first) for tensor in threads(2, program))

@@ -1,0 +1,160 @@
+"""Gradients that are summed whole inside a node obey the laws of all sparse exchanges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.transports import LocalTransport
+from gtopk.compression import Compression
+from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Sum
+from gtopk.world import world
+
+NODES = [[0, 1], [2, 3, 4]]
+ELEMENTS = 300
+
+
+def on_nodes(transport: LocalTransport, nodes: list[list[int]]) -> LocalTransport:
+    """Let a rank's host have the ranks of its node."""
+    node = next(node for node in nodes if transport.rank in node)
+    transport.neighbours = lambda: node  # type: ignore[method-assign]
+    return transport
+
+
+def gradient_of(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(ELEMENTS, generator=generator, dtype=torch.float64)
+
+
+def held_back(optimizer: Any) -> torch.Tensor:
+    """Return what a rank holds back, after a step."""
+    state = optimizer.state_dict()["gtopk"]
+    (held,) = state["held"].values()
+    return next(iter(held.values()))["residual"]
+
+
+def steps(
+    transport: LocalTransport, nodes: list[list[int]], compression: Any, count: int = 6
+) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]:
+    """Return the updates and what was held back after each, and the state in the end."""
+    parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.float64))
+    updates, held = [], []
+    with world.entered(on_nodes(transport, nodes)):
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0), compression=compression, op=Sum
+        )
+        for step in range(count):
+            parameter.grad = gradient_of(transport.rank, step)
+            optimizer.step()
+            updates.append(parameter.grad.clone())
+            held.append(held_back(optimizer).clone())
+        return updates, held, optimizer.state_dict()
+
+
+@pytest.mark.parametrize("across", ["gtopk", "oktopk"])
+def test_nothing_is_lost(threads, across):
+    compression = Compression.hierarchical(0.1, inside="dense", across=across, values="bf16")
+    ranks = threads(5, lambda transport: steps(transport, NODES, compression))
+    for step in range(6):
+        update = ranks[0][0][step]
+        assert all(torch.equal(update, updates[step]) for updates, _, _ in ranks)
+        widest = 2 if across == "gtopk" else 1
+        assert 0 < int((update != 0).sum()) <= widest * 0.1 * ELEMENTS
+        before = sum(held[step - 1] for _, held, _ in ranks) if step else 0.0
+        after = sum(held[step] for _, held, _ in ranks)
+        given = sum(gradient_of(rank, step) for rank in range(5))
+        torch.testing.assert_close(update + after, before + given, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_holds_back_its_shard_only(threads):
+    compression = Compression.hierarchical(0.1, inside="dense")
+    ranks = threads(5, lambda transport: steps(transport, NODES, compression, 1))
+    halves = [held[0].reshape(2, -1).abs().sum(1) > 0 for _, held, _ in ranks]
+    # The smaller node has two ranks, so there are two shards; rank 4 owns none.
+    owned = [half.tolist() for half in halves]
+    assert owned == [[True, False], [False, True], [True, False], [False, True], [False, False]]
+
+
+def test_with_one_rank_in_each_node_it_is_gtopk_to_the_bit(threads):
+    alone = [[rank] for rank in range(4)]
+    dense = Compression.hierarchical(0.1, inside="dense")
+    found = threads(4, lambda transport: steps(transport, alone, dense))
+    flat = threads(4, lambda transport: steps(transport, alone, Compression.gtopk(0.1)))
+    for (updates, held, _), (flat_updates, flat_held, _) in zip(found, flat, strict=True):
+        assert all(map(torch.equal, updates, flat_updates))
+        assert all(map(torch.equal, held, flat_held))
+
+
+@pytest.mark.parametrize("inside", ["picks", "dense"])
+def test_nodes_of_so_many_ranks_are_as_good_as_hosts_of_so_many(threads, inside):
+    hosts = [[0, 1, 2], [3, 4]]
+    by_host = Compression.hierarchical(0.1, inside=inside)
+    by_number = Compression.hierarchical(0.1, inside=inside, node_size=3)
+    everyone = [list(range(5))]
+    as_hosts = threads(5, lambda transport: steps(transport, hosts, by_host, 3)[:2])
+    counted = threads(5, lambda transport: steps(transport, everyone, by_number, 3)[:2])
+    for (updates, held), (same_updates, same_held) in zip(as_hosts, counted, strict=True):
+        assert all(map(torch.equal, updates, same_updates))
+        assert all(map(torch.equal, held, same_held))
+
+
+def test_what_other_shards_held_back_is_sent_by_whoever_takes_it_over(threads):
+    compression = Compression.hierarchical(0.1, inside="dense")
+    before = threads(5, lambda transport: steps(transport, NODES, compression))
+    parts: dict[int, Any] = {}
+    for _, _, state in before:
+        parts |= state["gtopk"]["held"]
+    saved = {**before[0][2], "gtopk": {**before[0][2]["gtopk"], "held": parts}}
+    total = sum(held[-1] for _, held, _ in before)
+
+    def resumed(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.float64))
+        with world.entered(on_nodes(transport, [[0, 1, 2]])):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), compression=compression, op=Sum
+            )
+            optimizer.load_state_dict(saved)
+            parameter.grad = gradient_of(transport.rank, 9)
+            optimizer.step()
+            return parameter.grad.clone(), held_back(optimizer).clone()
+
+    after = threads(3, resumed)
+    given = sum(gradient_of(rank, 9) for rank in range(3))
+    now = after[0][0] + sum(held for _, held in after)
+    torch.testing.assert_close(now, total + given, rtol=1e-12, atol=1e-12)
+    shards = [held.reshape(3, -1).abs().sum(1) > 0 for _, held in after]
+    assert torch.stack(shards).tolist() == torch.eye(3, dtype=torch.bool).tolist()
+
+
+def test_momentum_is_taken_of_the_nodes_sum(threads):
+    """With all entries sent, updates are the velocity of all gradients' sum."""
+    compression = Compression.hierarchical(1.0, inside="dense", momentum_correction=0.5)
+    (updates, _, _), *_ = threads(4, lambda t: steps(t, [[0, 1], [2, 3]], compression, 1))
+    given = sum(gradient_of(rank, 0) for rank in range(4))
+    torch.testing.assert_close(updates[0], given, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_trace(threads):
+    compression = Compression.hierarchical(0.1, inside="dense")
+
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.float64))
+        with world.entered(on_nodes(transport, NODES)):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), compression=compression, op=Sum
+            )
+            for step in range(2):
+                parameter.grad = gradient_of(transport.rank, step)
+                optimizer.step()
+            before = held_back(optimizer).clone()
+            parameter.grad = gradient_of(transport.rank, 2)
+            if transport.rank == 3:
+                parameter.grad[7] = float("nan")
+            optimizer.step()
+            return before, held_back(optimizer).clone()
+
+    for before, after in threads(5, program):
+        assert torch.equal(before, after)

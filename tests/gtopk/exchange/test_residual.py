@@ -1,0 +1,75 @@
+"""What is left goes into a dense step: by torch, which keeps subnormal numbers on a GPU, too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from collectives import SparseVector, local_world, reduce, run_ranks
+from collectives.transports import LocalTransport
+from gtopk.buckets import arrays
+from gtopk.exchange import residual
+from gtopk.exchange.residual import Residual
+from tests.gtopk import posing
+
+TINY = float(np.finfo(np.float32).smallest_subnormal)
+
+
+def check_a_dense_step(device: str) -> None:
+    """Add what is left and a velocity, in all subnormal numbers, to a gradient of them."""
+    gradient = torch.full((4,), 3 * TINY, device=device)
+    values, velocity = (torch.zeros(4, device=device) for _ in range(2))
+    held = Residual(4, np.dtype(np.float32), 0.5, gradient.device, [values, velocity])
+    velocity[1], values[2] = 4 * TINY, 7 * TINY
+    held.holds_nothing = False
+    held.add_to(residual.view_array(gradient))
+    assert (gradient.double() / TINY).tolist() == [3, 5, 10, 3]
+    assert (velocity.double() / TINY).tolist() == [3, 5, 3, 3]
+    assert (values.double() / TINY).tolist() == [0, 0, 7, 0]
+
+
+def test_what_is_left_and_the_velocity_go_into_a_dense_step() -> None:
+    check_a_dense_step("cpu")
+
+
+def test_the_arrays_of_a_gpu_are_added_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    posing.pose(monkeypatch, None)  # its arrays have no operators that work in place
+    check_a_dense_step("cpu")
+
+
+@pytest.mark.parametrize("put_back", ["owners", "spread"])
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int, put_back: str) -> None:
+    """Spread over four ranks, a quarter of what was dropped returns to the one that picked it."""
+    length, k = 1000, 10
+
+    def program(transport: LocalTransport) -> tuple[Residual, SparseVector, SparseVector]:
+        held = Residual(length, np.dtype(np.float32), momentum=0.9)
+        gradient = np.random.default_rng(transport.rank).standard_normal(length)
+        picked = held.accumulate_and_select(gradient.astype(np.float32), k)
+        update, returned = reduce(picked, k, transport, "gtopk", put_back=put_back)
+        held.settle(picked, returned, update)
+        return held, picked, update
+
+    ranks = run_ranks(local_world(size), program)
+    of_one = np.concatenate([picked.indices for _, picked, _ in ranks])
+    for held, picked, update in ranks:
+        assert held.velocity is not None
+        dropped = ~np.isin(picked.indices, update.indices)
+        assert dropped.any()
+        np.testing.assert_array_equal(
+            held.velocity[picked.indices[dropped]], picked.values[dropped]
+        )
+        unshared = [np.count_nonzero(of_one == index) == 1 for index in picked.indices]
+        assert not held.velocity[picked.indices[~dropped & unshared]].any()
+    assert any(not held.velocity[picked.indices].all() for held, picked, _ in ranks)
+
+
+@pytest.mark.gpu
+def test_a_dense_step_on_a_gpu_keeps_subnormal_numbers() -> None:
+    pytest.importorskip("cupy", reason="no cupy here")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    with arrays.current_stream(torch.device("cuda", 0))():
+        check_a_dense_step("cuda:0")

@@ -1,0 +1,79 @@
+"""What a step costs whose buckets are handed over one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gtopk
+from collectives.transports import Transport
+from gtopk.compression import GTopK
+from gtopk.exchange.exchange import Progress
+from gtopk.hooked.hook_steps import HookSteps
+from gtopk.hooked.one_step import NOT_FINITE, OneStep
+from gtopk.lanes.lanes import Lane, open_lane
+from gtopk.recording.reading import read_run
+from gtopk.telemetry import parts
+from gtopk.world import world
+
+
+def test_steps_of_a_hook_are_reported_and_recorded(
+    tmp_path: Path, threads: Callable[..., Any]
+) -> None:
+    length, steps, bad = 300, 3, 1
+
+    def program(transport: Transport) -> None:
+        with world.entered(transport) as here:
+            gtopk.record(str(tmp_path))
+            watched, one_step = HookSteps(here, here.engine, "hooked"), OneStep()
+            lanes = [
+                open_lane(
+                    name,
+                    [torch.nn.Parameter(torch.zeros(length))],
+                    ["bucket"],
+                    GTopK(0.1),
+                    Progress(),
+                )
+                for name in "ab"
+            ]
+
+            def work(lane: Lane, number: int, transport: Transport, votes: list[int]) -> None:
+                began = time.perf_counter()
+                watched.ran(number, began, one_step.run(lane, transport, votes))
+
+            for step in range(steps):
+                operations = []
+                for lane in lanes:
+                    lane.parameters[0].grad = torch.randn(length)
+                    lane.take(1.0 / here.size, 1.0)
+                    number = watched.hand_over(lane)
+                    vote = NOT_FINITE if (step, number) == (bad, 1) else 0
+                    operation = here.engine.submit(
+                        lane.name, [], partial(work, lane, number), vote=vote
+                    )
+                    watched.submitted(number, operation)
+                    operations.append(operation)
+                for operation in operations:
+                    operation.wait()
+                watched.arrived()
+                watched.close(one_step.close(), overlapped=True)
+                assert watched.last is not None
+                assert watched.last.skipped == (step == bad)
+            assert here.step == steps
+
+    threads(3, program)
+    for rank in read_run(tmp_path).ranks:
+        assert [step.report.step for step in rank.steps] == list(range(steps))
+        for step in rank.steps:
+            assert step.report.elements == 2 * length
+            assert sum(parts(step.report).values()) > 0
+            if not step.report.skipped:
+                assert step.report.selected == 2 * length // 10
+                assert step.report.algorithm == "gtopk"
+        assert rank.steps[-1].bytes_so_far > 0
+        assert [note.step for note in rank.withheld] == [1, 3]  # counted: 1 and 2

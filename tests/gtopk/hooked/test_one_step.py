@@ -1,0 +1,55 @@
+"""A step whose buckets come one by one, and what becomes of them in another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from collectives.transports import local_world
+from gtopk.compression import GTopK
+from gtopk.exchange.exchange import Progress
+from gtopk.hooked.one_step import NOT_FINITE, OneStep
+from gtopk.lanes.lanes import open_lane
+
+
+@pytest.mark.parametrize("vote", [0, NOT_FINITE])
+def test_gradients_are_written_on_the_stream_of_their_bucket(vote: int) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(30))
+    parameter.grad = torch.ones(30)
+    lane = open_lane("lane", [parameter], ["parameter"], GTopK(0.1), Progress())
+    lane.take(1.0, 1.0)
+    on_it = 0  # how often the gradient was written there
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        nonlocal on_it
+        before = parameter.grad._version
+        yield
+        on_it += parameter.grad._version - before
+
+    lane.bucket.on_stream = on_stream
+    taken = parameter.grad._version
+    OneStep().run(lane, local_world(1)[0], [vote])
+    assert parameter.grad._version - taken == on_it > 0
+    assert parameter.grad.isnan().all() == bool(vote)
+
+
+def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None:
+    """As that of a module that is used twice in a pass does."""
+    parameter = torch.nn.Parameter(torch.zeros(30))
+    lane = open_lane("lane", [parameter], ["parameter"], GTopK(0.1), Progress())
+    step, residual = OneStep(), lane.exchange.residual
+    assert residual is not None
+    seen = []
+    for votes in ([0], [0], [0], [NOT_FINITE]):  # the step before, then one of three
+        parameter.grad = torch.arange(30.0)
+        lane.take(1.0, 1.0)
+        step.run(lane, local_world(1)[0], votes)
+        if not seen:
+            assert step.close()
+            seen.append(residual.after_last_step()["residual"].clone())
+    assert not step.close()
+    assert torch.equal(residual.after_last_step()["residual"], seen[0])

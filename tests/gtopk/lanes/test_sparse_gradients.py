@@ -1,0 +1,269 @@
+"""Gradients that are sparse by rows: reduced as rows, the sum that of dense ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from collectives.transports import LocalTransport
+from gtopk.compression import Compression
+from gtopk.exceptions import HorovodInternalError
+from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Average, Sum
+from gtopk.world import world
+from tests.gtopk.four_layers import distribute, flat
+
+ROWS, WIDTH, STEPS = 50, 3, 3
+
+
+def tables() -> torch.nn.ParameterDict:
+    generator = torch.Generator().manual_seed(7)
+    return torch.nn.ParameterDict(
+        {
+            "embedding": torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator),
+            "output": torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator),
+            "bias": torch.zeros(WIDTH, dtype=torch.float64),
+        }
+    )
+
+
+def drawn(rank: int, step: int) -> torch.Tensor:
+    """Return rows of the table, some of them many times; none on rank 2's first step."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    count = 0 if (rank, step) == (2, 0) else 20
+    return torch.randint(10, (count,), generator=generator) * (rank + 1)
+
+
+def loss(model: torch.nn.ParameterDict, rows: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+    hidden = torch.tanh(F.embedding(rows, model["embedding"], sparse=sparse) + model["bias"])
+    scores = hidden @ F.embedding(rows.unique(), model["output"], sparse=sparse).T
+    return scores.square().sum()
+
+
+def trained_as_one(size: int) -> torch.Tensor:
+    model = tables()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mean = sum(loss(model, drawn(rank, step), sparse=False) for rank in range(size)) / size
+        mean.backward()
+        optimizer.step()
+    return flat(model)
+
+
+def test_rows_add_up_to_the_step_of_one_process_and_are_sent_once(threads) -> None:
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, list[bool], list[int]]:
+        model = tables()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01),
+                named_parameters=model.named_parameters(),
+                compression=Compression.gtopk(1.0),
+            )
+            sparse, sent = [], []
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                rows = drawn(transport.rank, step)
+                loss(model, rows, sparse=True).backward()
+                optimizer.step()
+                sparse += [model[name].grad.is_sparse for name in ("embedding", "output")]
+                sent.append(optimizer.last_step.selected - 2 * len(rows.unique()))
+        return flat(model), sparse, sent
+
+    for size in (1, 2, 3):
+        ends = threads(size, program)
+        for end, sparse, sent in ends:
+            assert torch.equal(end, ends[0][0])
+            torch.testing.assert_close(end, trained_as_one(size), rtol=1e-12, atol=1e-12)
+            assert all(sparse)
+            assert all(dense in (0, WIDTH) for dense in sent)  # the bias alone is besides
+
+
+class Embedded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(9, 3, sparse=True).double()
+        self.after = torch.nn.Linear(3, 2).double()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, at: torch.Tensor) -> torch.Tensor:
+        return self.after(self.rows(at)).square().sum()
+
+
+@pytest.mark.parametrize("op", [Average, Sum])
+@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("absent", [False, True])
+def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, absent):
+    """Also where a rank looks up nothing at all."""
+    size = 3
+
+    def indices(rank: int, step: int) -> torch.Tensor:
+        return torch.tensor([rank, (rank + step) % 9, rank]) if rank or not absent else None
+
+    def value(model: Embedded, rank: int, step: int) -> torch.Tensor:
+        at = indices(rank, step)
+        return model(at) if at is not None else model.after(torch.ones(1, 3).double()).sum()
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = Embedded()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01),
+                model.named_parameters(),
+                op=op,
+                sparse_as_dense=as_dense,
+                missing_gradients="zeros",
+            )
+            for step in range(3):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                optimizer.synchronize()
+                assert model.rows.weight.grad.is_sparse != as_dense
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        return flat(model)
+
+    alone = Embedded()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        total = sum(value(alone, rank, step) for rank in range(size))
+        (total / size if op == Average else total).backward()
+        optimizer.step()
+    replicas = threads(size, program)
+    torch.testing.assert_close(replicas[0], flat(alone), rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+
+
+def test_a_gradient_that_becomes_sparse_is_planned_anew(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = Embedded()
+        model.rows.sparse = False
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2))
+            for step in range(4):
+                model.rows.sparse = step >= 2
+                optimizer.zero_grad()
+                model(torch.tensor([transport.rank, step])).backward()
+                optimizer.step()
+        return flat(model)
+
+    replicas = threads(2, program)
+    assert torch.equal(*replicas)
+
+
+@pytest.mark.parametrize("sparse_value", [float("nan"), float("inf")])
+def test_a_sparse_gradient_that_is_not_finite_skips_the_step(threads, sparse_value):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = Embedded()
+        with world.entered(transport):
+            optimizer = distribute(model)
+            before = flat(model)
+            model(torch.tensor([transport.rank, 3])).backward()
+            if transport.rank:
+                model.rows.weight.grad._values()[0, 0] = sparse_value
+            optimizer.step()
+            assert optimizer.last_step.skipped
+            assert torch.equal(before, flat(model))
+
+    threads(2, program)
+
+
+def gathered(parameter: torch.Tensor) -> None:
+    """Give it a gradient that is sparse in all its dimensions."""
+    indices = torch.zeros(1, WIDTH, dtype=torch.int64)
+    torch.gather(parameter, 0, indices, sparse_grad=True).sum().backward()
+
+
+def test_a_rank_without_entries_takes_those_of_more_dimensions_than_rows(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.zeros(4, WIDTH))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), missing_gradients="zeros"
+            )
+            if transport.rank:
+                gathered(parameter)
+            optimizer.step()
+        return parameter.detach()
+
+    wanted = torch.zeros(4, WIDTH)
+    wanted[0] = -0.5
+    assert all(torch.equal(weight, wanted) for weight in threads(2, program))
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_step_in_which_no_rank_has_entries_changes_nothing(threads, missing):
+    def program(transport: LocalTransport) -> None:
+        model = tables()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.none)
+            loss(model, drawn(transport.rank, 1), sparse=True).backward()
+            optimizer.step()
+            before = flat(model)
+            optimizer.zero_grad()
+            if not missing:
+                F.embedding(drawn(2, 0), model["embedding"], sparse=True).sum().backward()
+            optimizer.step()
+            assert torch.equal(flat(model), before)
+            assert (model["embedding"].grad is None) == missing
+
+    threads(2, program)
+
+
+def test_sparse_gradients_of_unlike_dimensions_are_an_error_that_names_the_ranks(threads):
+    def program(transport: LocalTransport) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(4, WIDTH))
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+            if transport.rank:
+                gathered(parameter)
+            else:
+                F.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
+            with pytest.raises(
+                HorovodInternalError,
+                match="1 sparse dimensions on rank 0, 2 sparse dimensions on rank 1; make them",
+            ):
+                optimizer.step()
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize("option", ["local_clip_norm", "global_clip_norm"])
+def test_sparse_gradients_are_clipped_with_the_dense_ones(threads, option):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = tables()
+        before = flat(model)
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.none, **{option: 0.01})
+            loss(model, drawn(0, 1), sparse=True).backward()
+            optimizer.step()
+        return (flat(model) - before).norm()
+
+    # 0.1 is the learning rate; two ranks' equal gradients, each of its share, are not independent.
+    shares = {"local_clip_norm": 0.01 * 2**0.5, "global_clip_norm": 0.01}
+    for moved in threads(2, program):
+        assert float(moved) == pytest.approx(0.1 * shares[option])
+
+
+def test_an_embedding_that_turns_sparse_in_a_bucket_exchanged_early_is_planned_anew(threads):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = tables()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.01),
+                model.items(),
+                Compression.gtopk(0.5),
+                bucket_bytes=8,
+            )
+            for step in range(5):
+                optimizer.zero_grad()
+                loss(model, drawn(transport.rank, step), sparse=step > 2).backward()
+                optimizer.step()
+        return flat(model)
+
+    one, other = threads(2, program)
+    assert torch.equal(one, other)

@@ -1,0 +1,39 @@
+"""Picks are seeded, whole vectors of the size asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from collectives.vector import check
+from gtopk.replay.invented_picks import DISTRIBUTIONS, picks
+
+SIZES = [(1, 1), (7, 7), (63, 10), (64, 64), (10_000, 100), (100_000, 3_000)]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(("length", "k"), SIZES)
+def test_picks_are_a_vector_of_at_most_k_entries(distribution: str, length: int, k: int) -> None:
+    vector = check(picks(distribution, length, k, rank=2, seed=5))
+    assert vector.length == length
+    assert 1 <= vector.entries <= k
+    assert np.abs(vector.values).min() >= 1.0
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_any_rank_can_tell_any_others_picks(distribution: str) -> None:
+    mine, again, other = (picks(distribution, 9_000, 90, rank, seed=1) for rank in (3, 3, 4))
+    assert mine.indices.tobytes() == again.indices.tobytes()
+    assert mine.values.tobytes() == again.values.tobytes()
+    assert mine.indices.tobytes() != other.indices.tobytes()
+
+
+def test_clustered_picks_overlap_and_lie_side_by_side() -> None:
+    def shared_and_neighbouring(distribution: str) -> tuple[int, int]:
+        a, b = (picks(distribution, 1_000_000, 10_000, rank, seed=1) for rank in (0, 1))
+        shared = np.intersect1d(a.indices, b.indices).size
+        return shared, int(np.count_nonzero(np.diff(a.indices) == 1))
+
+    uniform, clustered = map(shared_and_neighbouring, ("uniform", "clustered"))
+    assert clustered[0] > 5 * uniform[0]
+    assert clustered[1] > 5 * uniform[1]

@@ -1,0 +1,62 @@
+"""The line at the start of a run says what the plan would."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Calibration, Network
+from gtopk.compression import Compression
+from gtopk.step import advice
+
+LENGTH = 25_557_032
+
+
+def at(bits_per_second: float, ranks: int = 8) -> Calibration:
+    return Calibration(Network(ranks, Link.of(bits_per_second, 50e-6)), DEFAULT_RATES, "made up")
+
+
+@pytest.mark.parametrize(
+    ("compression", "bits_per_second", "words"),
+    [
+        (Compression.gtopk(density=0.001), 1e8, "compression saves"),
+        (Compression.none, 1e8, "compressing would save"),
+        (Compression.auto(density=0.001), 1e8, "compressing would save"),
+        (Compression.gtopk(density=0.001), 1e12, "Compression.none is faster here"),
+        (Compression.none, 1e12, "leave it dense"),
+    ],
+)
+def test_it_says_whether_compressing_pays(
+    compression: object, bits_per_second: float, words: str
+) -> None:
+    said = advice.advice(compression, LENGTH, at(bits_per_second))
+    assert words in said
+    assert "it pays below about" in said
+    assert "modelled; links and rates made up" in said
+    assert "25,557,032 values on 8 ranks" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("options", [{"across": "oktopk"}, {"inside": "dense"}])
+def test_of_a_hierarchy_that_is_not_modelled_it_says_so(options: dict[str, str]) -> None:
+    said = advice.advice(Compression.hierarchical(0.001, **options), LENGTH, at(1e8))
+    assert "hierarchical as it runs here is beyond the model" in said
+    assert "save" not in said
+
+
+def test_the_edge_is_where_the_verdict_turns() -> None:
+    """A link whose library is twice as slow as it could be pays up to faster links."""
+    network = at(1e9).network
+    slow = network._replace(allreduce=network.between.scaled(2.0))
+    edges = []
+    for each in (network, slow):
+        said = advice.advice(Compression.none, LENGTH, Calibration(each, DEFAULT_RATES, "x"))
+        edges.append(
+            float(said.split("below about\N{NO-BREAK SPACE}")[1].split("\N{NO-BREAK SPACE}")[0])
+        )
+    assert edges[1] > edges[0]
+
+
+@pytest.mark.parametrize(("said", "is_wanted"), [({}, True), ({"GTOPK_ADVICE": "off"}, False)])
+def test_it_can_be_switched_off(said: dict[str, str], is_wanted: bool) -> None:
+    assert advice.wanted(said) == is_wanted
