@@ -12,11 +12,11 @@ from ..optimizer import _DistributedOptimizer
 from ..reductions import Average
 from ..world import world
 from ..world.process_sets import global_process_set
+from .apart.stepping import require_not_taken
+from .batches.sources import Order, is_indexed
 from .modes import MODES
 from .options import Job
-from .sources import Order, is_indexed
-from .stepping import require_not_taken
-from .timing import Timer
+from .speeds.timing import Timer
 
 
 def adapt(

@@ -18,22 +18,22 @@ from collectives.transports import Transport
 from collectives.vector import Array
 
 from ..objects import decode, encode
-from .controller import Controller, Window
-from .cuts import Cut, Plan
-from .epochs import Epochs
-from .goodput import Seen, next_total
-from .in_hand import InHand
+from .batches.epochs import Epochs
+from .batches.in_hand import InHand
+from .batches.next_world import entered
+from .batches.same_stream import require_the_same
+from .batches.sources import open_source
 from .learning_rate import LearningRate
 from .memory import Memory
-from .next_world import entered
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
-from .policies import POLICIES, Measured, equal_finish
-from .same_stream import require_the_same
-from .shares import Limits, whole
-from .sources import open_source
-from .speed import summarise
-from .timing import GradientTimer
+from .shares.cuts import Cut, Plan
+from .shares.shares import Limits, whole
+from .speeds.controller import Controller, Window
+from .speeds.goodput import Seen, next_total
+from .speeds.policies import POLICIES, Measured, equal_finish
+from .speeds.speed import summarise
+from .speeds.timing import GradientTimer
 
 _log = logging.getLogger("gtopk")
 _NO_BOUND: Final = 1 << 40  # samples

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from .in_hand import InHand
+from .batches.in_hand import InHand
 from .noise_scale import Noise
 
 Factor = Callable[[float, Noise | None, int], float]

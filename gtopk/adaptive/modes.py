@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 from .balanced import BalancedLoader
-from .delayed import DelayedLoader
+from .delayed.delayed import DelayedLoader
 from .hogbatch.loader import HogbatchLoader
 from .hogbatch.options import HogbatchOptions
-from .merging_loader import MergingLoader
-from .merging_options import MergingOptions
+from .merging.loader import MergingLoader
+from .merging.options import MergingOptions
 from .options import BalancedOptions, Job, Options, RoundOptions
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch.utils.data import DataLoader
 
 from ..world.world import World
+from .batches.sources import Order
 from .learning_rate import FACTORS
-from .policies import POLICIES
-from .sources import Order
-from .timing import Timer
+from .speeds.policies import POLICIES
+from .speeds.timing import Timer
 
 O_co = TypeVar("O_co", bound="Options", covariant=True)
 

@@ -13,13 +13,13 @@ import torch
 from collectives.transports import Transport
 from collectives.transports.counter import LocalCounter
 
-from ..adaptive.cursor import Cursor, ReplayedCursor, SharedCursor, Stretch, in_step
-from ..adaptive.cuts import shuffled
+from ..adaptive.apart.replica import Replica
 from ..adaptive.learning_rate import FACTORS
-from ..adaptive.mega_batches import MegaBatches
-from ..adaptive.merge_weights import Report
-from ..adaptive.merging_options import MergingOptions
-from ..adaptive.replica import Replica
+from ..adaptive.merging.mega_batches import MegaBatches
+from ..adaptive.merging.options import MergingOptions
+from ..adaptive.merging.weights import Report
+from ..adaptive.shares.cursor import Cursor, ReplayedCursor, SharedCursor, Stretch, in_step
+from ..adaptive.shares.cuts import shuffled
 from .record import Record
 from .setting import Setting
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ..apart.stepping import take_over
 from ..learning_rate import LearningRate
 from ..memory import Memory
 from ..options import Job
-from ..stepping import take_over
 from .board import now_nanoseconds
 from .node import Node
 from .options import HogbatchOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from ..batches.sources import require_in_order
 from ..options import Job
-from ..sources import require_in_order
 from .options import HogbatchOptions
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
-from ..epochs import Epochs
-from ..next_world import require_its_world
+from ..apart.own_steps import OwnSteps
+from ..batches.epochs import Epochs
+from ..batches.next_world import require_its_world
+from ..batches.sources import order_of, rebuilt
 from ..options import Job
-from ..own_steps import OwnSteps
-from ..sources import order_of, rebuilt
 from .batch_in_hand import BatchInHand
 from .board import now_nanoseconds
 from .check import check

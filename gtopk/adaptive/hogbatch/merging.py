@@ -6,7 +6,7 @@
                             /                                      \\
     node 1   ...updates...| snapshot o_1 = x_1 - z |...updates... | + (z' + o_1' - snapshot) |...
 
-The first worker of each node does it, in the offset form of `gtopk.adaptive.replica`: what top-k
+The first worker of each node does it, in the offset form of `adaptive.apart.replica`: what top-k
 does not send stays in the node's model. What a merge changed is added to what the model is by then,
 as a fast worker's step is; so no update is lost, and none waits.
 """
@@ -26,9 +26,9 @@ from collectives.transports.node_memory import NodeMemory
 
 from ...engine import Engine, Operation
 from ...world.world import World
-from ..merge_weights import shares
-from ..own_steps import OwnSteps
-from ..replica import Replica
+from ..apart.own_steps import OwnSteps
+from ..apart.replica import Replica
+from ..merging.weights import shares
 from .board import Board
 from .ledger import Ledger
 from .shared_model import SharedModel

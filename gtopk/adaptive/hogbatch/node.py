@@ -19,8 +19,8 @@ from collectives.transports.node_memory import NodeMemory
 from collectives.vector import Array
 
 from ...launch.cores import allowed_cores, core_quota
+from ..apart.own_steps import OwnSteps
 from ..options import Job
-from ..own_steps import OwnSteps
 from .board import Board
 from .check import warn_of_few_cores
 from .device_classes import CLASSES, NAMES, DeviceClass

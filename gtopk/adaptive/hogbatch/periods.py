@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from ...world.world import World
-from ..own_steps import OwnSteps
+from ..apart.own_steps import OwnSteps
 from .board import Board, now_nanoseconds
 
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter

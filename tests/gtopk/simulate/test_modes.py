@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gtopk.adaptive.policies import spread_of
+from gtopk.adaptive.speeds.policies import spread_of
 from gtopk.simulate import delayed, joined, synchronous
 from gtopk.simulate.cluster import Cluster, Death, Slowdown
 from gtopk.simulate.modes import SIMULATED

@@ -1,0 +1,152 @@
+"""RoundExchange: a round's sums of gradients, through the optimizer's method, with a residual."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from collectives.algorithms import Regions
+from collectives.transports import Transport
+
+from ...buckets.arrays import view_tensor
+from ...buckets.buckets import Bucket
+from ...exchange.exchange import Exchanged, Progress, SparseExchange
+from ...exchange.exchanges import open_exchange
+from ...exchange.residual import Withheld
+from ...step.weights import LocalClip
+
+
+class Ran(NamedTuple):
+    """What a reduction did, apply included, and from when to when; by time.perf_counter."""
+
+    exchanged: Exchanged
+    began: float
+    ended: float
+
+
+class RoundExchange:
+    """What one rank selects from, keeps, and gets back."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], compression: Any) -> None:
+        self._bucket = Bucket(parameters)
+        self._clip = LocalClip([], None)
+        self._progress = Progress()
+        self._exchange = open_exchange(self._bucket, compression, self._progress)
+        self._ran: Ran | None = None
+
+    @property
+    def elements(self) -> int:
+        """Return how many values are exchanged."""
+        return self._bucket.length
+
+    @property
+    def facts(self) -> str:
+        """Return what must be equal on all ranks."""
+        return self._exchange.facts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what was not sent yet, [n] on the host, and how far the exchange is.
+
+        residual, velocity: None where all is sent, and without momentum correction.
+        """
+        residual = self._exchange.residual
+        held = {} if residual is None else residual.after_last_step()
+        regions = self._regions
+        return {
+            **{
+                name: held[name].to("cpu", copy=True) if name in held else None
+                for name in ("residual", "velocity")
+            },
+            "steps": self._progress.steps,
+            "regions": None if regions is None else regions.record(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold back what another exchange of as many elements did, and go on from its steps.
+
+        Raises ValueError for a residual where this compression keeps none.
+        """
+        held = {} if self._exchange.residual is None else self._exchange.residual.after_last_step()
+        for name in ("residual", "velocity"):
+            if state[name] is not None and name not in held:
+                raise ValueError(
+                    f"this compression keeps no {name}, and the state has one, which would be "
+                    "lost; load it with the compression it was saved with"
+                )
+            if state[name] is not None:
+                held[name].copy_(state[name])
+        if self._exchange.residual is not None:
+            self._exchange.residual.holds_nothing = state["residual"] is None
+        self._progress.steps = state["steps"]
+        if self._regions is not None and state["regions"] is not None:
+            self._regions.resume(state["regions"])
+
+    @property
+    def _regions(self) -> Regions | None:
+        exchange = self._exchange
+        return exchange.regions if isinstance(exchange, SparseExchange) else None
+
+    @property
+    def unsent(self) -> list[torch.Tensor] | None:
+        """Return the residual's own memory, by parameter; None where nothing is left in it."""
+        residual = self._exchange.residual
+        if residual is None or residual.holds_nothing:
+            return None
+        return self._bucket.split(view_tensor(residual.values))
+
+    def forget(self) -> None:
+        """Keep nothing of what was not sent: it is somebody else's now."""
+        if self._exchange.residual is not None:
+            self._exchange.residual.clear()
+
+    def take(self, sums: Sequence[torch.Tensor | None], allowed_norm: float | None = None) -> bool:
+        """Take a rank's sums, one for each parameter; return whether they are finite.
+
+        allowed_norm: their part of the update is shortened to this rank's share of it.
+        """
+        self._clip = LocalClip(sums, allowed_norm)
+        self._bucket.take(1.0, gradients=sums)
+        return self._bucket.all_finite()
+
+    def reduce(
+        self, transport: Transport, weight: float, share: float = 1.0
+    ) -> list[torch.Tensor] | None:
+        """Return the update: the sum of weight * sums of all ranks; share: of this rank in it.
+
+        None where it overflows: what is held back is then as it was before.
+        """
+        bucket, residual = self._bucket, self._exchange.residual
+        bucket.weight = weight * self._clip.factor(weight, share)
+        began = time.perf_counter()
+        with bucket.on_stream():
+            if residual is not None:
+                residual.remember()
+            exchanged = self._exchange(bucket, transport)
+            reduced = time.perf_counter()
+            if exchanged.finite:
+                self._exchange.apply(bucket)
+            elif residual is not None:
+                residual.restore()
+        if residual is not None:
+            residual.forget()
+        ended = time.perf_counter()
+        select_seconds = exchanged.select_seconds + ended - reduced
+        self._ran = Ran(replace(exchanged, select_seconds=select_seconds), began, ended)
+        if not exchanged.finite:
+            return None
+        self._progress.steps += 1
+        return bucket.gradients
+
+    def take_ran(self) -> Ran | None:
+        """Return what the last reduction did, once; None where nothing was reduced since then."""
+        ran, self._ran = self._ran, None
+        return ran
+
+    def withheld(self) -> Withheld | None:
+        """Return how much is held back after the last reduction; reads all of it."""
+        residual = self._exchange.residual
+        return None if residual is None else residual.withheld(self._exchange.sent_mass())

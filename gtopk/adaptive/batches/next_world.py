@@ -1,0 +1,49 @@
+"""What becomes of a loader whose world is over: after elastic's recovery, or `shutdown` and `init`.
+
+In mode "balanced" all that ranks have under way is the batch in hand, so that the loader goes on.
+The other modes' gradients, replicas and shared models end with the world.
+"""
+
+from __future__ import annotations
+
+from ...world import world
+from ...world.world import World
+
+
+def entered(here: World) -> World | None:
+    """Return the world of today where it is another one, which has the ranks where they were.
+
+    Raises RuntimeError for other ranks.
+    """
+    if not _is_over(here):
+        return None
+    now = world.current()
+    if (now.rank, now.size) != (here.rank, here.size):
+        raise RuntimeError(
+            f"the loader that hvd.adapt made on rank {here.rank} of {here.size} is on rank "
+            f"{now.rank} of {now.size} by now, and its sizes are not of these ranks: make it anew"
+        )
+    return now
+
+
+def require_its_world(here: World, mode: str, way_out: str = "") -> None:
+    """Raise RuntimeError where the loader's world is over; no failure that elastic recovers from.
+
+    way_out: where it is not to make optimizer and loader anew.
+    """
+    if not _is_over(here):
+        return
+    raise RuntimeError(
+        f"rank {here.rank}: the loader that hvd.adapt made in mode {mode!r} cannot go on after "
+        "shutdown() or elastic's recovery, which end what its ranks have under way: "
+        + (
+            way_out
+            or "make it and its DistributedOptimizer anew then, as within the function that "
+            "hvd.elastic.run decorates; or use mode 'balanced', whose loader goes on"
+        )
+    )
+
+
+def _is_over(here: World) -> bool:
+    """Tell whether there is another world by now; without any, operations say so."""
+    return world.is_initialized() and world.current() is not here

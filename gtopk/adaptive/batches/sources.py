@@ -1,0 +1,264 @@
+"""Sources: a rank's batches, cut as the plan says, from a data set or from a stream."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from collectives.vector import Array
+
+from ..shares.cuts import Cut, Plan, cut_epoch, shuffled
+from .same_stream import columns_of
+
+Order = Callable[[int], Sequence[int]]
+Compare = Callable[[Array], None]
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Where batches come from.
+
+    lead: how many steps are cut before they are handed out: workers prefetch them.
+    facts: what must be equal on all ranks.
+    """
+
+    lead: int
+    facts: str
+
+    def begin(
+        self, epoch: int, step: int, start: int, compare: Compare
+    ) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch, from a step and a place in its order on.
+
+        compare: has all ranks compare the samples that a stream begins with.
+        """
+
+    def steps(self, start: int) -> int | None:
+        """Return how many steps are left from a place on; None where nobody knows."""
+
+
+class BatchSampler(Sampler[list[int]]):
+    """The indices of this rank's batches; `cuts` says of each that was drawn where it lies.
+
+    A rank without a sample in a step gets some of the step's, to be weighted with zero.
+    """
+
+    def __init__(self, plan: Plan, rank: int, order: Order, length: int, drop_last: bool) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.order = order
+        self.length = length
+        self.drop_last = drop_last
+        self.epoch = self.step = self.start = 0  # where the next iteration begins
+        self.cuts: deque[Cut] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.order(self.epoch)
+        if len(order) != self.length:
+            raise ValueError(
+                f"the order of epoch {self.epoch} must hold {self.length} indices, got {len(order)}"
+            )
+        self.cuts.clear()
+        for cut in cut_epoch(self.plan, self.step, self.start, self.length, self.drop_last):
+            self.cuts.append(cut)
+            yield [order[place] for place in cut.batch(self.rank)]
+
+
+class DatasetSource:
+    """A data set with a length: workers get the indices of the ranks' shares."""
+
+    def __init__(
+        self, loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
+    ) -> None:
+        length = len(loader.dataset)  # type: ignore[arg-type]
+        order = order or order_of(loader, length, seed)
+        self._sampler = BatchSampler(plan, rank, order, len(order(0)), loader.drop_last)
+        self._loader = rebuilt(loader, batch_sampler=self._sampler)
+        self._numbers = Numbers(loader, self._loader, rank)
+        self.lead = loader.num_workers * (loader.prefetch_factor or 0)
+        self.facts = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
+
+    def begin(
+        self, epoch: int, step: int, start: int, compare: Compare
+    ) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch."""
+        sampler = self._sampler
+        sampler.epoch, sampler.step, sampler.start = epoch, step, start
+        self._numbers.begin(epoch)
+        for batch in self._loader:
+            yield sampler.cuts.popleft(), batch
+
+    def steps(self, start: int) -> int:
+        """Return how many steps are left, should their total stay what it is."""
+        sampler = self._sampler
+        left, total = sampler.length - start, sum(sampler.plan.at(sampler.plan.drawn))
+        return left // total if sampler.drop_last else -(-left // total)
+
+
+class StreamSource:
+    """An iterable data set, which must yield the same samples on every rank.
+
+    Every rank reads all of it, and keeps its share of each step.
+    seed: equal on all ranks, so that their workers draw alike; the script's need not be.
+    """
+
+    lead = 0
+
+    def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int, seed: int) -> None:
+        self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
+        self._numbers = Numbers(loader, self._loader, seed=seed)
+        self._collate = loader.collate_fn
+        self._plan = plan
+        self._rank = rank
+        self._drop_last = loader.drop_last
+        self.facts = f"a stream read by {loader.num_workers} workers, drop_last={loader.drop_last}"
+
+    def begin(
+        self, epoch: int, step: int, start: int, compare: Compare
+    ) -> Iterator[tuple[Cut, Any]]:
+        """Yield the rest of an epoch; what lies before `start` is read and left aside."""
+        self._numbers.begin(epoch)
+        samples = islice(iter(self._loader), start, None)
+        block = self._block(samples, step)
+        compare(columns_of(block))
+        while block:
+            length = start + len(block)
+            for cut in cut_epoch(self._plan, step, start, length, self._drop_last):
+                mine = [block[place - start] for place in cut.batch(self._rank)]
+                yield cut, self._collate(mine)
+            step, start = step + 1, length
+            block = self._block(samples, step)
+
+    def _block(self, samples: Iterator[Any], step: int) -> list[Any]:
+        """Return the samples of a step of all ranks."""
+        return list(islice(samples, sum(self._plan.at(step))))
+
+    def steps(self, start: int) -> None:
+        """Return None: a stream does not say when it ends."""
+
+
+def open_source(
+    loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
+) -> Source:
+    """Return the source that a DataLoader describes.
+
+    Raises ValueError for a loader whose sampler cannot be divided anew.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamSource(loader, plan, rank, seed)
+    return DatasetSource(loader, plan, rank, order, seed)
+
+
+def is_indexed(dataset: Any) -> bool:
+    """Tell whether a data set hands out samples by their indices, and says how many they are."""
+    return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+
+
+def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
+    """Return the order of all samples that a loader's sampler stands for: as it is, or shuffled.
+
+    Raises ValueError for another sampler, a subclass that draws by itself included, and for one
+    that does not draw every sample once.
+    """
+    sampler = loader.sampler
+    draws = type(sampler).__iter__
+    if isinstance(sampler, (RandomSampler, SequentialSampler)) and len(sampler) != length:
+        raise ValueError(
+            f"adapt hands out each of the {length} samples once an epoch, and the "
+            f"{type(sampler).__name__} draws {len(sampler)}; pass order=, a function from the "
+            "epoch to its indices, equal on every rank"
+        )
+    if isinstance(sampler, DistributedSampler) and draws is DistributedSampler.__iter__:
+        if sampler.shuffle:
+            seed = sampler.seed
+            return lambda epoch: shuffled(length, seed, epoch)
+        return lambda epoch: range(length)
+    if isinstance(sampler, RandomSampler) and draws is RandomSampler.__iter__:
+        if not sampler.replacement:
+            return lambda epoch: shuffled(length, seed, epoch)
+    elif draws is SequentialSampler.__iter__:
+        return lambda epoch: range(length)
+    raise ValueError(
+        "adapt divides one order of all samples over the ranks, and cannot tell it from a "
+        f"{type(sampler).__name__}; pass order=, a function from the epoch to the indices of all "
+        "samples, equal on every rank"
+    )
+
+
+def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+    """Return a DataLoader with everything but its batches as another one has it.
+
+    Raises ValueError for one whose batches may overtake each other.
+    """
+    require_in_order(loader)
+    kept = {
+        name: getattr(loader, name)
+        for name in (
+            "num_workers",
+            "collate_fn",
+            "pin_memory",
+            "timeout",
+            "worker_init_fn",
+            "multiprocessing_context",
+            "generator",
+            "prefetch_factor",
+            "persistent_workers",
+        )
+        if name in inspect.signature(DataLoader).parameters and hasattr(loader, name)
+    }
+    return DataLoader(loader.dataset, **{**kept, **changed})
+
+
+def require_in_order(loader: DataLoader[Any]) -> None:
+    """Raise ValueError for a DataLoader whose batches may overtake each other."""
+    if not getattr(loader, "in_order", True):
+        raise ValueError(
+            "adapt notes which samples are done, batch by batch in their order: use a DataLoader "
+            "with in_order=True"
+        )
+
+
+class Numbers:
+    """What seeds a loader's workers: a generator of its own, set anew by every epoch.
+
+    An iteration of a DataLoader draws from torch's generator otherwise, so that what the script
+    draws from it would come otherwise after an epoch was resumed in its middle.
+    seed: None: the script's, whatever it is when an epoch begins.
+    """
+
+    def __init__(
+        self,
+        original: DataLoader[Any],
+        rebuilt: DataLoader[Any],
+        rank: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        self._generator = None if original.generator else torch.Generator()
+        self._rank, self._seed = rank, seed
+        if self._generator is not None:
+            rebuilt.generator = self._generator
+
+    def begin(self, epoch: int, part: int = 0) -> None:
+        """Set the generator by the seed, the epoch, which part of it, and the rank."""
+        if self._generator is not None:
+            seed = torch.initial_seed() if self._seed is None else self._seed
+            seed += 1_000_003 * epoch + 7_919 * self._rank + 15_485_863 * part
+            self._generator.manual_seed(seed % 2**63)
+
+
+def as_it_is(sample: T) -> T:
+    """Return the sample: it is collated with others later."""
+    return sample

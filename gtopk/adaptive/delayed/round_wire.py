@@ -1,0 +1,111 @@
+"""RoundWire: what the ranks of mode "abs" do together, as operations of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from collectives.transports import Transport
+
+from ...engine import Engine, Work
+from ...engine.agreement import gather_words
+from ..apart.own_steps import OwnSteps
+from ..apart.round_exchange import RoundExchange
+from ..apart.spent import Waited
+from .agreed_settings import AgreedSettings
+from .rounds import Ready, Reduced
+
+_FINITE: Final = 1  # this rank's sums
+_MISSES: Final = 2  # some of its parameters have no gradient
+_FLAGS: Final = 2  # bits
+_COUNT_BITS: Final = 31
+_COUNTS: Final = (1 << _COUNT_BITS) - 1
+
+
+class RoundWire:
+    """One rank's end of the wire.
+
+    steps: what the rounds cost is counted to.
+    settings: which all ranks agree on with every round.
+    local_clip_norm: what each rank's part of a round's update is shortened to its share of.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        exchange: RoundExchange,
+        facts: Sequence[str],
+        engine: Engine,
+        settings: AgreedSettings,
+        local_clip_norm: float | None,
+        steps: OwnSteps,
+    ) -> None:
+        self.exchange = exchange
+        self._name = name
+        self._facts = list(facts)
+        self._engine = engine
+        self._settings = settings
+        self._local_clip_norm = local_clip_norm
+        self._steps = steps
+        self.samples = 0  # of this rank, in the round that is reduced
+
+    def ready(self, samples: int, is_last: bool) -> Waited:
+        """Say that this rank may end the round."""
+
+        def work(transport: Transport, votes: list[int]) -> Ready:
+            return Ready(sum(vote >> 1 for vote in votes), any(vote & 1 for vote in votes))
+
+        return self._submit("ready", [], work, samples << 1 | is_last)
+
+    def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Waited:
+        """Reduce the sums of a round to their mean."""
+        finite = self.exchange.take(sums, self._local_clip_norm)
+        missing = [str(place) for place, each in enumerate(sums) if each is None]
+        said = self._settings.said()
+
+        def work(transport: Transport, votes: list[int]) -> Reduced:
+            counts = [vote >> _FLAGS & _COUNTS for vote in votes]
+            done = [vote >> _FLAGS + _COUNT_BITS for vote in votes]
+            culprits = [rank for rank, vote in enumerate(votes) if not vote & _FINITE]
+            update: Sequence[torch.Tensor | None] | None = None
+            if any(counts) and not culprits:
+                self._settings.agree(transport, said)
+                nowhere: set[str] = set()
+                if all(vote & _MISSES for vote in votes):
+                    nowhere = set.intersection(*map(set, gather_words(transport, missing)))
+                total = sum(counts)
+                update = self.exchange.reduce(transport, 1.0 / total, samples / total)
+                if update is not None and nowhere:  # the optimizer passes over what is None
+                    update = [
+                        None if str(place) in nowhere and not bool(each.any()) else each
+                        for place, each in enumerate(update)
+                    ]
+            return Reduced(update, counts, done, culprits)
+
+        self._steps.computed()
+        self.samples = samples
+        return self._submit(
+            "gradients",
+            [self.exchange.facts, *self._facts],
+            work,
+            (_FINITE if finite else 0)
+            | (_MISSES if missing else 0)
+            | samples << _FLAGS
+            | batches << _FLAGS + _COUNT_BITS,
+        )
+
+    def meet(self, facts: Sequence[str], drains: bool) -> list[int]:
+        """Return, of every rank, whether it drains; waits for all of them."""
+
+        def work(transport: Transport, votes: list[int]) -> list[int]:
+            return list(votes)
+
+        votes: list[int] = self._submit("pass", facts, work, int(drains)).wait()
+        return votes
+
+    def _submit(self, what: str, facts: Sequence[str], work: Work, vote: int) -> Waited:
+        operation = self._engine.submit(f"{self._name}.{what}", facts, work, vote=vote)
+        self._steps.submitted(operation)
+        return Waited(operation, self._steps.spent)

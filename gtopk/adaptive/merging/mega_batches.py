@@ -1,0 +1,124 @@
+"""MegaBatches: what all ranks know alike of the stretches between merges, and decide alike.
+
+    an epoch   |--------- mega-batch ---------|--------- mega-batch ---------|
+    rank 0     |== b0 ==|== b0 ==|== b0 ==|.. merge                            sizes, weights: by
+    rank 1     |=== b1 ===|=== b1 ===|....... merge                            what ranks report
+
+What nobody reports as finished, as its rank is gone, is handed out again before all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..shares.cursor import Stretch
+from ..shares.shares import Limits
+from .batch_scaling import RULES, within
+from .options import BATCHES, MergingOptions
+from .strategies import STRATEGIES
+from .weights import WEIGHTS, Report, equally, perturbed
+
+
+class MegaBatches:
+    """The ranks' sizes, and the places of the epoch that are in no merge yet.
+
+    number: of the stretch that is open, or the next one; they are counted through all epochs.
+    """
+
+    def __init__(self, options: MergingOptions, most: Sequence[int]) -> None:
+        """most: each rank's largest size. Raises ValueError for bounds that leave no size."""
+        self.options = options
+        self.strategy = STRATEGIES[options.algorithm]
+        self.first_size = max(1, options.global_batch // len(most))
+        least = [options.min_batch or max(1, each // 8) for each in most]
+        self._limits = Limits(0, least, most, options.grain)
+        for rank, (low, high) in enumerate(
+            zip(self._limits.lowest(), self._limits.highest(), strict=True)
+        ):
+            if not 0 < low <= high:
+                raise ValueError(
+                    f"rank {rank}'s batches must be from {least[rank]} to {most[rank]} samples, a "
+                    f"multiple of the grain {options.grain}: there is no such size; change "
+                    "min_batch, max_batch or grain"
+                )
+        self.sizes = within([self.first_size] * len(most), self._limits)
+        self.number = 0
+        self._left = Stretch([])
+        self._open = Stretch([])
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks there are."""
+        return len(self.sizes)
+
+    @property
+    def left(self) -> list[range]:
+        """Return the places of the epoch that are in no merge yet, in order."""
+        return self._left.ranges
+
+    def begin(self, places: Sequence[range]) -> None:
+        """Begin an epoch, or what is left of one."""
+        self._left = Stretch(places)
+
+    def open(self) -> Stretch | None:
+        """Return what is to be handed out until the next merge; None at the epoch's end."""
+        if not len(self._left):
+            return None
+        self._open = Stretch(self._left.places(range(self._quota())))
+        return self._open
+
+    def _quota(self) -> int:
+        options, strategy = self.options, self.strategy
+        if not strategy.is_dynamic:
+            return (strategy.steps or options.local_steps) * sum(self.sizes)
+        wanted = options.mega_batch or BATCHES * self.first_size
+        stretches = max(1, round(len(self._left) / wanted))
+        return -(-len(self._left) // stretches)
+
+    def weigh(self, reports: Sequence[Report]) -> list[float]:
+        """Return what each replica weighs in the merge, or its force; 0 where it is not finite."""
+        strategy, options = self.strategy, self.options
+        if strategy.force:
+            return [strategy.force / len(reports) * report.finite for report in reports]
+        finite = [report for report in reports if report.finite]
+        if not finite:
+            return [0.0] * len(reports)
+        rule = WEIGHTS[options.merge_weights] if strategy.is_dynamic else equally
+        weights = iter(perturbed(rule(finite), finite, options.perturbation))
+        return [next(weights) if report.finite else 0.0 for report in reports]
+
+    def close(self, reports: Sequence[Report]) -> None:
+        """Go on from a merge: new sizes, and without what the ranks have finished."""
+        finished = [take for report in reports for take in report.takes]
+        behind = self._left.places(range(len(self._open), len(self._left)))
+        self._left = Stretch([*self._open.without(finished), *behind])
+        self._open = Stretch([])
+        self.number += 1
+        if self.strategy.is_dynamic and all(report.finite for report in reports):
+            updates = [report.updates for report in reports]
+            self.sizes = RULES[self.options.batch_rule](self.sizes, updates, self._limits)
+
+    def leave(self, rank: int) -> None:
+        """Go on without a rank: those above it move down."""
+        low, high = (
+            [n for r, n in enumerate(side) if r != rank]
+            for side in (self._limits.low, self._limits.high)
+        )
+        self._limits = Limits(0, low, high, self._limits.grain)
+        del self.sizes[rank]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the ranks know after the last merge."""
+        return {
+            "number": self.number,
+            "sizes": list(self.sizes),
+            "left": [[place.start, place.stop] for place in self.left],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Know it; with another number of ranks, sizes are the first ones."""
+        self.number = state["number"]
+        self._left = Stretch([range(start, stop) for start, stop in state["left"]])
+        if len(state["sizes"]) == self.ranks:
+            self.sizes = within(state["sizes"], self._limits)

@@ -1,0 +1,226 @@
+"""Controller: when sizes change, and by how much; a state machine that every rank runs alike.
+
+    WARMUP --> MEASURE --spread up to 0.05, or little to gain--> HOLD
+                ^   |
+                |   +---up to 0.30: FINE, a tenth of a size-----> SETTLE --+
+                |   +---above: SOLVE----------------------------> SETTLE --+
+                +----------------------------------------------------------+
+
+    HOLD ends with two windows whose spread is 0.10 or more, or one above 0.30. After SOLVE come
+    two windows of FINE only, unless a rank has become another. One window is too noisy to tell a
+    spread of a few per cent: 16 windows of HOLD together are not, and may move sizes once more.
+    A size beyond what a rank's memory holds is cut in HOLD, too.
+
+spread: (max - min) / mean of the ranks' median seconds a batch. Every rank gets the same records
+in the same order and computes the same sizes: there is no coordinator.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from ..shares.shares import Limits, whole
+from .policies import Measured, Policy, equal_finish, spread_of
+from .speed import Cost, SpeedModel
+
+WARMUP_STEPS: Final = 5
+SETTLING_STEPS: Final = 2  # beside those that were prefetched
+EVEN: Final = 0.05
+STILL_EVEN: Final = 0.10
+APART: Final = 0.30
+FINE_SHARE: Final = 0.10
+LEAST_GAIN: Final = 0.02
+FINE_WINDOWS: Final = 2
+# Of as many windows the means are four times as sure as one window is, and worth half the gain.
+HELD_WINDOWS: Final = 16
+LEAST_GAIN_HELD: Final = 0.01
+
+
+class Window(NamedTuple):
+    """What one rank saw in a window: its size, the median of its seconds, its most samples."""
+
+    size: int
+    seconds: float
+    most: int
+
+
+class Controller:
+    """Decides the sizes of the ranks' batches, window by window.
+
+    sizes: as decided last.
+    measuring_from: the first step whose time counts in the window that is open.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        limits: Limits,
+        interval: int = 20,
+        policy: Policy = equal_finish,
+    ) -> None:
+        limits.check()
+        self.sizes = list(sizes)
+        self.limits = limits
+        self.interval = interval
+        self.policy = policy
+        self.measuring_from = WARMUP_STEPS
+        self._models = [SpeedModel() for _ in sizes]
+        self._holding = False
+        self._uneven_windows = 0
+        self._held: list[list[float]] = []  # seconds of each window since sizes last changed
+        self._fine_left = 0
+        self._last_moves = [0] * len(sizes)
+        self._damping = [1.0] * len(sizes)
+
+    def counts(self, step: int) -> bool:
+        """Tell whether the time of this step belongs to the window."""
+        return step >= self.measuring_from
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether the window is full when this many steps are finished."""
+        return step >= self.measuring_from + self.interval
+
+    def decide(self, windows: Sequence[Window], step: int, takes_effect: int) -> list[int]:
+        """Return the sizes from step `takes_effect` on, from every rank's window.
+
+        step: how many are finished.
+        """
+        before = self.sizes
+        self.sizes = self._choose(windows)
+        changed = self.sizes != before
+        self.measuring_from = takes_effect + SETTLING_STEPS if changed else step
+        return self.sizes
+
+    def _choose(self, windows: Sequence[Window]) -> list[int]:
+        now = [window.size for window in windows]
+        seconds = [window.seconds if window.size else 0.0 for window in windows]
+        changed = [
+            model.observe(size, each)
+            for model, size, each in zip(self._models, now, seconds, strict=True)
+        ]
+        if any(changed):
+            self._fine_left = 0
+        spread = spread_of(seconds)
+        limits = self._limits(windows)
+        if self._stays(spread):
+            return self._refined(now, seconds, limits)
+        self._held.clear()
+        measured = Measured(now, seconds, self.costs())
+        wanted = self.policy(measured, limits)
+        if spread > APART and not self._fine_left:
+            self._fine_left = FINE_WINDOWS
+            self._last_moves = [0] * len(now)
+            self._damping = [1.0] * len(now)
+            sizes = wanted
+        else:
+            self._fine_left = max(0, self._fine_left - 1)
+            sizes = self._damped(now, wanted, limits)
+        if self._gain(now, sizes, measured.costs) < LEAST_GAIN:
+            self._hold()
+            return whole([float(size) for size in now], limits)
+        return sizes
+
+    def _refined(self, now: list[int], seconds: Sequence[float], limits: Limits) -> list[int]:
+        """Return the sizes that all windows of this hold speak for, where they are worth it."""
+        if (bounded := whole([float(size) for size in now], limits)) != now:
+            self._held.clear()  # memory has run out: they speak for sizes that were too large
+            return bounded
+        self._held.append(list(seconds))
+        if len(self._held) < HELD_WINDOWS:
+            return now
+        means = [statistics.fmean(each) for each in zip(*self._held, strict=True)]
+        self._held.clear()
+        costs = [
+            Cost(cost.fixed, (mean - cost.fixed) / size) if size and mean > cost.fixed else cost
+            for cost, mean, size in zip(self.costs(), means, now, strict=True)
+        ]
+        sizes = self.policy(Measured(now, means, costs), limits)
+        return sizes if self._gain(now, sizes, costs) >= LEAST_GAIN_HELD else now
+
+    def _stays(self, spread: float) -> bool:
+        """Tell whether the ranks end close enough to each other, with hysteresis."""
+        if self._holding and STILL_EVEN <= spread <= APART:
+            self._uneven_windows += 1
+            self._holding = self._uneven_windows < 2
+        elif self._holding:
+            self._uneven_windows = 0
+            self._holding = spread < STILL_EVEN
+        elif spread <= EVEN:
+            self._hold()
+        return self._holding
+
+    def _hold(self) -> None:
+        self._holding = True
+        self._uneven_windows = 0
+
+    def _damped(self, now: Sequence[int], wanted: Sequence[int], limits: Limits) -> list[int]:
+        """Return a step to `wanted`: a tenth of a size at most, halved where it turns round."""
+        targets = []
+        for rank, (size, target) in enumerate(zip(now, wanted, strict=True)):
+            move = (target > size) - (target < size)
+            if move * self._last_moves[rank] < 0:
+                self._damping[rank] /= 2
+            self._last_moves[rank] = move or self._last_moves[rank]
+            most = max(FINE_SHARE * size, limits.grain)
+            step = self._damping[rank] * (target - size)
+            targets.append(size + min(max(step, -most), most))
+        return whole(targets, limits)
+
+    def costs(self) -> list[Cost]:
+        """Return every rank's cost; one that had no sample yet counts as the slowest known."""
+        known = [model.cost for model in self._models if model.known]
+        slowest = max(known, key=lambda cost: cost.per_sample)
+        return [model.cost if model.known else slowest for model in self._models]
+
+    def _limits(self, windows: Sequence[Window]) -> Limits:
+        """Return the limits with each rank's memory, as far as the total can be kept so."""
+        high = [
+            max(min(most, window.most), low)
+            for most, window, low in zip(
+                self.limits.high, windows, self.limits.lowest(), strict=True
+            )
+        ]
+        tighter = Limits(self.limits.total, self.limits.low, high, self.limits.grain)
+        return tighter if sum(tighter.highest()) >= tighter.total else self.limits
+
+    @staticmethod
+    def _gain(now: Sequence[int], sizes: Sequence[int], costs: Sequence[Cost]) -> float:
+        """Return by which share the models expect a step to shorten."""
+        slowest = max(cost.seconds(size) for cost, size in zip(costs, now, strict=True) if size)
+        expected = max(cost.seconds(size) for cost, size in zip(costs, sizes, strict=True) if size)
+        return 1.0 - expected / slowest
+
+    def resize(self, limits: Limits, sizes: Sequence[int], takes_effect: int) -> None:
+        """Divide another total from now on."""
+        self.limits, self.sizes = limits, list(sizes)
+        self._held.clear()
+        self.measuring_from = takes_effect + SETTLING_STEPS
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later decisions hang on; equal on all ranks."""
+        return {
+            "sizes": self.sizes,
+            "measuring_from": self.measuring_from,
+            "models": [model.state_dict() for model in self._models],
+            "holding": self._holding,
+            "uneven_windows": self._uneven_windows,
+            "held": self._held,
+            "fine_left": self._fine_left,
+            "last_moves": self._last_moves,
+            "damping": self._damping,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another controller, of as many ranks, stopped."""
+        self.sizes = list(state["sizes"])
+        self.measuring_from = state["measuring_from"]
+        for model, known in zip(self._models, state["models"], strict=True):
+            model.load_state_dict(known)
+        self._holding = state["holding"]
+        self._uneven_windows = state["uneven_windows"]
+        self._held = [list(window) for window in state["held"]]
+        self._fine_left = state["fine_left"]
+        self._last_moves = list(state["last_moves"])
+        self._damping = list(state["damping"])

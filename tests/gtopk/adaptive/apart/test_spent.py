@@ -1,0 +1,36 @@
+"""Of the wall clock every second is computed or waited, once."""
+
+from __future__ import annotations
+
+import pytest
+
+from gtopk.adaptive.apart import spent
+
+
+class Clock:
+    """Time passes by as much as is said."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_the_wall_clock_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(spent, "time", clock)
+    counted = spent.Spent()
+    with counted.waiting():
+        clock.now += 50  # before the beginning
+    counted.begin()
+    clock.now += 1
+    counted.begin()  # goes on
+    with counted.waiting():
+        clock.now += 2
+    clock.now += 4
+    assert counted.take_computed() == [(150, 151), (153, 157)]
+    with counted.waiting():
+        clock.now += 8
+    clock.now += 16
+    assert counted.take_waits() == [(151, 153), (157, 165)]
+    assert (counted.take_computed(), counted.take_waits()) == ([(157, 157), (165, 181)], [])

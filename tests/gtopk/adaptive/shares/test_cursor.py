@@ -1,0 +1,102 @@
+"""The cursor: every sample is taken once, whoever comes when, and what was lost is known."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from collectives.transports.counter import LocalCounter
+from gtopk.adaptive.shares.cursor import (
+    ReplayedCursor,
+    SharedCursor,
+    Stretch,
+    by_speed,
+    open_cursor,
+    record_of,
+    recorded,
+)
+
+ranges = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: range(pair[0], sum(pair))),
+    max_size=5,
+)
+
+
+def positions(takes: list[range]) -> list[int]:
+    return list(chain.from_iterable(takes))
+
+
+@settings(deadline=None)
+@given(ranges, st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=60))
+def test_the_takes_of_a_stretch_are_disjoint_and_together_all_of_it(
+    places: list[range], turns: list[tuple[int, int]]
+) -> None:
+    stretch, counter = Stretch(places), LocalCounter()
+    cursors = [SharedCursor(counter) for _ in range(4)]
+    for number in range(2):  # the second begins where the takes beyond the end of the first led
+        count = max(cursor.count for cursor in cursors)
+        for cursor in cursors:
+            cursor.open(number, len(stretch), [1] * 4, count)
+        takes = [cursors[rank].take(samples) for rank, samples in turns]
+        while take := cursors[0].take(7):
+            takes.append(take)
+        assert positions(takes) == list(range(len(stretch)))
+        handed_out = [place for take in takes for place in positions(stretch.places(take))]
+        assert handed_out == positions(places)
+
+
+@settings(deadline=None)
+@given(ranges, st.sets(st.integers(0, 99)))
+def test_what_nobody_finished_is_what_is_left(places: list[range], done: set[int]) -> None:
+    stretch = Stretch(places)
+    finished = [range(p, p + 1) for p in sorted(done) if p < len(stretch)]
+    left = [place for p, place in enumerate(positions(places)) if p not in done]
+    assert positions(stretch.without(reversed(finished))) == left
+
+
+def test_ranks_that_take_at_once_take_every_sample_once() -> None:
+    def rank(transport: LocalTransport) -> list[range]:
+        cursor = SharedCursor(transport.counter())
+        cursor.open(0, 1000, [3, 5, 2], 0)
+        takes = []
+        while take := cursor.take(2 + transport.rank):
+            takes.append(take)
+        return takes
+
+    taken = run_ranks(local_world(3), rank)
+    assert sorted(positions(list(chain.from_iterable(taken)))) == list(range(1000))
+
+
+def test_a_record_is_repeated_take_by_take() -> None:
+    sizes, total = [4, 2, 1], 23
+    takes = by_speed([3.0, 2.0, 1.0])(0, total, sizes)
+    assert sorted(positions(list(chain.from_iterable(takes)))) == list(range(total))
+    record = [record_of(takes)]
+    for rank, expected in enumerate(takes):
+        cursor = open_cursor(rank, None, record)
+        cursor.open(0, total, sizes, count=99)
+        assert [cursor.take(sizes[rank]) for _ in expected] == expected
+        assert not cursor.take(sizes[rank])
+
+
+def test_who_is_faster_takes_more() -> None:
+    takes = by_speed([4.0, 2.0, 1.0, 1.0])(0, 800, [10, 10, 10, 10])
+    assert [sum(map(len, each)) for each in takes] == [400, 200, 100, 100]
+
+
+def test_a_replay_that_does_not_fit_is_refused() -> None:
+    replay = recorded([[[[0, 4]], [[4, 6]]]])
+    cursor = ReplayedCursor(0, replay)
+    with pytest.raises(ValueError, match="must be its 7 samples, each once; they are up to 6"):
+        cursor.open(0, 7, [4, 4], 0)
+    with pytest.raises(ValueError, match="must be of 3 ranks, got one of 2"):
+        cursor.open(0, 6, [4, 4, 4], 0)
+    with pytest.raises(ValueError, match="ends after 1 stretches"):
+        cursor.open(1, 6, [4, 4], 0)
+    cursor.open(0, 6, [4, 4], 0)
+    with pytest.raises(ValueError, match=r"rank 0 a take of 4 samples in stretch 0.*size is 2"):
+        cursor.take(2)

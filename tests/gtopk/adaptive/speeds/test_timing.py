@@ -1,0 +1,41 @@
+"""A timer runs from a batch's hand-over to its last gradient."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from gtopk.adaptive.speeds.timing import GradientTimer
+
+
+def test_a_batch_without_gradients_has_no_time() -> None:
+    layer = torch.nn.Linear(2, 1)
+    timer = GradientTimer(layer.parameters())
+    assert timer.take() is None
+    timer.hand_over(4)
+    assert timer.take() is None
+
+
+def test_the_last_gradient_ends_the_batch() -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    both = torch.nn.Sequential(first, second)
+    of_second, of_both = GradientTimer(second.parameters()), GradientTimer(both.parameters())
+    of_both.hand_over(4)
+    of_second.hand_over(4)
+    both(torch.ones(1, 2)).sum().backward()
+    some, whole = of_second.take(), of_both.take()
+    assert some is not None
+    assert whole is not None
+    assert 0.0 <= some <= whole
+    assert of_both.take() is None
+
+
+def test_a_parameter_outlives_its_timer() -> None:
+    layer = torch.nn.Linear(2, 1)
+    timer = GradientTimer(layer.parameters())
+    timer.hand_over(1)
+    del timer
+    gc.collect()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is not None
