@@ -83,7 +83,7 @@ def _flush() -> None:
 
 def _is_one_of_several() -> bool:
     """Tell whether other ranks are to hear of what ends this one: its traceback's hook tells."""
-    world = sys.modules.get(f"{__package__}.world")
+    world = sys.modules.get(f"{__package__}.world.world")
     return world is not None and world.is_initialized() and world.current().size > 1
 
 
