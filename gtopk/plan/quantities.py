@@ -50,10 +50,11 @@ def count(text: str) -> int:
     found = _COUNT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"must be a number such as 25557032 or 25.6M, got {text!r}")
-    exact = Decimal(_plain(found["number"])) * _COUNTS[found["prefix"].lower()]
+    times = _COUNTS[found["prefix"].lower()]
+    _above_zero(_number(found["number"]) * times, text, 1.0)  # Decimal raises where floats are inf
+    exact = Decimal(_plain(found["number"])) * times
     if exact != exact.to_integral_value():
         raise ValueError(f"must be whole, got {text!r}")
-    _above_zero(float(exact), text, 1.0)
     return int(exact)
 
 

@@ -194,6 +194,8 @@ def _look_at_the_network(transport: Transport, votes: list[int]) -> dict[str, An
 
 def _open_gloo(master: str) -> Any:
     """Return gloo's group of all ranks, whatever launched them."""
+    if torch.distributed.is_initialized():  # by the library's own, where gloo carries the world
+        return torch.distributed.group.WORLD
     here = world.current()
     store = None
     if here.rank == 0:

@@ -31,6 +31,17 @@ def test_every_contender_steps_on_real_ranks(mpirun: Any, tmp_path: Path) -> Non
     assert "gtopk-tree" in job.stdout
 
 
+def test_under_torchrun_gloo_is_the_librarys_and_ddps(torchrun: Any, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    arguments = ["--model", "resnet20", "--compute", "real", "--batch", "1", "--rounds", "1"]
+    arguments += ["--contenders", "ssgd", "ddp", "--json", str(file)]
+    job = torchrun(2, "bench_scaling.py", *arguments)
+    assert job.returncode == 0, job.stdout + job.stderr
+    results = json.loads(file.read_text())
+    assert results["transport"] == "torch.distributed"
+    assert [record["contender"] for record in results["records"]] == ["alone", "ssgd", "ddp"]
+
+
 def test_help_names_each_model_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
