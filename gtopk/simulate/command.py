@@ -23,6 +23,7 @@ from ..plan.models import PARAMETERS
 from ..plan.quantities import bandwidth, count, duration
 from .classes import Classes
 from .cluster import GIGABIT, Cluster, Death, Slowdown
+from .hushed import hushed
 from .modes import DEFAULT, OF_CLASSES, OUTLIVE, SIMULATED
 from .networks import NETWORKS
 from .page import page
@@ -233,6 +234,7 @@ def parser() -> argparse.ArgumentParser:
     return described
 
 
+@hushed()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison and return the exit code."""
     options = parser().parse_args(arguments)
