@@ -162,7 +162,6 @@ def load_latest(
     if found is None:
         return None
     values = put(found, model, optimizer, loader, others, generators)
-    world.current().resume(found.step)
     return Loaded(found.path, found.step, found.ranks, values)
 
 

@@ -1,6 +1,6 @@
 """The state of a training run: taken from models, optimizers and loaders, and put back into them.
 
-    replicated   all of rank 0's: model, optimizer, loader, others
+    replicated   all of rank 0's: model, optimizer, loader, others, how many steps it has counted
     own          of each rank: what its optimizer holds back, its generators, and whatever of the
                  above is not as on rank 0 (running means, a loader's place in its own data)
 
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from ...world import world
 from ...wrapped import checkpoint as optimizer_checkpoint
 from ...wrapped.tree import lay_out_as_parameters
 from ...wrapped.wrapping import Wrapping
@@ -83,6 +84,7 @@ def take(
             own["held"][name] = saved.pop(optimizer_checkpoint.KEY, None)
         state["others"][name] = saved
     state["held"] = ["optimizer", *(name for name in own["held"] if name != "optimizer")]
+    state["steps"] = world.current().step  # what a script calls its step may count epochs
     return take_apart(state, copy=copy), own
 
 
@@ -183,6 +185,8 @@ def put(
             lay_out_as_parameters(each)
     if generators and own is not None and own["generators"] is not None:
         put_generators(own["generators"])
+    if "steps" in state:  # else nobody knows: DCP or an earlier version wrote it
+        world.current().resume(state["steps"])
     return values
 
 

@@ -29,6 +29,7 @@ from gtopk import load_latest, save_checkpoint
 from gtopk.torch.checkpoint.archive import Archive
 from gtopk.torch.checkpoint.dcp import Reader, Writer
 from gtopk.torch.checkpoint.errors import CheckpointError
+from gtopk.world import world
 
 
 class Run:
@@ -324,3 +325,10 @@ def test_a_step_that_is_no_integer_is_refused(ranks, tmp_path):
         Writer(tmp_path, 5.0)
     dcp.save(Run(seed=1).state(), storage_writer=Writer(tmp_path, torch.tensor(5)))
     assert ranks(1, lambda rank: load_latest(tmp_path, None).step) == [5]
+
+
+def test_how_many_steps_a_run_has_counted_is_not_guessed_from_the_scripts_number(ranks, tmp_path):
+    """An epoch's, say: a record would take other steps for those that are done again."""
+    dcp.save(Run(seed=1).state(), storage_writer=Writer(tmp_path, 5))
+    steps = ranks(1, lambda rank: (load_latest(tmp_path, None).step, world.current().step))
+    assert steps == [(5, 0)]

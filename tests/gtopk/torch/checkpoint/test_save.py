@@ -15,6 +15,7 @@ import gtopk
 import gtopk.torch as hvd
 from gtopk import CheckpointError, load_latest, save_checkpoint
 from gtopk.torch.checkpoint import save
+from gtopk.world import world
 from tests.gtopk.torch.checkpoint.run import Run
 
 
@@ -42,6 +43,20 @@ def test_plain_models_and_optimizers_do(ranks, tmp_path):
             load_latest(tmp_path, model, scheduler=optimizer)
 
     ranks(1, program)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_steps_that_were_counted_go_on_whatever_the_script_counts(ranks, tmp_path, size):
+    def first(rank):
+        world.current().step = 40 + rank  # as in modes whose ranks step by themselves
+        save_checkpoint(tmp_path, None, None, step=2)
+
+    def then(rank):
+        return load_latest(tmp_path, None).step, world.current().step
+
+    ranks(2, first)
+    own = [40, 41] if size == 2 else [40] * size
+    assert ranks(size, then) == [(2, step) for step in own]
 
 
 def test_tensors_that_differ_in_shape_or_dtype_alone_are_each_ranks_own(ranks, tmp_path):
