@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .engine.clocks import clock_offset
+from .engine.clocks import agree_on_now, clock_offset
 from .recording.endpoint import parse_address
 from .recording.settings import Settings
 from .recording.start import start
@@ -30,7 +30,9 @@ def record(
     address = parse_address(prometheus, "prometheus") if prometheus else None
     settings = Settings(folder, every, tensorboard, address)
     here = world.current()
-    here.clock = here.engine.submit("clocks", [], lambda t, votes: clock_offset(t)).wait()
+    here.clock, here.began_unix_seconds = here.engine.submit(
+        "clocks", [], lambda t, votes: (clock_offset(t), agree_on_now(t))
+    ).wait()
     start(here, settings)
 
 

@@ -10,8 +10,9 @@
     message   what the library has said
     end       how this rank left
 
-Each but "begin" has "step", as the library counts them, and "seconds" since its "begin", on rank
-0's clock. A file whose writer was killed may end in the middle of a line.
+Each has "step", as the library counts them, and each but "begin" has "seconds" since its "begin",
+on rank 0's clock; a "begin" has "began_unix_seconds", the same on all ranks that began together. A
+file whose writer was killed may end in the middle of a line.
 """
 
 from __future__ import annotations

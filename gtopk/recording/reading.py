@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..telemetry import StepReport
 from .lines import Line, report_of
@@ -14,12 +14,16 @@ from .rank_file import RankFile
 _PATTERN: Final = "rank-*.jsonl"
 _FEW: Final = 12  # ranks or files that are named
 
+# A rank's attempts, in order, each by when all its ranks began: they have agreed on that.
+Attempts: TypeAlias = dict[float, list[Line]]
+
 
 class Step(NamedTuple):
     """A step of a rank.
 
     seconds: since the run began, on rank 0's clock.
-    bytes_so_far, samples_so_far: that the rank has sent, and taken in, since then.
+    bytes_so_far, samples_so_far: that the rank has sent, and taken in, since then; for what was
+                                  lost, and done again, too.
     """
 
     seconds: float
@@ -40,8 +44,11 @@ class Note(NamedTuple):
 class RankRecord:
     """What one rank wrote.
 
-    begin: who it is; of the last time that ranks met.
-    end:   how it left; None: it goes on, or was killed.
+    begin:   who it is; of the last time that ranks met.
+    steps:   each once: where the run went back to a checkpoint, those that it was to do again, and
+             what was noted in them, are left out.
+    earlier: how many of them it did before it last began, or went on from a checkpoint.
+    end:     how it left; None: it goes on, or was killed.
     """
 
     begin: Line
@@ -50,6 +57,7 @@ class RankRecord:
     scores: list[Note] = field(default_factory=list)
     values: list[Note] = field(default_factory=list)
     messages: list[Note] = field(default_factory=list)
+    earlier: int = 0
     end: str | None = None
     last_seconds: float = 0.0
 
@@ -57,6 +65,13 @@ class RankRecord:
     def rank(self) -> int:
         """Return which rank it is."""
         return int(self.begin["rank"])
+
+    def go_on_from(self, step: int) -> None:
+        """Leave out what was done from this step on: it is done again."""
+        self.steps = [each for each in self.steps if each.report.step < step]
+        self.earlier = len(self.steps)
+        for notes in (self.withheld, self.scores, self.values):
+            notes[:] = [note for note in notes if note.step <= step]  # before it, and right there
 
 
 @dataclass
@@ -126,12 +141,7 @@ class Reader:
                 f"'{self._folder}' must hold a run's record, and has only files without a whole "
                 f"first line, empty or damaged: {_listed(path.name for path in self._files)}"
             )
-        most = max(attempts[-1][0]["unix_seconds"] for attempts in found)
-        current = [each for each in found if _is_of(each[-1][0], most, found)]
-        began = min(attempts[0][0]["unix_seconds"] for attempts in current)
-        lead = min(current, key=lambda attempts: attempts[-1][0]["rank"])
-        ranks = [_record(attempts, lead, began) for attempts in current]
-        return Run(sorted(ranks, key=lambda each: each.rank), began)
+        return _put_together(found)
 
 
 def read_run(folder: Path) -> Run:
@@ -146,21 +156,57 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(every[:_FEW]) + more
 
 
-def _is_of(begin: Line, most: float, found: Sequence[Sequence[Sequence[Line]]]) -> bool:
-    """Tell whether a rank is of the last run: of more ranks, those beyond are of an earlier one."""
-    last = next(a[-1][0] for a in found if a[-1][0]["unix_seconds"] == most)
-    return int(begin["rank"]) < int(last["ranks"])
+def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
+    """Return the last run, of what ranks wrote."""
+    files = {attempts[-1][0]["rank"]: _by_meeting(attempts) for attempts in found}
+    newest = max(files.values(), key=lambda each: _when(_last(each)))
+    ranks, met = _last(newest)["ranks"], [*newest][-1]
+    # A world is of the ranks from 0 on: the lowest one was in all of the run, and what others did
+    # without it was another; as was what ranks beyond this world's did.
+    lead = files[min(rank for rank, attempts in files.items() if met in attempts)]
+    began = next(iter(lead.values()))[0]["unix_seconds"]
+    current = [
+        {met: lines for met, lines in attempts.items() if met in lead}
+        for rank, attempts in sorted(files.items())
+        if rank < ranks
+    ]
+    return Run([_record(attempts, lead, began) for attempts in current if attempts], began)
 
 
-def _record(attempts: list[list[Line]], lead: list[list[Line]], began: float) -> RankRecord:
-    record = RankRecord(attempts[-1][0])
+def _by_meeting(attempts: Sequence[list[Line]]) -> Attempts:
+    """Return attempts by when their ranks met; in earlier versions, by their place from the end."""
+    places = range(-len(attempts), 0)
+    return {
+        lines[0].get("began_unix_seconds", place): lines
+        for place, lines in zip(places, attempts, strict=True)
+    }
+
+
+def _last(attempts: Attempts) -> Line:
+    """Return the last begin."""
+    return next(reversed(attempts.values()))[0]
+
+
+def _when(begin: Line) -> float:
+    """Return when the ranks met; of an earlier version, by this rank's own calendar."""
+    return float(begin.get("began_unix_seconds") or begin["unix_seconds"])
+
+
+def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
+    record = RankRecord(_last(attempts))
     bytes_before = samples_before = 0
-    for place in range(-len(attempts), 0):
-        begin, *lines = attempts[place]
-        reference = lead[place][0] if -place <= len(lead) else begin
+    for met, (begin, *lines) in attempts.items():
+        reference = lead[met][0]
         # On rank 0's clock, and from there by its calendar: attempts share no other clock.
         start = reference["unix_seconds"] + begin["seconds"] - reference["seconds"] - began
+        record.end, record.earlier = None, len(record.steps)
+        goes_on_from: int | None = begin["step"]
         for line in lines:
+            if line["what"] == "resumed":
+                goes_on_from = line["step"]
+            elif line["what"] == "step" and goes_on_from is not None:
+                record.go_on_from(goes_on_from)
+                goes_on_from = None
             _add(record, line, start + line["seconds"], bytes_before, samples_before)
         if record.steps:
             _, bytes_before, samples_before, _ = record.steps[-1]

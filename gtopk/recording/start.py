@@ -31,6 +31,7 @@ class Recorded(Protocol):
     recorder: Recorder | None
     step: int
     clock: Offset
+    began_unix_seconds: float
 
     @property
     def rank(self) -> int: ...
@@ -107,6 +108,7 @@ def _begin(world: Recorded, began: float) -> Line:
         "step": world.step,
         "seconds": began - world.clock.ahead_seconds,  # on rank 0's clock
         "clock_uncertain_seconds": world.clock.uncertain_seconds,
+        "began_unix_seconds": world.began_unix_seconds,  # as all ranks have agreed
         "unix_seconds": time.time(),
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -20,7 +20,8 @@ SILENT_SECONDS: Final = 10.0
 class Status:
     """What a rank does now; figures are means of its last steps, None where there is none.
 
-    They are of steps of the rank's own optimizer, also where several are recorded as one.
+    They are of steps of the rank's own optimizer, also where several are recorded as one. None are
+    of what the run went on from: that may have been on other machines.
 
     state:      "running", "silent" (for how long: silent_seconds), or how it ended.
     sent_bytes: a step.
@@ -55,7 +56,7 @@ def _silent_seconds(folder: Path, rank: int, now: float) -> float:
 
 
 def _status(rank: RankRecord, silent_seconds: float) -> Status:
-    recent = rank.steps[-RECENT:]
+    recent = rank.steps[rank.earlier :][-RECENT:]  # without the time between two attempts
     reports = [step.report for step in recent]
     own = sum(report.local_steps for report in reports) or len(reports)
     means = None

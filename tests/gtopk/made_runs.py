@@ -54,6 +54,7 @@ def begin(rank: int = 0, ranks: int = 3, **changes: Any) -> Line:
         "step": 0,
         "seconds": 100.0 + rank,  # on rank 0's clock
         "clock_uncertain_seconds": 0.0,
+        "began_unix_seconds": changes.get("unix_seconds", 1.7e9),
         "unix_seconds": 1.7e9 + 10 * rank,  # calendars differ
         "host": f"host{rank // 2}",
         "pid": 1000 + rank,

@@ -136,6 +136,88 @@ def test_a_run_that_was_resumed_after_its_begin_is_one_run(
         assert len(run.first.messages) == 3
 
 
+@pytest.mark.parametrize("recent_steps", [None, 1000])
+def test_what_was_lost_and_done_again_is_there_once_and_was_sent_twice(
+    tmp_path: Path, recent_steps: int | None
+) -> None:
+    """A run was killed after 50 steps, and went on from its checkpoint of step 30."""
+    write_run(tmp_path, ranks=1, steps=50)
+    file = LineFile(path_of(tmp_path, 0))
+    reader = Reader(tmp_path, recent_steps)
+    file.take([begin(0, 1, unix_seconds=1.7e9 + 60)])
+    file.take([{"what": "resumed", "seconds": 0.1, "step": 30}])
+    assert [step.report.step for step in reader.read().first.steps] == list(range(50))
+    values = {"what": "values", "seconds": 0.2, "step": 30, "values": {"loss": 0.5}}
+    again = [step_line(report(s), 0.3, 1200 * (s - 29), 32 * (s - 29)) for s in range(30, 40)]
+    file.take([values, *again, {**values, "seconds": 0.4, "step": 40}])
+    file.close()
+    (rank,) = reader.read().ranks
+    assert [step.report.step for step in rank.steps] == list(range(40))
+    assert [step.seconds > 60 for step in rank.steps] == [False] * 30 + [True] * 10
+    assert rank.steps[-1].bytes_so_far == 60 * 1200
+    assert rank.steps[-1].samples_so_far == 60 * 32
+    if recent_steps is None:
+        assert [note.step for note in rank.values] == [*range(1, 31), 30, 40]
+        assert [note.step for note in rank.withheld] == [1, 21]
+        assert [note.step for note in rank.scores] == [1, 21]
+    assert len(rank.messages) == 1  # the library has said it, at step 50
+
+
+def test_ranks_that_come_and_go_are_each_put_where_they_were(tmp_path: Path) -> None:
+    """Two ranks, then one, then two, on a host whose clock began later."""
+    files = [LineFile(path_of(tmp_path, rank)) for rank in range(2)]
+    for met, ranks, seconds in ((0, 2, 864_000.0), (3000, 1, 3600.0), (6000, 2, 6600.0)):
+        for rank, file in enumerate(files[:ranks]):
+            step = met // 100
+            file.take([begin(rank, ranks, unix_seconds=1.7e9 + met, seconds=seconds + rank)])
+            if met:
+                file.take([{"what": "resumed", "seconds": 0.1, "step": step}])
+            file.take([step_line(report(step + s), 1.0 + s, 1200, 32) for s in range(30)])
+    for file in files:
+        file.close()
+    run = read_run(tmp_path)
+    assert run.began_unix_seconds == 1.7e9
+    whole, partly = ([step.seconds for step in rank.steps] for rank in run.ranks)
+    assert whole == [met + 1.0 + s for met in (0, 3000, 6000) for s in range(30)]
+    assert partly == [met + 2.0 + s for met in (0, 6000) for s in range(30)]
+
+
+def test_who_sat_out_a_run_brings_none_that_was_before_it(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=50)
+    files = [LineFile(path_of(tmp_path, rank)) for rank in range(2)]
+    files[0].take([begin(0, 1, unix_seconds=1.7e9 + 60), step_line(report(0), 0.5, 1200, 32)])
+    for rank, file in enumerate(files):
+        file.take([begin(rank, 2, unix_seconds=1.7e9 + 120)])
+        file.take([{"what": "resumed", "seconds": 0.1, "step": 1}])
+        file.take([step_line(report(1), 0.5, 1200, 32)])
+        file.close()
+    run = read_run(tmp_path)
+    assert [[step.report.step for step in rank.steps] for rank in run.ranks] == [[0, 1], [1]]
+
+
+def test_who_has_begun_alone_so_far_is_of_the_new_run(tmp_path: Path) -> None:
+    """Each rank writes at its own moments: rank 1's begin may be there before rank 0's."""
+    write_run(tmp_path, ranks=2, steps=50)
+    file = LineFile(path_of(tmp_path, 1))
+    file.take([begin(1, 2, unix_seconds=1.7e9 + 60)])
+    file.close()
+    (rank,) = read_run(tmp_path).ranks
+    assert (rank.rank, rank.steps, rank.end) == (1, [], None)
+
+
+def test_attempts_of_an_earlier_version_are_paired_from_the_last_one_on(tmp_path: Path) -> None:
+    for rank in range(2):
+        file = LineFile(path_of(tmp_path, rank))
+        for step, unix_seconds in ((0, 1.7e9), (1, 1.7e9 + 60)):
+            old = begin(rank, 2, step=step, unix_seconds=unix_seconds + 10 * rank)
+            del old["began_unix_seconds"]
+            file.take([old, step_line(report(step), 0.5, 1200, 32)])
+        file.close()
+    run = read_run(tmp_path)
+    seconds = [[step.seconds for step in rank.steps] for rank in run.ranks]
+    assert seconds == [[0.5, 60.5], [1.5, 61.5]]
+
+
 def test_a_folder_without_a_record_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="record a run with GTOPK_RUN=FOLDER"):
         read_run(tmp_path)

@@ -79,6 +79,8 @@ def test_a_run_on_threads_is_written_line_by_line(
         assert [line["step"] for line in looks] == [0, 1, 4, 8, 16]
         assert all(line["norm"] > 0 and line["age_steps"] > 0 for line in looks)
         assert lines[-1]["what"] == "end"
+    (began,) = {lines_in(path_of(tmp_path, rank))[0]["began_unix_seconds"] for rank in range(ranks)}
+    assert began > 0
 
 
 def test_nothing_is_recorded_unless_asked_for(
@@ -127,13 +129,13 @@ def test_a_run_that_goes_on_from_a_checkpoint_or_a_failure_is_one_run_in_the_rec
     def recorded() -> list[int]:
         return [step.report.step for step in read_run(tmp_path / "run").first.steps]
 
-    for already in (0, 5):
+    for epoch in range(2):  # which is all that this script counts
         hvd.init()
         optimizer = distribute()
         found = gtopk.load_latest(tmp_path / "saved", model, optimizer)
-        assert bool(found) == bool(already)
+        assert (found.step if found else 0) == epoch
         steps(optimizer, 5)
-        gtopk.save_checkpoint(tmp_path / "saved", model, optimizer, step=already + 5)
+        gtopk.save_checkpoint(tmp_path / "saved", model, optimizer, step=epoch + 1)
         hvd.shutdown()
     assert recorded() == list(range(10))
 
@@ -149,7 +151,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_or_a_failure_is_one_run_in_the_rec
         hvd.init()
         train(hvd.elastic.TorchState(model, distribute(), attempts=0))
         hvd.shutdown()
-    assert recorded() == [*range(10), *range(5, 10)]
+    assert recorded() == list(range(10))
 
 
 def test_a_record_that_cannot_be_written_ends_no_job(

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.recording.lines import as_text, path_of
-from gtopk.recording.reading import read_run
+from gtopk.recording.files import LineFile
+from gtopk.recording.lines import as_text, path_of, step_line
+from gtopk.recording.reading import Reader, read_run
 from gtopk.top.command import _looks, main
 from gtopk.top.show import as_table, rows
-from gtopk.top.status import status_of
-from tests.gtopk.made_runs import diverge, lines_of, write_run
+from gtopk.top.status import RECENT, status_of
+from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 
 def test_each_rank_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,11 +78,34 @@ def test_a_run_of_fewer_ranks_than_the_one_before_it_has_only_its_own(tmp_path: 
         path_of(tmp_path, rank).write_text("".join(map(as_text, lines_of(rank, 4, 400)[:-1])))
     for rank in range(2):
         begin, *lines = lines_of(rank, 2, 400)
-        begin |= {"unix_seconds": 1.8e9, "host": "new"}
+        begin |= {"began_unix_seconds": 1.8e9, "unix_seconds": 1.8e9, "host": "new"}
         with path_of(tmp_path, rank).open("a") as file:
             file.write("".join(map(as_text, [begin, *lines])))
     (statuses,) = itertools.islice(_looks(tmp_path, 0.001), 2)  # one look: the run is over
     assert [(status.rank, status.host) for status in statuses] == [(0, "new"), (1, "new")]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_run_that_goes_on_is_not_over_and_as_fast_as_it_is_now(
+    tmp_path: Path, every: int
+) -> None:
+    """It was told to end after 80 steps, and goes on from step 60, an hour later, half as fast."""
+    reader = Reader(write_run(tmp_path, ranks=1, steps=80), RECENT)
+    file = LineFile(path_of(tmp_path, 0))
+    file.take([begin(0, 1, unix_seconds=1.7e9 + 3600)])
+    file.take([{"what": "resumed", "seconds": 0.1, "step": 60}])
+    run = reader.read()
+    (status,) = status_of(run, tmp_path, lambda: path_of(tmp_path, 0).stat().st_mtime)
+    assert (status.state, status.steps_per_second) == ("running", None)
+    assert run.first.end is None  # or `gtopk top` would leave
+    for step in [0, *range(every - 1, 30, every)]:
+        slow = report(60 + step, compute_seconds=0.016)
+        file.take([step_line(slow, 0.02 * step, 1200 * (step + 1), 0)])
+    file.close()
+    (status,) = status_of(reader.read(), tmp_path)
+    assert status.step == 89
+    assert status.steps_per_second == pytest.approx(50)
+    assert sum(status.step_seconds.values()) == pytest.approx(0.02)
 
 
 def test_what_was_logged_and_skipped_long_ago_is_still_shown(tmp_path: Path) -> None:
