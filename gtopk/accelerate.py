@@ -45,6 +45,7 @@ def compress(
     density, options: as `gtopk.ddp.GTopKState` takes them.
     Raises ValueError where the model is not wrapped in DistributedDataParallel.
     """
+    model = getattr(model, "_orig_mod", model)  # compiled last, with a dynamo_backend
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
             "gtopk.accelerate.compress needs a model that accelerator.prepare has wrapped in "

@@ -1,15 +1,71 @@
-"""gtopk.accelerate: a loop with the real Accelerate, where it is installed."""
+"""gtopk.accelerate: a loop with the real Accelerate, where it is installed; and a stand-in."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
-pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-adapters")
+from collectives.transports import LocalTransport
+from gtopk.accelerate import compress
+from gtopk.world import world
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None,
+    reason="Accelerate is not installed: make test-adapters",
+)
 def test_a_prepared_model_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
     job = torchrun(2, "accelerate_loop.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("Accelerate goes by gTop-k") == 2
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def accelerator() -> Any:
+    """Return what `compress` needs of an Accelerator; it keeps what is registered with it."""
+    kept: list[Any] = []
+    return SimpleNamespace(
+        scaler=None,
+        num_processes=1,
+        distributed_type="MULTI_CPU",
+        kept=kept,
+        register_for_checkpointing=kept.append,
+    )
+
+
+@pytest.mark.usefixtures("process_group")
+def test_so_does_one_that_is_compiled_which_prepare_does_last(threads: Any) -> None:
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            here, inner = accelerator(), torch.nn.Linear(4, 3)
+            model: Any = torch.compile(DistributedDataParallel(inner), backend="eager")
+            optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+            state = compress(here, model, SimpleNamespace(optimizer=optimizer), density=0.2)
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            assert state.progress.steps == 1
+            (held,) = here.kept[0].state_dict()["held"].values()
+            assert held.keys() == {"weight", "bias"}
+            assert any(bool(parts["residual"].any()) for parts in held.values())
+
+    threads(1, program)
+
+
+def test_one_that_is_not_wrapped_is_named_whether_or_not_it_is_compiled() -> None:
+    model = torch.nn.Linear(4, 3)
+    for each in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(ValueError, match="in DistributedDataParallel, got Linear on 1 process"):
+            compress(accelerator(), each, [])  # type: ignore[arg-type]
