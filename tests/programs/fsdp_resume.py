@@ -39,7 +39,13 @@ if found is None:
         torch.manual_seed(100 * step + RANK)
         model(torch.randn(8, 12)).square().mean().backward()
     gtopk.save_checkpoint(
-        sys.argv[1], None, None, step=3, replicas=state.state_dict(), totals=totals()
+        sys.argv[1],
+        None,
+        None,
+        step=3,
+        replicas=state.state_dict(),
+        itself=state,
+        totals=totals(),
     )
 else:
     state.load_state_dict(found.values["replicas"])
@@ -47,6 +53,9 @@ else:
     assert state.progress.steps == 4
     state.load_state_dict(found.values["replicas"])
     assert bool(found.values["totals"].all())
+    torch.testing.assert_close(totals(), found.values["totals"], rtol=1e-5, atol=1e-8)
+    state.load_state_dict({**state.state_dict(), "steps": 0, "held": {RANK: {}}})
+    gtopk.load_latest(sys.argv[1], None, itself=state)
     torch.testing.assert_close(totals(), found.values["totals"], rtol=1e-5, atol=1e-8)
 print(f"rank {RANK} of {SIZE}: what is held back is what it was\n", end="", flush=True)
 hvd.shutdown()

@@ -75,10 +75,10 @@ def take(
         state["loader"] = loader.state_dict()
     state["others"] = {}
     for name, value in others.items():
-        if optimizer_checkpoint.is_part(value):
-            own["held"][name] = value
-            continue
         saved = _state_of(value)
+        if optimizer_checkpoint.is_part(saved):
+            own["held"][name] = saved
+            continue
         if isinstance(value, torch.optim.Optimizer):  # whether or not it has taken a step yet
             saved = dict(saved)
             own["held"][name] = saved.pop(optimizer_checkpoint.KEY, None)
@@ -172,12 +172,10 @@ def put(
         loader.load_state_dict(_of(state, "loader", found))
     ours = {"optimizer", *state["others"]}
     values = {name: part for name, part in held.items() if name not in ours}
-    for name, other in state["others"].items():
-        saved = _with(held.get(name), other)
-        if hasattr(others.get(name), "load_state_dict"):
-            others[name].load_state_dict(saved)
-        else:
-            values[name] = saved
+    values |= {name: _with(held.get(name), other) for name, other in state["others"].items()}
+    for name, target in others.items():
+        if hasattr(target, "load_state_dict") and values.get(name) is not None:
+            target.load_state_dict(values.pop(name))
     for name in others.keys() - state["others"].keys() - held.keys():
         _of(state["others"], name, found)
     for each in (optimizer, *others.values()):

@@ -157,6 +157,52 @@ def test_so_does_what_another_thing_with_a_residual_holds_back(ranks, tmp_path, 
     assert sum(ranks(after, then)).tolist() == [2.0, 11.0]
 
 
+class Hook:
+    """What has such a state for its own, as FSDP's replicas do."""
+
+    def __init__(self):
+        self.steps, self.residual = 0, torch.zeros(2)
+
+    def state_dict(self):
+        held = {"weight": {"residual": self.residual}}
+        return {
+            "format": 1,
+            "ranks": hvd.size(),
+            "steps": self.steps,
+            "lanes": [],
+            "held": {hvd.rank(): held},
+        }
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+        held = optimizer_checkpoint.share_of(state, hvd.rank(), hvd.size())
+        self.residual = held["weight"]["residual"] if held else torch.zeros(2)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_so_it_does_where_that_thing_itself_is_passed(ranks, tmp_path, caplog, after, asynchronous):
+    def first(rank):
+        hook = Hook()
+        hook.steps, hook.residual = 5, torch.tensor([1.0, 10.0**rank])
+        saving = save_checkpoint(tmp_path, None, None, asynchronous=asynchronous, replicas=hook)
+        if asynchronous:
+            hook.residual.zero_()
+            saving.wait()
+
+    def then(rank):
+        hook = Hook()
+        assert load_latest(tmp_path, None, generators=False, replicas=hook).values == {}
+        part = load_latest(tmp_path, None, generators=False).values["replicas"]
+        assert optimizer_checkpoint.is_part(part)
+        assert hook.steps == 5
+        return hook.residual
+
+    ranks(2, first)
+    assert sum(ranks(after, then)).tolist() == [2.0, 11.0]
+    assert "lost" not in caplog.text
+
+
 def distributed(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compression = hvd.Compression.gtopk(density=0.2)
