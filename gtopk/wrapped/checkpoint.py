@@ -114,7 +114,7 @@ def load(holder: Holder, part: Mapping[str, Any]) -> None:
                 holder.holds,
             )
         return
-    held = share_of(part, holder.rank, len(holder.ranks))
+    held = _share_of(part, holder.rank, len(holder.ranks))
     known = holder.known_names()
     holder.put_state_in(under_known_names(held, known), lanes_here(part, known), int(part["steps"]))
 
@@ -127,10 +127,28 @@ def lanes_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str
 
 
 def share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
-    """Return what a rank has to hold back, by a parameter's name, and log what that is.
+    """Return what a rank's hook has to hold back, by a parameter's name, and log what that is.
 
-    Raises ValueError for a part that another version wrote.
+    After a step every hook says of all its parameters what it holds back: where the first rank's
+    part says nothing, that is lost, with a warning. Raises ValueError for a part that another
+    version wrote.
     """
+    held = _share_of(part, rank, ranks)
+    if rank == 0 and part["steps"] and not any(part["held"].values()):
+        _log.warning(
+            "rank %d of %d holds back nothing: the state is of a run after %d steps, and says "
+            "nothing of what was held back, which is lost; load it by gtopk.load_latest: "
+            "torch.distributed.checkpoint loads only what is in a state already, and a new one has "
+            "nothing of it",
+            rank,
+            ranks,
+            part["steps"],
+        )
+    return held
+
+
+def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]:
+    """Do what `share_of` does, of an optimizer, which may have had nothing to hold back."""
     if part.get("format") != FORMAT:
         raise ValueError(
             f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -34,6 +35,18 @@ def check_close(result: torch.Tensor | None, expected: torch.Tensor, what: objec
     tolerance = 16 * torch.finfo(expected.dtype).eps * (1 + expected.double().abs())
     apart = (result.double() - expected.double()).abs()
     assert bool((apart <= tolerance).all()), f"{what}: {result} is not {expected}"
+
+
+def logged(call: Callable[[], object]) -> list[str]:
+    """Return what gtopk's logger says of a call."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("gtopk")
+    log.addHandler(handler)
+    call()
+    log.removeHandler(handler)
+    return said
 
 
 def same_everywhere(text: str) -> bool:

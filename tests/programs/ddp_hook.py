@@ -1,20 +1,22 @@
 """Run under torchrun on 2 ranks or more: gTop-k as a communication hook of PyTorch's DDP."""
 
 import itertools
-import logging
 import re
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from checks import run_tests
+from checks import logged, run_tests
+from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gtopk
 import gtopk.torch as hvd
 from gtopk.ddp import GTopKState, gtopk_hook
+from gtopk.torch.checkpoint.dcp import Reader, Writer
 from gtopk.world import world
 
 torch.distributed.init_process_group("gloo")
@@ -420,6 +422,26 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
         again.load_state_dict(wrong, resumed)
 
 
+def test_a_new_state_has_back_what_checkpoints_have() -> None:
+    """Those of torch.distributed.checkpoint, too, which loads into a new state nothing of it."""
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    train(model, range(3))
+    ours, theirs = (hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None) for _ in "ab")
+    gtopk.save_checkpoint(ours, None, None, residuals=state.state_dict(model))
+    dcp.save({"residuals": state.state_dict(model)}, storage_writer=Writer(theirs))
+    for folder in (ours, theirs):
+        fresh = GTopKState(0.05)
+        fresh.load_state_dict(gtopk.load_latest(folder, None).values["residuals"], model)
+        assert fresh.progress.steps == 3
+        assert mass(fresh, model) == mass(state, model) > 0
+    fresh = GTopKState(0.05)
+    loaded = {"residuals": fresh.state_dict(model)}
+    dcp.load(loaded, storage_reader=Reader(theirs))
+    said = logged(lambda: fresh.load_state_dict(loaded["residuals"], model))
+    assert ["load it by gtopk.load_latest" in text for text in said] == [True] * (RANK == 0)
+
+
 class Wrapper(torch.nn.Module):
     """Has a module of its own that is called as DDP calls what it wraps."""
 
@@ -458,14 +480,8 @@ def test_what_nobody_has_is_told_and_saved_again() -> None:
     model = wrapped(state)
     train(model, range(2))
     other = torch.nn.Sequential(Net())
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("gtopk")
-    log.addHandler(handler)
-    fresh.load_state_dict(state.state_dict(model), other)
-    again.load_state_dict(fresh.state_dict(other), model)
-    log.removeHandler(handler)
+    said = logged(lambda: fresh.load_state_dict(state.state_dict(model), other))
+    said += logged(lambda: again.load_state_dict(fresh.state_dict(other), model))
     told = [text for text in said if "cannot be sent: the model has no parameter" in text]
     assert len(told) == 1
     assert f"rank {RANK}: what is held back of 'layers.0.bias', 'layers.0.weight'" in told[0]

@@ -8,6 +8,8 @@ Names at the top are `save_checkpoint`'s: "model", "optimizer", "loader", and th
 Sharded tensors are cut on reading, and put together on writing: `load_latest` finds them whole.
 What ranks hold back is written where it is in the state of an optimizer of ours, as every rank has
 its own there; of what `save_checkpoint` wrote, the reader has none: take "gtopk" out of that state.
+DCP loads what is in a state already, and an optimizer's has none of it before the first step:
+`load_latest` brings it back, of any number of ranks.
 
 DCP writes the keys of dicts as text, and leaves out empty dicts. `load_latest` gives back to each
 thing with a state_dict() the keys that it had; plain data comes back as it was written.
@@ -16,8 +18,10 @@ thing with a state_dict() the keys that it had; plain data comes back as it was 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import secrets
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, SupportsIndex
@@ -42,6 +46,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ...wrapped.checkpoint import KEY
 from .errors import CheckpointError, DamagedError
 from .files import (
     ALL,
@@ -57,7 +62,9 @@ from .files import (
 from .state import NOTHING_OWN
 from .tree import put_together, take_apart
 
+_log = logging.getLogger("gtopk")
 _OF_OURS: Final = ("model", "optimizer", "loader")
+_STEPS: Final = f".{KEY}.steps"  # the end of a name that is there for each optimizer of ours
 
 
 class Reader(StorageReader):
@@ -132,11 +139,36 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Have all ranks read one checkpoint: a job may have finished another between two looks."""
         newest = max(plan.storage_data for plan in plans)
+        self._turn_to(newest)
+        self._warn_of_what_is_lost({item.storage_index.fqn for p in plans for item in p.items})
         return [replace(plan, storage_data=newest) for plan in plans]
 
+    def _turn_to(self, part: Part) -> None:
+        if part != self._part:
+            self._part, self._values = part, self._read(part)
+
+    def _warn_of_what_is_lost(self, asked: Collection[str]) -> None:
+        """Warn of optimizers that are loaded without all that was held back.
+
+        asked: the names of what any rank loads.
+        """
+        ours = [name.removesuffix(_STEPS) for name in self._values if name.endswith(_STEPS)]
+        for optimizer in ours:
+            if not any(name.startswith(f"{optimizer}.") for name in asked):
+                continue
+            held = f"{optimizer}.{KEY}.held."
+            left = {n: v for n, v in self._values.items() if n.startswith(held) and n not in asked}
+            if any(map(torch.any, left.values())):
+                _log.warning(
+                    "%s has what ranks held back of '%s', and the state that it is loaded into has "
+                    "no place for all of it, as before an optimizer's first step: that is lost; "
+                    "load it by gtopk.load_latest",
+                    self.path,
+                    optimizer,
+                )
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        if plan.storage_data != self._part:
-            self._part, self._values = plan.storage_data, self._read(plan.storage_data)
+        self._turn_to(plan.storage_data)
         for item in plan.items:
             value = self._values[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:

@@ -232,6 +232,41 @@ def test_parts_that_lie_on_several_devices_are_added_where_the_first_lies():
         assert found["w"]["residual"].device.type == device
 
 
+NOTHING: dict[str, Any] = {"w": {"residual": torch.zeros(2)}}
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "is_told"),
+    [
+        (0, {"held": {0: {}}}, True),
+        (0, {"held": {0: {}}, "of": [[0], 2]}, True),
+        (1, {"held": {1: {}}}, False),  # once is enough
+        (0, {"held": {0: {}}, "steps": 0}, False),
+        (0, {"held": {0: NOTHING}}, False),  # all was sent
+        (2, {"held": {2: {}}, "ranks": 3, "of": [[], 2]}, False),  # there were fewer
+    ],
+)
+def test_a_hooks_state_that_says_nothing_of_what_is_held_back_is_told(
+    caplog, rank, change, is_told
+):
+    """As torch.distributed.checkpoint loads it into a new one."""
+    part = {"format": 1, "ranks": 2, "steps": 3, "lanes": [], **change}
+    optimizer_checkpoint.share_of(part, rank, part["ranks"])
+    assert ("lost; load it by gtopk.load_latest" in caplog.text) == is_told
+
+
+def test_an_optimizer_may_go_on_from_one_that_held_nothing_back(threads, caplog):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            dense = distribute(model, Compression.none)
+            take_steps(model, dense, transport.rank, range(2))
+            distribute(model, Compression.gtopk(0.1)).load_state_dict(dense.state_dict())
+
+    threads(2, program)
+    assert "lost" not in caplog.text
+
+
 def test_a_plain_optimizers_state_can_be_loaded_and_is_in_ours(threads):
     def program(transport: LocalTransport) -> None:
         model = network()

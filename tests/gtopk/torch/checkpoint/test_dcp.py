@@ -153,6 +153,33 @@ def test_further_optimizers_and_those_of_ours_get_their_states_back(ranks, tmp_p
     assert "lost" not in caplog.text
 
 
+def sending_all(model):
+    return hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), hvd.Compression.gtopk(density=1.0)
+    )
+
+
+@pytest.mark.parametrize("kind", [*KINDS.values(), sending_all], ids=[*KINDS, "density 1"])
+def test_what_a_new_optimizer_has_no_place_for_is_told(ranks, tmp_path, caplog, kind):
+    """DCP loads what is in a state, and gTop-k's has what is held back from its first step on."""
+
+    def said():
+        return sorted(r.getMessage() for r in caplog.records if r.name == "gtopk")
+
+    def program(rank):
+        saved = Pair(kind, steps=4)
+        dcp.save(saved.state(), storage_writer=Writer(tmp_path))
+        dcp.load(Pair(kind, steps=4).state(), storage_reader=Reader(tmp_path))
+        dcp.load({"model": saved.model.state_dict()}, storage_reader=Reader(tmp_path))
+        assert said() == []
+        dcp.load(Pair(kind, steps=0).state(), storage_reader=Reader(tmp_path))
+
+    ranks(1, program)
+    lost = ["critic", "optimizer"] if kind is KINDS["gTop-k"] else []
+    for name, text in zip(lost, said(), strict=True):
+        assert f"has what ranks held back of '{name}', and the state that it is loaded" in text
+
+
 def test_so_does_whatever_has_a_state(ranks, tmp_path):
     """Also under keys that are no text, in dicts of other kinds, and in none at all."""
 
