@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -35,6 +35,8 @@ from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.wrapping import Wrapping, wrap
 
 _log = logging.getLogger("gtopk")
+_KEY: Final = "adasum"
+_FORMAT: Final = 1
 
 
 class _AdasumOptimizer(Wrapping):
@@ -235,6 +237,10 @@ class _AdasumOptimizer(Wrapping):
         """Clear the gradients; what was computed towards the next step is forgotten."""
         self._forget()
         super().zero_grad(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and whose it is: DCP must not mix ranks' own."""
+        return {**super().state_dict(), _KEY: {"format": _FORMAT}}
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state; what was computed towards a step is forgotten.

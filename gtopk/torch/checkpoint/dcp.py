@@ -10,6 +10,9 @@ What ranks hold back is written where it is in the state of an optimizer of ours
 its own there; of what `save_checkpoint` wrote, the reader has none: take "gtopk" out of that state.
 DCP loads what is in a state already, and an optimizer's has none of it before the first step:
 `load_latest` brings it back, of any number of ranks.
+Of other tensors that several ranks have DCP takes any rank's: the state of LocalSGD and of Adasum's
+optimizer, whose inner state is each rank's own, is refused where ranks save it together; and save
+no model in the middle of LocalSGD's round. `save_checkpoint` has each rank's own.
 
 DCP writes the keys of dicts as text, and leaves out empty dicts. `load_latest` gives back to each
 thing with a state_dict() the keys that it had; plain data comes back as it was written.
@@ -21,7 +24,7 @@ import io
 import logging
 import os
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, SupportsIndex
@@ -65,6 +68,9 @@ from .tree import put_together, take_apart
 _log = logging.getLogger("gtopk")
 _OF_OURS: Final = ("model", "optimizer", "loader")
 _STEPS: Final = f".{KEY}.steps"  # the end of a name that is there for each optimizer of ours
+
+# How names end in the state of an optimizer whose inner state is each rank's own, and whose it is.
+_EACH_RANKS_OWN: Final = {"local_sgd.format": "LocalSGD", "adasum.format": "op=Adasum"}
 
 
 class Reader(StorageReader):
@@ -217,7 +223,12 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give every rank a file of its own, in a checkpoint with a new number."""
+        """Give every rank a file of its own, in a checkpoint with a new number.
+
+        Raises ValueError where several ranks save an optimizer whose state is each rank's own.
+        """
+        if len(plans) > 1:
+            _refuse_each_ranks_own(item.index.fqn for plan in plans for item in plan.items)
         number = 1 + max((part.number for part in list_parts(self._folder)), default=0)
         return [
             replace(plan, storage_data=Part(number, self._step, len(plans), f"shard-{rank}"))
@@ -278,6 +289,17 @@ class Writer(StorageWriter):
         write_part(self._folder, whole, Content(attempt, take_apart(saved), before))
         for path in (self._folder / whole.folder).glob("shard-*"):
             path.unlink()
+
+
+def _refuse_each_ranks_own(names: Iterable[str]) -> None:
+    """Raise ValueError: of each tensor DCP would write some rank's, of the next another's."""
+    for name in names:
+        if kind := _EACH_RANKS_OWN.get(".".join(name.split(".")[-2:])):
+            raise ValueError(
+                f"'{name}' is of the state of {kind}, in which each rank has an inner optimizer's "
+                "state of its own, and dcp.save would mix the ranks'; use gtopk.save_checkpoint, "
+                "or dcp.save(..., no_dist=True) on one rank for that rank's alone"
+            )
 
 
 def _nested(values: dict[tuple[str | int, ...], Any]) -> dict[str, Any]:

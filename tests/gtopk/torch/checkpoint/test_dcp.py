@@ -218,6 +218,30 @@ def test_so_does_whatever_has_a_state(ranks, tmp_path):
     assert ranks(1, load) == [[repr(each.state_dict()) for each in saved.values()]]
 
 
+EACH_RANKS_OWN = {
+    "LocalSGD": KINDS["LocalSGD"],
+    "op=Adasum": lambda model: hvd.DistributedOptimizer(sgd(model), op=hvd.Adasum),
+}
+
+
+@pytest.mark.parametrize("name", EACH_RANKS_OWN)
+def test_what_is_each_ranks_own_is_refused_of_several(ranks, tmp_path, name):
+    def program(rank):
+        pair = Pair(EACH_RANKS_OWN[name], steps=2)
+        for state in (pair.state(), pair.first.state_dict()):
+            plans = []
+            for of in range(2):
+                planner = DefaultSavePlanner()
+                planner.set_up_planner(state, is_coordinator=of == 0)
+                plans.append(planner.create_local_plan())
+            plans, _ = planner.create_global_plan(plans)
+            with pytest.raises(ValueError, match=f"of {name}, in which .*save_checkpoint"):
+                Writer(tmp_path).prepare_global_plan(plans)
+            dcp.save(state, storage_writer=Writer(tmp_path))  # of one rank alone
+
+    ranks(1, program)
+
+
 def test_plain_data_has_the_keys_that_dcp_wrote_unless_others_are_told(ranks, tmp_path):
     history = {1: 0.5, 2: 0.25}
     dcp.save({"history": history, "epoch": 3}, storage_writer=Writer(tmp_path))
