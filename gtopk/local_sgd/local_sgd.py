@@ -110,6 +110,24 @@ class _LocalSGD(Wrapping):
     def besides(self) -> list[torch.optim.Optimizer]:
         return [self.outer]
 
+    def in_common(self) -> dict[str, Any]:
+        return {
+            "outer_steps": self.outer_steps,
+            "steps_made": self.steps_made,
+            "center": self._center,
+        }
+
+    def go_on_from(self, common: dict[str, Any]) -> None:
+        """Be where another rank is in its round; its replica comes with broadcast_parameters."""
+        self.outer_steps, self.steps_made = common["outer_steps"], common["steps_made"]
+        self._center = self._as_center(common["center"])
+        self._are_alike = False
+
+    def _as_center(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies, laid out as the parameters are; of no tensors none."""
+        pairs = zip(self._names, tensors, strict=True) if tensors else ()
+        return [torch.empty_like(p).copy_(tensor) for p, tensor in pairs]
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica with its own gradients; end the round where it is time.
 
@@ -143,7 +161,9 @@ class _LocalSGD(Wrapping):
             )
             self._center = [p.detach().clone() for p in self._names]
         if not self._are_alike:
-            self._exchange.meet(self._center, [*self._facts(), self._outer_state_said()])
+            self.outer_steps = self._exchange.meet(
+                self._center, [*self._facts(), self._outer_state_said()], self.outer_steps
+            )
             self._are_alike = True
 
     def _facts(self) -> list[str]:
@@ -260,10 +280,7 @@ class _LocalSGD(Wrapping):
         if not center:
             return
         if ranks == len(self._exchange.ranks):
-            self._center = [
-                torch.empty_like(p).copy_(c) for c, p in zip(center, self._names, strict=True)
-            ]
-            self.steps_made = steps_made
+            self._center, self.steps_made = self._as_center(center), steps_made
             return
         torch._foreach_copy_(list(self._names), list(center))
         _log.warning(

@@ -10,11 +10,13 @@ held back; where the sum does not count, to the bit what it was before.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from collectives.transports import Transport
@@ -26,8 +28,10 @@ from ..lanes.held import Held, has_room, put_in, take_out, unsent
 from ..lanes.held_names import strangers
 from ..lanes.lanes import Lane, open_lane
 from ..replicas.replicas import checksums, require_the_same
+from ..step.options import facts_of
 from ..world.process_sets import ProcessSet
 from ..world.world import World
+from ..wrapped.checkpoint import CHANGES
 
 _FINITE, _TOLD = 1, 2  # of a vote, below the steps: this rank's replica is, and was told to end
 _STEPS_SHIFT: Final = 2
@@ -64,7 +68,7 @@ class OuterExchange:
     ranks: of the world that exchange, in order; rank: this one's place among them.
     """
 
-    holds: ClassVar[str] = "changes"
+    holds: ClassVar[str] = CHANGES
 
     def __init__(
         self,
@@ -106,29 +110,38 @@ class OuterExchange:
         """Return what is held back, by parameter name."""
         return {**self._held, **take_out([self._lane])}
 
-    def meet(self, center: Sequence[torch.Tensor], facts: Sequence[str]) -> None:
+    def meet(self, center: Sequence[torch.Tensor], facts: Sequence[str], outer_steps: int) -> int:
         """Make sure that all begin with one model, and know whether any holds back what is new.
 
+        All go on from the steps and the lane's record of the first of them, and get its outer
+        steps returned: others may have loaded nothing.
         facts: what must be equal on all ranks besides, in words.
         """
         own, names = checksums(center), list(self._names.values())
+        mine = json.dumps([outer_steps, self._progress.steps, self._lane.record()]).encode()
 
-        def look(transport: Transport, votes: list[int]) -> bool:
+        def look(transport: Transport, votes: list[int]) -> tuple[bool, bytes]:
             require_the_same(transport, own, names)
-            return any(votes)
+            said = transport.broadcast(np.frombuffer(mine, np.uint8), root=0)
+            return any(votes), said.tobytes()
 
-        of_any = self._engine.submit(
-            f"{self._name}.replicas", self._facts(facts), look, vote=bool(unsent(self._held))
+        of_any, said = self._engine.submit(
+            f"{self._name}.replicas",
+            self._facts([*facts, facts_of(self._compression)]),
+            look,
+            vote=bool(unsent(self._held)),
         ).wait()
+        outer_steps, self._progress.steps, record = json.loads(said)
+        self._lane.resume(record)
         if of_any:
             self._lane.send_along()
             put_in([self._lane], self._held)
         self._held = {}
+        return outer_steps
 
     def _facts(self, facts: Sequence[str]) -> list[str]:
         return [
             *facts,
-            self._lane.facts,
             *(f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in self._names.items()),
         ]
 
@@ -171,7 +184,7 @@ class OuterExchange:
             torch._foreach_zero_(pseudo)  # a weight of 0 makes no numbers of them
         operation = self._engine.submit(
             f"{self._name}.outer",
-            self._facts(facts),
+            self._facts([*facts, self._lane.facts]),
             partial(self._work, mine),
             vote=(0 if mine else steps << _STEPS_SHIFT | _FINITE) | (_TOLD if told else 0),
         )

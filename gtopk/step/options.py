@@ -121,7 +121,7 @@ class Options:
         return [
             f"op={NAMES[self.op]}",
             f"gradient_predivide_factor={self.gradient_predivide_factor:g}",
-            self.feedback.facts() if self.feedback else _dense_facts(self.compression),
+            facts_of(self.compression),
             f"missing_gradients={self.missing_gradients!r}",
             f"global_clip_norm={self.global_clip_norm}",
             f"check_every={self.check_every}",
@@ -130,8 +130,11 @@ class Options:
         ]
 
 
-def _dense_facts(compressor: type) -> str:
-    name = compressor.__name__
+def facts_of(compression: Any) -> str:
+    """Return what must be equal on all ranks of a compression, which was checked, in words."""
+    if isinstance(compression, ErrorFeedback):
+        return compression.facts()
+    name = compression.__name__
     return "dense" if name == "NoneCompressor" else f"dense {name}"
 
 

@@ -204,7 +204,8 @@ def broadcast_optimizer_state(
     working. Unlike Horovod, no step with zero gradients is taken to make state: weight decay and
     momentum would move the parameters, and the root tells what its state consists of.
 
-    optimizer: plain or distributed; of a LocalSGD the outer one's is given, too.
+    optimizer: plain or distributed; of a LocalSGD the outer one's is given, too, and where it is in
+        its round: with the root's parameters every rank is in the middle of it as the root is.
     model: accepted for Horovod's scripts, not needed.
     Raises ValueError for LBFGS and, on every rank, when a rank's optimizer is of another class or
     has other parameters; TypeError, on every rank, when the root's state cannot be sent.
@@ -217,7 +218,12 @@ def broadcast_optimizer_state(
     message: Any = None
     if is_root:
         skeleton, slots = optimizer_tree.take_tensors_out(own, optimizer)
-        message = {"layout": layout, "optimizer": skeleton, "tensors": [(*slot,) for slot in slots]}
+        message = {
+            "layout": layout,
+            "optimizer": skeleton,
+            "tensors": [(*slot,) for slot in slots],
+            "in_common": optimizer.in_common() if isinstance(optimizer, Wrapping) else None,
+        }
     message = broadcast_object(message, root_rank, name)
     difference = optimizer_tree.difference(layout, message["layout"])
     complaints = allgather_object(difference, f"{name}.layout")
@@ -244,5 +250,6 @@ def broadcast_optimizer_state(
         optimizer_tree.install(filled, optimizer)
     optimizer_tree.lay_out_as_parameters(optimizer)
     if isinstance(optimizer, Wrapping):
+        optimizer.go_on_from(message["in_common"])
         for other in optimizer.besides():
             broadcast_optimizer_state(other, root_rank)

@@ -50,6 +50,13 @@ class Wrapping(torch.optim.Optimizer):
         """Return the other optimizers that all ranks step with alike."""
         return []
 
+    def in_common(self) -> Any:
+        """Return where all ranks are besides, of types that gtopk.objects has; None: nowhere."""
+        return None
+
+    def go_on_from(self, common: Any) -> None:
+        """Be where another rank is, by what its `in_common` has returned."""
+
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state, laid out as its parameters are here."""
         super().load_state_dict(state_dict, *args, **kwargs)

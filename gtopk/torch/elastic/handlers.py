@@ -97,7 +97,10 @@ class ModelStateHandler(StateDictHandler):
 
 
 class OptimizerStateHandler(StateDictHandler):
-    """Handles an optimizer: its options and state are every rank's, a residual each rank's own."""
+    """Handles an optimizer: its options and state are every rank's, a residual each rank's own.
+
+    Within a round of LocalSGD all ranks become rank 0 as it was, by this and the model's handler.
+    """
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)

@@ -231,3 +231,51 @@ def test_the_outer_optimizers_state_is_shared_or_missed(is_shared: bool) -> None
 
     ours, others = on_ranks(2, program)
     assert not is_shared or torch.equal(ours, others)
+
+
+@pytest.mark.parametrize("steps", [8, 9])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        hvd.Compression.gtopk(density=0.1),
+        hvd.Compression.gtopk(density=0.1, warmup_steps=6),
+        hvd.Compression.oktopk(density=0.1),
+    ],
+    ids=repr,
+)
+def test_where_rank_0_alone_loads_all_go_on_from_where_it_was(compression: Any, steps: int) -> None:
+    """Between rounds, where the model alone is shared; and in the middle of one."""
+
+    def begin() -> tuple[torch.nn.Module, Any]:
+        model = network()
+        return model, LocalSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1), 2, averaging, compression
+        )
+
+    def train(rank: int, model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            backward(model, rank, step)
+            optimizer.step()
+
+    def first(transport: LocalTransport) -> tuple[Any, Any]:
+        model, optimizer = begin()
+        train(transport.rank, model, optimizer, range(steps))
+        return model.state_dict(), optimizer.state_dict()
+
+    saved = on_ranks(2, first)[0]
+
+    def then(transport: LocalTransport) -> torch.Tensor:
+        model, optimizer = begin()
+        if transport.rank == 0:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        if steps % 2:
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        assert optimizer.steps_made == steps % 2
+        train(transport.rank, model, optimizer, range(steps, 12))
+        assert (optimizer.outer_steps, optimizer.state_dict()["gtopk"]["steps"]) == (6, 6)
+        return weights(model)
+
+    ours, others = on_ranks(2, then)
+    assert torch.equal(ours, others)

@@ -1,0 +1,96 @@
+"""LocalSGD in hvd.elastic: ranks go on as rank 0 was in its round, holding back what each did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport
+from gtopk.local_sgd import LocalSGD, averaging
+from gtopk.torch.elastic import TorchState
+from tests.gtopk.local_rounds import backward, close, flat, held, network, on_ranks, weights
+
+INNER_STEPS = 3
+sparse = hvd.Compression.gtopk(density=0.1)
+
+
+def begin() -> tuple[torch.nn.Module, Any, TorchState]:
+    model = network()
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = LocalSGD(inner, INNER_STEPS, averaging, sparse)
+    return model, optimizer, TorchState(model, optimizer)
+
+
+def train(rank: int, model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        backward(model, rank, step)
+        optimizer.step()
+
+
+def center(optimizer: Any) -> torch.Tensor:
+    return flat(optimizer.state_dict()["local_sgd"]["center"])
+
+
+@pytest.mark.parametrize("after", [2, 3])
+@pytest.mark.parametrize("steps", [6, 7])
+def test_a_job_goes_on_from_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, after: int
+) -> None:
+    """Between two rounds, and in the middle of one, which other numbers of ranks begin anew."""
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+
+    def first(transport: LocalTransport) -> torch.Tensor:
+        model, optimizer, state = begin()
+        state.sync()
+        train(transport.rank, model, optimizer, range(steps))
+        state.commit()
+        return held(optimizer)
+
+    def then(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        model, optimizer, state = begin()
+        state.sync()
+        made = steps % INNER_STEPS if after == 2 else 0
+        assert (optimizer.outer_steps, optimizer.steps_made) == (2, made)
+        before = held(optimizer)
+        train(transport.rank, model, optimizer, range(made, INNER_STEPS))
+        assert (optimizer.outer_steps, optimizer.steps_made) == (3, 0)
+        return before, weights(model)
+
+    saved = on_ranks(2, first)
+    found, models = zip(*on_ranks(after, then), strict=True)
+    close(sum(found), sum(saved))
+    assert all(torch.equal(model, models[0]) for model in models)
+
+
+def test_a_recovery_goes_on_as_rank_0_was_in_its_round() -> None:
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
+        model, optimizer, state = begin()
+        state.sync()
+        train(transport.rank, model, optimizer, range(INNER_STEPS))
+        if transport.rank == 0:  # ranks need not make as many steps as others
+            train(0, model, optimizer, range(INNER_STEPS, INNER_STEPS + 1))
+        state.commit()
+        own, mine = weights(model), held(optimizer)
+        train(transport.rank, model, optimizer, range(1))
+        state.restore()
+        state.sync()
+        assert torch.equal(held(optimizer), mine)
+        assert (optimizer.outer_steps, optimizer.steps_made) == (1, 1)
+        seen = own, weights(model), center(optimizer)
+        state.restore()  # what was committed is what all agreed on
+        assert torch.equal(weights(model), seen[1])
+        assert torch.equal(center(optimizer), seen[2])
+        optimizer.outer_step()
+        return *seen, weights(model)
+
+    ours, *others = on_ranks(3, rank)
+    assert not torch.equal(ours[0], ours[2])
+    for own, replica, z, moved in others:
+        assert torch.equal(own, z)
+        assert torch.equal(replica, ours[0])
+        assert torch.equal(z, ours[2])
+        assert torch.equal(moved, ours[3])
