@@ -274,6 +274,8 @@ class _LocalSGD(Wrapping):
             self.outer_steps = own["outer_steps"]
             self._load_round(own["center"], own["steps_made"], own["ranks"])
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
+            if own is not None:  # before parts said what they hold, LocalSGD's were changes, too
+                part = {"holds": optimizer_checkpoint.CHANGES, **part}
             optimizer_checkpoint.load(self._exchange, part)
 
     def _load_round(self, center: Sequence[torch.Tensor], steps_made: int, ranks: int) -> None:

@@ -7,7 +7,7 @@
         "lanes":   [{"names": [...], "regions": ...}]: a run that is resumed has the same buckets,
         "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters
         "of":      only in a sum of parts: of which ranks, of how many, it is
-        "holds":   "changes" of the model, as LocalSGD; else gradients
+        "holds":   "gradients", or "changes" of the model, as LocalSGD; older ones do not say
     }
 
 `state_dict()` holds this rank's own; `gather_state` all ranks', which any number of ranks can load:
@@ -69,7 +69,7 @@ def save(holder: Holder) -> dict[str, Any]:
         "steps": holder.steps,
         "lanes": lanes,
         "held": {holder.rank: held},
-        **({"holds": holder.holds} if holder.holds != GRADIENTS else {}),
+        "holds": holder.holds,
     }
 
 

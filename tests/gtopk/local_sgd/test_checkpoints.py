@@ -202,6 +202,28 @@ def test_gradients_that_are_held_back_are_no_changes_of_the_model(
     assert all("holds back nothing" in text for text in said)
 
 
+def test_a_state_from_before_it_said_what_it_holds_back_loses_none_of_it() -> None:
+    def rank(transport: LocalTransport) -> None:
+        def begin() -> Any:
+            model = network()
+            return model, LocalSGD(
+                momentum(model.parameters()), 2, averaging, hvd.Compression.gtopk(density=0.1)
+            )
+
+        model, optimizer = begin()
+        for step in range(4):
+            backward(model, transport.rank, step)
+            optimizer.step()
+        state = optimizer.state_dict()
+        del state["gtopk"]["holds"]
+        _, resumed = begin()
+        resumed.load_state_dict(state)
+        assert held(resumed).any()
+        assert torch.equal(held(resumed), held(optimizer))
+
+    on_ranks(2, rank)
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_the_outer_optimizers_state_is_shared_or_missed(is_shared: bool) -> None:
     """Rank 0 alone goes on from a checkpoint, as Horovod's scripts do."""

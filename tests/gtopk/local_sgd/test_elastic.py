@@ -94,3 +94,26 @@ def test_a_recovery_goes_on_as_rank_0_was_in_its_round() -> None:
         assert torch.equal(replica, ours[0])
         assert torch.equal(z, ours[2])
         assert torch.equal(moved, ours[3])
+
+
+def test_gradients_that_a_commit_holds_back_are_no_changes_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
+
+    def first(transport: LocalTransport) -> bool:
+        model = network()
+        inner = torch.optim.Adam(model.parameters())
+        optimizer = hvd.DistributedOptimizer(inner, compression=sparse)
+        train(transport.rank, model, optimizer, range(2))
+        TorchState(model, optimizer).commit()
+        return bool(held(optimizer).any())
+
+    def then(transport: LocalTransport) -> bool:
+        _, optimizer, state = begin()
+        state.sync()
+        return bool(held(optimizer).any())
+
+    assert on_ranks(2, first) == [True, True]
+    assert on_ranks(2, then) == [False, False]
+    assert "the state holds back gradients" in caplog.text
