@@ -33,7 +33,7 @@ from collectives.transports import Transport
 from .compression import GTopK
 from .engine import Operation
 from .exchange.exchange import Progress
-from .hooked.ddp_lanes import BucketLanes, as_shaped, split
+from .hooked.bucket_lanes import BucketLanes, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.one_step import NOT_FINITE, TOLD, OneStep

@@ -1,7 +1,7 @@
 """Steps whose buckets PyTorch hands over one by one, through hooks of DDP and FSDP.
 
-one_step.py     all buckets of a step count, or none
-hook_steps.py   what such steps cost
-hook_skips.py   backward passes that do not count
-ddp_lanes.py    lanes of buckets that DDP makes, and makes anew
+one_step.py       all buckets of a step count, or none
+hook_steps.py     what such steps cost
+hook_skips.py     backward passes that do not count
+bucket_lanes.py   lanes of buckets, which may change
 """

@@ -1,7 +1,8 @@
-"""The lanes of DDP's buckets, and what is held back of each parameter, in whichever bucket it is.
+"""The lanes of buckets, and what is held back of each parameter, in whichever bucket it is.
 
-DDP makes its buckets anew after the first step, unless it is to find unused parameters: what is
-held back moves along, parameter by parameter. What is held back of a frozen one waits outside.
+DDP makes its buckets anew after the first step, unless it is to find unused parameters; FSDP's have
+the parameters that a pass has gradients of. What is held back moves along, parameter by parameter.
+What is held back of one that is frozen, or in no bucket now, waits outside.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class BucketLanes:
             for parameter in parameters:
                 if parameter in self._homes:
                     self._take_out(self._homes[parameter][0])
-            lane = self._open_lane(torch.nn.Parameter(buffer.detach()))  # DDP's own memory
+            lane = self._open_lane(torch.nn.Parameter(buffer.detach()))  # its own memory
             start = 0
             for parameter in parameters:
                 self._homes[parameter] = lane, start
