@@ -11,13 +11,14 @@
     vote         0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
 
 The residual is sharded as the gradients are. A module's shard is exchanged when FSDP has it, before
-backward goes on. Needs torch 2.7 or newer.
+backward goes on: of the parameters that have a gradient. What is held back of others waits. Needs
+torch 2.7 or newer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ from collectives.transports import Transport
 from .compression import GTopK
 from .engine.agreement import gather_words
 from .exchange.exchange import Progress
+from .hooked.bucket_lanes import BucketLanes
+from .hooked.fsdp_units import Unit, require_shape, stand_in
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.one_step import NOT_FINITE, OneStep
@@ -78,8 +81,7 @@ def replicate(
             "a module's shard travels as one: dense parameters are not possible; leave out dense, "
             "dense_vectors and dense_under"
         )
-    sharded = {name: each for name, each in model.named_modules() if isinstance(each, FSDPModule)}
-    if not sharded:
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")
     if replicas.ndim != 1:
         raise ValueError(
@@ -92,11 +94,30 @@ def replicate(
             f"rank {torch.distributed.get_rank()} of torch.distributed is rank "
             f"{world.current().rank} of gtopk: start the ranks with one launcher"
         )
-    place = _place_in(replicas, model.parameters())
-    state = ReplicaState(model, list(sharded), place, compression, scaler)
-    for name, module in sharded.items():
-        _set_hook(module, partial(state.exchange, plain_name(name)))
+    units = _units_of(model)
+    place = _place_in(replicas, [p for unit in units.values() for p in unit.parameters])
+    state = ReplicaState(model, list(units.values()), place, compression, scaler)
+    for module, unit in units.items():
+        _set_hook(module, partial(state.exchange, unit))
     return state
+
+
+def _units_of(model: torch.nn.Module) -> dict[FSDPModule, Unit]:
+    """Return the units by their modules: of several that are sharded as one, by the last."""
+    names = {module: plain_name(name) for name, module in model.named_modules()}
+    modules = {}
+    for module in names:
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            # Several of one module, which later torches have, take no hook: `replicate` raises.
+            several = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if several is None else several:
+                modules[group] = module
+    return {
+        module: Unit(names[module], group, names)
+        for group, module in modules.items()
+        if group is not None
+    }
 
 
 class _Place(NamedTuple):
@@ -141,7 +162,7 @@ def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tup
 
 
 class ReplicaState:
-    """What replicas keep from step to step: of each sharded module, what was not sent yet.
+    """What replicas keep from step to step: of each parameter's shard, what was not sent yet.
 
     A step is one backward pass.
 
@@ -157,7 +178,7 @@ class ReplicaState:
     def __init__(
         self,
         model: torch.nn.Module,
-        modules: Collection[str],
+        units: Sequence[Unit],
         place: _Place,
         compression: GTopK,
         scaler: Any,
@@ -168,20 +189,20 @@ class ReplicaState:
         self.process_set = place.replicas
         self._model = model
         self._place = place
-        self._modules = {plain_name(name) for name in modules}
         self._world = world.current()
         self._name = self._world.name_optimizer(["fsdp"])
-        self._lanes: dict[str, Lane] = {}
-        self._held: dict[str, Held] = {}  # of modules without a lane: not yet, or not in the model
+        self._lanes = {unit: BucketLanes(partial(self._open_lane, unit)) for unit in units}
+        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
         self._step = OneStep()
         self._steps = HookSteps(self._world, place.replicas.engine, self._name)
-        self._skips = HookSkips(lambda: set(model.parameters()))
+        self._skips = HookSkips(self._parameters)
         self._pass = -1  # autograd's number of the one whose end is awaited
 
-    def exchange(self, module: str, gradients: torch.Tensor) -> None:
+    def exchange(self, unit: Unit, gradients: torch.Tensor) -> None:
         """Replace the mean over a replica's ranks, [shard's length], by that of all replicas."""
         self._await_end_of_pass()
-        lane = self._lane_of(module, gradients)
+        names = unit.with_gradient
+        lane = self._lanes[unit].lane_of([unit.stand_ins[name] for name in names], gradients)
         scale = loss_scale(self.scaler)
         lane.parameters[0].grad = gradients
         lane.take(1.0 / (self.process_set.size() or 1) / scale, scale)
@@ -192,8 +213,12 @@ class ReplicaState:
             self._steps.ran(number, began, self._step.run(lane, transport, votes))
 
         operation = self.process_set.engine.submit(
-            f"{self._name}.{module}",
-            [f"{gradients.dtype} {list(gradients.shape)}", lane.facts],
+            f"{self._name}.{unit.name}",
+            [
+                f"{gradients.dtype} {list(gradients.shape)}",
+                f"gradients of {', '.join(names)}",
+                lane.facts,
+            ],
             work,
             vote=0 if lane.all_finite() else NOT_FINITE,
         )
@@ -232,6 +257,14 @@ class ReplicaState:
             queue = Variable._execution_engine.queue_callback
             queue(partial(queue, self._end_pass))
 
+    def _open_lane(self, unit: Unit, whole: torch.nn.Parameter) -> Lane:
+        vector = stand_in(whole.detach().new_empty(1), whole.numel())
+        return open_lane(unit.name, [vector], [unit.name], self.compression, self.progress)
+
+    def _parameters(self) -> set[torch.Tensor]:
+        """Return those that have gradients: what is not resharded has whole ones in their place."""
+        return {*self._model.parameters(), *(p for unit in self._lanes for p in unit.parameters)}
+
     @torch.no_grad()
     def _end_pass(self) -> None:
         """Agree with all ranks on whether the step counts, and begin another."""
@@ -244,7 +277,7 @@ class ReplicaState:
         ).wait()
         if is_void:
             self._step.drop()
-            for parameter in self._model.parameters():
+            for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
                     parameter.grad.to_local().fill_(torch.nan)
         counted = self._step.close()
@@ -263,37 +296,15 @@ class ReplicaState:
                 "use_reentrant=False"
             )
 
-    def _lane_of(self, module: str, gradients: torch.Tensor) -> Lane:
-        if module not in self._lanes:
-            whole = torch.nn.Parameter(gradients.detach().clone())
-            lane = open_lane(module, [whole], [module], self.compression, self.progress)
-            self._put_in(lane, self._held.pop(module, {}))
-            self._lanes[module] = lane
-        return self._lanes[module]
-
-    def _put_in(self, lane: Lane, held: Mapping[str, torch.Tensor]) -> None:
-        residual = lane.exchange.residual
-        assert residual is not None
-        for what, tensor in residual.after_last_step().items():
-            if what not in held:
-                tensor.zero_()
-                continue
-            if held[what].shape != tensor.shape:
-                raise ValueError(
-                    f"the {what} of the shard of '{lane.name}' has the shape "
-                    f"{list(held[what].shape)}, but here it is {list(tensor.shape)}"
-                )
-            tensor.copy_(held[what])
-        residual.holds_nothing = not held
-
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank holds back; save it on every rank."""
-        held = {
-            name: {what: tensor.clone() for what, tensor in residual.after_last_step().items()}
-            for name, lane in self._lanes.items()
-            if (residual := lane.exchange.residual) is not None
+        parts = {
+            name: lanes.held_of(shard)
+            for unit, lanes in self._lanes.items()
+            for name, shard in unit.stand_ins.items()
         }
-        mine = {f"{self._place.shard}/{name}": of for name, of in {**self._held, **held}.items()}
+        held = {**self._strange, **{name: part for name, part in parts.items() if part}}
+        mine = {f"{self._place.shard}/{name}": part for name, part in held.items()}
         return {
             "format": FORMAT,
             "ranks": self._ranks,
@@ -315,26 +326,29 @@ class ReplicaState:
                 f"{self._place.shards}: the number of shards must be what it was"
             )
         share = share_of(state, self._rank, self._ranks)
-        held = {}
-        for name, parts in share.items():
-            shard, _, module = name.partition("/")
-            if int(shard) != self._place.shard:
+        held: dict[str, Held] = {}
+        for key, parts in share.items():
+            number, _, name = key.partition("/")
+            if int(number) != self._place.shard:
                 raise ValueError(
-                    f"the state has what is held back of shard {shard}, but this rank has shard "
+                    f"the state has what is held back of shard {number}, but this rank has shard "
                     f"{self._place.shard}: on another number of replicas the ranks of each must "
                     "follow each other, as in a mesh whose last dimension is that of the shards"
                 )
-            held[module] = parts
+            held[name] = parts
+        for unit in self._lanes:
+            held.update(unit.by_parameter(held.pop(unit.name, {})))
+            for name, shard in unit.stand_ins.items():
+                require_shape(name, held.get(name, {}), shard.shape)
         self._step.close()  # of a pass that was broken off
-        self._held = held
-        for name, lane in self._lanes.items():
-            self._put_in(lane, self._held.pop(name, {}))
-        strangers(
-            self._held,
-            self._modules,
+        self._strange = strangers(
+            held,
+            {name for unit in self._lanes for name in unit.stand_ins},
             self._world.rank,
-            "the model has no sharded module of that name; shard those that were",
+            "the model has no sharded parameter of that name; shard those that were",
         )
+        for unit, lanes in self._lanes.items():
+            lanes.hold({shard: held.get(name, {}) for name, shard in unit.stand_ins.items()})
         self.progress.steps = int(state["steps"])
 
     @property

@@ -17,6 +17,12 @@ def test_replicas_of_shards_exchange_by_gtopk(torchrun):
     assert job.stdout.count("shards are replicated") == 4
 
 
+def test_a_unit_may_be_used_in_part(torchrun):
+    job = torchrun(4, "fsdp_used_in_part.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("nothing is lost") == 4
+
+
 def test_what_replicas_hold_back_goes_on_in_fewer_of_them(torchrun, tmp_path):
     for ranks in (4, 2):
         job = torchrun(ranks, "fsdp_resume.py", str(tmp_path))

@@ -12,6 +12,7 @@ from checks import logged, run_tests
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import gtopk
@@ -117,7 +118,7 @@ def shard(model: torch.nn.Module) -> torch.Tensor:
 
 
 def residuals(state: fsdp.ReplicaState) -> dict[str, torch.Tensor]:
-    """Return what this rank holds back, by module."""
+    """Return what this rank holds back, by parameter."""
     (held,) = state.state_dict()["held"].values()
     return {name: tensors["residual"] for name, tensors in held.items()}
 
@@ -172,6 +173,27 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
         assert bool(weights(model).isfinite().all())
 
 
+def test_gradients_are_spoilt_and_kept_where_parameters_stay_whole() -> None:
+    (model, state), (other, _) = sharded(0.05), sharded(0.05)
+    (mine, others) = ([*each.parameters()] for each in (model, other))
+    optimizer = torch.optim.SGD([*mine, *others], lr=0.1)
+    for each in (model, other):
+        each.set_reshard_after_backward(False)
+        factor = torch.nan if (each, RANK) == (model, 3) else 1.0
+        hook = each[0].register_forward_hook(partial(spoil, torch.tensor(factor)))
+        loss(each, 0).backward()
+        hook.remove()
+        assert not any(isinstance(parameter, DTensor) for parameter in each.parameters())
+    assert state.skipped_steps == 1
+    assert all(bool(parameter.grad.to_local().isnan().all()) for parameter in mine)
+    state.drop_skipped(optimizer)
+    assert all(parameter.grad is None for parameter in mine)
+    assert all(bool(parameter.grad.to_local().isfinite().all()) for parameter in others)
+    again = fsdp.replicate(model, MESH["replicate"], 0.05)  # of one that is whole
+    loss(model, 1).backward()
+    assert again.progress.steps == 1
+
+
 def test_what_is_held_back_is_saved_and_loaded() -> None:
     model, state = sharded(0.05)
     train(model, range(3))
@@ -186,11 +208,34 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     for wrong, said in (
         ({"format": 7}, "must be of format 1, got 7"),
         ({"shards": 3}, "of 3 shards, but here the model has 2: the number of shards must be"),
-        ({"held": {RANK: {f"{RANK % 2}/0": {"residual": torch.ones(3)}}}}, r"the shape \[3\]"),
+        *(
+            (
+                {"held": {RANK: {f"{RANK % 2}/{name}": {"residual": torch.ones(3)}}}},
+                rf"the residual of the shard of '{name}' has the shape \[3\], but .* \[{length}\]",
+            )
+            for name, length in (("0.weight", 72), ("0", 78))
+        ),
         ({"held": {RANK: {f"{1 - RANK % 2}/0": {}}}}, "the ranks of each must follow each other"),
     ):
         with pytest.raises(ValueError, match=said):
             resumed.load_state_dict({**saved, **wrong})
+
+
+def test_what_was_held_back_by_module_is_loaded() -> None:
+    """As earlier versions of gtopk saved it."""
+    (model, state), (_, resumed) = sharded(0.05, momentum_correction=0.9), sharded(0.05)
+    train(model, range(2))
+    saved, shard = state.state_dict(), RANK % 2
+    (held,) = saved["held"].values()
+    by_module = {}
+    for layer in (f"{shard}/0", f"{shard}/1", f"{shard}/2"):
+        parts = [held[f"{layer}.weight"], held[f"{layer}.bias"]]
+        by_module[layer] = {what: torch.cat([part[what] for part in parts]) for what in parts[0]}
+    resumed.load_state_dict({**saved, "held": {RANK: by_module}})
+    (loaded,) = resumed.state_dict()["held"].values()
+    assert held.keys() == loaded.keys()
+    for name, tensors in held.items():
+        assert all(torch.equal(loaded[name][what], tensor) for what, tensor in tensors.items())
 
 
 def test_what_is_held_back_is_each_ranks_own_in_torchs_checkpoints() -> None:
@@ -235,10 +280,10 @@ def test_modules_may_be_compiled_or_renamed() -> None:
     assert residuals(resumed).keys() == residuals(state).keys()
     saved = state.state_dict()
     shard = RANK % 2
-    saved["held"][RANK][f"{shard}/gone"] = saved["held"][RANK].pop(f"{shard}/1")
+    saved["held"][RANK][f"{shard}/gone"] = saved["held"][RANK].pop(f"{shard}/1.weight")
     resumed.load_state_dict(saved)
-    assert not residuals(resumed)[f"{shard}/1"].any()
-    assert torch.equal(residuals(resumed)[f"{shard}/gone"], residuals(state)[f"{shard}/1"])
+    assert f"{shard}/1.weight" not in residuals(resumed)
+    assert torch.equal(residuals(resumed)[f"{shard}/gone"], residuals(state)[f"{shard}/1.weight"])
 
 
 def test_what_is_no_sharded_model_is_refused() -> None:

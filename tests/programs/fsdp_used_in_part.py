@@ -1,0 +1,183 @@
+"""Run under torchrun on 4 ranks, two replicas of two shards: a pass uses some layers of a unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import run_tests
+from fsdp_hook import MESH, RANK, weights
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import gtopk.torch as hvd
+from gtopk import fsdp
+
+Uses = tuple[str, ...]  # of the block: each the layers that it goes through
+
+
+class Block(torch.nn.Module):
+    """Layers whose 11 rows the two shards have no even part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(11, 11, dtype=torch.float64) for name in "abc"}
+        )
+
+    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+        for name in names:
+            x = self.layers[name](x).tanh()
+        return x
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, x: torch.Tensor, uses: Uses) -> torch.Tensor:
+        for names in uses:
+            x = self.block(x, names)
+        return x
+
+
+def replicated(
+    density: float, *, units_of_their_own: bool = False
+) -> tuple[Model, fsdp.ReplicaState]:
+    model = Model()
+    if units_of_their_own:
+        for layer in model.block.layers.values():
+            fully_shard(layer, mesh=MESH["shard"])
+    fully_shard(model.block, mesh=MESH["shard"])
+    fully_shard(model, mesh=MESH["shard"])
+    return model, fsdp.replicate(model, MESH["replicate"], density)
+
+
+def loss(model: Model, uses: Uses, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + RANK)
+    x = torch.randn(8, 11, generator=generator, dtype=torch.float64)
+    return model(x, uses).square().mean()
+
+
+def held_back(model: Model, state: fsdp.ReplicaState) -> dict[str, torch.Tensor]:
+    """Return what all replicas hold back, summed, by parameter, as its shard."""
+    (held,) = state.state_dict()["held"].values()
+    found = {}
+    for name, parameter in model.named_parameters():
+        shard = parameter.to_local()
+        own = held.get(f"{RANK % 2}/{name}", {}).get("residual")
+        own = torch.zeros(shard.numel(), dtype=shard.dtype) if own is None else own
+        assert not own[shard.numel() :].any()  # what pads it
+        own = own[: shard.numel()].view_as(shard)
+        found[name] = hvd.allreduce(own, op=hvd.Sum, process_set=state.process_set)
+    return found
+
+
+def gradients(model: Model) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.zeros_like(p.to_local()) if p.grad is None else p.grad.to_local()
+        for name, p in model.named_parameters()
+    }
+
+
+def test_layers_used_in_turn_are_trained_as_units_of_their_own() -> None:
+    trained = []
+    for units_of_their_own in (False, True):
+        model, _ = replicated(0.05, units_of_their_own=units_of_their_own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, layer in enumerate("abacbabc"):
+            optimizer.zero_grad()
+            loss(model, (layer,), step).backward()
+            optimizer.step()
+        trained.append(weights(model))
+    assert torch.equal(*trained)
+
+
+def check_nothing_is_lost(
+    model: Model, state: fsdp.ReplicaState, dense: Model, before: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Compare with a pass of a model that sends everything; return what is held back after it."""
+    update, whole, after = gradients(model), gradients(dense), held_back(model, state)
+    for name in update:
+        torch.testing.assert_close(
+            update[name] + after[name], whole[name] + before[name], rtol=1e-12, atol=1e-12
+        )
+    return after
+
+
+def test_nothing_is_lost_nor_sent_for_others_whatever_is_used_or_frozen() -> None:
+    (model, state), (dense, _) = replicated(0.05), replicated(1.0)
+    passes: list[tuple[Uses, str]] = [  # what is used, and what of it is frozen
+        (("ab",), ""),
+        (("b",), ""),
+        (("abc",), "a"),
+        (("abc",), ""),
+        (("ab", "bc"), ""),
+        (("ac", "bc", "ac"), ""),
+        (("abc", "ab"), "b"),
+        (("c",), ""),
+        (("abc",), ""),
+    ]
+    for step, (uses, frozen) in enumerate(passes):
+        before = held_back(model, state)
+        for each in (model, dense):
+            for name, module in each.block.layers.items():
+                module.requires_grad_(name not in frozen)
+            each.zero_grad()
+            loss(each, uses, step).backward()
+        after = check_nothing_is_lost(model, state, dense, before)
+        for name in after:
+            layer = name.split(".")[2]
+            if layer not in "".join(uses) or layer in frozen:
+                assert torch.equal(after[name], before[name])
+    assert state.progress.steps == len(passes)
+
+
+def test_what_is_used_twice_is_as_it_was_after_a_pass_that_does_not_count() -> None:
+    model, state = replicated(0.05)
+    loss(model, ("abc",), 0).backward()
+    before = held_back(model, state)
+    for step, uses in enumerate((("ab", "bc"), ("bc", "ab"), ("c", "ab"))):
+        model.zero_grad()
+        (loss(model, uses, step) * (torch.inf if RANK == 3 else 1.0)).backward()
+        assert state.skipped_steps == step + 1
+        after = held_back(model, state)
+        assert all(torch.equal(after[name], part) for name, part in before.items())
+    assert all(part.any() for part in before.values())
+
+
+def test_replicas_that_use_different_layers_are_told() -> None:
+    model, _ = replicated(0.05)
+    said = r"disagree about .*gradients of block\.layers\.a\.weight, .*block\.layers\.b\.weight"
+    with pytest.raises(hvd.HorovodInternalError, match=said):
+        loss(model, ("ab"[RANK // 2],), 0).backward()
+
+
+def test_replicas_may_use_different_layers_where_fsdp_reduces_zeros() -> None:
+    """What is held back of layers that nobody uses is then sent, too."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return  # torch 2.13 has it
+    (model, state), (dense, _) = replicated(0.2), replicated(1.0)
+    passes = ("abc", 1.0), ("ac"[RANK // 2], 1.0), *(("a", 0.0),) * 15
+    for step, (layers, scale) in enumerate(passes):
+        before = held_back(model, state)
+        for each in (model, dense):
+            each.set_reduce_scatter_unused_params(True)
+            each.zero_grad()
+            (loss(each, (layers,), step) * scale).backward()
+        after = check_nothing_is_lost(model, state, dense, before)
+        assert step > 1 or after["block.layers.c.weight"].any()
+    assert not any(map(torch.Tensor.any, after.values()))
+
+
+def main() -> None:
+    run_tests(globals())
+    print(f"rank {RANK}: nothing is lost\n", end="", flush=True)
+    hvd.shutdown()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
