@@ -17,10 +17,12 @@ torch 2.7 or newer.
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -54,6 +56,12 @@ from .world.process_sets import ProcessSet, find_or_register
 from .wrapped.checkpoint import FORMAT, share_of
 
 __all__ = ["ReplicaState", "replicate"]
+
+# What a rank says at the end of a pass: it does not count; of the gradients that the last one made
+# NaN, some are so yet; some are not.
+_VOID: Final = 1
+_SPOILT: Final = 2
+_CLEARED: Final = 4
 
 
 def replicate(
@@ -164,7 +172,10 @@ def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tup
 class ReplicaState:
     """What replicas keep from step to step: of each parameter's shard, what was not sent yet.
 
-    A step is one backward pass.
+    A step is one backward pass. Gradients that are to add up over several are reduced in the last
+    of them only: model.set_requires_gradient_sync(False) before the others. Where each reduces
+    them, one that does not count spoils all of them: those before it were sent for nothing, and
+    those after it do not count until gradients are cleared.
 
     process_set: the ranks that hold the same shard.
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
@@ -196,6 +207,7 @@ class ReplicaState:
         self._step = OneStep()
         self._steps = HookSteps(self._world, place.replicas.engine, self._name)
         self._skips = HookSkips(self._parameters)
+        self._spoilt: list[torch.Tensor] = []  # whose gradients the last pass made NaN
         self._pass = -1  # autograd's number of the one whose end is awaited
 
     def exchange(self, unit: Unit, gradients: torch.Tensor) -> None:
@@ -272,18 +284,30 @@ class ReplicaState:
         is_void = self._place.everyone.engine.submit(
             f"{self._name}.pass",
             [],
-            lambda transport, votes: any(votes),
-            vote=self._step.is_void,
+            lambda transport, votes: _is_void(votes),
+            vote=self._vote(),
         ).wait()
+        self._spoilt = []
         if is_void:
             self._step.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
                     parameter.grad.to_local().fill_(torch.nan)
+                    self._spoilt.append(parameter)
         counted = self._step.close()
         self._steps.close(counted, overlapped=False)
         self.progress.steps += counted
         self._skips.note(counted)
+
+    def _vote(self) -> int:
+        """Return what this rank says of the pass that ends."""
+        vote = _VOID if self._step.is_void else 0
+        for parameter in self._spoilt:
+            if not isinstance(parameter.grad, DTensor):
+                vote |= _CLEARED
+            elif (gradient := parameter.grad.to_local()).numel():
+                vote |= _SPOILT if bool(gradient.isnan().any()) else _CLEARED
+        return vote
 
     def _require_outermost(self) -> None:
         """Raise RuntimeError in a backward pass within another, whose end is none of the step's."""
@@ -359,3 +383,12 @@ class ReplicaState:
     def _rank(self) -> int:
         """Its number where those of a replica follow each other."""
         return (self.process_set.rank() or 0) * self._place.shards + self._place.shard
+
+
+def _is_void(votes: Sequence[int]) -> bool:
+    """Tell whether a pass does not count, as one does not that was added to NaN.
+
+    What a program never clears, as it is in no optimizer, is NaN for good, and costs no more steps.
+    """
+    said = functools.reduce(operator.or_, votes)
+    return bool(said & _VOID) or said & (_SPOILT | _CLEARED) == _SPOILT

@@ -173,6 +173,37 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
         assert bool(weights(model).isfinite().all())
 
 
+def test_gradients_that_add_up_to_spoilt_ones_cost_no_more_than_those() -> None:
+    """Also where some are in no optimizer, and stay spoilt for good as nobody clears them."""
+    model, state = sharded(0.05)
+    train(model, range(2))
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+    optimizer.register_step_pre_hook(state.drop_skipped)
+    held, before = residuals(state), weights(model)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step == 1)
+        for part in range(2):  # each reduces its gradients, which add up
+            is_spoilt = (RANK, step, part) == (3, 0, 0)
+            (loss(model, 2 * step + part) * (torch.inf if is_spoilt else 1.0)).backward()
+        optimizer.step()
+        same = all(map(torch.equal, residuals(state).values(), held.values()))
+        assert same == torch.equal(weights(model), before) == (step == 0)
+        assert state.skipped_steps == 2
+    assert state.progress.steps == 6
+    assert bool(weights(model).isfinite().all())
+
+
+def test_gradients_that_add_up_before_they_are_reduced_are_one_step() -> None:
+    model, state = sharded(0.05)
+    for is_spoilt in (True, False):
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        (loss(model, 0) * (torch.inf if is_spoilt and RANK == 3 else 1.0)).backward()
+        model.set_requires_gradient_sync(True)
+        loss(model, 1).backward()
+        assert (state.skipped_steps, state.progress.steps) == (1, 1 - is_spoilt)
+
+
 def test_gradients_are_spoilt_and_kept_where_parameters_stay_whole() -> None:
     (model, state), (other, _) = sharded(0.05), sharded(0.05)
     (mine, others) = ([*each.parameters()] for each in (model, other))
