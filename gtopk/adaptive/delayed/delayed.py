@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -85,7 +86,8 @@ class DelayedLoader:
             asked.local_clip_norm,
             self._steps,
         )
-        self.rounds = Rounds(
+        self._open_rounds = partial(
+            Rounds,
             trained,
             self._wire,
             world.rank,
@@ -94,6 +96,9 @@ class DelayedLoader:
             self._apply,
             self._skip,
         )
+        self.rounds = self._open_rounds()
+        self._abandoned: Rounds | None = None  # under way as a state was loaded
+        self._loaded: dict[str, Any] = {}  # that state, whose residual waits for their end
         self._in_epoch = self._in_pass = False
         self._length = 0  # of the epoch's order
         self._in_hand = False
@@ -185,6 +190,7 @@ class DelayedLoader:
         if self._in_epoch:  # a script broke the last iteration off, on all ranks
             self._in_hand = False
             self._close_pass()
+        self._end_abandoned()
         require_known(self._optimizer.param_groups, self._trained, KNOWN_TO_ADAPT)
         self._steps.spent.begin()
         with self._epochs.iterate() as (epoch, start):
@@ -225,15 +231,21 @@ class DelayedLoader:
         """End the pass on all ranks, apply what they have computed, and know what is left."""
         if not self._in_pass:
             return
-        rounds = self.rounds
-        while not rounds.ended:
-            rounds.poll(is_last=True)
-            if not rounds.ended and rounds.waits_for is not None:
-                rounds.waits_for.wait()
-        rounds.drain()
+        self.rounds.finish()
         self._in_pass = False
-        self._passes.close(rounds.batches)
+        self._passes.close(self.rounds.batches)
         self._epochs.start = self._length - sum(map(len, self._passes.left))
+
+    def _end_abandoned(self) -> None:
+        """End, with all ranks, what was under way as a state was loaded; hold back what it says."""
+        if self._abandoned is None:
+            return
+        require_its_world(self._world, "abs")
+        self._abandoned.abandon()
+        self._abandoned.finish()
+        self.exchange.take_ran()  # of no step
+        self.exchange.load_state_dict(self._loaded)
+        self._abandoned, self._loaded = None, {}
 
     def _await_drains(self, order: Sequence[int]) -> Iterator[Any]:
         """Go on when all ranks do; where some drain, hand out a batch for the script to do so."""
@@ -266,6 +278,7 @@ class DelayedLoader:
         handed a batch of no weight to come there. Between epochs there is nothing to drain.
         Raises RuntimeError, on every rank, where some did not call it.
         """
+        self._end_abandoned()
         if not self._in_epoch:
             return
         require_its_world(self._world, "abs")
@@ -287,29 +300,39 @@ class DelayedLoader:
                 "all ranks before it, as gtopk.save_checkpoint does"
             )
         return {
+            **(self._loaded or self.exchange.state_dict()),
             "mode": "abs",
             "epochs": self._epochs.state_dict(),
             "passes": self._passes.state_dict(),
             "round": self.rounds.number + self.rounds.ended,
             "samples": self.rounds.samples,
-            **self.exchange.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader stopped: the same samples are left, in the same order.
 
         What was known of the ranks' speeds is of as many ranks: others begin with equal ones. What
-        is held back is this rank's; on another number of ranks its share of their sum.
+        is held back is this rank's; on another number of ranks its share of their sum. Of an
+        iteration that was broken off nothing more is applied; every rank must load a state then.
         """
         if state["mode"] != "abs":
             raise ValueError(
                 f"this loader's mode is 'abs', the state's {state['mode']!r}; make the loader "
                 "with the mode it was saved with"
             )
+        if self._in_pass:
+            # Other ranks may have sent more or less of it, and come later, or never: elastic
+            # restores states when ranks have failed.
+            self._abandoned, self.rounds = self.rounds, self._open_rounds()
+        self._in_epoch = self._in_pass = self._in_hand = self.drain_wanted = False
         self._epochs.load_state_dict(state["epochs"])
         self._passes.load_state_dict(state["passes"])
         self.rounds.load(state["round"], state["samples"])
-        self.exchange.load_state_dict(state)
+        self._settings.seen = self.round
+        if self._abandoned is None:
+            self.exchange.load_state_dict(state)
+        else:
+            self._loaded = state
 
 
 def refuse_tokens(*said: Any) -> None:

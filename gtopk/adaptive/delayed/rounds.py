@@ -18,6 +18,7 @@ With one step of delay, gradient descent on a curvature of lambda is stable for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -101,6 +102,7 @@ class Rounds:
         self._samples = self._batches = self._next = 0
         self._ready: Pending | None = None
         self._reducing: Pending | None = None
+        self._is_abandoned = False
         self.number = 0
         self.skipped = 0
         self.ended = False
@@ -120,7 +122,7 @@ class Rounds:
 
     def load(self, number: int, samples: Sequence[int]) -> None:
         """Go on from a round, with what each of as many ranks had in the last one."""
-        self.number = number
+        self.number, self.ended = number, False
         if len(samples) == len(self.samples):
             self.samples = list(samples)
 
@@ -156,6 +158,21 @@ class Rounds:
     def leave_out(self) -> None:
         """Be done with a micro-batch without its gradients, and without its samples."""
         self._batches += 1
+
+    def abandon(self) -> None:
+        """Apply nothing more of what was computed; all ranks do so, and then `finish`."""
+        self._is_abandoned = True
+        # As sums that are not finite: ranks that have sent theirs need exchange nothing.
+        self._sums = [None] * len(self._parameters)
+        self._sums[0] = torch.full_like(self._parameters[0], math.nan)
+
+    def finish(self) -> None:
+        """Have nothing left to compute: end the last round with all ranks, and apply its update."""
+        while not self.ended:
+            self.poll(is_last=True)
+            if not self.ended and self.waits_for is not None:
+                self.waits_for.wait()
+        self.drain()
 
     def poll(self, is_last: bool = False) -> None:
         """Go on as far as nothing has to be waited for; between two micro-batches.
@@ -197,6 +214,8 @@ class Rounds:
             return
         reduced: Reduced = self._reducing.wait()
         self._reducing = None
+        if self._is_abandoned:
+            return
         self.batches = [a + b for a, b in zip(self.batches, reduced.batches, strict=True)]
         total = sum(reduced.samples)
         if total > 0 and not self.ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -305,6 +306,75 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit() -> None:
 
     finished = on_ranks(2, whole)
     assert on_ranks(2, resumed) == [run for _, run in finished]
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_loader_that_was_broken_off_goes_back_to_a_state_as_a_new_one_begins_there(
+    drains: bool,
+) -> None:
+    """One rank has sent its part of a round already; rates have changed by the time all go on."""
+    corrected = hvd.Compression.gtopk(density=0.4, momentum_correction=0.5, warmup_steps=6)
+    has_loaded = threading.Event()
+
+    def without_tensors(state: dict[str, Any]) -> dict[str, Any]:
+        return {name: each for name, each in state.items() if not torch.is_tensor(each)}
+
+    def program(here: World) -> Any:
+        parts = prompt(adapted(here, 160, corrected))
+        loader, model, optimizer = parts
+        states: list[Any] = []
+        run(*parts, 2, states)
+        (state,) = states
+        weight = model.weight.detach().clone()
+        loader.rounds._wire = loader._wire  # from here on ranks need not keep together
+        for number, (_, x) in enumerate(loader):
+            model(x).mean().backward()
+            optimizer.step()
+            if here.rank == 1 or number == 1:
+                break
+            loader.rounds._ready.wait()
+        assert (loader.rounds._reducing is None) == (here.rank == 1)
+
+        def goes_on(loader: Any, model: Model, optimizer: Any) -> Any:
+            with torch.no_grad():
+                model.weight.copy_(weight)
+            optimizer.param_groups[0]["lr"] = 0.5
+            seen = run(*prompt((loader, model, optimizer)))
+            after = loader.state_dict()
+            held = [after[name].numpy().tobytes() for name in ("residual", "velocity")]
+            return seen, without_tensors(after), model.weight.detach().numpy().tobytes(), held
+
+        if here.rank == 1:
+            assert has_loaded.wait(30)  # before this rank comes
+        loader.load_state_dict(state)
+        has_loaded.set()
+        assert without_tensors(loader.state_dict()) == without_tensors(state)
+        assert torch.equal(loader.state_dict()["residual"], state["residual"])
+        assert loader.round == state["round"]
+        if drains:
+            loader.drain()
+        again = goes_on(*parts)
+        new = adapted(here, 160, corrected)
+        new[0].load_state_dict(state)
+        return again, goes_on(*new)
+
+    for again, anew in on_ranks(2, program):
+        assert again == anew
+
+
+def test_a_state_that_is_loaded_after_an_epoch_is_what_the_next_begins_with() -> None:
+    def program(here: World) -> None:
+        parts = prompt(adapted(here, 64))
+        loader = parts[0]
+        run(*parts)
+        state, seen = loader.state_dict(), run(*parts)
+        after = loader.state_dict()
+        loader.load_state_dict(state)
+        assert loader.round == state["round"]
+        assert loader.state_dict() == state
+        assert (run(*parts), loader.state_dict()) == (seen, after)
+
+    on_ranks(2, program)
 
 
 def test_a_rank_with_nothing_left_is_handed_a_batch_to_drain_in() -> None:
