@@ -91,6 +91,8 @@ class MergingLoader:
         self._rate = LearningRate(self._optimizer, job.options.lr_scaling, self._batches.first_size)
         self._replica: Replica | None = None
         self._loaded: dict[str, Any] | None = None  # before there was a replica
+        self._is_compared = False  # the replica, with those of all ranks
+        self._weights: Sequence[float] | None = None  # of the last merge
         self._finished: list[range] | None = None  # takes since the last merge, while one is due
         self._in_hand: range | None = None
         self._updates = 0
@@ -152,9 +154,10 @@ class MergingLoader:
 
     def _begin(self, epoch: int) -> None:
         """Begin an epoch, the same on all ranks, with how far any has seen the cursor."""
-        if self._replica is None:
-            self._replica = self._open_replica()
-        known = set(self._replica.parameters)
+        replica = self._resumed() or self._open_replica()
+        if not self._is_compared:
+            self._compare(replica)
+        known = set(replica.parameters)
         require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
         left = [(place.start, place.stop) for place in self._batches.left]
         facts = [f"epoch {epoch}", f"places left {left}"]
@@ -171,15 +174,25 @@ class MergingLoader:
         self._steps.submitted(operation)
         return Waited(operation, self._steps.spent).wait()
 
-    def _open_replica(self) -> Replica:
-        """Return this rank's replica, once it is sure that all begin as the same model."""
-        named = {p: n for p, n in self._optimizer._parameter_names.items() if p.requires_grad}
-        facts = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
-        options = self._options
-        replica = Replica(list(named), self._optimizer._compression, options.merge_momentum)
-        if self._loaded is not None:
-            replica.load_state_dict(self._loaded)
+    def _resumed(self) -> Replica | None:
+        """Return this rank's replica, made of what was loaded if there is none; None: neither."""
+        if self._replica is None and self._loaded is not None:
+            self._open_replica().load_state_dict(self._loaded)
             self._loaded = None
+        return self._replica
+
+    def _open_replica(self) -> Replica:
+        """Return a replica for this rank, which is the model as it is."""
+        trained = [p for p in self._optimizer._parameter_names if p.requires_grad]
+        compression = self._optimizer._compression
+        self._replica = Replica(trained, compression, self._options.merge_momentum)
+        self._is_compared = False
+        return self._replica
+
+    def _compare(self, replica: Replica) -> None:
+        """Make sure that all ranks begin as the same model."""
+        named = {p: self._optimizer._parameter_names[p] for p in replica.parameters}
+        facts = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
         with replica.at_center():
             own = checksums(named)
         operation = self._world.engine.submit(
@@ -188,7 +201,7 @@ class MergingLoader:
             lambda transport, votes: require_the_same(transport, own, list(named.values())),
         )
         self._await(operation)
-        return replica
+        self._is_compared = True
 
     def _mega_batch(self) -> Iterator[Any]:
         """Yield what this rank can take of the stretch that is open."""
@@ -306,6 +319,7 @@ class MergingLoader:
         batches.close(reports)
         self._finished = self._in_hand = None
         self._epochs.start = len(self._taken.order) - sum(map(len, batches.left))
+        self._weights = weights
         self._note(Merge(reports, weights, batches.sizes), update is not None)
         self._settle(said)
 
@@ -361,7 +375,8 @@ class MergingLoader:
         They are, after an epoch, by themselves; but for compressed merges and the strategies with
         an elastic force, where replicas stay apart.
         """
-        return nullcontext() if self._replica is None else self._replica.at_center()
+        replica = self._resumed()
+        return nullcontext() if replica is None else replica.at_center()
 
     def drain(self) -> None:
         """Make all replicas the merged model, with all that they have not sent; all ranks call it.
@@ -373,17 +388,17 @@ class MergingLoader:
         there. Raises RuntimeError, on every rank, where some did not call it.
         """
         require_its_world(self._world, "adaptive-sgd")
-        replica = self._replica
         if self._finished is not None:
             self._merge(drains=True)
         while self.drain_wanted:
             self._tell(drains=True)
+        replica = self._resumed()
         if replica is None:
             return
-        if self._batches.strategy.force or self.last_merge is None:
+        if self._batches.strategy.force or self._weights is None:
             replica.collapse()
             return
-        offset = replica.weighted_offset(self.last_merge.weights[self._world.rank])
+        offset = replica.weighted_offset(self._weights[self._world.rank])
 
         def work(transport: Transport, votes: list[int]) -> bool:
             if any(votes):
@@ -413,12 +428,13 @@ class MergingLoader:
             "epochs": self._epochs.state_dict(is_of_before=self._finished is not None),
             "batches": self._batches.state_dict(),
             "replica": replica.state_dict() if replica is not None else self._loaded,
-            "weights": list(self.last_merge.weights) if self.last_merge else None,
+            "weights": list(self._weights) if self._weights else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from another loader's last merge, with its model in the parameters.
+        """Go on from another loader's last merge, with its model.
 
+        That is in the parameters from the next iteration, `merged` or `drain` on, if not at once.
         Raises ValueError for another mode; for another number of ranks, where replicas have kept
         something to themselves: drain() before the checkpoint.
         """
@@ -437,10 +453,11 @@ class MergingLoader:
         self._epochs.load_state_dict(state["epochs"])
         self._batches.load_state_dict(state["batches"])
         self._finished = None
-        if self._replica is None:
-            self._loaded = replica
-        elif replica:
+        self._weights = state["weights"] if state["ranks"] == self._world.size else None
+        if self._replica is not None and replica:
             self._replica.load_state_dict(replica)
+        else:
+            self._replica, self._loaded = None, replica
 
 
 def encode(report: Report, count: int) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,51 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(algorithm: str, density: flo
         return torch.equal(whole.weight, resumed.weight)
 
     assert on_ranks(2, program) == [True, True]
+
+
+def test_a_state_of_between_epochs_can_be_evaluated_and_drained_before_the_next() -> None:
+    """By a loader that has no replica yet, and by one that has gone on since."""
+    options: dict[str, Any] = {"mega_batch": 50, "replay": by_speed([2.0, 1.0])}
+    compression = hvd.Compression.gtopk(density=0.4)
+
+    def program(here: World) -> None:
+        runs = [Run(compression, **options) for _ in range(3)]
+        new, gone_on, reference = runs
+        for run in (gone_on, reference):
+            run.epoch()
+        state = reference.loader.state_dict()
+        assert state["replica"]["own"]
+        gone_on.epoch()
+        assert gone_on.loader.last_merge.weights != state["weights"]
+        for run in (new, gone_on):
+            run.loader.load_state_dict(state)
+            assert run.loader.state_dict()["weights"] == state["weights"]
+        for of_weight in (lambda run: run.loader.merged(), lambda run: run.loader.drain()):
+            found = []
+            for run in runs:
+                with of_weight(run) or nullcontext():
+                    found.append(run.weight.detach().clone())
+            assert all(torch.equal(each, found[-1]) for each in found)
+        epochs = [run.epoch() for run in runs]
+        assert epochs[0] == epochs[1] == epochs[2]
+        assert torch.equal(new.weight, reference.weight)
+
+    on_ranks(2, program)
+
+
+def test_a_loader_goes_back_to_before_its_first_epoch() -> None:
+    def program(here: World) -> None:
+        run = Run(hvd.Compression.gtopk(density=0.4), mega_batch=50, replay=EVENLY[2])
+        state, trained = run.loader.state_dict(), []
+        for _ in range(2):
+            with torch.no_grad():
+                run.weight.zero_()
+            run.loader.load_state_dict(state)
+            run.epoch()
+            trained.append(run.weight.detach().clone())
+        assert torch.equal(*trained)
+
+    on_ranks(2, program)
 
 
 def test_a_checkpoint_within_a_mega_batch_is_that_of_the_last_merge() -> None:
