@@ -15,7 +15,7 @@ def entered(here: World) -> World | None:
 
     Raises RuntimeError for other ranks.
     """
-    if not _is_over(here):
+    if not is_over(here):
         return None
     now = world.current()
     if (now.rank, now.size) != (here.rank, here.size):
@@ -31,7 +31,7 @@ def require_its_world(here: World, mode: str, way_out: str = "") -> None:
 
     way_out: where it is not to make optimizer and loader anew.
     """
-    if not _is_over(here):
+    if not is_over(here):
         return
     raise RuntimeError(
         f"rank {here.rank}: the loader that hvd.adapt made in mode {mode!r} cannot go on after "
@@ -44,6 +44,6 @@ def require_its_world(here: World, mode: str, way_out: str = "") -> None:
     )
 
 
-def _is_over(here: World) -> bool:
+def is_over(here: World) -> bool:
     """Tell whether there is another world by now; without any, operations say so."""
     return world.is_initialized() and world.current() is not here

@@ -18,7 +18,7 @@ import torch
 from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ..apart.own_steps import OwnSteps
 from ..batches.epochs import Epochs
-from ..batches.next_world import require_its_world
+from ..batches.next_world import is_over, require_its_world
 from ..batches.sources import order_of, rebuilt
 from ..options import Job
 from .batch_in_hand import BatchInHand
@@ -134,7 +134,7 @@ class HogbatchLoader:
         self._periods.end()
 
     def _begin(self, length: int) -> None:
-        require_its_world(self._world, self._mode, "go on in another job, by a checkpoint")
+        self._require_its_world()
         if length > self._node.longest:
             raise ValueError(
                 f"rank {self._world.rank}: an epoch of mode {self._mode!r} has at most the "
@@ -176,9 +176,10 @@ class HogbatchLoader:
 
         The fast classes compute it, in large batches; where there are none, all do.
         loss_of: from a batch to the mean loss of its samples.
-        Raises RuntimeError within an epoch, at once.
+        Raises RuntimeError within an epoch, at once, and where the loader's world is over.
         """
         self._require_between_epochs("evaluate")
+        self._require_its_world()
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, self._writer.refresh
         idles = not evaluates(self._node)
@@ -208,9 +209,13 @@ class HogbatchLoader:
     def drain(self) -> None:
         """Have this rank's parameters be the shared model's, and that the same on all nodes.
 
-        All ranks call it together, between epochs. Raises RuntimeError within one, at once.
+        All ranks call it together, between epochs. Raises RuntimeError within one, at once. Where
+        the loader's world is over, each node's model stays what it was then.
         """
         self._require_between_epochs("drain")
+        if is_over(self._world):
+            self._writer.refresh()
+            return
         with self._steps.spent.waiting():
             self._ledger.begin(0, between_nodes=False)
             self._node.merging.drain()
@@ -224,6 +229,9 @@ class HogbatchLoader:
                 "which no worker waits for another in: call it (and gtopk.save_checkpoint, which "
                 "drains) on all ranks between epochs"
             )
+
+    def _require_its_world(self) -> None:
+        require_its_world(self._world, self._mode, "go on in another job, by a checkpoint")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next epoch hangs on."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.world import world
@@ -137,3 +139,36 @@ def test_other_modes_say_that_they_cannot_go_on_and_what_can(mode: str, way_out:
     if mode != "hogbatch":
         samples = sorted(i for batches in results for batch in batches for i in batch)
         assert samples == list(range(LENGTH))
+
+
+def test_a_hogbatch_loader_whose_world_is_over_is_saved_for_another_job(tmp_path: Path) -> None:
+    def opens(here: World) -> Any:
+        kind = "fast" if here.rank else "slow"  # a fast worker's parameters are a copy
+        sizes = {"slow": 4, "fast": 4}
+        return open_loader(here, mode="hogbatch", device_class=kind, sizes=sizes)
+
+    def trains(here: World, before: None) -> Any:
+        opened = opens(here)
+        list(steps(*opened))
+        return opened
+
+    def saves(here: World, opened: Any) -> Any:
+        weight, optimizer, loader = opened
+        loader.drain()
+        model = torch.nn.ParameterList([weight])
+        gtopk.save_checkpoint(tmp_path, model, optimizer, loader, 1)
+        with pytest.raises(RuntimeError, match="go on in another job, by a checkpoint"):
+            loader.evaluate(lambda batch: (weight * batch.double().mean()).sum())
+        return weight.detach().clone()
+
+    def goes_on(here: World, saved: torch.Tensor) -> Any:
+        weight, optimizer, loader = opens(here)
+        gtopk.load_latest(tmp_path, torch.nn.ParameterList([weight]), optimizer, loader)
+        assert torch.equal(weight, saved)
+        return saved, loader.state_dict()["epochs"], list(steps(weight, optimizer, loader))
+
+    results = in_turn([2, 2, 2], trains, saves, goes_on)
+    assert torch.equal(results[0][0], results[1][0])
+    assert [epochs for _, epochs, _ in results] == [{"epoch": 1, "start": 0}] * 2
+    samples = sorted(i for *_, batches in results for batch in batches for i in batch)
+    assert samples == list(range(LENGTH))
