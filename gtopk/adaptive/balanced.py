@@ -200,7 +200,7 @@ class BalancedLoader:
 
     def _hand_over(self, cut: Cut) -> None:
         self._cut = cut
-        self._epochs.start = cut.start + cut.total
+        self._epochs.reach(cut.start + cut.total)
         self.num_samples = cut.sizes[self._world.rank]
         self._in_hand.take(cut, self.num_samples, self._options.loss_reduction)
         self._rate.scale(cut.total, self._noise.value)

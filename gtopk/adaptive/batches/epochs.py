@@ -33,10 +33,11 @@ class Epochs:
         try:
             yield place
         except BaseException:
-            # A generator may be closed when another has begun, or a state was loaded.
+            # A generator may end when another has begun, an epoch was set, or a state loaded.
             self._is_left |= iteration is self._iteration
             raise
-        self.finish()
+        if iteration is self._iteration:
+            self.finish()
 
     def begin(self) -> tuple[int, int]:
         """Return epoch and place where an iteration begins; one that was left half-way is over."""
@@ -51,7 +52,12 @@ class Epochs:
     def set(self, epoch: int) -> None:
         """Let the next iteration be of this epoch; all of it, where the last one was left."""
         if epoch != self.epoch or self._is_left:
-            self.epoch, self.start, self._is_left = epoch, 0, False
+            self._go_to(epoch, 0)
+
+    def reach(self, start: int) -> None:
+        """Note how far the iteration has come, also a left one; nothing once another is set."""
+        if self._iteration is not None:
+            self.start = start
 
     def finish(self) -> None:
         """Go on to the next epoch."""

@@ -234,7 +234,7 @@ class DelayedLoader:
         self.rounds.finish()
         self._in_pass = False
         self._passes.close(self.rounds.batches)
-        self._epochs.start = self._length - sum(map(len, self._passes.left))
+        self._epochs.reach(self._length - sum(map(len, self._passes.left)))
 
     def _end_abandoned(self) -> None:
         """End, with all ranks, what was under way as a state was loaded; hold back what it says."""

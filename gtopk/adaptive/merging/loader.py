@@ -318,7 +318,7 @@ class MergingLoader:
         (replica.pull if batches.strategy.force else replica.merge)(update, weight)
         batches.close(reports)
         self._finished = self._in_hand = None
-        self._epochs.start = len(self._taken.order) - sum(map(len, batches.left))
+        self._epochs.reach(len(self._taken.order) - sum(map(len, batches.left)))
         self._weights = weights
         self._note(Merge(reports, weights, batches.sizes), update is not None)
         self._settle(said)

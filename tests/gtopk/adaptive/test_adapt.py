@@ -29,6 +29,32 @@ def test_real_ranks_with_workers_see_every_sample_once(mpirun: Callable[..., Any
     assert job.returncode == 0, job.stderr
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("mode", ["balanced", "abs", "adaptive-sgd"])
+def test_the_epoch_that_is_set_after_a_break_is_trained_with_whole(mode: str, epoch: int) -> None:
+    def program(here: World) -> None:
+        model = torch.nn.Linear(3, 1).double()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        loader = hvd.adapt(DataLoader(data(32), 4, shuffle=True), optimizer, mode)
+
+        def train() -> Iterator[int]:
+            for indices, x in loader:
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+                yield from indices.tolist()
+
+        next(train())
+        loader.set_epoch(epoch)
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(epoch)).tolist()
+        assert list(train()) == order
+        assert loader.state_dict()["epochs"] == {"epoch": epoch + 1, "start": 0}
+
+    on_ranks(1, program)
+
+
 @pytest.mark.parametrize("mode", ["abs", "adaptive-sgd", "hogbatch"])
 def test_a_layer_that_is_thawed_after_adapt_is_an_error_of_the_next_epoch(mode: str) -> None:
     def program(here: World) -> None:

@@ -15,7 +15,7 @@ from gtopk.adaptive.batches.epochs import Epochs
 def iterating(epochs: Epochs, steps: int = 8) -> Iterator[int]:
     with epochs.iterate() as (_, start):
         for step in range(start, steps):
-            epochs.start = step + 1
+            epochs.reach(step + 1)
             yield step
 
 
@@ -59,6 +59,26 @@ def test_the_epoch_that_is_set_after_a_break_is_iterated_from_its_beginning(epoc
     for each in (epochs, resumed):
         each.set(epoch)
         assert each.begin() == (epoch, 0)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_what_is_done_late_of_an_epoch_that_was_left_is_none_of_the_one_that_is_set(
+    epoch: int,
+) -> None:
+    epochs = new()
+    for _ in iterating(epochs):
+        break
+    epochs.set(epoch)
+    epochs.reach(5)
+    assert epochs.begin() == (epoch, 0)
+
+
+def test_the_epoch_that_is_set_within_an_iteration_is_the_next() -> None:
+    epochs = new()
+    for step in iterating(epochs):
+        if step == 2:
+            epochs.set(4)
+    assert epochs.begin() == (4, 0)
 
 
 def test_the_epoch_that_a_resumed_run_sets_is_not_begun_anew() -> None:
