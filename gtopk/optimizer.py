@@ -19,6 +19,7 @@ from .recording import looks
 from .reductions import Adasum, Average
 from .replicas.check import ReplicaCheck
 from .step.grad_scaler import RECIPE, loss_scale, require_no_fused_unscaling, require_scaled
+from .step.listener import Listener
 from .step.options import Groups, Options, warn_of_few_entries, warn_of_second_moments
 from .step.reducer import Reducer
 from .step.samples import Samples
@@ -62,6 +63,7 @@ class _DistributedOptimizer(Readings):
         self._synchronized = False
         self._skip = False
         self._stands_in = False  # the batch in hand is no rank's own, and weighs nothing
+        self._in_hand = Listener()  # else that of `adapt`
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
@@ -111,6 +113,7 @@ class _DistributedOptimizer(Readings):
         """
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._reducer.enter(here)
+            self._in_hand.enter(here)
             self._world = here
         if not self._reducer.peers.takes_part or not self._reducer.trained():  # all are frozen
             self._synchronized = True
@@ -212,6 +215,7 @@ class _DistributedOptimizer(Readings):
         if not self._skip:
             self._step_wrapped()
         self._skip = False
+        self._in_hand.end_step()
         self._world.step += 1
         if self._reducer.peers.takes_part:
             self._replicas.after_step(self.state)
@@ -233,6 +237,7 @@ class _DistributedOptimizer(Readings):
             )
         self._synchronized = False
         self._reducer.drop()
+        self._in_hand.drop()
         super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -202,7 +202,8 @@ class BalancedLoader:
         self._cut = cut
         self._epochs.reach(cut.start + cut.total)
         self.num_samples = cut.sizes[self._world.rank]
-        self._in_hand.take(cut, self.num_samples, self._options.loss_reduction)
+        reduction = self._options.loss_reduction
+        self._in_hand.take(cut, self.num_samples, reduction, self._world)
         self._rate.scale(cut.total, self._noise.value)
         if self._copy is not None and self.step % self._noise_every == 0:
             self._copy.arm()

@@ -13,4 +13,5 @@ grad_scaler.py      GradScaler's scale
 skipped_steps.py    steps that no rank applied; in_a_row.py: too many of them
 expectation.py      what an exchange is to take; expected_step.py: once links are measured
 advice.py           and what a run is told of it
+listener.py         what is told of steps
 """

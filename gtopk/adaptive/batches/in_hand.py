@@ -11,16 +11,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ...step.listener import Listener
 from ...step.samples import Samples
+from ...world.world import World
 
 
-class InHand:
+class InHand(Listener):
     """What is in hand of an optimizer; one, whichever loaders it has.
 
     The batch handed out last counts. If each loader multiplied the rates by itself, one would put
     back what another had multiplied.
 
-    factor: of the next step's rates.
+    factor: of the next step's rates; without a batch in hand 1 again after it.
     The optimizer keeps this, and nothing here keeps the optimizer: it goes with its last user.
     """
 
@@ -29,10 +31,11 @@ class InHand:
         self.factor = 1.0
         self._rates: list[Any] | None = None  # to be put back
         self._batch: object = None
+        self._world: World | None = None  # that the batch is of
         self._step_before: object = None  # when the batch was handed out
         self._said: Samples | None = None  # of a batch whose loop was left before its step
         optimizer.register_step_pre_hook(weakly(self._multiply))
-        optimizer.register_step_post_hook(weakly(self._close_step))
+        optimizer.register_step_post_hook(weakly(self._put_back))
 
     @property
     def _optimizer(self) -> Any:
@@ -41,12 +44,14 @@ class InHand:
     @classmethod
     def of(cls, optimizer: Any) -> InHand:
         """Return the optimizer's, made where there is none."""
-        known: dict[str, InHand] = vars(optimizer)
-        return known.get("_in_hand") or known.setdefault("_in_hand", cls(optimizer))
+        known = getattr(optimizer, "_in_hand", None)
+        if not isinstance(known, cls):
+            known = optimizer._in_hand = cls(optimizer)
+        return known
 
-    def take(self, batch: object, samples: int, loss_reduction: Any) -> None:
+    def take(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
         """Have a batch in hand, of so many of this rank's samples; none: it stands in."""
-        self._batch, self._said = batch, None
+        self._batch, self._said, self._world = batch, None, here
         self._step_before = self._optimizer.last_step
         self._optimizer._stands_in = samples == 0
         self._optimizer.set_num_samples(samples, loss_reduction)
@@ -75,21 +80,38 @@ class InHand:
             self._optimizer._stands_in = False
             self._said = self._optimizer._reducer.samples
 
+    def enter(self, here: World) -> None:
+        """Be done with a batch that was left in a world before: its step failed, or was none."""
+        if self._said is not None and self._world is not here:
+            self.let_go(self._batch)
+
+    def end_step(self) -> None:
+        """Be done with a batch that was left before this step."""
+        if self._said is not None:
+            self.let_go(self._batch)
+        elif self._batch is None:
+            self.factor = 1.0
+
+    def drop(self) -> None:
+        """Be done with a batch that was left, and whose gradients a GradScaler would not apply."""
+        if self._said is not None and self._optimizer.last_step is not self._step_before:
+            self.let_go(self._batch)
+
     def _multiply(self, optimizer: Any, *step: Any) -> None:
-        # A step that calls that of its base class comes here twice.
-        if self.factor == 1.0 or self._rates is not None:
+        # The plain optimizer has the same hooks, and so has whatever else wraps it. A step that
+        # calls that of its base class comes here twice.
+        if optimizer is not self._optimizer or self.factor == 1.0 or self._rates is not None:
             return
         self._rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * self.factor
 
-    def _close_step(self, optimizer: Any, *step: Any) -> None:
-        if self._rates is not None:
-            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate
-            self._rates = None
-        if self._said is not None:
-            self.let_go(self._batch)
+    def _put_back(self, optimizer: Any, *step: Any) -> None:
+        if optimizer is not self._optimizer or self._rates is None:
+            return
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        self._rates = None
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

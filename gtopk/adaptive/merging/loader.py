@@ -208,7 +208,6 @@ class MergingLoader:
         self._finished, self._updates = [], 0
         for batch in self._loader:
             take = self._taken.taken.popleft()
-            self._rate.scale(len(take), None)
             yield from self._hand_over(batch, take)
             if self._finished is None:
                 break  # drained
@@ -274,6 +273,7 @@ class MergingLoader:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.div_(max(self.num_samples, 1))
+        self._rate.scale(self.num_samples, None)
         with optimizer.skip_synchronize():
             self._wrapped_step()
         self._updates += 1

@@ -10,8 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
+from gtopk.adaptive.batches.in_hand import InHand
 from gtopk.adaptive.learning_rate import LearningRate
 from gtopk.world.world import World
+from tests.gtopk.adaptive.batches.test_next_world import in_turn
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
@@ -21,8 +23,12 @@ class Script:
 
     def __init__(self) -> None:
         self.weight = torch.zeros(1, requires_grad=True)
-        inner = torch.optim.SGD([self.weight], lr=1.0)
-        self.optimizer: Any = hvd.DistributedOptimizer(inner, [("weight", self.weight)])
+        self.plain = torch.optim.SGD([self.weight], lr=1.0)
+        self.optimizer: Any
+        self.wrap_anew()
+
+    def wrap_anew(self) -> None:
+        self.optimizer = hvd.DistributedOptimizer(self.plain, [("weight", self.weight)])
 
     def adapted(self, length: int, **options: Any) -> Any:
         """Return a loader of steps of four samples, the last of what is left."""
@@ -32,11 +38,17 @@ class Script:
     def step(self, gradient: float = 1.0) -> float:
         """Return what a step with this rank's gradient moves the weight by."""
         before = self.weight.item()
-        self.optimizer.zero_grad()
+        self.weight.grad = None
         (gradient * self.weight).sum().backward()
         self.optimizer.step()
         assert self.optimizer.param_groups[0]["lr"] == 1.0
         return before - self.weight.item()
+
+    def skip(self) -> None:
+        """Synchronize, and take no step, as a GradScaler does."""
+        self.weight.grad = None
+        (float("nan") * self.weight).sum().backward()
+        self.optimizer.synchronize()
 
 
 def test_two_loaders_of_an_optimizer_leave_its_rate_as_it_is() -> None:
@@ -85,6 +97,96 @@ def test_after_a_break_a_batch_weighs_the_one_step_that_is_its_own(steps_in_loop
         return moved
 
     assert on_ranks(2, program) == [[2.0, 2.0, 2.0, 0.25, 2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("by", ["gtopk", "a GradScaler"])
+def test_a_skipped_step_is_that_of_the_batch_that_was_left(by: str) -> None:
+    def program(here: World) -> Any:
+        script = Script()
+        for step, _ in enumerate(script.adapted(13, min_batch=0)):
+            if step == 3:
+                break
+            script.step()
+        if by == "gtopk":
+            assert script.step(float("nan")) == 0.0
+        else:
+            script.skip()
+            script.optimizer.zero_grad()
+        return [script.step(1.0 + 2 * here.rank) for _ in range(2)]
+
+    assert on_ranks(2, program) == [[2.0, 2.0]] * 2
+
+
+def test_a_step_that_a_scaler_skips_leaves_the_next_batch_its_weight() -> None:
+    def program(here: World) -> Any:
+        script = Script()
+        for step, _ in enumerate(script.adapted(13, min_batch=0)):
+            if step == 3:
+                break
+            script.skip()
+        script.optimizer.zero_grad()
+        return [script.step(1.0 + 2 * here.rank) for _ in range(2)]
+
+    assert on_ranks(2, program) == [[0.25, 2.0]] * 2
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_batch_that_was_left_weighs_no_step_of_another_world(is_over: bool) -> None:
+    """It has one sample, which is rank 0's, and a quarter of the rate."""
+
+    def leave(loader: Any) -> None:
+        for _ in loader:
+            break
+
+    def before(here: World, nothing: None) -> Any:
+        script = Script()
+        loader = script.adapted(1, min_batch=0)
+        if is_over:
+            leave(loader)
+        return script, loader
+
+    def after(here: World, opened: Any) -> Any:
+        script, loader = opened
+        if not is_over:
+            leave(loader)
+        return [script.step(1.0 + 2 * here.rank) for _ in range(2)]
+
+    assert in_turn([2, 2], before, after) == [[2.0 if is_over else 0.25, 2.0]] * 2
+
+
+def test_a_batch_weighs_no_step_of_another_wrap_of_its_plain_optimizer() -> None:
+    def program(here: World) -> None:
+        script = Script()
+        old = script.optimizer
+        for step, _ in enumerate(script.adapted(13)):
+            if step == 3:  # a quarter of a global batch
+                script.wrap_anew()
+                assert script.step() == 1.0
+                script.optimizer = old
+                assert script.step() == 0.25
+
+    on_ranks(1, program)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("abs", {"micro_batch": 3}),
+        ("adaptive-sgd", {}),
+        ("hogbatch", {"device_class": "slow", "sizes": {"slow": 3}}),
+    ],
+)
+def test_a_modes_own_step_leaves_no_factor(mode: str, options: dict[str, Any]) -> None:
+    def program(here: World) -> None:
+        script = Script()
+        factors = []
+        for _ in script.adapted(5, mode=mode, **options):
+            factors.append(InHand.of(script.optimizer).factor)
+            script.step()
+        assert len(factors) == 2
+        assert {*factors, InHand.of(script.optimizer).factor} == {1.0}
+
+    on_ranks(1, program)
 
 
 def test_what_a_script_says_after_a_break_stays() -> None:
