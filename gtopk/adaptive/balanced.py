@@ -20,7 +20,7 @@ from collectives.vector import Array
 from ..objects import decode, encode
 from .batches.epochs import Epochs
 from .batches.in_hand import InHand
-from .batches.next_world import entered
+from .batches.next_world import entered, is_over
 from .batches.same_stream import require_the_same
 from .batches.sources import open_source
 from .learning_rate import LearningRate
@@ -106,8 +106,8 @@ class BalancedLoader:
     def _enter(self) -> None:
         """Take part in the next world, where the last one is over: with rank 0's sizes.
 
-        Where a failure has cut an epoch off, all of it comes again: what was trained with is
-        restored from before. Raises RuntimeError where the ranks are others.
+        An epoch that was cut off comes again, all of it, unless a state is loaded that says where
+        it stood. Raises RuntimeError where the ranks are others.
         """
         here = entered(self._world)
         if here is None:
@@ -348,7 +348,8 @@ class BalancedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch lies, and all that sizes hang on.
 
-        Equal on all ranks, but for this one's seconds in the window that is open.
+        Equal on all ranks, but for this one's seconds in the window that is open. An epoch that was
+        left is over, but for one that was left with its world: it can go on in the next one.
         """
         done = self.step + (self._cut is not None)
         return {
@@ -356,7 +357,7 @@ class BalancedLoader:
             "ranks": self._world.size,
             "global_batch": self._limits.total,
             "step": done,
-            "epochs": self._epochs.state_dict(),
+            "epochs": self._epochs.state_dict(is_of_before=is_over(self._world)),
             "plan": self._plan.state_dict(done),
             "controller": self._controller.state_dict(),
             "seconds": list(self._seconds),

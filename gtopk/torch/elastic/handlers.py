@@ -131,5 +131,13 @@ class SamplerStateHandler(StateDictHandler):
         self.value.reset()
 
 
+class LoaderStateHandler(StateDictHandler):
+    """Handles a loader of `adapt` in mode "balanced": how far the epoch is, and its sizes."""
+
+    def reset(self) -> None:
+        # An interrupt restores nothing, and may synchronize nothing.
+        self.value.load_state_dict(self.value.state_dict())
+
+
 class LRSchedulerStateHandler(StateDictHandler):
     """Handles a learning rate scheduler."""

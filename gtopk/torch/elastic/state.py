@@ -7,10 +7,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ...adaptive.balanced import BalancedLoader
 from ..checkpoint.archive import Found, Owned
 from .archive import Commit
 from .base import ObjectState
 from .handlers import (
+    LoaderStateHandler,
     LRSchedulerStateHandler,
     ModelStateHandler,
     OptimizerStateHandler,
@@ -22,6 +24,7 @@ from .sampler import ElasticSampler
 
 __all__ = [
     "LRSchedulerStateHandler",
+    "LoaderStateHandler",
     "ModelStateHandler",
     "OptimizerStateHandler",
     "SamplerStateHandler",
@@ -38,6 +41,7 @@ _registry: Registry = [
     (torch.optim.Optimizer, OptimizerStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, LRSchedulerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (BalancedLoader, LoaderStateHandler),
 ]
 
 
@@ -64,9 +68,10 @@ class TorchState(ObjectState):
     """The state of a PyTorch training process: each keyword becomes an attribute.
 
     model, optimizer: most scripts have one of each; more go as keywords.
-    kwargs: modules, optimizers, learning rate schedulers and ElasticSamplers are handled as what
-        they are (see `get_handler_registry`), what else has state_dict() and load_state_dict(), as
-        a GradScaler has, by these, and anything else as a plain object.
+    kwargs: modules, optimizers, learning rate schedulers, ElasticSamplers and the loaders of
+        hvd.adapt in mode "balanced" are handled as what they are (see `get_handler_registry`), what
+        else has state_dict() and load_state_dict(), as a GradScaler has, by these, and anything
+        else as a plain object.
     """
 
     _handlers: Mapping[str, StateHandler] = {}

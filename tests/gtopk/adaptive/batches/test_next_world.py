@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,49 @@ def test_a_balanced_loader_goes_on_alike_where_some_ranks_were_a_step_ahead(fail
         assert state["controller"] == results[0][2]["controller"]
         assert state["epochs"] == {"epoch": 2, "start": 0}
     assert len(set(map(tuple, results[0][1]))) > 1
+
+
+HOSTS_REMOVED, HOSTS_ADDED = 1, 2
+
+
+@pytest.mark.parametrize("what", ["failure", HOSTS_ADDED, HOSTS_REMOVED])
+def test_a_balanced_loader_in_elastics_state_goes_on_within_the_epoch(what: Any) -> None:
+    """Whether the commit is returned to, or all ranks take over rank 0's state, or none does."""
+    ranks = 2
+    worlds = [local_world(ranks, timeout_seconds=30) for _ in range(2)]
+
+    def program(transport: LocalTransport) -> list[list[int]]:
+        with ExitStack() as stack:
+
+            def enter() -> World:
+                stack.close()
+                return stack.enter_context(world.entered(worlds[len(begun)][transport.rank]))
+
+            begun: list[int] = []
+            opened = open_loader(enter())
+            state = hvd.elastic.TorchState(None, opened[1], loader=opened[-1], done=0)
+            trained: dict[int, list[int]] = {}
+
+            def train(state: Any) -> None:
+                begun.append(state.done)
+                for samples in steps(*opened):
+                    trained[state.done] = samples
+                    state.done += 1
+                    if state.done == 3 and len(begun) == 1 and what != "failure":
+                        state.on_hosts_updated(1.0, what)
+                    if state.done % 3 == 0:
+                        state.commit()
+                    if state.done == 5 and len(begun) == 1:
+                        raise hvd.HorovodInternalError("made up")
+
+            hvd.elastic.run_fn(train, enter)(state)
+            assert begun == [0, 3]
+            assert opened[-1].state_dict()["epochs"] == {"epoch": 1, "start": 0}
+            return list(trained.values())
+
+    batches = run_ranks(local_world(ranks), program)
+    samples = sorted(i for each in batches for batch in each for i in batch)
+    assert samples == list(range(LENGTH))
 
 
 def test_a_balanced_loader_of_other_ranks_is_to_be_made_anew() -> None:
