@@ -232,7 +232,7 @@ def require_in_order(loader: DataLoader[Any]) -> None:
 
 
 class Numbers:
-    """What seeds a loader's workers: a generator of its own, set anew by every epoch.
+    """What seeds a loader's workers: a generator of its own, a new one for every epoch.
 
     An iteration of a DataLoader draws from torch's generator otherwise, so that what the script
     draws from it would come otherwise after an epoch was resumed in its middle.
@@ -246,17 +246,18 @@ class Numbers:
         rank: int = 0,
         seed: int | None = None,
     ) -> None:
-        self._generator = None if original.generator else torch.Generator()
+        self._loader = None if original.generator else rebuilt
         self._rank, self._seed = rank, seed
-        if self._generator is not None:
-            rebuilt.generator = self._generator
 
     def begin(self, epoch: int, part: int = 0) -> None:
-        """Set the generator by the seed, the epoch, which part of it, and the rank."""
-        if self._generator is not None:
-            seed = torch.initial_seed() if self._seed is None else self._seed
-            seed += 1_000_003 * epoch + 7_919 * self._rank + 15_485_863 * part
-            self._generator.manual_seed(seed % 2**63)
+        """Have the loader draw by the seed, the epoch, which part of it, and the rank."""
+        if self._loader is None:
+            return
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        seed += 1_000_003 * epoch + 7_919 * self._rank + 15_485_863 * part
+        # A DataLoader draws into a tensor on the default device, which takes no other generator.
+        generator = torch.Generator(torch.empty(()).device)
+        self._loader.generator = generator.manual_seed(seed % 2**63)
 
 
 def as_it_is(sample: T) -> T:

@@ -505,5 +505,5 @@ def test_an_iteration_draws_nothing_from_the_scripts_random_numbers() -> None:
     seeds = []
     for epoch in (0, 1, 0):
         numbers.begin(epoch)
-        seeds.append(numbers._generator.initial_seed())
+        seeds.append(numbers._loader.generator.initial_seed())
     assert seeds[0] == seeds[2] != seeds[1]
