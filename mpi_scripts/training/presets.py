@@ -6,6 +6,8 @@ rate that rises from 1/ranks of it over 10 epochs and does not depend on the num
 
 Where we differ, knowingly:
 
+- An update of gTop-k has up to 2k entries, as everywhere in this repository; theirs has k, as with
+  `--growth 1`.
 - Lanes of Penn Treebank go on where the rank's last window ended; theirs are shuffled, so that a
   window begins with what was remembered of another place.
 - AN4 is not augmented (theirs: tempo and gain, by sox); WER is of all words, not a mean of
