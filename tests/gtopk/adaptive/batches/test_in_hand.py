@@ -189,6 +189,14 @@ def test_a_modes_own_step_leaves_no_factor(mode: str, options: dict[str, Any]) -
     on_ranks(1, program)
 
 
+def test_all_local_steps_with_a_batch_have_its_rate() -> None:
+    def program(here: World) -> list[list[float]]:
+        script = Script()
+        return [[script.step() for _ in range(2)] for _ in script.adapted(5, mode="adaptive-sgd")]
+
+    assert on_ranks(1, program) == [[[1.0, 1.0], [0.25, 0.25]]]
+
+
 def test_what_a_script_says_after_a_break_stays() -> None:
     def program(here: World) -> Any:
         script = Script()
