@@ -89,9 +89,12 @@ class Bucket:
         with self._on_stream():
             self._parts = self._where_they_lie()
 
-    def take_nothing(self) -> None:
-        """Take zeros for gradients, in memory of their own: what `put` writes goes nowhere."""
-        self.weight = self.scale = 1.0
+    def take_nothing(self, scale: float) -> None:
+        """Take zeros for gradients, in memory of their own: what `put` writes goes nowhere.
+
+        scale: the other ranks': by it all of them know what an update leaves, and one keeps that.
+        """
+        self.weight, self.scale = 1.0, scale
         self.gradients = [torch.zeros_like(p) for p in self.parameters]
         self._on_stream = current_stream(self.device)
         with self._on_stream():

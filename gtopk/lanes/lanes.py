@@ -80,9 +80,9 @@ class Lane:
         """Multiply what was taken with another weight."""
         self.bucket.weight = weight
 
-    def take_nothing(self) -> None:
+    def take_nothing(self, scale: float) -> None:
         """Take part without gradients: only what is held back here is exchanged."""
-        self.bucket.take_nothing()
+        self.bucket.take_nothing(scale)
 
     def watch(self) -> None:
         """Make sure that `is_as_taken` knows what was taken: before the program goes on."""

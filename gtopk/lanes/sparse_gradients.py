@@ -71,8 +71,9 @@ class SparseGradientLane:
         """Multiply what was taken with another weight."""
         self._weight = weight
 
-    def take_nothing(self) -> None:
+    def take_nothing(self, scale: float) -> None:
         """Take part without entries."""
+        self._scale = scale
         self._indices, self._values = _entries(self._parameter, None)
 
     def watch(self) -> None:

@@ -26,6 +26,13 @@ SPARSE = [
 ]
 
 
+def scaler_of(scale: float) -> torch.amp.GradScaler:
+    """Return a GradScaler that has this scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.zeros(1))  # it has no scale before it is used
+    return scaler
+
+
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 @pytest.mark.parametrize("compression", SPARSE, ids=repr)
 def test_what_a_sum_has_beyond_float16_stays_in_the_residuals(threads, compression, scale):
@@ -34,10 +41,11 @@ def test_what_a_sum_has_beyond_float16_stays_in_the_residuals(threads, compressi
     def program(transport: LocalTransport) -> Any:
         parameter = torch.nn.Parameter(torch.zeros(6, dtype=torch.float16))
         with world.entered(transport):
-            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-            scaler.scale(torch.zeros(1))  # it has no scale before it is used
             optimizer = DistributedOptimizer(
-                torch.optim.SGD([parameter], lr=1.0), compression=compression, op=Sum, scaler=scaler
+                torch.optim.SGD([parameter], lr=1.0),
+                compression=compression,
+                op=Sum,
+                scaler=scaler_of(scale),
             )
             gradient = torch.tensor([5e4, -4e4, 7.0, 3e4, 0.5, -2.0], dtype=torch.float16)
             parameter.grad = gradient.clone()
@@ -66,7 +74,10 @@ def test_what_a_sum_has_beyond_float16_stays_in_the_residuals(threads, compressi
 )
 @pytest.mark.parametrize("compression", [SPARSE[0], SPARSE[3], Compression.topk(1.0)], ids=repr)
 def test_what_rounding_to_the_gradients_dtype_takes_is_sent_later(threads, compression, dtypes):
-    """Gradients that are tiny beside others, or finer than the dtype, come through in the end."""
+    """Gradients that are tiny beside others, or finer than the dtype, come through in the end.
+
+    The loss is scaled by 3: what an update leaves is told as the optimizer is to see it.
+    """
     steps = 60
 
     def program(transport: LocalTransport) -> Any:
@@ -75,23 +86,75 @@ def test_what_rounding_to_the_gradients_dtype_takes_is_sent_later(threads, compr
         given, applied = (torch.zeros(5 * len(dtypes), dtype=torch.float64) for _ in range(2))
         with world.entered(transport):
             optimizer = DistributedOptimizer(
-                torch.optim.SGD(parameters, lr=0.0),
-                compression=compression,
-                gradient_predivide_factor=3.0,
+                torch.optim.SGD(parameters, lr=0.0), compression=compression, scaler=scaler_of(3.0)
             )
             for _ in range(steps):
                 for parameter in parameters:
                     parameter.grad = (torch.rand(5, generator=random) - 0.25).to(parameter.dtype)
-                given += torch.cat([p.grad.double() for p in parameters]) / transport.size
-                optimizer.step()
-                applied += torch.cat([p.grad.double() for p in parameters])
+                given += torch.cat([p.grad.double() for p in parameters]) / 3 / transport.size
+                optimizer.synchronize()
+                applied += torch.cat([p.grad.double() for p in parameters]) / 3
             return given, applied, torch.from_numpy(held(optimizer)).double()
 
     ranks = threads(3, program)
     given = sum(given for given, _, _ in ranks)
-    left = 3 * sum(left for _, _, left in ranks)  # it was divided before the sum
+    left = sum(left for _, _, left in ranks)
     # Float32 additions alone round; of a step, bfloat16 would take a thousand times as much.
     torch.testing.assert_close(ranks[0][1] + left, given, rtol=0, atol=1e-6 * steps)
+
+
+@pytest.mark.parametrize("joins", [0, 2])
+def test_what_rounding_takes_is_kept_by_a_rank_that_has_joined(threads, joins):
+    """It knows what an update leaves as the others do: under the same loss scale."""
+
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        parameter = torch.nn.Parameter(torch.zeros(200, dtype=torch.bfloat16))
+        random = torch.Generator().manual_seed(transport.rank)
+        given, applied = torch.zeros(200).double(), torch.zeros(200).double()
+        with world.entered(transport) as here:
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=0.0),
+                compression=Compression.gtopk(0.2),
+                scaler=scaler_of(3.0),
+            )
+            for _ in range(2 if transport.rank == joins else 6):
+                parameter.grad = torch.randn(200, generator=random).bfloat16()
+                given += parameter.grad.double() / 3 / transport.size
+                optimizer.synchronize()
+                applied += parameter.grad.double() / 3
+            here.engine.join().wait()
+            return given, applied, torch.from_numpy(held(optimizer)).double()
+
+    ranks = threads(3, program)
+    given, left = (sum(rank[part] for rank in ranks) for part in (0, 2))
+    torch.testing.assert_close(ranks[1][1] + left, given, rtol=0, atol=1e-5)
+
+
+def test_a_rank_that_has_joined_knows_of_a_dense_sum_beyond_float16(threads):
+    """All ranks skip the step: what it changed in the residuals is undone on this rank, too."""
+
+    def program(transport: LocalTransport) -> tuple[np.ndarray, np.ndarray]:
+        whole, picked = (torch.nn.Parameter(torch.zeros(8, dtype=torch.float16)) for _ in range(2))
+        with world.entered(transport) as here:
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([whole, picked], lr=0.0),
+                [("whole", whole), ("picked", picked)],
+                Compression.gtopk(0.25, dense="whole"),
+                op=Sum,
+                scaler=scaler_of(4.0),
+            )
+            whole.grad, picked.grad = torch.zeros_like(whole), torch.arange(8).half()
+            optimizer.synchronize()
+            before = held(optimizer)
+            if transport.rank:
+                whole.grad, picked.grad = torch.full_like(whole, 4e4), torch.arange(8).half()
+                optimizer.synchronize()
+                assert optimizer.skipped_steps == 1
+            here.engine.join().wait()
+            return before, held(optimizer)
+
+    for before, after in threads(3, program):
+        np.testing.assert_array_equal(before, after)
 
 
 def test_small_gradients_that_wait_for_long_never_become_infinite(threads):
