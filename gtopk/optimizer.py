@@ -309,7 +309,8 @@ def DistributedOptimizer(
     backward_passes_per_step: how many backward passes add up before a step.
     op: Average or Sum; or Adasum, which combines what each rank's own step changed (`adasum`): how
         gradients are exchanged does not matter then, and clipping them is the script's.
-    gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum.
+    gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum; not
+        those of which something is held back, whose sums are at least of float32.
     groups: into how many buckets gradients go, or lists of the parameters that share one; others
         are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
     sparse_as_dense: make sparse gradients (embeddings') dense. Otherwise the ranks' entries are

@@ -52,11 +52,6 @@ def unsent(held: Mapping[str, Held]) -> list[str]:
     return [name for name, parts in held.items() if "residual" in parts and parts["residual"].any()]
 
 
-def has_room(lane: Any) -> bool:
-    """Tell whether a lane holds something back, or may."""
-    return next(_views([lane]), None) is not None
-
-
 def _residual(lane: Any) -> Residual | None:
     return lane.exchange.residual if isinstance(lane, Lane) else None
 

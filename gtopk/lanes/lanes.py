@@ -67,6 +67,11 @@ class Lane:
             self.exchange = SendingAlong(self.bucket, self.exchange)
 
     @property
+    def has_room(self) -> bool:
+        """Tell whether something is held back here, or may be."""
+        return self.exchange.residual is not None
+
+    @property
     def on_host(self) -> bool:
         """Tell whether to look at the gradients costs no waiting for a GPU."""
         return self.bucket.device.type == "cpu"

@@ -48,6 +48,11 @@ class SparseGradientLane:
     def _parameter(self) -> torch.nn.Parameter:
         return self.parameters[0]
 
+    @property
+    def has_room(self) -> bool:
+        """Tell whether something is held back here, or may be."""
+        return self.unsent is not None
+
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint needs: that there is such a lane."""
         return {"names": self.names, "regions": None}

@@ -24,7 +24,7 @@ from collectives.transports import Transport
 from ..engine import Operation
 from ..engine.agreement import gather_words
 from ..exchange.exchange import Exchanged, Progress
-from ..lanes.held import Held, has_room, put_in, take_out, unsent
+from ..lanes.held import Held, put_in, take_out, unsent
 from ..lanes.held_names import strangers
 from ..lanes.lanes import Lane, open_lane
 from ..replicas.replicas import checksums, require_the_same
@@ -104,7 +104,7 @@ class OuterExchange:
     def _hold(self, held: Mapping[str, Held]) -> None:
         put_in([self._lane], held)
         # What the lane has no room for, until the ranks agree to send it along.
-        self._held = {} if has_room(self._lane) else dict(held)
+        self._held = {} if self._lane.has_room else dict(held)
 
     def _take_out(self) -> dict[str, Held]:
         """Return what is held back, by parameter name."""

@@ -19,7 +19,7 @@ from collectives.transports import Transport
 from ..buckets.parameters import ParameterNames
 from ..engine.agreement import name_ranks
 from ..exchange.exchange import Progress
-from ..lanes.held import Held, has_room, put_in, take_out, unsent
+from ..lanes.held import Held, put_in, take_out, unsent
 from ..lanes.held_names import strangers
 from ..lanes.lanes import Lane
 from ..lanes.sparse_gradients import SparseGradientLane
@@ -67,7 +67,7 @@ class PlannedLanes:
         if self._loaded_steps is not None:
             return True
         gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
-        if any(has_room(self.lanes[self._index[parameter]]) for parameter in gone):
+        if any(self.lanes[self._index[parameter]].has_room for parameter in gone):
             return True  # what is held back of it waits until it is there again
         return not all(map(self.takes, trained))
 

@@ -221,7 +221,8 @@ class Reducer:
             missing_is_zero=self.options.missing_gradients == "zeros",
             weight=weight,
             share=1.0 / self.peers.size,
-            scale=self.options.gradient_predivide_factor * loss,
+            scale=loss,
+            predivide=self.options.gradient_predivide_factor,
             clip=clip,
         )
 

@@ -56,6 +56,8 @@ class AnyLane(Protocol):
     def facts(self) -> str: ...
     @property
     def on_host(self) -> bool: ...
+    @property
+    def has_room(self) -> bool: ...
     def record(self) -> dict[str, Any]: ...
     def resume(self, record: Mapping[str, Any]) -> None: ...
     def send_along(self) -> None: ...
@@ -85,6 +87,7 @@ class Round:
     weight:  what this rank's gradients are multiplied with in the sum; share: its own in the sum,
              all ranks' add up to 1. Where `samples` says a number, the ranks' votes make both.
     scale:   what the gradients are divided by before the sum, which is multiplied with it.
+    predivide: the same again, in lanes that hold nothing back.
     clip:    shortens them, once their weight is known.
     changed: gradients were, on some rank, after their lane was submitted: the round is void.
     unplanned: some rank has a gradient that belongs to no lane: the round is void.
@@ -105,6 +108,7 @@ class Round:
         weight: float,
         share: float,
         scale: float,
+        predivide: float,
         clip: LocalClip,
     ) -> None:
         self.lanes = lanes
@@ -119,7 +123,8 @@ class Round:
         self._facts = facts
         self.samples = samples
         self._missing_is_zero = missing_is_zero
-        self._weight, self._share, self._scale = weight, share, scale
+        self._weight, self._share = weight, share
+        self._scale, self._predivide = scale, predivide
         self._clip = clip
         self.stood_in: set[int] = set()  # lanes
         self._finite: dict[int, bool] = {}
@@ -214,7 +219,7 @@ class Round:
         What it holds back is sent as ever; its parameters stay as they are.
         """
         self.stood_in.add(index)
-        self.lanes[index].take_nothing(self._scale)
+        self.lanes[index].take_nothing(self._scale_of(self.lanes[index]))
 
         def work(transport: Transport, votes: list[int]) -> bool:
             self._work(index, [], transport, votes)
@@ -236,12 +241,16 @@ class Round:
         if self.samples.count == 0:  # they may be NaN
             for gradient in [p.grad for p in lane.parameters if p.grad is not None]:
                 (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
-        lane.take(self._factor(self._weight, self._share), self._scale)
+        lane.take(self._factor(lane, self._weight, self._share), self._scale_of(lane))
         if lane.on_host:
             self._finite[index] = lane.all_finite()
 
-    def _factor(self, weight: float, share: float) -> float:
-        return weight * self._clip.factor(weight, share) / self._scale
+    def _factor(self, lane: AnyLane, weight: float, share: float) -> float:
+        return weight * self._clip.factor(weight, share) / self._scale_of(lane)
+
+    def _scale_of(self, lane: AnyLane) -> float:
+        # What is held back may go on in a run, or a lane, that predivides by another factor.
+        return self._scale if lane.has_room else self._scale * self._predivide
 
     def _submit(self, index: int, bits: int) -> None:
         lane = self.lanes[index]
@@ -290,7 +299,7 @@ class Round:
             return
         if self.samples.count is not None:
             weight, share = self.samples.weight(votes), self.samples.share(votes)
-            self.lanes[index].weigh(self._factor(weight, share))
+            self.lanes[index].weigh(self._factor(self.lanes[index], weight, share))
         self.lanes[index].remember()
         self.exchanged[index] = self.lanes[index].reduce(transport)
 

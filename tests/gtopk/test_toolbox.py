@@ -183,10 +183,7 @@ def test_a_ranks_part_of_the_update_is_clipped_to_its_share_before_the_residual(
         for part, share in zip(parts, shares, strict=True)
     ]
     assert np.linalg.norm(clipped[1]) == pytest.approx(allowed * np.sqrt(shares[1]))
-    # What is held back is divided by the factor, as all that is added up.
-    held_back = sum(residual for _, residual, _ in ranks) * options.get(
-        "gradient_predivide_factor", 1.0
-    )
+    held_back = sum(residual for _, residual, _ in ranks)
     np.testing.assert_allclose(ranks[0][2] + held_back, sum(clipped), atol=1e-12)
 
 
