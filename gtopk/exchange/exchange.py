@@ -112,7 +112,7 @@ class SparseExchange:
         self.compression = compression
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
-        # What was picked, the update, what returned, and what the gradients' dtype cannot hold.
+        # What was picked, the update, what returned, and what this rank is to keep of the rest.
         self._outcome: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None
@@ -155,8 +155,9 @@ class SparseExchange:
         self._outcome = None
         with suppress(NonFiniteError):  # on every rank: the picks stay in the residuals
             update, returned = self._reduce(picked, transport, self.format)
-            update, rest = bucket.fit(update)  # the same on every rank: one of them keeps the rest
-            self._outcome = picked, update, returned, rest if transport.rank == 0 else None
+            update, rest = bucket.fit(update)  # the same on every rank
+            kept = None if rest is None else self._kept(rest, transport)
+            self._outcome = picked, update, returned, kept
         communicate_seconds = time.perf_counter() - picked_at
         return Exchanged(
             algorithm,
@@ -173,15 +174,19 @@ class SparseExchange:
     def apply(self, bucket: Bucket) -> None:
         """Take out of the residual what was sent and did not return; put the update in place."""
         assert self._outcome is not None
-        picked, update, returned, rest = self._outcome
+        picked, update, returned, kept = self._outcome
         self._outcome, self._moved = None, (picked, returned)
         self._settle(picked, returned, update)
-        if rest is not None:
-            self.residual.add(rest)
+        if kept is not None:
+            self.residual.add(kept)
         bucket.put(update)
 
     def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
         self.residual.settle(picked, returned, update)
+
+    def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
+        """Return what this rank is to keep of what the gradients' dtype cannot hold."""
+        return rest if transport.rank == 0 else None
 
     def sent_mass(self) -> float:
         """Return the sum of what was picked in the last step, less what returned."""

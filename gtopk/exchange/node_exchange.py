@@ -5,15 +5,15 @@
     ranks of a node   update <--allgather---------- of all shards
 
 (Shi et al. 2021, HiTopKComm.) The residual is as long as the vector, and lies in this rank's shard.
-What a checkpoint of other nodes, or of another number of ranks, put elsewhere goes into the next
-sum; velocities there are forgotten.
+What a checkpoint of other nodes, or of another number of ranks, put elsewhere goes to the owners in
+the first step that counts, the velocity with it.
 """
 
 from __future__ import annotations
 
 from collectives.algorithms import Hierarchy
 from collectives.transports import Transport
-from collectives.vector import Array, SparseVector
+from collectives.vector import SparseVector
 from collectives.wire import Format
 
 from ..buckets.buckets import Bucket
@@ -46,21 +46,36 @@ class NodeExchange(SparseExchange):
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
         hierarchy, own = self._place(transport)
-        gradients = bucket.gather()
-        if self.residual.replaced:
-            self._send_along(gradients, hierarchy.shard(self._length))
-        shard = hierarchy.scatter(gradients)
+        if self.residual.astray:
+            self._bring_home(hierarchy)
+        shard = hierarchy.scatter(bucket.gather())
         self.residual.holds_nothing = False
         if not shard.size:
             return SparseVector.empty(0, shard.dtype)
         return own.accumulate_and_select(shard, hierarchy.shard_k(self.k))
 
-    def _send_along(self, gradients: Array, own: slice) -> None:
-        """Add what is held back of other ranks' shards to what is summed now."""
-        for elsewhere in (slice(0, own.start), slice(own.stop, None)):
-            gradients[elsewhere] += self.residual.values[elsewhere]
-            self.residual.values[elsewhere] = 0
-        self.residual.replaced = False
+    @property
+    def facts(self) -> str:
+        """Return the options, and whether shards are to be brought home first."""
+        return super().facts + (", shards to be brought home" if self.residual.astray else "")
+
+    def _bring_home(self, hierarchy: Hierarchy) -> None:
+        """Let each rank hold back all that its node does of its shard, and nothing else.
+
+        Not by way of the gradients: what waits is no gradient, which momentum would take again.
+        """
+        own = hierarchy.shard(self._length)
+        for array in self.residual.arrays:
+            hierarchy.scatter(array)
+            array[: own.start] = array[own.stop :] = 0
+
+    def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
+        """Return this rank's shard of it in the first node, which keeps it."""
+        hierarchy, _ = self._place(transport)
+        if transport.ranks[0] not in hierarchy.inside.ranks:
+            return None
+        own = hierarchy.shard(self._length)
+        return rest.between(own.start, own.stop)
 
     def _reduce(
         self, picked: SparseVector, transport: Transport, format: Format
@@ -78,3 +93,4 @@ class NodeExchange(SparseExchange):
             part = update.between(own.start, own.stop)
             part = SparseVector(part.indices - own.start, part.values, picked.length)
             self._own.settle(picked, returned, part)
+        self.residual.astray = False

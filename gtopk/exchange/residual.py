@@ -45,7 +45,8 @@ class Residual:
     velocity).
 
     tensors: its memory, where that is another's: the values, and with momentum the velocity.
-    replaced: whether somebody else has put values in since this was last looked at.
+    astray: whether entries may be here that another rank is to go on with (`NodeExchange`): the
+        same on all ranks.
     """
 
     def __init__(
@@ -63,10 +64,15 @@ class Residual:
         self.velocity = view_array(self._tensors[1]) if momentum else None
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
-        self.replaced = False
+        self.astray = True
         self._before: list[torch.Tensor] = []
         self._remembers_nothing = True
         self._remembered = False
+
+    @property
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return its memory: the values, and with momentum the velocity."""
+        return [self.values] if self.velocity is None else [self.values, self.velocity]
 
     def part(self, where: slice) -> Residual:
         """Return the residual of a part of the vector, in the same memory."""
@@ -103,7 +109,6 @@ class Residual:
     def add(self, entries: SparseVector) -> None:
         """Put in more, of a vector as long as this one."""
         self.holds_nothing = False
-        self.replaced = True
         add_at(self.values, entries)
 
     def withheld(self, sent_mass: float) -> Withheld:
@@ -130,7 +135,6 @@ class Residual:
             return
         torch._foreach_copy_(self._tensors, self._before)
         self.holds_nothing = self._remembers_nothing
-        self.replaced = True
         self._remembered = False
 
     def forget(self) -> None:

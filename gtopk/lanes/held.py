@@ -44,7 +44,6 @@ def put_in(lanes: Sequence[Any], held: Mapping[str, Held]) -> None:
     for lane in lanes:
         if (residual := _residual(lane)) is not None:
             residual.holds_nothing = not bool(residual.after_last_step()["residual"].any())
-            residual.replaced = True
 
 
 def unsent(held: Mapping[str, Held]) -> list[str]:

@@ -137,6 +137,8 @@ class OuterExchange:
             self._lane.send_along()
             put_in([self._lane], self._held)
         self._held = {}
+        if (residual := self._lane.exchange.residual) is not None:
+            residual.astray = True  # where a state was loaded, on any rank
         return outer_steps
 
     def _facts(self, facts: Sequence[str]) -> list[str]:

@@ -68,7 +68,8 @@ class RoundExchange:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hold back what another exchange of as many elements did, and go on from its steps.
 
-        Raises ValueError for a residual where this compression keeps none.
+        All ranks do so before the next reduction. Raises ValueError for a residual where this
+        compression keeps none.
         """
         held = {} if self._exchange.residual is None else self._exchange.residual.after_last_step()
         for name in ("residual", "velocity"):
@@ -77,10 +78,11 @@ class RoundExchange:
                     f"this compression keeps no {name}, and the state has one, which would be "
                     "lost; load it with the compression it was saved with"
                 )
-            if state[name] is not None:
-                held[name].copy_(state[name])
-        if self._exchange.residual is not None:
-            self._exchange.residual.holds_nothing = state["residual"] is None
+        for name, tensor in held.items():
+            tensor.zero_() if state[name] is None else tensor.copy_(state[name])
+        if (residual := self._exchange.residual) is not None:
+            residual.holds_nothing = state["residual"] is None
+            residual.astray = True
         self._progress.steps = state["steps"]
         if self._regions is not None and state["regions"] is not None:
             self._regions.resume(state["regions"])

@@ -137,6 +137,86 @@ def test_momentum_is_taken_of_the_nodes_sum(threads):
     torch.testing.assert_close(updates[0], given, rtol=1e-12, atol=1e-12)
 
 
+def loaded(transport: LocalTransport, compression: Any, held: dict[str, torch.Tensor]) -> Any:
+    """Return an optimizer of 8 values that holds this back on its rank, in a run of two."""
+    parameter = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=1.0), [("w", parameter)], compression
+    )
+    part = {"format": 1, "ranks": 2, "steps": 5, "lanes": [], "held": {transport.rank: {"w": held}}}
+    optimizer.load_state_dict({**optimizer.state_dict(), "gtopk": part})
+    return optimizer
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_what_another_shard_held_back_is_no_gradient_to_momentum(threads, holder):
+    """It waits while another entry is larger, and counts once, whoever held it back."""
+    compression = Compression.hierarchical(
+        1 / 8, inside="dense", momentum_correction=0.9, node_size=2
+    )
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        held = torch.zeros(8, dtype=torch.float64)
+        held[0] = 1.0 if transport.rank == holder else 0.0
+        applied = torch.zeros_like(held)
+        with world.entered(transport):
+            optimizer = loaded(transport, compression, {"residual": held})
+            (parameter,) = optimizer._parameter_names
+            for step in range(20):
+                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad[1] = 1000.0 if step < 10 else 0.0
+                optimizer.step()
+                applied += parameter.grad
+        return applied
+
+    assert [applied[0] for applied in threads(2, program)] == [1.0, 1.0]
+
+
+def test_the_velocity_of_other_shards_goes_to_their_owners(threads):
+    compression = Compression.hierarchical(
+        1.0, inside="dense", momentum_correction=0.5, node_size=2
+    )
+
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        velocity = torch.arange(8.0).double() * (1 + transport.rank)
+        nothing = torch.zeros_like(velocity)
+        with world.entered(transport):
+            optimizer = loaded(transport, compression, {"residual": nothing, "velocity": velocity})
+            (parameter,) = optimizer._parameter_names
+            parameter.grad = nothing.clone()
+            parameter.grad[7] = torch.nan  # no trace of a step that is skipped
+            optimizer.step()
+            assert optimizer.skipped_steps == 1
+            parameter.grad = nothing.clone()
+            optimizer.step()
+            (held,) = optimizer.state_dict()["gtopk"]["held"].values()
+            return parameter.grad.clone(), held["w"]["velocity"]
+
+    (update, _), _ = ranks = threads(2, program)
+    torch.testing.assert_close(update, 0.5 * 3 * torch.arange(8.0).double())
+    assert not any(velocity.any() for _, velocity in ranks)  # what was applied is masked
+
+
+def test_what_rounding_takes_is_kept_by_the_owners_of_the_first_node(threads):
+    compression = Compression.hierarchical(1.0, inside="dense")
+
+    def program(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
+        parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.bfloat16))
+        with world.entered(on_nodes(transport, NODES)):
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), compression=compression, op=Sum
+            )
+            parameter.grad = given = gradient_of(transport.rank, 0).bfloat16()
+            given = given.double()
+            optimizer.step()
+            return given, parameter.grad.double(), held_back(optimizer).double()
+
+    given, updates, held = zip(*threads(5, program), strict=True)
+    torch.testing.assert_close(updates[0] + sum(held), sum(given), rtol=0, atol=1e-5)
+    owned = [[bool(half.any()) for half in one.reshape(2, -1)] for one in held]
+    assert owned == [[True, False], [False, True], *[[False, False]] * 3]
+
+
 def test_a_gradient_that_is_not_finite_leaves_no_trace(threads):
     compression = Compression.hierarchical(0.1, inside="dense")
 

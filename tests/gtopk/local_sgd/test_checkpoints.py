@@ -95,6 +95,35 @@ def test_another_compression_goes_on_from_what_was_held_back(then: Any) -> None:
     close(moved[0] + sum(after), sum(given))
 
 
+def test_a_node_goes_on_with_what_lay_in_other_shards() -> None:
+    compression = hvd.Compression.hierarchical(density=0.1, inside="dense", node_size=2)
+    states: dict[int, Any] = {}
+
+    def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), None, averaging, compression)
+        for step in range(2):
+            backward(model, transport.rank, step)
+            optimizer.step()
+            optimizer.outer_step()
+        states[transport.rank] = state = optimizer.state_dict()
+        transport.barrier()
+        others = states[1 - transport.rank]["gtopk"]["held"][1 - transport.rank]
+        state["gtopk"]["held"] = {transport.rank: others}
+        optimizer.load_state_dict(state)
+        z, before = weights(model), held(optimizer)
+        backward(model, transport.rank, 2)
+        optimizer.step()
+        pseudo = z - weights(model)
+        assert optimizer.outer_step()
+        return z - weights(model), held(optimizer), pseudo / 2 + before
+
+    moved, after, given = zip(*on_ranks(2, rank), strict=True)
+    close(moved[0] + sum(after), sum(given))
+    lies = [[bool(half.any()) for half in one.tensor_split(2)] for one in after]
+    assert lies == [[True, False], [False, True]]
+
+
 def test_on_other_ranks_the_sum_of_the_residuals_stays_and_a_round_begins_anew() -> None:
     def saving(transport: LocalTransport) -> tuple[torch.Tensor, Any, Any]:
         model = network()

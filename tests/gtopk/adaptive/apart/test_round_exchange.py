@@ -1,0 +1,50 @@
+"""A round's exchange goes on from what others held back, and all of it is sent in the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from collectives.transports import LocalTransport
+from gtopk.adaptive.apart.round_exchange import RoundExchange
+from gtopk.compression import Compression
+
+ELEMENTS = 40
+NODE = Compression.hierarchical(0.1, inside="dense")
+
+
+def reduced(exchange: RoundExchange, transport: LocalTransport, sums: torch.Tensor) -> torch.Tensor:
+    assert exchange.take([sums])
+    update = exchange.reduce(transport, 1.0)
+    assert update is not None
+    return update[0].clone()
+
+
+def test_a_node_of_fewer_ranks_sends_what_lay_in_other_shards(threads) -> None:
+    def saving(transport: LocalTransport) -> dict[str, Any]:
+        exchange = RoundExchange([torch.nn.Parameter(torch.zeros(ELEMENTS).double())], NODE)
+        random = torch.Generator().manual_seed(transport.rank)
+        for _ in range(3):
+            sums = torch.randn(ELEMENTS, generator=random, dtype=torch.float64)
+            reduced(exchange, transport, sums)
+        return exchange.state_dict()
+
+    states = threads(4, saving)
+    total = sum(state["residual"] for state in states)
+
+    def loading(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        exchange = RoundExchange([torch.nn.Parameter(torch.zeros(ELEMENTS).double())], NODE)
+        nothing = torch.zeros(ELEMENTS, dtype=torch.float64)
+        reduced(exchange, transport, nothing.clone())
+        facts = exchange.facts
+        mine = states[transport.rank]["residual"] + states[transport.rank + 2]["residual"]
+        exchange.load_state_dict({**states[transport.rank], "residual": mine})
+        assert exchange.facts != facts  # a rank that loads alone hears of it
+        sent = sum(reduced(exchange, transport, nothing.clone()) for _ in range(12))
+        assert exchange.facts == facts
+        return sent, exchange.state_dict()["residual"]
+
+    for sent, left in threads(2, loading):
+        torch.testing.assert_close(sent, total)
+        assert not left.any()
