@@ -314,7 +314,7 @@ def DistributedOptimizer(
     groups: into how many buckets gradients go, or lists of the parameters that share one; others
         are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
     sparse_as_dense: make sparse gradients (embeddings') dense. Otherwise the ranks' entries are
-        gathered as they are, uncompressed.
+        gathered as they are, uncompressed, and without momentum_correction.
     process_set: the ranks that reduce together; others step by themselves.
     missing_gradients: what it means when a parameter has a gradient on some ranks only: an error
         on all of them, or zeros. One that has none on any rank is passed over, as without gtopk.

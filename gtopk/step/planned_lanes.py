@@ -8,6 +8,7 @@ loaded      what is held back goes to the lanes at once; their records and the s
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from .options import Options
 from .peers import Peers
 from .rounds import AnyLane
 
+_log = logging.getLogger("gtopk")
+
 
 class PlannedLanes:
     """Those of one optimizer.
@@ -46,6 +49,7 @@ class PlannedLanes:
         self._index: dict[torch.nn.Parameter, int] = {}  # of the lane that a parameter is in
         self._held: dict[str, Held] = {}  # of parameters in no lane
         self._strangers: set[str] = set()  # names that no parameter has, and were warned of
+        self._without_momentum: set[str] = set()  # names of sparse gradients, warned of
         self._wanted: list[dict[str, Any]] = []  # records of the lanes to go on from
         self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
 
@@ -107,6 +111,8 @@ class PlannedLanes:
         self._wanted, self._loaded_steps = [], None
         self._held = {name: parts for name, parts in held.items() if name not in names}
         self._warn_of_strangers(peers.world.rank)
+        if peers.rank == 0:
+            self._warn_of_lost_momentum()
         self._index = {p: index for index, lane in enumerate(self.lanes) for p in lane.parameters}
         said = "\n".join([*facts, *map(str, agreed.parts)])
         self.facts = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
@@ -161,6 +167,22 @@ class PlannedLanes:
             "the optimizer has no parameter of that name; give it the names that the checkpoint "
             "was saved with (named_parameters)",
         ).keys()
+
+    def _warn_of_lost_momentum(self) -> None:
+        """Warn of sparse gradients that take no momentum, as the wrapped optimizer has none."""
+        feedback = self._options.feedback
+        if feedback is None or not feedback.momentum_correction:
+            return
+        sparse = {lane.names[0] for lane in self.lanes if isinstance(lane, SparseGradientLane)}
+        if news := sorted(sparse - self._without_momentum):
+            self._without_momentum |= sparse
+            _log.warning(
+                "momentum_correction=%g is not for sparse gradients, and the wrapped optimizer "
+                "has no momentum: there is none for %s; make them dense by sparse_as_dense=True, "
+                "or leave momentum_correction at 0",
+                feedback.momentum_correction,
+                ", ".join(map(repr, news)),
+            )
 
 
 def _agree_on(plan: Plan, facts: Sequence[str], peers: Peers) -> Agreed:

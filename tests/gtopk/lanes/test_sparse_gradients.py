@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,6 +155,34 @@ def test_a_gradient_that_becomes_sparse_is_planned_anew(threads):
 
     replicas = threads(2, program)
     assert torch.equal(*replicas)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_a_sparse_gradient_that_takes_no_momentum_is_told_once(threads, caplog, momentum, as_dense):
+    def program(transport: LocalTransport) -> None:
+        model = Embedded()
+        with world.entered(transport):
+            optimizer = distribute(
+                model,
+                Compression.gtopk(0.5, momentum_correction=momentum),
+                sparse_as_dense=as_dense,
+            )
+            for _ in range(3):
+                optimizer.load_state_dict(optimizer.state_dict())  # which is planned anew
+                optimizer.zero_grad()
+                model(torch.tensor([1])).backward()
+                optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        threads(2, program)
+    said = [text for text in caplog.messages if "momentum" in text]
+    if as_dense or not momentum:
+        assert said == []
+        return
+    (text,) = said
+    assert "there is none for 'rows.weight'" in text
+    assert "sparse_as_dense=True" in text
 
 
 @pytest.mark.parametrize("sparse_value", [float("nan"), float("inf")])
