@@ -78,7 +78,8 @@ class Reducer:
         self.aside_for = ""
         self._optimizer = optimizer
         self._round: Round | None = None
-        self._ghost: Round | None = None  # of the others, while this rank has joined
+        # Of the others, while this rank has joined; or its own, which it has broken off.
+        self._ghost: Round | None = None
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
         self.enter(here)
 
@@ -207,8 +208,7 @@ class Reducer:
 
     def _open(self) -> Round:
         if self._ghost is not None:
-            for lane in self.planned.lanes:
-                lane.undo()  # where it came to no end
+            self._ghost.undo()  # where it came to no end
             self._ghost = None
         weight = 1.0 / self.peers.size if self.options.op == Average else 1.0
         loss = loss_scale(self.scaler)
@@ -225,6 +225,15 @@ class Reducer:
             predivide=self.options.gradient_predivide_factor,
             clip=clip,
         )
+
+    def break_off(self) -> None:
+        """Leave the step that this rank is in, if any: it is about to join.
+
+        The others try anew without its gradients; what it holds back is what it was before.
+        """
+        if self._round is not None:
+            self._round.break_off()
+            self._ghost, self._round = self._round, None
 
     def stand_in(self, index: int) -> Work:
         """Return what this rank, which has joined, does of a lane in the others' round."""

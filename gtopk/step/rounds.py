@@ -7,9 +7,10 @@
 A vote says whether this rank's gradients are finite, which of them are missing, of how many samples
 they are, and, in lanes that `synchronize` submits, whether the round is void: because gradients
 were changed after their lane was submitted, or belong to no lane. The last one also says whether
-this rank was told to end (`told_to_end`). So all ranks apply a round; or skip the step, where a
-gradient or a sum is not finite; or try again with what is there by then. Residuals that a round
-began to change are, where it does not count, to the bit what they were.
+this rank was told to end (`told_to_end`). A rank that joins in the middle of a round submits what
+is left as void. So all ranks apply a round; or skip the step, where a gradient or a sum is not
+finite; or try again with what, and who, is there by then. Residuals that a round began to change
+are, where it does not count, to the bit what they were.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _UNPLANNED: Final = 4
 _RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
 _HERE: Final = 8  # not of a rank that has joined, whose vote is 0
 _TOLD: Final = 16  # to end
-_MISSING_SHIFT: Final = 5  # a checksum of the names, 31 bits; above it, the samples
+_BROKEN_OFF: Final = 32  # by a rank that is about to join
+_MISSING_SHIFT: Final = 6  # a checksum of the names, 30 bits; above it, the samples
 _MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
 
 
@@ -91,6 +93,7 @@ class Round:
     clip:    shortens them, once their weight is known.
     changed: gradients were, on some rank, after their lane was submitted: the round is void.
     unplanned: some rank has a gradient that belongs to no lane: the round is void.
+    broken_off: some rank has joined before the end of it: the round is void.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are.
     spans:   when the engine worked on a lane: begin and end, on the clock of time.perf_counter.
     told:    the ranks that were told to end, once the last lane was run.
@@ -112,7 +115,7 @@ class Round:
         clip: LocalClip,
     ) -> None:
         self.lanes = lanes
-        self.changed = self.unplanned = False
+        self.changed = self.unplanned = self.broken_off = False
         self.culprits: list[list[str]] = []
         self.spans: list[tuple[float, float]] = []
         self.told: list[int] = []
@@ -142,7 +145,16 @@ class Round:
     @property
     def void(self) -> bool:
         """Tell whether the round does not count, on any rank."""
-        return self.changed or self.unplanned
+        return self.changed or self.unplanned or self.broken_off
+
+    def break_off(self) -> None:
+        """Submit what is left as void, and wait for nothing: this rank is about to join.
+
+        The others end the round when they, too, have submitted it all, or joined.
+        """
+        for index in self._late():
+            self._submit(index, _BROKEN_OFF)
+        self.stood_in.update(self.operations)
 
     def finish(self, unplanned: bool, told: bool) -> None:
         """Exchange what is left, and know on every rank what becomes of the round.
@@ -159,7 +171,7 @@ class Round:
         changed = self._invalid or not all(
             self.lanes[index].is_as_taken() for index in self.operations
         )
-        late = [index for index in range(len(self.lanes)) if index not in self.operations]
+        late = self._late()
         if not unplanned:
             for index in late:
                 self._take(index)
@@ -178,6 +190,10 @@ class Round:
         self._submit(last, bits | (_TOLD if told else 0))
         self.settle()
 
+    def _late(self) -> list[int]:
+        """Return the lanes that are not submitted yet; the last one is among them."""
+        return [index for index in range(len(self.lanes)) if index not in self.operations]
+
     def invalidate(self) -> None:
         """Undo what was exchanged; `finish` will tell the others that the round is void."""
         self.settle()
@@ -188,6 +204,10 @@ class Round:
     def drop(self) -> None:
         """Undo what was exchanged; wait for what is still on its way first."""
         self.settle()
+        self.undo()
+
+    def undo(self) -> None:
+        """Undo what was exchanged, of a round of which nothing is on its way any more."""
         for lane in self.lanes:
             lane.undo()
             lane.let_go()
@@ -226,13 +246,12 @@ class Round:
             if index < len(self.lanes) - 1:
                 return False
             applies = not self.void and self.finite() and self._done == len(self.lanes)
+            if not applies:
+                self.undo()
+                return False
             for lane in self.lanes:
-                if applies:
-                    lane.apply_to_nothing()
-                else:
-                    lane.undo()
-                    lane.let_go()
-            return applies
+                lane.apply_to_nothing()
+            return True
 
         return work
 
@@ -255,7 +274,7 @@ class Round:
     def _submit(self, index: int, bits: int) -> None:
         lane = self.lanes[index]
         missing = lane.missing()
-        checksum = zlib.crc32("\n".join(missing).encode()) >> 1
+        checksum = zlib.crc32("\n".join(missing).encode()) >> 2
         self.operations[index] = self._engine.submit(
             lane.name,
             [self._facts, self.samples.facts, lane.facts],
@@ -283,11 +302,13 @@ class Round:
         if last:
             places = enumerate(votes)
             self.told = [transport.ranks[place] for place, vote in places if vote & _TOLD]
-        if last and self._done < index:  # the ranks disagree about another lane
-            return
         self.changed |= any(vote & _CHANGED for vote in votes)
         self.unplanned |= any(vote & _UNPLANNED for vote in votes)
+        # Where all have, the last lane need not be run last.
+        self.broken_off |= any(vote & _BROKEN_OFF for vote in votes)
         if self.void or (self._stopped and not last):
+            return
+        if last and self._done < index:  # the ranks disagree about another lane
             return
         self._look_at_missing(index, missing, transport, votes)
         if any(vote & _NOT_FINITE for vote in votes):

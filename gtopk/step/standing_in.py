@@ -15,6 +15,9 @@ LEFT_OUT: Final = b"not where a rank has joined"  # the recipe of what it does n
 class StandsIn(Protocol):
     """What reduces an optimizer's gradients, also while this rank has joined."""
 
+    def break_off(self) -> None:
+        """Leave the step that this rank is in, if any: it is about to join."""
+
     def stand_in(self, index: int) -> Work:
         """Return what this rank does of a lane in the others' round."""
 
@@ -27,6 +30,12 @@ def stands_in(reducer: StandsIn, engine: Engine, name: str) -> None:
     """Make this what stands in for operations `name.0`, `name.1`, ..., one for each lane."""
     _by_name.setdefault(engine, WeakValueDictionary())[name] = reducer
     engine.stand_in = partial(_stand_in, _by_name[engine])
+
+
+def break_off_steps(engine: Engine) -> None:
+    """Leave the steps that this rank is in, before it joins: the others take them without it."""
+    for reducer in list(_by_name.get(engine, {}).values()):
+        reducer.break_off()
 
 
 def _stand_in(reducers: Mapping[str, StandsIn], name: str, recipe: bytes) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from ...step.standing_in import break_off_steps
 from ...world.process_sets import ProcessSet, global_process_set
 
 
@@ -18,12 +19,15 @@ def join(device: int = -1) -> int:
     """Say that this rank has no more data, and return the rank that said so last.
 
     Until all have, this one contributes zeros to the others' allreduces; averages are still over
-    all ranks. Other operations are an error while a rank has joined.
+    all ranks. Other operations are an error while a rank has joined. A step that has come as far as
+    `backward()` here is broken off: the others take it without this rank's gradients, and what it
+    holds back is what it was before.
 
     device: accepted for Horovod's scripts, not needed.
     """
     everyone = global_process_set.members
     engine = global_process_set.engine
+    break_off_steps(engine)
     last: int = engine.join().wait()
     # Who joined early has counted fewer operations without a name than the others.
     count = next(everyone.unnamed)
