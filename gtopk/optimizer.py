@@ -129,6 +129,7 @@ class _DistributedOptimizer(Readings):
         else:
             round.apply()
             self._reducer.progress.steps += 1
+        self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
         self.last_step = report(
@@ -328,7 +329,8 @@ def DistributedOptimizer(
         be up to this norm, though each of them is sqrt(ranks) times as long. Gradients are known in
         full after backward only: there is no overlap.
     global_clip_norm: shortens the agreed update to this norm.
-    check_every: compare the parameters of all ranks after so many steps, by hash; 0: never.
+    check_every: compare the parameters of all ranks after so many steps, by hash; 0: never. Steps
+        that are skipped do not count, those that others take while this rank has joined do.
     on_divergence: what follows where they differ: an error on every rank; a warning; or "heal":
         each parameter, and the optimizer's state of it, becomes on all ranks what it is on more
         than half of them, and a warning says so. Without such a majority it is an error. What

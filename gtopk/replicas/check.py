@@ -21,7 +21,7 @@ _log = logging.getLogger("gtopk")
 class ReplicaCheck:
     """One rank's part in it; all take their steps alike.
 
-    every: steps; 0: never.
+    every: steps with an update, whoever of the ranks has joined by then; 0: never.
     divergences: checks that found replicas apart, and did not end in an error.
     """
 
@@ -30,8 +30,17 @@ class ReplicaCheck:
     ) -> None:
         self._reducer = reducer
         self._every, self._on_divergence = every, on_divergence
-        self._steps = 0
+        self._is_due = False
         self.divergences = 0
+
+    def await_step(self, updates: bool) -> None:
+        """Know whether to look when the step that begins has ended; updates: it has an update.
+
+        Only those count, as all ranks count them: one that has joined has taken fewer itself, and
+        one where a step failed may have.
+        """
+        steps = self._reducer.progress.steps
+        self._is_due = updates and self._every > 0 and steps % self._every == 0
 
     def after_step(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Look, where it is time, and heal the parameters and the optimizer's state of them.
@@ -39,8 +48,8 @@ class ReplicaCheck:
         Replicas of ranks that have joined are apart, as they should be: nobody looks then.
         Raises HorovodInternalError, on every rank alike, where that is an error or the end of it.
         """
-        self._steps += 1
-        if not self._every or self._steps % self._every:
+        is_due, self._is_due = self._is_due, False
+        if not is_due:
             return
         parameters = self._reducer.names
         own, names = checksums(parameters), list(parameters.values())
