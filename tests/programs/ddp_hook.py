@@ -1,22 +1,18 @@
 """Run under torchrun on 2 ranks or more: gTop-k as a communication hook of PyTorch's DDP."""
 
 import itertools
-import re
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from checks import logged, run_tests
-from torch.distributed import checkpoint as dcp
+from checks import run_tests
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gtopk
 import gtopk.torch as hvd
 from gtopk.ddp import GTopKState, gtopk_hook
-from gtopk.torch.checkpoint.dcp import Reader, Writer
 from gtopk.world import world
 
 torch.distributed.init_process_group("gloo")
@@ -381,127 +377,6 @@ def test_an_optimizer_loses_nothing_but_what_does_not_count() -> None:
     late.register_step_pre_hook(state.drop_skipped)
     late.step()
     assert not torch.equal(weights(model), begun)
-
-
-def test_the_first_rank_can_have_what_all_hold_back() -> None:
-    state = GTopKState(0.05)
-    model = wrapped(state)
-    train(model, range(3))
-    gathered = state.gather_state(model)
-    assert list(gathered["held"]) == (list(range(SIZE)) if RANK == 0 else [RANK])
-    mine = state.state_dict(model)["held"][RANK]
-    for name, tensors in mine.items():
-        total = summed(tensors["residual"])
-        if RANK == 0:
-            parts = [held[name]["residual"] for held in gathered["held"].values()]
-            torch.testing.assert_close(sum(parts), total, rtol=1e-12, atol=1e-12)
-
-
-def test_what_is_held_back_is_saved_and_loaded() -> None:
-    state = GTopKState(0.05)
-    model = wrapped(state)
-    train(model, range(3))
-    saved = state.state_dict(model), {k: v.clone() for k, v in model.state_dict().items()}
-    train(model, range(3, 6))
-
-    again = GTopKState(0.05)
-    resumed = wrapped(again)
-    resumed.load_state_dict(saved[1])
-    again.load_state_dict(saved[0], resumed)
-    train(resumed, range(3, 6))
-    # DDP's first step is of one bucket: what is selected then is selected of another vector.
-    assert again.progress.steps == 6
-    total = {name: summed(t["residual"]) for name, t in saved[0]["held"][RANK].items()}
-    fresh = GTopKState(0.05)
-    fresh.load_state_dict({**saved[0], "steps": 3}, model)
-    for name, tensors in fresh.state_dict(model)["held"][RANK].items():
-        assert torch.equal(summed(tensors["residual"]), total[name])
-    wrong = {**saved[0], "held": {RANK: {"layers.0.weight": {"residual": torch.ones(3)}}}}
-    said = re.escape("the residual of 'layers.0.weight' has the shape [3]")
-    with pytest.raises(ValueError, match=said):
-        again.load_state_dict(wrong, resumed)
-
-
-def test_a_new_state_has_back_what_checkpoints_have() -> None:
-    """Those of torch.distributed.checkpoint, too, which loads into a new state nothing of it."""
-    state = GTopKState(0.05)
-    model = wrapped(state)
-    train(model, range(3))
-    ours, theirs = (hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None) for _ in "ab")
-    gtopk.save_checkpoint(ours, None, None, residuals=state.state_dict(model))
-    dcp.save({"residuals": state.state_dict(model)}, storage_writer=Writer(theirs))
-    for folder in (ours, theirs):
-        fresh = GTopKState(0.05)
-        fresh.load_state_dict(gtopk.load_latest(folder, None).values["residuals"], model)
-        assert fresh.progress.steps == 3
-        assert mass(fresh, model) == mass(state, model) > 0
-    fresh = GTopKState(0.05)
-    loaded = {"residuals": fresh.state_dict(model)}
-    dcp.load(loaded, storage_reader=Reader(theirs))
-    said = logged(lambda: fresh.load_state_dict(loaded["residuals"], model))
-    assert ["load it by gtopk.load_latest" in text for text in said] == [True] * (RANK == 0)
-
-
-class Wrapper(torch.nn.Module):
-    """Has a module of its own that is called as DDP calls what it wraps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = Net()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.module(x)
-
-
-def mass(state: GTopKState, model: torch.nn.Module) -> float:
-    (held,) = state.state_dict(model)["held"].values()
-    return sum(float(tensors["residual"].abs().sum()) for tensors in held.values())
-
-
-def test_what_is_held_back_finds_its_parameters_whatever_is_around_the_model() -> None:
-    for make in (Net, Wrapper):
-        plain = make()
-        inner = torch.compile(plain, backend="eager")
-        model = DistributedDataParallel(inner, bucket_cap_mb=1)
-        state = GTopKState(0.05)
-        model.register_comm_hook(state, gtopk_hook)
-        train(model, range(2))
-        saved = mass(state, model)
-        assert saved > 0
-        ways = (plain, inner, model, torch.compile(model, backend="eager"))
-        for one, other in itertools.product(ways, ways):
-            fresh = GTopKState(0.05)
-            fresh.load_state_dict(state.state_dict(one), other)
-            assert mass(fresh, other) == saved
-
-
-def test_what_nobody_has_is_told_and_saved_again() -> None:
-    state, fresh, again = (GTopKState(0.05) for _ in range(3))
-    model = wrapped(state)
-    train(model, range(2))
-    other = torch.nn.Sequential(Net())
-    said = logged(lambda: fresh.load_state_dict(state.state_dict(model), other))
-    said += logged(lambda: again.load_state_dict(fresh.state_dict(other), model))
-    told = [text for text in said if "cannot be sent: the model has no parameter" in text]
-    assert len(told) == 1
-    assert f"rank {RANK}: what is held back of 'layers.0.bias', 'layers.0.weight'" in told[0]
-    assert mass(again, model) == mass(state, model) > 0
-
-
-def test_where_ddp_keeps_its_buckets_a_resumed_run_is_the_same_to_the_bit() -> None:
-    for options in ({"find_unused_parameters": True}, {"bucket_cap_mb": 25}):
-        state = GTopKState(0.05, momentum_correction=0.9)
-        model = wrapped(state, **options)
-        train(model, range(3))
-        saved = state.state_dict(model), {k: v.clone() for k, v in model.state_dict().items()}
-        train(model, range(3, 6))
-
-        again = GTopKState(0.05, momentum_correction=0.9)
-        resumed = wrapped(again, **options)
-        resumed.load_state_dict(saved[1])
-        again.load_state_dict(saved[0], resumed)
-        train(resumed, range(3, 6))
-        assert torch.equal(weights(resumed), weights(model)), options
 
 
 def test_a_scale_that_changes_does_not_weigh_what_is_held_back_anew() -> None:

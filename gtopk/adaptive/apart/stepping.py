@@ -34,3 +34,16 @@ def require_not_taken(optimizer: Any) -> None:
             "DistributedOptimizer, after loader.drain(); or, from a hogbatch mode, whose model "
             "stays shared memory, go on in another job, by a checkpoint"
         )
+
+
+def require_no_common_step(optimizer: Any, why: str) -> None:
+    """Raise ValueError for options that only a step of all ranks could heed; why: it has none."""
+    asked = optimizer._options
+    for name, value in (
+        ("local_clip_norm", asked.local_clip_norm),
+        ("global_clip_norm", asked.global_clip_norm),
+        ("scaler", optimizer.scaler),
+        ("check_every", asked.check_every or None),
+    ):
+        if value is not None:
+            raise ValueError(f"{why}: it takes no {name}")

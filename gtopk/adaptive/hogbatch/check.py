@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from ..apart.stepping import require_no_common_step
 from ..batches.sources import require_in_order
 from ..options import Job
 from .options import HogbatchOptions
@@ -18,15 +19,7 @@ def check(job: Job[HogbatchOptions], mode: str) -> None:
             f"mode {mode!r} updates after every batch: use backward_passes_per_step=1, got "
             f"{optimizer.backward_passes_per_step}"
         )
-    asked = optimizer._options
-    for name, value in (
-        ("local_clip_norm", asked.local_clip_norm),
-        ("global_clip_norm", asked.global_clip_norm),
-        ("scaler", optimizer.scaler),
-        ("check_every", asked.check_every or None),
-    ):
-        if value is not None:
-            raise ValueError(f"mode {mode!r} has no steps of all ranks: it takes no {name}")
+    require_no_common_step(optimizer, f"mode {mode!r} has no steps of all ranks")
     if options.lock_step and job.loader.num_workers:
         raise ValueError(
             "lock_step hands out one batch at a time: use a DataLoader with num_workers=0, got "

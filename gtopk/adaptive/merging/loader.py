@@ -29,7 +29,7 @@ from ...replicas.replicas import checksums, require_the_same
 from ..apart.own_steps import OwnSteps
 from ..apart.replica import Replica
 from ..apart.spent import Waited
-from ..apart.stepping import take_over
+from ..apart.stepping import require_no_common_step, take_over
 from ..batches.drains import all_alike
 from ..batches.epochs import Epochs
 from ..batches.next_world import require_its_world
@@ -479,22 +479,13 @@ def decode(message: Array) -> tuple[Report, int]:
 
 def check(job: Job[MergingOptions]) -> None:
     """Raise ValueError for what replicas cannot do."""
-    optimizer, asked = job.optimizer, job.optimizer._options
+    optimizer = job.optimizer
     if optimizer.backward_passes_per_step != 1:
         raise ValueError(
             "mode 'adaptive-sgd' makes a local step with every batch: use "
             f"backward_passes_per_step=1, got {optimizer.backward_passes_per_step}"
         )
-    for name, value in (
-        ("local_clip_norm", asked.local_clip_norm),
-        ("global_clip_norm", asked.global_clip_norm),
-        ("scaler", optimizer.scaler),
-        ("check_every", asked.check_every or None),
-    ):
-        if value is not None:
-            raise ValueError(
-                f"mode 'adaptive-sgd' exchanges models, not gradients: it takes no {name}"
-            )
+    require_no_common_step(optimizer, "mode 'adaptive-sgd' exchanges models, not gradients")
     compression = optimizer._compression
     if isinstance(compression, ErrorFeedback) and compression.momentum_correction:
         raise ValueError(
