@@ -8,7 +8,8 @@
 
 Boundaries lie where all ranks' picks together fall into equal parts, as far as quantiles tell: each
 rank divides its picks into 4 P equal lots and tells where each ends. So each end of a region is off
-by less than one lot of every rank, a quarter of the region's fair share; by chance far less.
+by less than one lot of every rank, a quarter of the region's fair share; by far less where picks
+spread evenly within a lot.
 Regions are dealt to the ranks by the rotation that leaves most picks where they are.
 
 The first step draws its boundaries from its own picks, before it sends any: it is as even as those
@@ -94,21 +95,39 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
     """Return regions of about equally many picks: one small allgather."""
     size, length = transport.size, picks.length
     ranks, points, weights = _gather_lots(picks, transport)
-    order = np.argsort(points, kind="stable")
-    ranks, points, weights = ranks[order], points[order], weights[order]
-    seen = np.cumsum(weights)
-    total = int(seen[-1]) if seen.size else 0
+    total = int(weights.sum())
     if not total:
         bounds = [length * region // size for region in range(size + 1)]
     else:
-        targets = [-(-total * region // size) for region in range(1, size)]
-        inner = points[np.searchsorted(seen, targets)] + 1
-        bounds = [0, *(int(bound) for bound in inner), length]
+        targets = total * np.arange(1, size) / size
+        bounds = [0, *_ends(ranks, points, weights, targets), length]
     picked = np.zeros((size, size), np.int64)  # by rank and region
     np.add.at(picked, (ranks, np.searchsorted(bounds[1:-1], points, side="right")), weights)
     stay = [np.diagonal(np.roll(picked, turn, axis=1)) for turn in range(size)]
     turn = max(range(size), key=lambda turn: (stay[turn].min(), stay[turn].sum(), -turn))
     return Cut(bounds, [(region + turn) % size for region in range(size)])
+
+
+def _ends(ranks: Array, points: Array, weights: Array, targets: Array) -> list[int]:
+    """Return before which index so many picks of all ranks lie (targets, ascending).
+
+    Of a lot the last pick's place is known, and the others are taken to be spread evenly before it:
+    a rank's picks up to an index are a line that bends and steps up where a lot ends. The sum of
+    these lines is walked from bend to bend, by single operations of float64, which every processor
+    rounds alike.
+    """
+    begins = np.where(np.diff(ranks, prepend=-1) > 0, -1, np.roll(points, 1))
+    slopes = (weights - 1) / (points - begins)
+    bends = np.concatenate([begins, points])
+    order = np.argsort(bends, kind="stable")
+    bends, slope = bends[order], np.cumsum(np.concatenate([slopes, -slopes])[order])
+    steps = (order >= begins.size).astype(np.float64)
+    passed = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(bends))]) + np.cumsum(steps)
+    after = np.searchsorted(passed, targets)
+    too_far = np.maximum(0.0, passed[after] - steps[after] - targets)
+    back = np.divide(too_far, slope[after - 1], out=np.zeros_like(too_far), where=too_far > 0)
+    reached = np.maximum(bends[after] - back, bends[after - 1])
+    return [int(index) + 1 for index in np.floor(reached)]
 
 
 def _gather_lots(picks: SparseVector, transport: Transport) -> tuple[Array, Array, Array]:

@@ -55,6 +55,23 @@ def test_no_region_gets_more_than_half_as_much_again_as_the_mean(
     assert max(loads(picks, agreed(picks))) <= 1.5 * k
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 17])
+def test_regions_are_even_where_picks_lie_evenly(size: int, random: np.random.Generator) -> None:
+    k = 256 * size
+    picks = [
+        at(sorted(random.choice(200_000, k, replace=False).tolist()), 200_000) for _ in range(size)
+    ]
+    divided = loads(picks, agreed(picks))
+    # To count whole lots alone left the first region some 8 % too full.
+    assert max(divided) <= 1.04 * k
+    assert min(divided) >= 0.96 * k
+
+
+def test_where_every_lot_is_one_pick_nothing_is_guessed() -> None:
+    picks = [at(list(range(rank, 240, 10)), 240) for rank in range(8)]
+    assert loads(picks, agreed(picks)) == [24] * 8
+
+
 @pytest.mark.parametrize("where", ["own stretch", "next rank's stretch"])
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_regions_go_to_the_ranks_whose_picks_lie_there(
