@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # How well is a reduction's time foretold? 30 emulated networks of 2 to 8 hosts, some 12 minutes.
 #
-#   sudo mpi_scripts/bench_predictions.sh [FOLDER]     writes RATE.json for each rate; prints the tables
+#   sudo mpi_scripts/bench_predictions.sh [FOLDER]     writes RATE-HOSTS.json; prints the tables
 #   mpi_scripts/predictions.py --simulate FOLDER/*     what SimGrid would have foretold of the same
 #
 # Nothing is told of the links: their latency and bandwidth are measured, as they are when a training
@@ -16,10 +16,16 @@ folder=$(readlink -f "${1:-report/predictions}")
 export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
 
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys these
+files=()
 for rate in 5mbit 10mbit 20mbit 40mbit 80mbit 160mbit; do
-    "$here/emulated_network.sh" 8 "$rate" mpirun "${PYTHON:-python3}" -m gtopk.cli bench collectives \
-        --ranks 2 3 4 6 8 --lengths 500000 --densities 0.01 0.05 --formats exact packed+int8 \
-        --algorithms dense topk-allgather gtopk --baselines --rounds 7 --shared-cores "$cores" \
-        --json "$folder/$rate.json"
+    # As many hosts as take part: the others would look for messages, and take the cores' time.
+    for hosts in 2 3 4 6 8; do
+        name=$folder/$rate-$hosts
+        "$here/emulated_network.sh" "$hosts" "$rate" mpirun "${PYTHON:-python3}" -m gtopk.cli \
+            bench collectives --lengths 500000 --densities 0.01 0.05 --formats exact packed+int8 \
+            --algorithms dense topk-allgather gtopk oktopk --baselines --rounds 7 \
+            --budget-seconds 8 --shared-cores "$cores" --json "$name.json" >"$name.md"
+        files+=("$name.json")
+    done
 done
-"${PYTHON:-python3}" "$here/predictions.py" "$folder"/*.json
+"${PYTHON:-python3}" "$here/predictions.py" "${files[@]}"

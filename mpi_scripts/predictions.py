@@ -1,6 +1,9 @@
 """Hold what was foretold of reductions against the clock: tables of the errors.
 
-python mpi_scripts/predictions.py FOLDER/*.json     files of `gtopk bench collectives --json`
+Of the time that each takes, and of what it saves of dense's, as the line at a run's start says.
+
+python mpi_scripts/predictions.py FOLDER/*.json     files of `gtopk bench collectives --json`,
+                                                    named RATE-HOSTS.json
 python mpi_scripts/predictions.py --simulate ...    what SimGrid makes of every message, in place of
                                                     the model's rounds; codes are the model's
 """
@@ -12,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 # By path, Python would find no gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -25,11 +28,13 @@ from gtopk.replay.platform import Platform
 from gtopk.replay.simulate import find_python, simulate
 from gtopk.replay.traces import Reduction, Trace, trace_of
 
+DENSE: Final = "gtopk's own dense"
+
 
 class Forecast(NamedTuple):
     """One way to reduce, on one network; error: (foretold - measured) / measured."""
 
-    file: str
+    rate: str
     ranks: int
     entries: int
     way: str
@@ -52,6 +57,18 @@ def forecasts(
             foretold = wire + (code or 0.0)
             measured = record["seconds"]["median"]
             yield Forecast(name, record["ranks"], record["k"], record["label"], foretold, measured)
+
+
+def savings(found: Sequence[Forecast]) -> Iterator[Forecast]:
+    """Yield what each sparse way saves of the time that dense takes on the same network."""
+    dense = {(each.rate, each.ranks): each for each in found if each.way == DENSE}
+    for each in found:
+        whole = dense.get((each.rate, each.ranks))
+        if whole and each.way != DENSE:
+            yield each._replace(
+                foretold_seconds=whole.foretold_seconds - each.foretold_seconds,
+                measured_seconds=whole.measured_seconds - each.measured_seconds,
+            )
 
 
 def modelled(record: Record) -> float | None:
@@ -89,7 +106,7 @@ def row(way: str, found: Sequence[Forecast]) -> str:
     worst = max(found, key=lambda each: abs(each.error))
     return (
         f"| {way} | {len(found)} | {100 * statistics.median(sizes):.0f} % | {within} "
-        f"| {100 * worst.error:+.0f} % ({worst.file}, {worst.ranks} ranks) |"
+        f"| {100 * worst.error:+.0f} % ({worst.rate}, {worst.ranks} ranks) |"
     )
 
 
@@ -100,11 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--simulate", action="store_true", help="by SimGrid, message by message")
     options = parser.parse_args(arguments)
     wire_seconds = simulated(find_python()) if options.simulate else modelled
-    files = [(path.stem, read(path)) for path in options.files]
+    files = [(path.stem.partition("-")[0], read(path)) for path in options.files]
     found = [each for file in files for each in forecasts(*file, wire_seconds)]
+    saved = list(savings(found))
     for entries in sorted({each.entries for each in found}):
-        print(f"{entries:,} entries a rank\n")
-        print(*table([each for each in found if each.entries == entries]), "", sep="\n")
+        for title, forecast in (("time", found), ("saved of dense's time", saved)):
+            here = [each for each in forecast if each.entries == entries]
+            if here:
+                print(f"{entries:,} entries a rank: {title}\n")
+                print(*table(here), "", sep="\n")
     return 0
 
 

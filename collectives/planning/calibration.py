@@ -6,7 +6,7 @@
     between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
                 that of node 0 <-> the last one, likewise          0.4, and 0.2 to rest
     allreduce   all                                                0.4, and to agree on its time
-    rates       each for itself                                    0.7
+    rates       each for itself                                    0.8
     calls       all                                                0.4, and to agree on their time
 
 The slowest way of the slowest pair and the slowest rank count: they are what a collective waits
@@ -32,7 +32,7 @@ from ..algorithms.outcome import among, put_together
 from ..algorithms.rounding import rounding_error
 from ..algorithms.terms import Terms
 from ..cost import Link, dense_bytes, rounds
-from ..kernels import accumulate_and_select, contains, merge
+from ..kernels import accumulate_and_select, contains, merge, sum_by_index
 from ..transports.local import local_world
 from ..transports.transport import Transport
 from ..vector import SparseVector
@@ -57,17 +57,19 @@ from .schedules import SCHEDULES, Order
 WITHIN_SECONDS: Final = 0.2
 BETWEEN_SECONDS: Final = 0.4
 ALLREDUCE_SECONDS: Final = 0.4
-CALLS_SECONDS: Final = 0.2
+CALLS_SECONDS: Final = 0.4
 SELECT_SECONDS: Final = 0.2
 COPY_SECONDS: Final = 0.1
 MERGE_SECONDS: Final = 0.1
+SUM_SECONDS: Final = 0.1
 CODE_SECONDS: Final = 0.2  # all formats together
 
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
 _DENSITY: Final = 0.001
 _FEW: Final = 16  # entries
+_LISTS: Final = 8  # that are added up
 _REST_SECONDS: Final = 0.02
-_REDUCTIONS: Final = 5  # of which the median counts
+_REDUCTIONS: Final = 9  # of which the median counts
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
@@ -238,6 +240,10 @@ def measure_rates(
 
         return go
 
+    def summing(entries: int) -> Callable[[], object]:
+        lists = [_picks(max(1, entries // _LISTS), random) for _ in range(_LISTS)]
+        return lambda: sum_by_index(lists)
+
     def encoding(format: Format) -> Prepare:
         def prepare(entries: int) -> Callable[[], object]:
             vector = _picks(entries, random)
@@ -273,6 +279,7 @@ def measure_rates(
         },
         *_call_seconds(stopwatch, random),
         rate(copying, _LARGEST, COPY_SECONDS),
+        rate(summing, most, SUM_SECONDS) / math.log2(_LISTS),
     )
 
 
@@ -317,29 +324,29 @@ def measure_calls(
     """Return the rates with what lists take in calls, by what reductions of a few entries take.
 
     All ranks make them at once, after a rest; it is the median of some, less their messages and
-    entries. Every rank must call it, and gets the same. A rank that is alone keeps what it measured
+    entries. They take turns, so that what is in the way for a moment does not make most goes of one
+    longer. Every rank must call it, and gets the same. A rank that is alone keeps what it measured
     of itself.
     """
     if transport.size == 1:
         return rates
     mine = _picks(_FEW, np.random.default_rng(transport.rank))
     format = next(iter(rates.coding))
-    known = rates.without_calls()
-    for algorithm, of_each, counted in (
-        ("gtopk", "swap_seconds", "swaps"),
-        ("topk-allgather", "list_seconds", "others"),
-    ):
-        goes: list[float] = []
-        while len(goes) < _REDUCTIONS and sum(goes) < CALLS_SECONDS:
+    counts = {"gtopk": ("swap_seconds", "swaps"), "topk-allgather": ("list_seconds", "others")}
+    goes: dict[str, list[float]] = {algorithm: [] for algorithm in counts}
+    while len(goes["gtopk"]) < _REDUCTIONS and sum(map(sum, goes.values())) < CALLS_SECONDS:
+        for algorithm, seconds in goes.items():
             time.sleep(_REST_SECONDS)
             transport.barrier()
             begun = clock()
             ALGORITHMS[algorithm](mine, _FEW, transport, format=format)
-            goes += agree_on_slowest(transport, [clock() - begun])
+            seconds += agree_on_slowest(transport, [clock() - begun])
+    known = rates.without_calls()
+    for algorithm, (of_each, counted) in counts.items():
         candidate = Candidate(algorithm, _FEW / mine.length, format)
         expected = predict(candidate, mine.length, network, known).exchange_seconds
         order = Order(mine.length, _FEW, network.ranks, network.ranks_per_node)
         times = sum(step.times * getattr(step, counted) for step in SCHEDULES[algorithm](order))
-        seconds = max(0.0, statistics.median(goes) - expected) / times
-        known = known._replace(**{of_each: seconds})
+        took = statistics.median(goes[algorithm])
+        known = known._replace(**{of_each: max(0.0, took - expected) / times})
     return known

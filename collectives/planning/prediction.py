@@ -127,7 +127,8 @@ def predict(
 ) -> Prediction:
     """Return what a candidate takes for a gradient of `length` values of `value_bytes`.
 
-    cores: that all ranks share, where one machine emulates their hosts.
+    cores: that all ranks share, where one machine emulates their hosts. What ranks have to code is
+           shorter than the slices in which a core is divided: they stand in line.
     A hierarchy is taken to sum picks inside a node and to run gtopk across, whatever it does.
     """
     is_dense = candidate.algorithm == "dense"
@@ -139,13 +140,13 @@ def predict(
     for step in schedule(candidate.algorithm, order):
         each = _bytes_of(step, candidate, length, value_bytes, message_bytes)
         times = step.times
-        held_up = max(1.0, step.senders / cores)
+        held_up = max(1, math.ceil(step.senders / cores))
         coded = 0.0
         if step.lists:
             asked = rates.coding[candidate.format]
             rate = rates.coding.get(step.format(candidate.format), asked)  # if it was measured
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
-        merged = step.merged * rates.merge_seconds
+        merged = step.merged * rates.merge_seconds + step.summed * rates.sum_seconds
         coded, merged = held_up * coded, held_up * merged
         # Calls were measured with all ranks at them.
         merged += step.swaps * rates.swap_seconds + step.others * rates.list_seconds

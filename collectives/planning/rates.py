@@ -26,6 +26,7 @@ class Rates(NamedTuple):
                     lengths: what the calls take, where all ranks make them at once.
     list_seconds:   the same of each list that is decoded besides.
     copy_seconds:   per element of a dense gradient: into one place, weighed, and back.
+    sum_seconds:    per entry of lists that are added up, and doubling of their number.
     """
 
     select_seconds: float
@@ -34,6 +35,7 @@ class Rates(NamedTuple):
     swap_seconds: float = 0.0
     list_seconds: float = 0.0
     copy_seconds: float = 0.0
+    sum_seconds: float = 0.0
 
     def without_calls(self) -> Rates:
         """Return what entries take alone."""
@@ -62,4 +64,5 @@ DEFAULT_RATES: Final = Rates(
     3e-4,
     3e-5,
     3e-10,
+    4e-9,
 )

@@ -15,6 +15,7 @@ the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -42,6 +43,7 @@ class Round(NamedTuple):
     raw:     whether their indices do, too.
     plain_bytes: what else is in it: values without indices, bits, sizes.
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
+    summed:  entries of lists that are added up after it, times the doublings of their number.
     swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
     times:   how many rounds like this one there are.
     fresh:   whether its senders send for the first time, where others have sent before.
@@ -55,6 +57,7 @@ class Round(NamedTuple):
     encoded: int = 0
     decoded: int = 0
     merged: int = 0
+    summed: float = 0.0
     swaps: int = 0
     others: int = 0
     times: int = 1
@@ -125,7 +128,8 @@ def topk_allgather(order: Order) -> Iterator[Round]:
     if ranks > 1:
         *gathered, last = _allgather(ranks, order.ranks_per_node, 0, k)
         yield from gathered
-        yield last._replace(decoded=ranks * k, merged=ranks * k, swaps=1, others=ranks - 1)
+        everyones = last._replace(decoded=ranks * k, summed=ranks * k * math.log2(ranks))
+        yield everyones._replace(swaps=1, others=ranks - 1)
 
 
 def gtopk_tree(order: Order) -> Iterator[Round]:
@@ -202,6 +206,7 @@ def oktopk(order: Order) -> Iterator[Round]:
     *gathered, last = _allgather(ranks, m, 0, block, parts)
     yield from gathered
     decoded = last._replace(decoded=ranks * block, merged=k + ranks * block)
+    decoded = decoded._replace(summed=k * math.log2(ranks))
     yield decoded._replace(swaps=2, others=others)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gtopk.cli import main as gtopk
 from gtopk.replay.simulate import SimulationError, find_python
-from mpi_scripts.predictions import Forecast, main, row
+from mpi_scripts.predictions import DENSE, Forecast, main, row, savings
 
 
 def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
@@ -17,18 +17,30 @@ def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
     assert row("gtopk", found) == "| gtopk | 4 | 12 % | 3 | -50 % (9mbit, 4 ranks) |"
 
 
+def test_what_is_saved_is_of_dense_on_the_same_network() -> None:
+    dense = [
+        Forecast(rate, 2, 10, DENSE, 9.0, took) for rate, took in (("5mbit", 10.0), ("9mbit", 4.0))
+    ]
+    sparse = Forecast("5mbit", 2, 20, "gtopk", 1.0, 2.0)
+    alone = Forecast("5mbit", 3, 20, "gtopk", 1.0, 2.0)
+    (saved,) = savings([*dense, sparse, alone])
+    assert saved == Forecast("5mbit", 2, 20, "gtopk", 8.0, 8.0)
+
+
 def test_files_of_the_benchmark_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "here.json"
+    file = tmp_path / "here-4.json"
     few = ["--lengths", "1000", "--densities", "0.1", "--rounds", "1", "--baselines"]
     gave = gtopk(["bench", "collectives", *few, "--algorithms", "gtopk", "--json", str(file)])
     assert gave == 0
     capsys.readouterr()
     assert main([str(file)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("100 entries a rank\n")
+    assert printed.startswith("100 entries a rank: time\n")
+    assert "saved" not in printed  # there is no dense
     assert printed.count("\n| gtopk") == 1
+    assert "(here, 4 ranks)" in printed
     try:
         find_python()
     except SimulationError as error:

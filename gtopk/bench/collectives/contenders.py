@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from collectives import ALGORITHMS, reduce
+from collectives.algorithms import Regions
 from collectives.cost import rounds
 from collectives.planning import (
     EXACT,
@@ -75,11 +76,13 @@ class Contender:
 
 
 def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
-    """Return one of gtopk's algorithms."""
+    """Return one of gtopk's algorithms; of oktopk the boundaries stand, as in a training."""
+    kept = {"regions": Regions()} if algorithm == "oktopk" else {}
 
     def prepare(task: Task) -> Callable[[], Outcome]:
+        selected, k, transport, _ = task
         return lambda: Outcome(
-            *reduce(task.selected, task.k, task.transport, algorithm, format=format, **options)
+            *reduce(selected, k, transport, algorithm, format=format, **kept, **options)
         )
 
     def modelled(

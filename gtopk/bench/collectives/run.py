@@ -48,7 +48,7 @@ class Sharing(NamedTuple):
     @property
     def round_seconds(self) -> float:
         """Return what the others' messages take of a round; the own one is in its latency."""
-        return max(0.0, self.ranks / self.cores - 1.0) * self.message_seconds
+        return max(0, math.ceil(self.ranks / self.cores) - 1) * self.message_seconds
 
 
 def message_seconds(transport: Transport) -> float:

@@ -249,21 +249,26 @@ def test_every_rank_gets_the_same_and_the_slowest_ranks_rates(virtual):
     assert everyones == [everyones[0]] * size
     rates = everyones[0].rates
     coding = next(iter(rates.coding.values()))
-    numbers = [rates.select_seconds, rates.merge_seconds, rates.copy_seconds, *coding]
+    of_entries = (rates.select_seconds, rates.merge_seconds, rates.sum_seconds, rates.copy_seconds)
+    numbers = [*of_entries, *coding]
     assert all(0 < number < 1e-3 for number in numbers)
     assert "measured on 3 ranks of 3 hosts" in everyones[0].origin
 
 
 def test_a_machine_whose_clocks_stand_still_measures_no_time():
     rates = measure_rates(clock=lambda: 0.0, stopwatch=lambda: 0.0)
-    assert rates.select_seconds == rates.merge_seconds == rates.copy_seconds == 0.0
+    assert rates.select_seconds == rates.merge_seconds == 0.0
+    assert rates.sum_seconds == rates.copy_seconds == 0.0
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_what_a_reduction_of_few_entries_takes_beside_its_messages_are_its_calls(virtual, size):
     world = virtual(size, ETHERNET, call_seconds=3e-4)
     costless = DEFAULT_RATES._replace(
-        select_seconds=0.0, merge_seconds=0.0, coding={EXACT: CodingRate(0.0, 0.0)}
+        select_seconds=0.0,
+        merge_seconds=0.0,
+        sum_seconds=0.0,
+        coding={EXACT: CodingRate(0.0, 0.0)},
     )
     found = run_ranks(
         world.world,

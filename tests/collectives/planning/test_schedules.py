@@ -345,6 +345,25 @@ def test_short_lists_take_their_calls_which_were_measured_where_ranks_share_a_co
         assert seconds(5, math.inf) == pytest.approx(1.0 + 2.0 + 0.1)
 
 
+@pytest.mark.parametrize(("ranks", "turns"), [(2, 1), (3, 2), (4, 2), (6, 3), (8, 4)])
+def test_ranks_that_share_cores_code_in_turns(ranks, turns):
+    coding = Rates(0.0, 1.0, {EXACT: CodingRate(1.0, 1.0)}, sum_seconds=1.0)
+
+    def seconds(cores: float) -> float:
+        candidate = Candidate("topk-allgather", 1e-3)
+        found = predict(candidate, 10**5, Network(ranks, LINK), coding, cores=cores)
+        return found.code_seconds + found.merge_seconds
+
+    assert seconds(2) == pytest.approx(turns * seconds(math.inf))
+
+
+@pytest.mark.parametrize(("algorithm", "lists"), [("topk-allgather", 8), ("oktopk", 1)])
+def test_lists_are_added_up_in_as_many_goes_as_their_number_doubles(algorithm, lists):
+    sums = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)}, sum_seconds=1.0)
+    found = predict(Candidate(algorithm, 1e-3), 10**5, Network(8, LINK), sums)
+    assert found.merge_seconds == lists * 100 * 3
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "oktopk"])
 def test_the_lists_that_ranks_decode_are_those_of_the_schedule(algorithm, ranks, monkeypatch):

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from collectives import ALGORITHMS
 from collectives.cost import Link, dense_bytes
 from collectives.planning import DEFAULT_RATES, Candidate, CodingRate, Format, Network, predict
+from collectives.transports import Transport, local_world, run_ranks
+from collectives.vector import SparseVector
 from collectives.wire.indices import INDEX_CODES
 from gtopk.bench.collectives.contenders import (
     BASELINES,
+    Task,
     own,
     own_contenders,
     parse,
     reference_of,
     spelled,
 )
+from gtopk.bench.collectives.library import open_library
 
 SLOW = Network(8, Link.of(1e8, 1e-4))
 FORMATS = [Format(indices, values) for values in ("exact", "bf16") for indices in INDEX_CODES]
@@ -63,6 +68,23 @@ def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
     expected = predict(Candidate(algorithm, K / LENGTH, format), LENGTH, SLOW, RATES)
     code_seconds = expected.code_seconds + expected.merge_seconds
     assert found == (expected.communicate_seconds, code_seconds, expected.rounds)
+
+
+def test_the_boundaries_of_oktopk_stand_from_go_to_go() -> None:
+    def program(transport: Transport) -> list[int]:
+        (contender,) = own_contenders(["oktopk"], ["exact"], 100, 10, SLOW, RATES)
+        picks = SparseVector(np.arange(10, dtype=np.int32), np.ones(10, np.float32), 100)
+        library = open_library(transport, range(transport.size))
+        sent = []
+        for _ in range(3):
+            go = contender.prepare(Task(picks, 10, transport, library))
+            transport.traffic.take()
+            go()
+            sent.append(transport.traffic.take().sent_messages)
+        return sent
+
+    first, *others = run_ranks(local_world(2), program)[0]
+    assert others == [first - 1] * 2  # the allgather that draws them
 
 
 def test_baselines_are_modelled_by_what_they_send() -> None:
