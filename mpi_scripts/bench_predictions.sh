@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# How well is a reduction's time foretold? 30 emulated networks of 2 to 8 hosts, some 12 minutes.
+# How well is a reduction's time foretold? 30 emulated networks of 2 to 8 hosts, a quarter of an hour.
 #
-#   sudo mpi_scripts/bench_predictions.sh [FOLDER]     writes RATE-HOSTS.json; prints the tables
-#   mpi_scripts/predictions.py --simulate FOLDER/*     what SimGrid would have foretold of the same
+#   sudo mpi_scripts/bench_predictions.sh [FOLDER]          writes RATE-HOSTS.json; prints the tables
+#   mpi_scripts/predictions.py --simulate FOLDER/*.json     what SimGrid would have foretold of the same
 #
 # Nothing is told of the links: their latency and bandwidth are measured, as they are when a training
 # begins, and what follows from that is held against the clock. With 25,000 entries a rank, as many as
@@ -24,7 +24,7 @@ for rate in 5mbit 10mbit 20mbit 40mbit 80mbit 160mbit; do
         "$here/emulated_network.sh" "$hosts" "$rate" mpirun "${PYTHON:-python3}" -m gtopk.cli \
             bench collectives --lengths 500000 --densities 0.01 0.05 --formats exact packed+int8 \
             --algorithms dense topk-allgather gtopk oktopk --baselines --rounds 7 \
-            --budget-seconds 8 --shared-cores "$cores" --json "$name.json" >"$name.md"
+            --shared-cores "$cores" --json "$name.json" >"$name.md"
         files+=("$name.json")
     done
 done

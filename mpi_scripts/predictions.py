@@ -36,6 +36,7 @@ class Forecast(NamedTuple):
 
     rate: str
     ranks: int
+    length: int
     entries: int
     way: str
     foretold_seconds: float
@@ -56,14 +57,15 @@ def forecasts(
         if record["ours"] and wire is not None:
             foretold = wire + (code or 0.0)
             measured = record["seconds"]["median"]
-            yield Forecast(name, record["ranks"], record["k"], record["label"], foretold, measured)
+            network = name, record["ranks"], record["length"]
+            yield Forecast(*network, record["k"], record["label"], foretold, measured)
 
 
 def savings(found: Sequence[Forecast]) -> Iterator[Forecast]:
-    """Yield what each sparse way saves of the time that dense takes on the same network."""
-    dense = {(each.rate, each.ranks): each for each in found if each.way == DENSE}
+    """Yield what each sparse way saves of the time that dense, which is slower, takes there."""
+    dense = {each[:3]: each for each in found if each.way == DENSE}
     for each in found:
-        whole = dense.get((each.rate, each.ranks))
+        whole = dense.get(each[:3])
         if whole and each.way != DENSE:
             yield each._replace(
                 foretold_seconds=whole.foretold_seconds - each.foretold_seconds,

@@ -1,7 +1,7 @@
 """Train a reference model on all ranks: a Horovod script with one import changed.
 
 mpirun -n 4 python mpi_scripts/train.py --compression gtopk --density 0.01        # real digits
-mpirun -n 32 python mpi_scripts/train.py --preset resnet20-cifar10 --data DIR --growth 1
+mpirun -n 32 python mpi_scripts/train.py --preset vgg16-cifar10 --data DIR --compression published
 python mpi_scripts/train.py                  # one rank
 
 A preset is a model, its data and hyper-parameters; without --data those of published sets are
@@ -26,13 +26,15 @@ from gtopk.arguments import as_argument, number_in, output_file
 from gtopk.compression import SparseCompression
 from mpi_scripts.arguments import Parser, at_least, on_every_rank
 from mpi_scripts.device import own_device
+from mpi_scripts.recipes import PublishedTree
 from mpi_scripts.training.loop import AMP_DTYPES, Training, loss_scaler, train
 from mpi_scripts.training.presets import PRESETS, Preset
 from mpi_scripts.training.task import Feed, Source
 
 DENSE: Final = ("none", "fp16", "bf16")
 WARM: Final = SparseCompression.warmup_from
-SPARSE: Final = ("topk", "gtopk", "oktopk", "hierarchical")
+PUBLISHED: Final = "published"
+SPARSE: Final = ("topk", "gtopk", "oktopk", "hierarchical", PUBLISHED)
 GROWING: Final = ("gtopk", "hierarchical")
 
 
@@ -55,7 +57,12 @@ def parse() -> argparse.Namespace:
     recipe.add_argument("--weight-decay", type=float)
     recipe.add_argument("--amp", choices=AMP_DTYPES, help="compute in half precision")
     sending = parser.add_argument_group("what is sent")
-    sending.add_argument("--compression", choices=[*DENSE, *SPARSE, "auto"], default="gtopk")
+    sending.add_argument(
+        "--compression",
+        choices=[*DENSE, *SPARSE, "auto"],
+        default="gtopk",
+        help="published: gTop-k as its authors have it, a tree that loses some of what it drops",
+    )
     sending.add_argument("--density", type=float, help="share of the entries sent")
     sending.add_argument(
         "--density-warmup-epochs",
@@ -218,7 +225,8 @@ def _optimizer(
 
 
 def _compression(arguments: argparse.Namespace, preset: Preset, steps_per_epoch: int) -> Any:
-    kind = getattr(hvd.Compression, arguments.compression)
+    published = arguments.compression == PUBLISHED
+    kind: Any = PublishedTree if published else getattr(hvd.Compression, arguments.compression)
     if arguments.compression in DENSE:
         return kind
     options: dict[str, Any] = {"momentum_correction": _correction(arguments, preset)}

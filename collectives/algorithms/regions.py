@@ -123,11 +123,11 @@ def _ends(ranks: Array, points: Array, weights: Array, targets: Array) -> list[i
     bends, slope = bends[order], np.cumsum(np.concatenate([slopes, -slopes])[order])
     steps = (order >= begins.size).astype(np.float64)
     passed = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(bends))]) + np.cumsum(steps)
-    after = np.searchsorted(passed, targets)
+    after = np.minimum(np.searchsorted(passed, targets), passed.size - 1)
     too_far = np.maximum(0.0, passed[after] - steps[after] - targets)
     back = np.divide(too_far, slope[after - 1], out=np.zeros_like(too_far), where=too_far > 0)
-    reached = np.maximum(bends[after] - back, bends[after - 1])
-    return [int(index) + 1 for index in np.floor(reached)]
+    back = np.clip(np.ceil(back), 0, bends[after] - bends[after - 1]).astype(np.int64)
+    return [int(index) + 1 for index in bends[after] - back]
 
 
 def _gather_lots(picks: SparseVector, transport: Transport) -> tuple[Array, Array, Array]:

@@ -1,4 +1,4 @@
-"""Calibration: measure links and rates once, in two or three seconds, and agree on the result.
+"""Calibration: measure links and rates once, in three seconds or so, and agree on the result.
 
     phase       who, all at the same time                          seconds at most
     within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
@@ -7,7 +7,7 @@
                 that of node 0 <-> the last one, likewise          0.4, and 0.2 to rest
     allreduce   all                                                0.4, and to agree on its time
     rates       each for itself                                    0.8
-    calls       all                                                0.4, and to agree on their time
+    calls       all                                                0.4, and 0.4 to rest
 
 The slowest way of the slowest pair and the slowest rank count: they are what a collective waits
 for. What is added is the latency of a few allgathers, and of a dozen goes of each probe where it is

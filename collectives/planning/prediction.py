@@ -128,7 +128,7 @@ def predict(
     """Return what a candidate takes for a gradient of `length` values of `value_bytes`.
 
     cores: that all ranks share, where one machine emulates their hosts. What ranks have to code is
-           shorter than the slices in which a core is divided: they stand in line.
+           taken to be shorter than the slices in which a core is divided: they stand in line.
     A hierarchy is taken to sum picks inside a node and to run gtopk across, whatever it does.
     """
     is_dense = candidate.algorithm == "dense"

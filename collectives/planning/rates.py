@@ -26,7 +26,7 @@ class Rates(NamedTuple):
                     lengths: what the calls take, where all ranks make them at once.
     list_seconds:   the same of each list that is decoded besides.
     copy_seconds:   per element of a dense gradient: into one place, weighed, and back.
-    sum_seconds:    per entry of lists that are added up, and doubling of their number.
+    sum_seconds:    per entry of lists that are added up in pairs, and go: ceil(log2) of them.
     """
 
     select_seconds: float

@@ -15,7 +15,6 @@ the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -43,7 +42,7 @@ class Round(NamedTuple):
     raw:     whether their indices do, too.
     plain_bytes: what else is in it: values without indices, bits, sizes.
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
-    summed:  entries of lists that are added up after it, times the doublings of their number.
+    summed:  entries of lists that are added up after it, in pairs, times the goes that it takes.
     swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
     times:   how many rounds like this one there are.
     fresh:   whether its senders send for the first time, where others have sent before.
@@ -128,7 +127,7 @@ def topk_allgather(order: Order) -> Iterator[Round]:
     if ranks > 1:
         *gathered, last = _allgather(ranks, order.ranks_per_node, 0, k)
         yield from gathered
-        everyones = last._replace(decoded=ranks * k, summed=ranks * k * math.log2(ranks))
+        everyones = last._replace(decoded=ranks * k, summed=ranks * k * rounds(ranks))
         yield everyones._replace(swaps=1, others=ranks - 1)
 
 
@@ -205,8 +204,8 @@ def oktopk(order: Order) -> Iterator[Round]:
     parts = max(1, others // rounds(ranks)) if order.uneven else ranks
     *gathered, last = _allgather(ranks, m, 0, block, parts)
     yield from gathered
-    decoded = last._replace(decoded=ranks * block, merged=k + ranks * block)
-    decoded = decoded._replace(summed=k * math.log2(ranks))
+    decoded = last._replace(decoded=ranks * block, merged=k)
+    decoded = decoded._replace(summed=(k + ranks * block) * rounds(ranks))
     yield decoded._replace(swaps=2, others=others)
 
 
@@ -230,7 +229,8 @@ def hierarchical(order: Order) -> Iterator[Round]:
     sent, told = (order.k, order.k) if order.uneven else (others * part, part)
     if others:
         inside = Round(order.ranks, 0, 1, -(-sent // others), exact=True, raw=True, times=others)
-        yield inside._replace(encoded=part, decoded=part, merged=2 * part, swaps=1)
+        summed = m * part * rounds(m) / others
+        yield inside._replace(encoded=part, decoded=part, summed=summed, swaps=1)
     shard = order._replace(length=-(-order.length // m), k=part, ranks=nodes, ranks_per_node=1)
     for step in gtopk(shard):
         yield step._replace(senders=m * step.senders, leaving=m, parts=m)

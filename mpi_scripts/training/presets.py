@@ -6,8 +6,11 @@ rate that rises from 1/ranks of it over 10 epochs and does not depend on the num
 
 Where we differ, knowingly:
 
-- An update of gTop-k has up to 2k entries, as everywhere in this repository; theirs has k, as with
-  `--growth 1`.
+- `--compression gtopk` swaps lists with every distance in turn, loses nothing, and updates up to 2k
+  entries, as everywhere in this repository. `--compression published` is theirs: a tree, k entries,
+  and what merges drop is lost where another rank's pick of that index got through.
+- Densities begin as they end. The paper's fall in the first four epochs, which
+  `--density-warmup-epochs 4` does step by step; their code's first epoch has 0.004.
 - Lanes of Penn Treebank go on where the rank's last window ended; theirs are shuffled, so that a
   window begins with what was remembered of another place.
 - AN4 is not augmented (theirs: tempo and gain, by sox); WER is of all words, not a mean of

@@ -12,19 +12,20 @@ from mpi_scripts.predictions import DENSE, Forecast, main, row, savings
 
 
 def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
-    found = [Forecast("5mbit", 2, 100, "gtopk", foretold, 1.0) for foretold in (1.1, 0.86, 1.0)]
-    found.append(Forecast("9mbit", 4, 100, "gtopk", 0.5, 1.0))
+    found = [
+        Forecast("5mbit", 2, 1000, 100, "gtopk", foretold, 1.0) for foretold in (1.1, 0.86, 1.0)
+    ]
+    found.append(Forecast("9mbit", 4, 1000, 100, "gtopk", 0.5, 1.0))
     assert row("gtopk", found) == "| gtopk | 4 | 12 % | 3 | -50 % (9mbit, 4 ranks) |"
 
 
 def test_what_is_saved_is_of_dense_on_the_same_network() -> None:
-    dense = [
-        Forecast(rate, 2, 10, DENSE, 9.0, took) for rate, took in (("5mbit", 10.0), ("9mbit", 4.0))
-    ]
-    sparse = Forecast("5mbit", 2, 20, "gtopk", 1.0, 2.0)
-    alone = Forecast("5mbit", 3, 20, "gtopk", 1.0, 2.0)
-    (saved,) = savings([*dense, sparse, alone])
-    assert saved == Forecast("5mbit", 2, 20, "gtopk", 8.0, 8.0)
+    quick = Forecast("5mbit", 2, 1000, 10, DENSE, 9.0, 10.0)
+    others = [quick._replace(rate="9mbit", measured_seconds=4.0), quick._replace(length=2000)]
+    sparse = Forecast("5mbit", 2, 1000, 20, "gtopk", 1.0, 2.0)
+    alone = sparse._replace(ranks=3)
+    (saved,) = savings([quick, *others, sparse, alone])
+    assert saved == sparse._replace(foretold_seconds=8.0, measured_seconds=8.0)
 
 
 def test_files_of_the_benchmark_are_read(
@@ -32,18 +33,22 @@ def test_files_of_the_benchmark_are_read(
 ) -> None:
     file = tmp_path / "here-4.json"
     few = ["--lengths", "1000", "--densities", "0.1", "--rounds", "1", "--baselines"]
-    gave = gtopk(["bench", "collectives", *few, "--algorithms", "gtopk", "--json", str(file)])
+    asked = [*few, "--algorithms", "dense", "gtopk", "--json", str(file)]
+    gave = gtopk(["bench", "collectives", *asked])
     assert gave == 0
     capsys.readouterr()
     assert main([str(file)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("100 entries a rank: time\n")
-    assert "saved" not in printed  # there is no dense
-    assert printed.count("\n| gtopk") == 1
-    assert "(here, 4 ranks)" in printed
+    time, saved = printed.split("100 entries a rank: saved of dense's time\n")
+    assert time.count("\n| gtopk ") == 1
+    assert time.count("\n| gtopk's own dense") == 1
+    assert "(here, 4 ranks)" in time
+    assert "\n| gtopk's own dense" not in saved
+    assert saved.count("\n| gtopk ") == 1
     try:
         find_python()
     except SimulationError as error:
         pytest.skip(str(error))
     assert main(["--simulate", str(file)]) == 0
-    assert capsys.readouterr().out.count("\n| gtopk") == 1
+    assert capsys.readouterr().out.count("\n| gtopk ") == 2

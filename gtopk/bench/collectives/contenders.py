@@ -77,7 +77,7 @@ class Contender:
 
 def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
     """Return one of gtopk's algorithms; of oktopk the boundaries stand, as in a training."""
-    kept = {"regions": Regions()} if algorithm == "oktopk" else {}
+    kept = {"regions": Regions()} if "oktopk" in (algorithm, options.get("across")) else {}
 
     def prepare(task: Task) -> Callable[[], Outcome]:
         selected, k, transport, _ = task

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from collectives import run_ranks
 from collectives.cost import Link
-from collectives.planning import Network, probes
+from collectives.planning import Network, calibration, probes
 from collectives.planning.calibration import (
     ALLREDUCE_SECONDS,
     BETWEEN_SECONDS,
@@ -280,6 +280,24 @@ def test_what_a_reduction_of_few_entries_takes_beside_its_messages_are_its_calls
     of_lists = max(0.0, (rounds - 1) * 3e-4 / (size - 1))
     listed = [rates.list_seconds for rates in found]
     assert listed == [pytest.approx(of_lists, rel=0.1, abs=1e-6)] * size
+
+
+def test_reductions_whose_calls_are_timed_take_turns(monkeypatch):
+    seen = []
+
+    def noted(name, reduce):
+        def run(selected, k, transport, **options):
+            if transport.rank == 0:
+                seen.append(name)
+            return reduce(selected, k, transport, **options)
+
+        return run
+
+    each = {name: noted(name, reduce) for name, reduce in calibration.ALGORITHMS.items()}
+    monkeypatch.setattr(calibration, "ALGORITHMS", each)
+    run_ranks(local_world(2), lambda t: measure_calls(t, Network(2, ETHERNET), DEFAULT_RATES))
+    assert seen == ["gtopk", "topk-allgather"] * (len(seen) // 2)
+    assert len(seen) > 2
 
 
 def test_a_rank_alone_has_rates_but_no_links():

@@ -357,11 +357,20 @@ def test_ranks_that_share_cores_code_in_turns(ranks, turns):
     assert seconds(2) == pytest.approx(turns * seconds(math.inf))
 
 
-@pytest.mark.parametrize(("algorithm", "lists"), [("topk-allgather", 8), ("oktopk", 1)])
-def test_lists_are_added_up_in_as_many_goes_as_their_number_doubles(algorithm, lists):
+@pytest.mark.parametrize(("ranks", "goes"), [(2, 1), (3, 2), (8, 3)])
+def test_lists_are_added_up_in_pairs(ranks, goes):
     sums = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)}, sum_seconds=1.0)
-    found = predict(Candidate(algorithm, 1e-3), 10**5, Network(8, LINK), sums)
-    assert found.merge_seconds == lists * 100 * 3
+
+    def seconds(algorithm: str, network: Network) -> float:
+        return predict(Candidate(algorithm, 1e-3), 10**5, network, sums).merge_seconds
+
+    assert seconds("topk-allgather", Network(ranks, LINK)) == ranks * 100 * goes
+    # The picks of a region, and the blocks of the update.
+    block = -(-100 // ranks)
+    assert seconds("oktopk", Network(ranks, LINK)) == (100 + ranks * block) * goes
+    # The picks of a shard, which are as many, inside the only node.
+    inside = seconds("hierarchical", Network(ranks, LINK, ranks))
+    assert inside == pytest.approx(ranks * block * goes)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

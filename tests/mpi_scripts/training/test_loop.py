@@ -146,6 +146,7 @@ def test_half_precision_and_a_warm_up_of_the_density_train(trained) -> None:
         ["--compression", "oktopk"],
         ["--compression", "gtopk", "--density-warmup-epochs", "0.5"],
         ["--compression", "gtopk", "--growth", "1"],
+        ["--compression", "published", "--density-warmup-epochs", "0.5"],
     ):
         (record,) = trained(2, "--epochs", "1", "--batch-size", "25", *arguments)
         assert record["accuracy"] > 0.4, arguments  # chance: 0.1
