@@ -49,9 +49,13 @@ measure "The optimizer on 1 rank" "${gtopk[@]}" bench optimizer --model resnet20
 measure "Recipes on 16 ranks" "$python" "$here/convergence.py" --ranks 16 --seeds 3 --jobs "$cores" \
     --recipes dense "PowerSGD, rank 2" topk published gtopk "gtopk, momentum after" "gtopk, int8" \
     --json "$folder/convergence.json"
+measure "Trees of many hosts, simulated" "$python" "$here/simulated_scaling.py" --ranks 8 32 128 \
+    --methods dense topk-allgather gtopk-tree gtopk --plot "$folder/simulated.svg"
 if "$here/emulated_network.sh" 1 1gbit mpirun true 2>/dev/null; then
     measure "Collectives between emulated hosts" "$here/bench_network.sh" "$folder/network"
     measure "Forecasts" "$here/bench_predictions.sh" "$folder/predictions"
+    measure "Forecasts by SimGrid" "$python" "$here/predictions.py" --simulate \
+        "$folder/predictions"/*.json
     measure "Training on emulated hosts" "$python" "$here/bench_scaling.py" "$folder/scaling" \
         --rate 100mbit --scale 10
 else

@@ -14,7 +14,7 @@ from .malformed import MalformedFile
 
 CLASSES: Final = 10
 MEAN, DEVIATION = (0.1307,), (0.3081,)  # of the training pixels, from 0 to 1
-_PARTS: Final = {"train": "train", "test": "t10k"}
+_PARTS: Final = ("train", "t10k")
 
 
 def read_mnist(folder: str | Path) -> LabelledData:
@@ -22,14 +22,26 @@ def read_mnist(folder: str | Path) -> LabelledData:
 
     Raises FileNotFoundError that names what is missing, MalformedFile, OSError.
     """
-    parts = {part: _read_part(Path(folder), name) for part, name in _PARTS.items()}
-    return LabelledData(parts["train"], parts["test"], CLASSES, "MNIST")
+    train_path, test_path = (_found(Path(folder), f"{part}-images-idx3-ubyte") for part in _PARTS)
+    train, test = read_idx(train_path, 3), read_idx(test_path, 3)
+    if train.shape[1:] != test.shape[1:]:
+        reason = f"has images of {_size(test)} where those of {train_path} have {_size(train)}"
+        raise MalformedFile(test_path, None, reason)
+    return LabelledData(
+        _labelled(train, train_path, _PARTS[0]),
+        _labelled(test, test_path, _PARTS[1]),
+        CLASSES,
+        "MNIST",
+    )
 
 
-def _read_part(folder: Path, name: str) -> ImageArrays:
-    image_path = _found(folder, f"{name}-images-idx3-ubyte")
-    label_path = _found(folder, f"{name}-labels-idx1-ubyte")
-    images, labels = read_idx(image_path, 3), read_idx(label_path, 1)
+def _size(images: np.ndarray) -> str:
+    return "{} x {} pixels".format(*images.shape[1:])
+
+
+def _labelled(images: np.ndarray, image_path: Path, part: str) -> ImageArrays:
+    label_path = _found(image_path.parent, f"{part}-labels-idx1-ubyte")
+    labels = read_idx(label_path, 1)
     if len(images) != len(labels):
         raise MalformedFile(
             label_path,

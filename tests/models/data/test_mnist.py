@@ -50,6 +50,14 @@ def test_a_set_that_is_not_whole_is_refused(tmp_path) -> None:
         read_mnist(tmp_path)
 
 
+def test_images_to_train_and_to_test_with_are_of_one_size(tmp_path) -> None:
+    write_set(tmp_path)
+    (tmp_path / "t10k-images-idx3-ubyte.gz").unlink()
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(IMAGES[:, :27]))
+    with pytest.raises(MalformedFile, match=r"27 x 28 pixels where those of .* have 28 x 28"):
+        read_mnist(tmp_path)
+
+
 def test_an_idx_file_says_what_it_is_and_ends_there(tmp_path) -> None:
     path, whole = tmp_path / "idx", idx(LABELS)
     packed = gzip.compress(whole)
