@@ -64,5 +64,5 @@ DEFAULT_RATES: Final = Rates(
     3e-4,
     3e-5,
     3e-10,
-    4e-9,
+    3e-9,
 )
