@@ -77,9 +77,12 @@ connect() {
         # are lost, it stays as it is everywhere.
         [[ $far == *--loss* ]] ||
             ip -n "host$host" route replace 10.0.0.0/24 dev eth0 rto_min 10s
+        # Acknowledgements stand in line with data here: a connection whose window is smaller than the
+        # opposite one's gets that share of the rate only. So all begin with one for long messages.
         ip netns exec "host$host" sh -c '
             cd /proc/sys/net/ipv4
             echo reno >tcp_congestion_control
+            echo "4096 4194304 6291456" >tcp_rmem
             echo 0 >tcp_slow_start_after_idle
             echo 1 >tcp_no_metrics_save'
         tc -n "host$host" qdisc add dev eth0 root tbf rate "$rate" burst "$burst" limit 256mb
