@@ -164,10 +164,12 @@ class Guard:
         self.member.transport.abort(1, how)
 
     def _let_the_others_speak(self, how: str) -> None:
-        """Resign, and return when all have, or soon: an abort would cut them off in mid-sentence.
+        """Resign, and wait a moment: an abort would cut the others off in mid-sentence.
 
-        In a thread: a transport that has failed may never return.
+        Those whose operation failed resigned before they speak, so that all have resigned is no
+        sign. In a thread: a transport that has failed may never return.
         """
+        until = time.monotonic() + _LAST_WORD_SECONDS
 
         def leave() -> None:
             with contextlib.suppress(Exception):
@@ -176,6 +178,7 @@ class Guard:
         leaving = threading.Thread(target=leave, daemon=True)
         leaving.start()
         leaving.join(2 * _LAST_WORD_SECONDS)
+        time.sleep(max(0.0, until - time.monotonic()))
 
     def _end_alone(self, error: BaseException) -> None:
         """End this process as if it were killed: what the others go by is that it is gone."""

@@ -19,7 +19,7 @@ way, culprit = sys.argv[1], int(sys.argv[2])
 
 def end_here() -> None:
     match way:
-        case "exception":
+        case "exception" | "exception, and a rank is slow to speak":
             raise RuntimeError("boom")
         case "exit 0":
             sys.exit(0)
@@ -47,6 +47,13 @@ def end_here() -> None:
             pass
 
 
+def speak_slowly(*error: object) -> None:
+    time.sleep(0.5)
+    sys.__excepthook__(*error)
+
+
+if way.endswith("slow to speak") and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    sys.excepthook = speak_slowly
 hvd.init()
 model = torch.nn.Linear(10, 1)
 optimizer = hvd.DistributedOptimizer(

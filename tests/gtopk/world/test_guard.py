@@ -88,6 +88,14 @@ def test_rank_0_is_no_exception(mpirun):
     assert "rank 0 left (its program ended at step 5" in job.stderr
 
 
+def test_nobody_is_cut_off_before_its_last_words(mpirun):
+    """Though its operation has failed, by which the others know already that it takes no part."""
+    job = mpirun(3, "ends.py", "exception, and a rank is slow to speak", "2", timeout=60)
+    assert job.returncode != 0
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} of 3 .* failed at step 5: .*rank 2 left", job.stderr)
+
+
 def test_a_job_that_ends_well_says_nothing(mpirun):
     job = mpirun(3, "ends.py", "well", "2", timeout=60)
     assert job.returncode == 0
