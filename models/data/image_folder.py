@@ -163,11 +163,14 @@ def decoded(path: Path, size: int, cut: Cut) -> np.ndarray:
 
 
 def _classes_in(folder: Path) -> list[str]:
-    names = (
-        sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    )
+    """Return the folders' names; an image beside them, whose class nobody told, is refused."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    names = [path.name for path in paths if path.is_dir()]
     if not names:
         raise FileNotFoundError(f"'{folder}' must be a folder with a folder of images per class")
+    for path in paths:
+        if path.suffix.lower() in ENDINGS and not path.is_dir():
+            raise MalformedFile(path, None, "must lie in the folder of its class")
     return names
 
 

@@ -105,3 +105,12 @@ def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
     (tmp_path / "train" / "n03" / "notes.txt").touch()
     with pytest.raises(MalformedFile, match=r"notes\.txt: must end in one of \.jpeg, \.jpg, \.png"):
         read_image_folder(tmp_path)
+
+
+def test_an_image_beside_the_classes_is_refused_and_other_files_are_let_be(tmp_path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "val" / "labels.txt").touch()
+    read_image_folder(tmp_path)
+    (tmp_path / "val" / "ILSVRC2012_val_00000293.JPEG").touch()
+    with pytest.raises(MalformedFile, match=r"293\.JPEG: must lie in the folder of its class"):
+        read_image_folder(tmp_path)
