@@ -1,7 +1,7 @@
 """Compute: a network that computes, or one that only takes as long as the paper's workers did.
 
 forward    |====|                      a third of the step, asleep: a GPU computes, the CPU waits
-backward        |==|==|==|==|==|==|    the rest, cut up evenly; each piece's gradient is there
+backward        |==|==|==|==|==|==|    the rest, as much for each layer, whose gradients are there
                    g6 g5 g4 g3 g2 g1   when its share is over, as hooks and overlap need it
 """
 
@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from ..optimizer.networks import NETWORKS
+from .layers import LAYERS, Layer, thinner
 from .published import PUBLISHED
 
-PIECES: Final = 16
-COLUMNS: Final = 512
 FORWARD_SHARE: Final = 1 / 3
 
 
@@ -35,48 +34,52 @@ class Compute(NamedTuple):
     backward: Callable[[nn.Module], None]
 
 
-class _Piece(torch.autograd.Function):
-    """Return x as it is; the gradient of the weight is a fixed one, some seconds later."""
+class _Pass(torch.autograd.Function):
+    """Return x as it is; the gradients of a layer's parameters are fixed ones, seconds later."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, seconds: float
+        ctx: Any,
+        x: torch.Tensor,
+        gradients: list[torch.Tensor],
+        seconds: float,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.gradient, ctx.seconds = gradient, seconds
+        ctx.gradients, ctx.seconds = gradients, seconds
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> Any:
         time.sleep(ctx.seconds)
-        return outputs[0], ctx.gradient.clone(), None, None
+        return outputs[0], None, None, *(gradient.clone() for gradient in ctx.gradients)
 
 
 class Emulated(nn.Module):
-    """As many parameters as asked for, in pieces of one size, and a rest; nothing is computed."""
+    """Layers of these shapes; nothing is computed."""
 
-    def __init__(self, elements: int, step_seconds: float, seed: int) -> None:
+    def __init__(self, layers: list[Layer], step_seconds: float, seed: int) -> None:
         super().__init__()
-        rows = elements // (PIECES * COLUMNS)
-        shapes: list[tuple[int, ...]] = [(rows, COLUMNS)] * PIECES if rows else []
-        if rest := elements - PIECES * COLUMNS * rows:
-            shapes.append((rest,))
         generator = torch.Generator().manual_seed(seed)
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-        self._gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+        self.layers = nn.ModuleList(
+            nn.ParameterList(torch.zeros(shape) for shape in layer) for layer in layers
+        )
+        self._gradients = [
+            [torch.randn(shape, generator=generator) for shape in layer] for layer in layers
+        ]
         self._forward_seconds = FORWARD_SHARE * step_seconds
-        self._piece_seconds = (1 - FORWARD_SHARE) * step_seconds / len(shapes)
+        self._layer_seconds = (1 - FORWARD_SHARE) * step_seconds / len(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(self._forward_seconds)
-        for weight, gradient in zip(self.weights, self._gradients, strict=True):
-            x = _Piece.apply(x, weight, gradient, self._piece_seconds)  # type: ignore[no-untyped-call]
+        for layer, gradients in zip(self.layers, self._gradients, strict=True):
+            x = _Pass.apply(x, gradients, self._layer_seconds, *layer.parameters())  # type: ignore[no-untyped-call]
         return x
 
 
 def emulated(model: str, scale: float, rank: int) -> Compute:
-    """Return a model of the published table, of 1/scale of its size, at its workers' speed."""
+    """Return a published model, of about 1/scale of its parameters, at its workers' speed."""
     published = PUBLISHED[model]
-    elements = max(1, round(published.elements / scale))
+    layers = thinner(list(LAYERS[model]()), scale)
 
     def backward(network: nn.Module) -> None:
         network(torch.ones(1, requires_grad=True)).sum().backward()
@@ -85,7 +88,7 @@ def emulated(model: str, scale: float, rank: int) -> Compute:
         model,
         True,
         published.batch,
-        lambda: Emulated(elements, published.step_seconds, rank),
+        lambda: Emulated(layers, published.step_seconds, rank),
         backward,
     )
 

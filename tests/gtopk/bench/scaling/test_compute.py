@@ -1,4 +1,4 @@
-"""Emulated compute takes its time, and its gradients come piece by piece, the last one first."""
+"""Emulated compute takes its time, and its gradients come layer by layer, the last one first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gtopk.bench.scaling import compute
-from gtopk.bench.scaling.compute import PIECES, emulated, real
+from gtopk.bench.scaling.compute import emulated, real
 from gtopk.bench.scaling.published import PUBLISHED
 
 
@@ -16,15 +16,19 @@ def test_a_step_sleeps_as_long_as_a_published_worker_took(monkeypatch: pytest.Mo
     setting = emulated("vgg16", 100.0, rank=0)
     model = setting.make()
     published = PUBLISHED["vgg16"]
-    assert sum(p.numel() for p in model.parameters()) == round(published.elements / 100)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.register_post_accumulate_grad_hook(lambda p, number=number: told.append(number))
+    for number, layer in enumerate(model.layers):
+        for parameter in layer:
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, number=number: told.append(number)
+            )
     setting.backward(model)
     seconds = [each for each in told if isinstance(each, float)]
-    pieces = [each for each in told if isinstance(each, int)]
+    layers = [each for each in told if isinstance(each, int)]
     assert sum(seconds) == pytest.approx(published.step_seconds)
-    assert pieces == list(reversed(range(PIECES + 1)))
-    assert told[-2:] == [seconds[-1], 0]  # a piece's gradient is there when its share is over
+    vectors = {number: len(layer) for number, layer in enumerate(model.layers)}
+    assert layers == [number for number in reversed(vectors) for _ in range(vectors[number])]
+    # A layer's gradients are there when its share is over.
+    assert told[-1 - vectors[0] :] == [seconds[-1], *[0] * vectors[0]]
 
 
 def test_gradients_are_the_same_in_every_step_and_another_ranks_are_others() -> None:
