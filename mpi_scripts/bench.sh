@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Measure the main figures of docs/performance.md and docs/tuning.md, one after the other: about half
-# an hour on 2 cores. Keep the machine quiet. The pages name the commands of the others.
+# Measure the tables and pictures of docs/performance.md, and the main ones of docs/tuning.md, one
+# after the other: under 40 minutes on 2 cores. Keep the machine quiet. The pages name the commands
+# of the others.
 #
 #   mpi_scripts/bench.sh [FOLDER]     writes results.md: each command, what it printed and how long
 #                                     it took; with JSON files and pictures beside it
@@ -42,8 +43,10 @@ measure() {
 
 measure "Selection" "${gtopk[@]}" bench selection --json "$folder/selection.json"
 measure "Messages" "${gtopk[@]}" bench wire --json "$folder/wire.json"
-measure "The engine on 2 ranks" "${gtopk[@]}" run -n 2 -m gtopk.cli bench engine \
-    --json "$folder/engine.json"
+for ranks in 2 3; do
+    measure "The engine on $ranks ranks" "${gtopk[@]}" run -n "$ranks" -m gtopk.cli bench engine \
+        --json "$folder/engine-$ranks.json"
+done
 measure "The optimizer on 1 rank" "${gtopk[@]}" bench optimizer --model resnet20 \
     --json "$folder/optimizer.json"
 measure "Recipes on 16 ranks" "$python" "$here/convergence.py" --ranks 16 --seeds 3 --jobs "$cores" \
@@ -52,12 +55,23 @@ measure "Recipes on 16 ranks" "$python" "$here/convergence.py" --ranks 16 --seed
 measure "Trees of many hosts, simulated" "$python" "$here/simulated_scaling.py" --ranks 8 32 128 \
     --methods dense topk-allgather gtopk-tree gtopk --plot "$folder/simulated.svg"
 if "$here/emulated_network.sh" 1 1gbit mpirun true 2>/dev/null; then
+    emulated=(--shared-cores "$cores" --interface eth0 --bandwidth 100e6)
+    scaling=("$python" "$here/bench_scaling.py")
     measure "Collectives between emulated hosts" "$here/bench_network.sh" "$folder/network"
+    measure "Dense between emulated hosts" "$here/emulated_network.sh" 8 100mbit mpirun \
+        "${gtopk[@]}" bench collectives --ranks 4 8 --lengths 4000 16384 65536 262144 524288 1500000 \
+        --algorithms dense --baselines dense-library --rounds 5 "${emulated[@]}"
+    measure "The optimizer on 4 emulated hosts" "$here/emulated_network.sh" 4 100mbit mpirun \
+        "${gtopk[@]}" bench optimizer --model resnet18 --rounds 2
     measure "Forecasts" "$here/bench_predictions.sh" "$folder/predictions"
     measure "Forecasts by SimGrid" "$python" "$here/predictions.py" --simulate \
         "$folder/predictions"/*.json
-    measure "Training on emulated hosts" "$python" "$here/bench_scaling.py" "$folder/scaling" \
-        --rate 100mbit --scale 10
+    measure "Training on emulated hosts" "${scaling[@]}" "$folder/scaling" --scale 10 \
+        --models resnet20 vgg16 lstm-ptb -- --rounds 3
+    measure "Training on up to 16 emulated hosts" "${scaling[@]}" "$folder/scaling16" --scale 10 \
+        --models alexnet --ranks 4 8 16 -- --rounds 3
+    measure "Training on emulated hosts that compute" "${scaling[@]}" "$folder/computing" \
+        --models resnet20 -- --compute real --batch 8 --rounds 3
 else
     echo "Networks cannot be emulated here (root, iproute2): left out." >>"$folder/results.md"
 fi

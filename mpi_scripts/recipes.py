@@ -124,6 +124,12 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "gtopk, momentum after, int8, growth 4": lambda s: Recipe(
         gtopk(s.density, wire="packed", values="int8", growth=4.0)
     ),
+    "gtopk, momentum after, int8, growth 8": lambda s: Recipe(
+        gtopk(s.density, wire="packed", values="int8", growth=8.0)
+    ),
+    "gtopk, momentum after, int8, growth 16": lambda s: Recipe(
+        gtopk(s.density, wire="packed", values="int8", growth=16.0)
+    ),
     "gtopk, no momentum": lambda s: plain(gtopk(s.density)),
     "gtopk, no momentum, growth 2": lambda s: plain(gtopk(s.density, growth=2.0)),
     "gtopk, no momentum, growth 4": lambda s: plain(gtopk(s.density, growth=4.0)),
