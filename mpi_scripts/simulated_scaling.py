@@ -31,7 +31,8 @@ from gtopk.replay.traces import Reduction, trace_of
 
 METHODS: Final = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")
 DENSITY: Final = 0.001
-HEAD: Final = 36  # above the panels
+HEAD: Final = 36  # above the panels, with one line of methods' names
+LINE: Final = 20
 LATENCY_SECONDS: Final = 50e-6
 
 
@@ -103,6 +104,10 @@ def table(found: Found, ranks: Sequence[int]) -> list[str]:
 
 def picture(found: Found, ranks: Sequence[int]) -> str:
     """Return one SVG: a panel for each rate, two in a row, on common axes."""
+    columns = min(2, len(found))
+    a_line = 3 * columns
+    drawn = next(iter(found.values()))
+    head = HEAD + LINE * ((len(drawn) - 1) // a_line)
     everything = [s for m in found.values() for of in m.values() for s in of.values() if s]
     x = svg.horizontal(min(ranks), max(ranks), logarithmic=True)
     y = svg.vertical(min(everything) / 1.5, 1.5 * max(everything), logarithmic=True)
@@ -114,18 +119,18 @@ def picture(found: Found, ranks: Sequence[int]) -> str:
         for method, seconds in methods.items():
             points = [(x.place(size), y.place(s)) for size, s in seconds.items() if s]
             parts.append(f'<g class="m{METHODS.index(method)}">{svg.line(points)}</g>')
-        row, column = divmod(place, 2)
-        at = f"{svg.WIDTH * column} {HEAD + svg.HEIGHT * row}"
+        row, column = divmod(place, columns)
+        at = f"{svg.WIDTH * column} {head + svg.HEIGHT * row}"
         panels.append(f'<g transform="translate({at})">{"".join(parts)}</g>')
-    drawn = next(iter(found.values()))
     labels = [
-        svg.text((58 + 140 * place, 20), method, "label") for place, method in enumerate(drawn)
+        svg.text((58 + 140 * (place % a_line), 20 + LINE * (place // a_line)), method, "label")
+        for place, method in enumerate(drawn)
     ]
     words = [
         f'<g class="m{METHODS.index(method)}">{label}</g>'
         for method, label in zip(drawn, labels, strict=True)
     ]
-    width, height = 2 * svg.WIDTH + 12, HEAD + svg.HEIGHT * -(-len(found) // 2)
+    width, height = columns * svg.WIDTH + 12, head + svg.HEIGHT * -(-len(found) // columns)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'aria-label="Simulated seconds of each method over hosts, a panel for each bandwidth">'
