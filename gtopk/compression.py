@@ -77,9 +77,12 @@ class ErrorFeedback:
     """Send a part of the gradient's entries; keep the rest in a residual."""
 
     # 0: the wrapped optimizer's momentum works on the reduced gradient. Above 0: momentum with this
-    # factor is taken before selection, on each rank (Lin et al. 2018, section 3.1 and 3.3: momentum
-    # correction with factor masking), and the wrapped optimizer's momentum must be 0.
+    # factor is taken before selection, on each rank (Lin et al. 2018, section 3.2: momentum
+    # correction), and the wrapped optimizer's momentum must be 0.
     momentum_correction: float = 0.0
+    # With it, the velocity of what was sent begins anew (section 3.3: factor masking). False: it
+    # goes on; a narrow update is then followed by late ones in the same direction.
+    factor_masking: bool = True
     # Parameters that travel whole, beside the others: regular expressions found in their names,
     # all of one dimension and less (biases and norms), and those of fewer elements than this.
     dense: tuple[str, ...] = ()
@@ -100,6 +103,8 @@ class ErrorFeedback:
         for pattern in self.dense:
             re.compile(pattern)
         check_count("dense_under", self.dense_under)
+        if not isinstance(self.factor_masking, bool):
+            raise TypeError(f"factor_masking must be True or False, got {self.factor_masking!r}")
         check_number("momentum_correction", self.momentum_correction)
         if not 0.0 <= self.momentum_correction < 1.0:
             raise ValueError(

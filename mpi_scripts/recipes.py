@@ -135,6 +135,11 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "gtopk, no momentum, growth 4": lambda s: plain(gtopk(s.density, growth=4.0)),
     "oktopk, no momentum, k_out 4": lambda s: plain(Compression.oktopk(s.density, k_out=4.0)),
     "gtopk": lambda s: corrected(gtopk, s.density),
+    "gtopk, unmasked": lambda s: corrected(gtopk, s.density, factor_masking=False),
+    "gtopk, unmasked, int8, growth 4": lambda s: corrected(
+        gtopk, s.density, wire="packed", values="int8", growth=4.0, factor_masking=False
+    ),
+    "topk, unmasked": lambda s: corrected(Compression.topk, s.density, factor_masking=False),
     "gtopk, warm-up": lambda s: corrected(gtopk, s.density, warmup_steps=tenth(s)),
     "gtopk, vectors dense": lambda s: corrected(gtopk, s.density, dense_vectors=True),
     "gtopk, by parameter": lambda s: corrected(gtopk, s.density)._replace(

@@ -354,4 +354,10 @@ def _dense(
 
 def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     """Return the residual of a bucket, empty."""
-    return Residual(bucket.length, bucket.dtype, compression.momentum_correction, bucket.device)
+    return Residual(
+        bucket.length,
+        bucket.dtype,
+        compression.momentum_correction,
+        bucket.device,
+        masked=compression.factor_masking,
+    )

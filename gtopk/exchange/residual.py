@@ -45,6 +45,7 @@ class Residual:
     velocity).
 
     tensors: its memory, where that is another's: the values, and with momentum the velocity.
+    masked: whether the velocity of what was applied begins anew.
     astray: whether entries may be here that another rank is to go on with (`NodeExchange`): the
         same on all ranks.
     """
@@ -56,9 +57,12 @@ class Residual:
         momentum: float = 0.0,
         device: torch.device = _HOST,
         tensors: list[torch.Tensor] | None = None,
+        *,
+        masked: bool = True,
     ) -> None:
         self._empty = partial(zeros, length, dtype, device)
         self.momentum = momentum
+        self._masked = masked
         self._tensors = tensors or [self._empty() for _ in range(2 if momentum else 1)]
         self.values: NDArray[Any] = view_array(self._tensors[0])
         self.velocity = view_array(self._tensors[1]) if momentum else None
@@ -78,7 +82,8 @@ class Residual:
         """Return the residual of a part of the vector, in the same memory."""
         tensors = [tensor[where] for tensor in self._tensors]
         dtype, device = self.values.dtype, self._tensors[0].device
-        return Residual(tensors[0].numel(), dtype, self.momentum, device, tensors)
+        length = tensors[0].numel()
+        return Residual(length, dtype, self.momentum, device, tensors, masked=self._masked)
 
     def accumulate_and_select(
         self, gradient: Gradient, k: int, weight: float = 1.0
@@ -94,14 +99,14 @@ class Residual:
     def settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
         """Take out what was picked, and put back what returned from the reduction.
 
-        With momentum correction, the velocity of what was applied is cleared too (factor masking):
+        With factor masking, the velocity of what was applied is cleared too:
         of the picks that are in the update, and of which less than half returned. What was dropped
         may return to others, and to its owner although another's pick is in the update; of a pick
         that is alive its rounding error may.
         """
         clear_at(self.values, picked.indices)
         add_at(self.values, returned)
-        if self.velocity is not None:
+        if self.velocity is not None and self._masked:
             there = picked.where(contains(update.indices, picked.indices))
             applied = abs(self.values[there.indices]) < abs(there.values) / 2
             clear_at(self.velocity, there.indices[applied])

@@ -38,6 +38,14 @@ def test_a_momentum_that_diverges_is_refused(momentum):
         Compression.gtopk(0.1, momentum_correction=momentum)
 
 
+@pytest.mark.parametrize("kind", SPARSE)
+def test_factor_masking_is_on_or_off(kind):
+    assert kind(0.1).factor_masking
+    assert "factor_masking=False" in kind(0.1, factor_masking=False).facts()
+    with pytest.raises(TypeError, match="factor_masking must be True or False, got 0.9"):
+        kind(0.1, factor_masking=0.9)
+
+
 @pytest.mark.parametrize(
     ("density", "length", "k"), [(0.001, 25_557_032, 25557), (1.0, 7, 7), (0.001, 10, 1)]
 )

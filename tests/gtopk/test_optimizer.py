@@ -365,6 +365,22 @@ def test_momentum_correction_remembers_what_was_not_sent():
     assert held(optimizer, "velocity").tolist() == [0.0, 1.5]
 
 
+def test_without_factor_masking_the_velocity_of_what_was_sent_goes_on():
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    compression = Compression.gtopk(0.5, momentum_correction=0.5, factor_masking=False)
+    with world.entered(local_world(1)[0]):
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0), compression=compression
+        )
+        for _ in range(2):
+            parameter.grad = torch.tensor([4.0, 1.0], dtype=torch.float64)
+            optimizer.step()
+    # Entry 0: velocities 4, and then 0.5 * 4 + 4, both sent.
+    assert parameter.tolist() == [-10.0, 0.0]
+    assert held(optimizer).tolist() == [0.0, 2.5]
+    assert held(optimizer, "velocity").tolist() == [6.0, 1.5]
+
+
 def test_a_parameter_without_a_gradient_anywhere_is_passed_over(threads):
     """As without gtopk: no weight decay, no momentum, no step."""
 
