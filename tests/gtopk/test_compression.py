@@ -40,10 +40,10 @@ def test_a_momentum_that_diverges_is_refused(momentum):
 
 @pytest.mark.parametrize("kind", SPARSE)
 def test_factor_masking_is_on_or_off(kind):
-    assert kind(0.1).factor_masking
-    assert "factor_masking=False" in kind(0.1, factor_masking=False).facts()
-    with pytest.raises(TypeError, match="factor_masking must be True or False, got 0.9"):
-        kind(0.1, factor_masking=0.9)
+    assert kind(density=0.1).factor_masking
+    assert "factor_masking=False" in kind(density=0.1, factor_masking=False).facts()
+    with pytest.raises(TypeError, match=r"factor_masking must be True or False, got 0\.9"):
+        kind(density=0.1, factor_masking=0.9)
 
 
 @pytest.mark.parametrize(
