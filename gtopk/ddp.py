@@ -42,6 +42,7 @@ from .lanes.held_names import plain_name, strangers, under_known_names
 from .lanes.lanes import Lane, open_lane
 from .objects import decode, encode
 from .step.grad_scaler import loss_scale
+from .step.peers import Peers
 from .telemetry import StepReport
 from .world import world
 from .world.process_sets import ProcessSet, global_process_set
@@ -102,7 +103,8 @@ class GTopKState:
         self._buckets = 0  # how many the step has; 0: not known yet
         self._told: set[int] = set()  # in the step, which ranks to end: the engine's thread's own
         self._world = world.current()
-        self._steps = HookSteps(self._world, self._engine, self._name)
+        peers = Peers(self._world, self._engine, self._name, self._members.ranks, takes_part=True)
+        self._steps = HookSteps(peers, self.compression, self.progress)
 
     @property
     def skipped_steps(self) -> int:
@@ -179,13 +181,13 @@ class GTopKState:
         """Tell DDP that a bucket is done, or why it is not: backward raises that."""
         try:
             operation.wait()
+            if is_last:  # and so are all before it
+                self._steps.arrived()
+                self._steps.close(self._skips.counted, overlapped=True)
+                self._world.hear([*self._told])
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]
             return
-        if is_last:  # and so are all before it
-            self._steps.arrived()
-            self._steps.close(self._skips.counted, overlapped=True)
-            self._world.hear([*self._told])
         with lane.bucket.on_stream():
             future.set_result(buffer)
 

@@ -50,6 +50,7 @@ from .lanes.held import Held
 from .lanes.held_names import plain_name, strangers
 from .lanes.lanes import Lane, open_lane
 from .step.grad_scaler import loss_scale
+from .step.peers import Peers
 from .telemetry import StepReport
 from .world import world
 from .world.process_sets import ProcessSet, find_or_register
@@ -205,7 +206,9 @@ class ReplicaState:
         self._lanes = {unit: BucketLanes(partial(self._open_lane, unit)) for unit in units}
         self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
         self._step = OneStep()
-        self._steps = HookSteps(self._world, place.replicas.engine, self._name)
+        together = place.replicas.members.ranks
+        peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
+        self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters)
         self._spoilt: list[torch.Tensor] = []  # whose gradients the last pass made NaN
         self._pass = -1  # autograd's number of the one whose end is awaited

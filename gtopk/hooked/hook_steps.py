@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
-from ..engine import Engine, Operation
-from ..exchange.exchange import Exchanged
+from ..engine import Operation
+from ..exchange.exchange import Exchanged, Progress
 from ..lanes.lanes import Lane
 from ..recording import looks
+from ..step.expected_step import ExpectedStep
+from ..step.peers import Peers
 from ..telemetry import Seen, StepReport, report
 from ..world.stragglers import Stragglers
-from ..world.world import World
 
 
 class HookSteps:
     """Reports each step, to the run's record, too, and counts the world's steps.
 
+    When the first is over, all ranks measure what such steps are to take; the program waits.
+
     last: the step that is over.
     stragglers: how fast the ranks compute beside each other.
     """
 
-    def __init__(self, here: World, engine: Engine, name: str) -> None:
-        self._world = here
-        self.stragglers = Stragglers(here, engine, name)
+    def __init__(self, peers: Peers, compression: Any, progress: Progress) -> None:
+        """peers: the ranks that exchange together; progress: is counted by whoever closes steps."""
+        self._world, self._peers = peers.world, peers
+        self.stragglers = Stragglers(peers.world, peers.engine, peers.name)
+        self._expected = ExpectedStep(compression, progress)
+        self._sizes: list[int] = []  # of the lanes that it is of: all exchanged alike
         self._seen = Seen()
         self._counted = 0  # steps that were not skipped
         self._waited_since: float | None = None
@@ -59,10 +66,11 @@ class HookSteps:
             self._waited_seconds += self._ended - self._waited_since
 
     def close(self, counted: bool, overlapped: bool) -> None:
-        """Report the step, and begin another.
+        """Report the step, and begin another; all ranks do so, after the same one.
 
         overlapped: the program waited for the last bucket only, and not for each of them.
         """
+        self._expect()
         ended, before = self._ended or 0.0, self._ended_before
         self.last = report(
             self._seen,
@@ -71,7 +79,7 @@ class HookSteps:
             waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
             synchronize_seconds=self._waited_seconds,
             apply_seconds=0.0,  # the engine's thread does it
-            predicted_seconds=None,
+            predicted_seconds=self._expected.seconds,
             skipped=not counted,
             samples=None,
         )
@@ -85,3 +93,15 @@ class HookSteps:
             recorder.note_step(self.last)
             if counted and looks.is_due(self._counted):
                 looks.look(recorder, lanes)
+
+    def _expect(self) -> None:
+        """Know what the lanes of the step that is over are to take."""
+        sizes = [lane.elements for lane in self._seen.lanes]
+        if not self._sizes:
+            begun = time.perf_counter()
+            self._expected.measure(self._seen.lanes, self._peers)
+            self._ended = time.perf_counter()
+            self._waited_seconds += self._ended - begun
+        elif sizes != self._sizes:
+            self._expected.expect(self._seen.lanes)
+        self._sizes = sizes

@@ -161,10 +161,12 @@ class _LocalSGD(Wrapping):
             )
             self._center = [p.detach().clone() for p in self._names]
         if not self._are_alike:
+            begun = time.perf_counter()
             self.outer_steps = self._exchange.meet(
                 self._center, [*self._facts(), self._outer_state_said()], self.outer_steps
             )
             self._are_alike = True
+            self._ended += time.perf_counter() - begun  # of no round: links may be measured
 
     def _facts(self) -> list[str]:
         """Return what must be equal on all ranks, in words."""
@@ -228,6 +230,7 @@ class _LocalSGD(Wrapping):
             synchronize_seconds=self._ended - begun,
             elements=sum(p.numel() for group in self.param_groups for p in group["params"]),
             local_steps=made,
+            predicted_seconds=self._exchange.expected.seconds,
         )
         if self._world.recorder is not None:
             self._world.recorder.note_step(self.last_step)

@@ -28,7 +28,9 @@ from ..lanes.held import Held, put_in, take_out, unsent
 from ..lanes.held_names import strangers
 from ..lanes.lanes import Lane, open_lane
 from ..replicas.replicas import checksums, require_the_same
+from ..step.expected_step import ExpectedStep
 from ..step.options import facts_of
+from ..step.peers import Peers
 from ..world.process_sets import ProcessSet
 from ..world.world import World
 from ..wrapped.checkpoint import CHANGES
@@ -66,6 +68,7 @@ class OuterExchange:
 
     names: of the parameters, in the order in which they are exchanged.
     ranks: of the world that exchange, in order; rank: this one's place among them.
+    expected: what an exchange is to take; known when all have met.
     """
 
     holds: ClassVar[str] = CHANGES
@@ -81,6 +84,7 @@ class OuterExchange:
         self._compression = compression
         self._process_set = process_set
         self._progress = Progress()
+        self.expected = ExpectedStep(compression, self._progress, "an outer step")
         self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
         self._enter(here, {})
 
@@ -92,6 +96,7 @@ class OuterExchange:
         self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
         self.rank = self.ranks.index(here.rank)
         self._name = f"local_sgd.{here.name_optimizer(self._names.values())}"
+        self._peers = Peers(here, self._engine, self._name, self.ranks, takes_part=True)
         self._lane: Lane = open_lane(
             self._name,
             list(self._names),
@@ -139,6 +144,7 @@ class OuterExchange:
         self._held = {}
         if (residual := self._lane.exchange.residual) is not None:
             residual.astray = True  # where a state was loaded, on any rank
+        self.expected.measure([self._lane], self._peers)
         return outer_steps
 
     def _facts(self, facts: Sequence[str]) -> list[str]:

@@ -16,10 +16,12 @@ def report_of(
     synchronize_seconds: float,
     elements: int,
     local_steps: int,
+    predicted_seconds: float | None,
 ) -> StepReport:
     """Return the report of an outer step.
 
     compute_seconds: of all steps of the round. elements: values of all parameters.
+    predicted_seconds: of the exchange, where it predicts nothing itself.
     """
     operation, done = outcome.operation, outcome.exchanged
     coded = done.coded if done else NOTHING_CODED
@@ -37,8 +39,8 @@ def report_of(
         hidden_seconds=0.0,
         working_seconds=done.seconds if done else 0.0,
         buckets=1,
-        exchange_seconds=synchronize_seconds,
-        predicted_seconds=done.predicted_seconds if done else None,
+        exchange_seconds=done.seconds if done else 0.0,
+        predicted_seconds=(done.predicted_seconds or predicted_seconds) if done else None,
         sent_bytes=operation.traffic.sent_bytes,
         sent_messages=operation.traffic.sent_messages,
         bytes_counted=done.bytes_counted if done else True,

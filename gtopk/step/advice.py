@@ -36,8 +36,18 @@ def wanted(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(_VARIABLE, "on").lower() not in ("off", "0", "false", "no")
 
 
-def advice(compression: object, length: int, calibration: Calibration) -> str:
-    """Return the line."""
+def advice(
+    compression: object,
+    length: int,
+    calibration: Calibration,
+    others: int = 0,
+    per: str = "a step",
+) -> str:
+    """Return the line.
+
+    length: values that compressing is a question of; others: that travel as they are in any case.
+    per: what an exchange ends.
+    """
     density = getattr(compression, "density", None) or _DENSITY
     rates = calibration.rates
     exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
@@ -46,30 +56,36 @@ def advice(compression: object, length: int, calibration: Calibration) -> str:
     )
     found = comparison.cheapest_sparse
     runs = expected(compression, length, calibration)
-    verdict = _verdict(found, comparison, runs, compression)
+    verdict = _verdict(found, comparison, runs, compression, per)
     return (
-        f"{_what(comparison)}: {verdict}; {_edge(comparison)} "
-        f"(modelled; links and rates {calibration.origin})"
+        f"{_what(comparison, others)}: {verdict}; {_edge(comparison)} "
+        "(modelled; what hides behind backward costs nothing; "
+        f"links and rates {calibration.origin})"
     )
 
 
-def _what(comparison: Comparison) -> str:
+def _what(comparison: Comparison, others: int) -> str:
     network = comparison.cluster.network
+    beside = f" ({count_text(others)} more travel uncompressed either way)" if others else ""
     return (
-        f"{count_text(comparison.cluster.length)} values on {network.ranks} ranks, links of "
-        f"{bandwidth_text(network.between.bits_per_second)} and "
+        f"{count_text(comparison.cluster.length)} values{beside} on {network.ranks} ranks, "
+        f"links of {bandwidth_text(network.between.bits_per_second)} and "
         f"{seconds_text(network.between.latency_seconds)}"
     )
 
 
 def _verdict(
-    found: Prediction, comparison: Comparison, runs: Prediction | None, compression: object
+    found: Prediction,
+    comparison: Comparison,
+    runs: Prediction | None,
+    compression: object,
+    per: str,
 ) -> str:
     dense = comparison.dense
     fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
     name = f"{LABELS[found.candidate.algorithm]} (density {found.candidate.density:g})"
     said = (
-        f"dense is expected to take {seconds_text(dense.seconds)} a step, and {name} "
+        f"the dense exchange is expected to take {seconds_text(dense.seconds)} {per}, and {name} "
         f"{seconds_text(found.seconds)}, with 1/{digits(fewer)} of the bytes "
         f"({bytes_text(found.sent.bytes)} from each rank)"
     )
@@ -81,7 +97,7 @@ def _verdict(
         said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
     if seconds * _CLOSE < dense.seconds:
         verdict = "compression saves" if compressed else "compressing would save"
-        return f"{said}: {verdict} {seconds_text(dense.seconds - seconds)}"
+        return f"{said}: {verdict} up to {seconds_text(dense.seconds - seconds)}"
     if dense.seconds * _CLOSE < seconds:
         return f"{said}: {'Compression.none is faster here' if compressed else 'leave it dense'}"
     return f"{said}: it makes no difference here"

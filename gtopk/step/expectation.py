@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from collectives.planning import Calibration, Candidate, Prediction, predict
 
+from ..buckets.buckets import Bucket
 from ..compression import ErrorFeedback, Hierarchical, SparseCompression
-from ..exchange.exchange import DenseExchange, SendingAlong, SparseExchange
+from ..exchange.exchange import (
+    CompressorExchange,
+    DenseExchange,
+    Exchange,
+    SendingAlong,
+    SparseExchange,
+)
 from ..exchange.node_exchange import NodeExchange
-from ..lanes.lanes import Lane
-from .rounds import AnyLane
+from ..telemetry import Sized
 
 
 def expected(
@@ -42,15 +49,30 @@ def expected(
     return predict(Candidate("dense"), length, network, rates, value_bytes)
 
 
-def expected_seconds(lanes: Sequence[AnyLane], calibration: Calibration) -> float | None:
+@runtime_checkable
+class Exchanging(Protocol):
+    """A lane, or what stands for one: a bucket, and the way it is exchanged."""
+
+    bucket: Bucket
+    exchange: Exchange
+
+    @property
+    def elements(self) -> int: ...
+
+
+def _way_of(lane: Sized) -> Exchange | None:
+    """Return how a lane is exchanged, but for what is sent along once; None: as it is, sparse."""
+    exchange = lane.exchange if isinstance(lane, Exchanging) else None
+    return exchange.then if isinstance(exchange, SendingAlong) else exchange
+
+
+def expected_seconds(lanes: Sequence[Sized], calibration: Calibration) -> float | None:
     """Return what all lanes are expected to take; None where one is beyond the model."""
     seconds = 0.0
     for lane in lanes:
-        exchange = lane.exchange if isinstance(lane, Lane) else None
-        if isinstance(exchange, SendingAlong):
-            exchange = exchange.then
+        exchange = _way_of(lane)
         plain = isinstance(exchange, DenseExchange | SparseExchange)
-        if not isinstance(lane, Lane) or not plain or isinstance(exchange, NodeExchange):
+        if not isinstance(lane, Exchanging) or not plain or isinstance(exchange, NodeExchange):
             return None
         compression = getattr(exchange, "compression", None)
         value_bytes = lane.bucket.dtype.itemsize
@@ -59,3 +81,18 @@ def expected_seconds(lanes: Sequence[AnyLane], calibration: Calibration) -> floa
             return None
         seconds += found.seconds
     return seconds
+
+
+def in_question(lanes: Sequence[Sized]) -> tuple[int, bool]:
+    """Return how many values compressing is a question of, and whether they are compressed.
+
+    Of those that are, where some are: what travels dense beside them does so in any case.
+    """
+    dense = compressed = 0
+    for lane in lanes:
+        way = _way_of(lane)
+        if isinstance(way, DenseExchange | CompressorExchange):
+            dense += lane.elements
+        elif way is not None:
+            compressed += lane.elements
+    return compressed or dense, compressed > 0

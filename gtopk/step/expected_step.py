@@ -11,27 +11,34 @@ from collectives.transports import Transport
 
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
+from ..telemetry import Sized
 from . import advice
-from .expectation import expected_seconds
+from .expectation import expected_seconds, in_question
 from .peers import Peers
-from .rounds import AnyLane
 
 _log = logging.getLogger("gtopk")
 
 
 class ExpectedStep:
-    """That of an optimizer; nothing is expected before `measure`."""
+    """That of one way to train; nothing is expected before `measure`.
 
-    def __init__(self, compression: Any, progress: Progress) -> None:
+    per: what an exchange ends, with its article.
+    """
+
+    def __init__(self, compression: Any, progress: Progress, per: str = "a step") -> None:
         self._compression = compression
         self._progress = progress
+        self._per = per
+        self._calibration: Calibration | None = None
         self._seconds: float | None = None
 
-    def measure(self, lanes: Sequence[AnyLane], peers: Peers) -> None:
+    def measure(self, lanes: Sequence[Sized], peers: Peers) -> None:
         """Expect what these lanes will take; rank 0 says, once in a world, what compressing saves.
 
-        Where all ranks want it; ranks that are threads of one process have no links to speak of.
+        All peers call it together. Where they are all ranks, and all of these want it; ranks that
+        are threads of one process have no links to speak of.
         """
+        self._calibration = self._seconds = None
         here = peers.world
         if not peers.size == here.size > 1 or here.transport.name == "local":
             return
@@ -39,14 +46,24 @@ class ExpectedStep:
         def calibrate(transport: Transport, votes: list[int]) -> Calibration | None:
             return calibration_of(transport) if all(votes) else None
 
-        calibration = peers.run("advice", [], calibrate, vote=advice.wanted())
-        if calibration is None:
-            return
-        self._seconds = expected_seconds(lanes, calibration)
-        if here.rank == 0 and not here.advised:
-            here.advised = True
-            elements = sum(lane.elements for lane in lanes)
-            _log.info("%s", advice.advice(self._compression, elements, calibration))
+        self._calibration = peers.run("advice", [], calibrate, vote=advice.wanted())
+        self.expect(lanes)
+        if self._calibration is not None and here.rank == 0 and not here.advised:
+            here.advised = self._say(lanes, self._calibration)
+
+    def _say(self, lanes: Sequence[Sized], calibration: Calibration) -> bool:
+        """Say it of what is compressed, else of what could be; return whether there is any."""
+        elements, is_compressed = in_question(lanes)
+        if elements:
+            compression = self._compression if is_compressed else None
+            others = sum(lane.elements for lane in lanes) - elements
+            _log.info("%s", advice.advice(compression, elements, calibration, others, self._per))
+        return elements > 0
+
+    def expect(self, lanes: Sequence[Sized]) -> None:
+        """Expect what these lanes will take from now on, where links were measured."""
+        if self._calibration is not None:
+            self._seconds = expected_seconds(lanes, self._calibration)
 
     @property
     def seconds(self) -> float | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from ...engine import Operation
 from ...recording import looks
+from ...step.expected_step import ExpectedStep
+from ...step.peers import Peers
 from ...telemetry import Seen, StepReport, report
 from ...timeline.timeline import Span, Step
 from ...world.world import World
@@ -30,7 +32,19 @@ class OwnSteps:
         self._seen = Seen()
         self._computed: list[Bounds] = []
         self._exchanged = 0  # times, with an update
+        self._expected: ExpectedStep | None = None
         self.spent = Spent()
+
+    def expect(self, exchange: RoundExchange, name: str) -> None:
+        """Know what this exchange, one of all ranks, is to take; they call it together.
+
+        name: of what concerns it, equal on all ranks.
+        """
+        here, compression = self._world, self._optimizer._compression
+        peers = Peers(here, here.engine, name, range(here.size), takes_part=True)
+        self._expected = ExpectedStep(compression, exchange.progress, f"a {self._covers}")
+        with self.spent.waiting():
+            self._expected.measure([exchange], peers)
 
     def submitted(self, operation: Operation) -> None:
         """Count what an operation sends to the step under way."""
@@ -64,7 +78,7 @@ class OwnSteps:
             waits=waits,
             synchronize_seconds=sum(ended - began for began, ended in waits),
             apply_seconds=0.0,  # the engine's thread does it
-            predicted_seconds=None,
+            predicted_seconds=self._expected.seconds if self._expected else None,
             skipped=skipped,
             samples=samples,
             local_steps=local_steps,

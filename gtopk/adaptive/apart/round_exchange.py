@@ -29,31 +29,35 @@ class Ran(NamedTuple):
 
 
 class RoundExchange:
-    """What one rank selects from, keeps, and gets back."""
+    """What one rank selects from, keeps, and gets back.
+
+    bucket:   of the sums; exchange: the way they are reduced.
+    progress: how many reductions had an update.
+    """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], compression: Any) -> None:
-        self._bucket = Bucket(parameters)
+        self.bucket = Bucket(parameters)
         self._clip = LocalClip([], None)
-        self._progress = Progress()
-        self._exchange = open_exchange(self._bucket, compression, self._progress)
+        self.progress = Progress()
+        self.exchange = open_exchange(self.bucket, compression, self.progress)
         self._ran: Ran | None = None
 
     @property
     def elements(self) -> int:
         """Return how many values are exchanged."""
-        return self._bucket.length
+        return self.bucket.length
 
     @property
     def facts(self) -> str:
         """Return what must be equal on all ranks."""
-        return self._exchange.facts
+        return self.exchange.facts
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what was not sent yet, [n] on the host, and how far the exchange is.
 
         residual, velocity: None where all is sent, and without momentum correction.
         """
-        residual = self._exchange.residual
+        residual = self.exchange.residual
         held = {} if residual is None else residual.after_last_step()
         regions = self._regions
         return {
@@ -61,7 +65,7 @@ class RoundExchange:
                 name: held[name].to("cpu", copy=True) if name in held else None
                 for name in ("residual", "velocity")
             },
-            "steps": self._progress.steps,
+            "steps": self.progress.steps,
             "regions": None if regions is None else regions.record(),
         }
 
@@ -71,7 +75,7 @@ class RoundExchange:
         All ranks do so before the next reduction. Raises ValueError for a residual where this
         compression keeps none.
         """
-        held = {} if self._exchange.residual is None else self._exchange.residual.after_last_step()
+        held = {} if self.exchange.residual is None else self.exchange.residual.after_last_step()
         for name in ("residual", "velocity"):
             if state[name] is not None and name not in held:
                 raise ValueError(
@@ -80,30 +84,30 @@ class RoundExchange:
                 )
         for name, tensor in held.items():
             tensor.zero_() if state[name] is None else tensor.copy_(state[name])
-        if (residual := self._exchange.residual) is not None:
+        if (residual := self.exchange.residual) is not None:
             residual.holds_nothing = state["residual"] is None
             residual.astray = True
-        self._progress.steps = state["steps"]
+        self.progress.steps = state["steps"]
         if self._regions is not None and state["regions"] is not None:
             self._regions.resume(state["regions"])
 
     @property
     def _regions(self) -> Regions | None:
-        exchange = self._exchange
+        exchange = self.exchange
         return exchange.regions if isinstance(exchange, SparseExchange) else None
 
     @property
     def unsent(self) -> list[torch.Tensor] | None:
         """Return the residual's own memory, by parameter; None where nothing is left in it."""
-        residual = self._exchange.residual
+        residual = self.exchange.residual
         if residual is None or residual.holds_nothing:
             return None
-        return self._bucket.split(view_tensor(residual.values))
+        return self.bucket.split(view_tensor(residual.values))
 
     def forget(self) -> None:
         """Keep nothing of what was not sent: it is somebody else's now."""
-        if self._exchange.residual is not None:
-            self._exchange.residual.clear()
+        if self.exchange.residual is not None:
+            self.exchange.residual.clear()
 
     def take(self, sums: Sequence[torch.Tensor | None], allowed_norm: float | None = None) -> bool:
         """Take a rank's sums, one for each parameter; return whether they are finite.
@@ -111,8 +115,8 @@ class RoundExchange:
         allowed_norm: their part of the update is shortened to this rank's share of it.
         """
         self._clip = LocalClip(sums, allowed_norm)
-        self._bucket.take(1.0, gradients=sums)
-        return self._bucket.all_finite()
+        self.bucket.take(1.0, gradients=sums)
+        return self.bucket.all_finite()
 
     def reduce(
         self, transport: Transport, weight: float, share: float = 1.0
@@ -121,16 +125,16 @@ class RoundExchange:
 
         None where it overflows: what is held back is then as it was before.
         """
-        bucket, residual = self._bucket, self._exchange.residual
+        bucket, residual = self.bucket, self.exchange.residual
         bucket.weight = weight * self._clip.factor(weight, share)
         began = time.perf_counter()
         with bucket.on_stream():
             if residual is not None:
                 residual.remember()
-            exchanged = self._exchange(bucket, transport)
+            exchanged = self.exchange(bucket, transport)
             reduced = time.perf_counter()
             if exchanged.finite:
-                self._exchange.apply(bucket)
+                self.exchange.apply(bucket)
             elif residual is not None:
                 residual.restore()
         if residual is not None:
@@ -140,7 +144,7 @@ class RoundExchange:
         self._ran = Ran(replace(exchanged, select_seconds=select_seconds), began, ended)
         if not exchanged.finite:
             return None
-        self._progress.steps += 1
+        self.progress.steps += 1
         return bucket.gradients
 
     def take_ran(self) -> Ran | None:
@@ -150,5 +154,5 @@ class RoundExchange:
 
     def withheld(self) -> Withheld | None:
         """Return how much is held back after the last reduction; reads all of it."""
-        residual = self._exchange.residual
-        return None if residual is None else residual.withheld(self._exchange.sent_mass())
+        residual = self.exchange.residual
+        return None if residual is None else residual.withheld(self.exchange.sent_mass())

@@ -76,6 +76,7 @@ class DelayedLoader:
         asked = optimizer._options
         self.exchange = RoundExchange(trained, optimizer._compression)
         self._steps = OwnSteps(world, optimizer, "round")
+        self._steps.expect(self.exchange, name)
         self._settings = AgreedSettings(optimizer)
         self._wire = RoundWire(
             name,

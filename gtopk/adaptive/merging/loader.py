@@ -190,7 +190,7 @@ class MergingLoader:
         return self._replica
 
     def _compare(self, replica: Replica) -> None:
-        """Make sure that all ranks begin as the same model."""
+        """Make sure that all ranks begin as the same model, and know what a merge is to take."""
         named = {p: self._optimizer._parameter_names[p] for p in replica.parameters}
         facts = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
         with replica.at_center():
@@ -201,6 +201,7 @@ class MergingLoader:
             lambda transport, votes: require_the_same(transport, own, list(named.values())),
         )
         self._await(operation)
+        self._steps.expect(replica.reduction, self._name)
         self._is_compared = True
 
     def _mega_batch(self) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from gtopk.hooked.hook_steps import HookSteps
 from gtopk.hooked.one_step import NOT_FINITE, OneStep
 from gtopk.lanes.lanes import Lane, open_lane
 from gtopk.recording.reading import read_run
+from gtopk.step.peers import Peers
 from gtopk.telemetry import parts
 from gtopk.world import world
 
@@ -30,7 +31,8 @@ def test_steps_of_a_hook_are_reported_and_recorded(
     def program(transport: Transport) -> None:
         with world.entered(transport) as here:
             gtopk.record(str(tmp_path))
-            watched, one_step = HookSteps(here, here.engine, "hooked"), OneStep()
+            peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
+            watched, one_step = HookSteps(peers, GTopK(0.1), Progress()), OneStep()
             lanes = [
                 open_lane(
                     name,

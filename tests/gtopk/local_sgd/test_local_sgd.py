@@ -308,8 +308,12 @@ def test_it_is_the_optimizer_it_wraps_and_its_rate_can_be_scheduled_inside_and_o
         outside.step()
         assert inner.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
         assert optimizer.outer.param_groups[0]["lr"] == pytest.approx(0.35)
-        assert optimizer.last_step.sent_bytes > 0
-        assert not optimizer.last_step.skipped
+        done = optimizer.last_step
+        assert done.exchange_seconds == pytest.approx(
+            done.select_seconds + done.communicate_seconds - done.agree_seconds
+        )
+        assert done.sent_bytes > 0
+        assert not done.skipped
 
     on_ranks(2, rank)
 

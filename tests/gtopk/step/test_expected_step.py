@@ -1,0 +1,95 @@
+"""What is expected of a step, and what rank 0 says of it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Calibration, Network
+from gtopk.compression import Compression
+from gtopk.exchange.exchange import Progress
+from gtopk.lanes.lanes import Lane, open_lane
+from gtopk.lanes.sparse_gradients import SparseGradientLane
+from gtopk.step.expected_step import ExpectedStep
+
+SLOW = Calibration(Network(8, Link.of(1e8, 50e-6)), DEFAULT_RATES, "made up")
+GTOPK = Compression.gtopk(density=0.001)
+
+
+def lane(values: int, compression: object) -> Lane:
+    parameter = torch.nn.Parameter(torch.zeros(1).expand(values))
+    return open_lane("lane", [parameter], ["parameter"], compression, Progress())
+
+
+def embedding(values: int) -> SparseGradientLane:
+    return SparseGradientLane("embedding", torch.nn.Parameter(torch.zeros(values, 1)), "weight")
+
+
+def peers(rank: int = 0, size: int = 8) -> Any:
+    """Return 8 ranks of a world, which have measured."""
+    transport = SimpleNamespace(name="made up")
+    here = SimpleNamespace(rank=rank, size=8, advised=False, transport=transport)
+    return SimpleNamespace(size=size, world=here, run=lambda *said, **vote: SLOW)
+
+
+def said_of(lanes: list[Any], caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "gtopk"):
+        ExpectedStep(GTOPK, Progress()).measure(lanes, peers())
+    return caplog.text
+
+
+def test_what_travels_dense_beside_is_in_no_saving(caplog: pytest.LogCaptureFixture) -> None:
+    alone = said_of([lane(600_000, GTOPK), lane(400_000, GTOPK)], caplog)
+    beside = said_of(
+        [lane(1_000_000, GTOPK), lane(9_000_000, Compression.none), embedding(7)], caplog
+    )
+    assert "1,000,000 values on 8 ranks" in alone
+    assert "1,000,000 values (9,000,007 more travel uncompressed either way) on 8 ranks" in beside
+    assert beside.partition(" on 8 ranks")[2] == alone.partition(" on 8 ranks")[2]
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
+def test_where_nothing_is_compressed_it_is_said_of_what_could_be(
+    compression: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = said_of([lane(1_000_000, compression), embedding(7)], caplog)
+    assert "1,000,000 values (7 more travel uncompressed either way) on 8 ranks" in said
+    assert "compressing would save" in said
+
+
+def test_of_sparse_gradients_alone_there_is_nothing_to_say(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert not said_of([embedding(7)], caplog)
+
+
+def test_it_is_said_once_in_a_world_and_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    lanes, here = [lane(1000, GTOPK)], peers()
+    with caplog.at_level(logging.INFO, "gtopk"):
+        for one in (here, here, peers(rank=1)):
+            expected = ExpectedStep(GTOPK, Progress(), "an outer step")
+            expected.measure(lanes, one)
+            assert expected.seconds
+    assert caplog.text.count("an outer step") == len(caplog.records) == 1
+
+
+def test_of_some_ranks_of_a_world_nothing_is_expected() -> None:
+    expected = ExpectedStep(GTOPK, Progress())
+    expected.measure([lane(1000, GTOPK)], peers(size=4))
+    assert expected.seconds is None
+
+
+def test_other_lanes_are_expected_to_take_another_time() -> None:
+    expected = ExpectedStep(GTOPK, Progress())
+    expected.measure([lane(1000, GTOPK)], peers())
+    before = expected.seconds
+    expected.expect([lane(1_000_000, GTOPK)])
+    assert before is not None
+    assert expected.seconds is not None
+    assert expected.seconds > before

@@ -1,0 +1,98 @@
+"""Run under torchrun on 2 ranks or more: what each way to train says first, and what it predicts.
+
+With the argument "off" the last rank wants no advice, and nothing is predicted anywhere. Models
+have unlike numbers of values, by which a line tells of whom it speaks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import gtopk
+import gtopk.torch as hvd
+from gtopk import fsdp
+from gtopk.ddp import GTopKState, gtopk_hook
+from gtopk.telemetry import StepReport
+from gtopk.world import world
+
+torch.distributed.init_process_group("gloo")
+hvd.init()
+WANTED = sys.argv[1:] != ["off"]
+if not WANTED and hvd.rank() == hvd.size() - 1:
+    os.environ["GTOPK_ADVICE"] = "off"
+STEPS, GTOPK = 4, hvd.Compression.gtopk(density=0.01)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: int) -> None:
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(4, values)).square().mean().backward()
+        optimizer.step()
+
+
+def distributed(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), GTOPK)
+
+
+def by_optimizer(model: torch.nn.Module, values: int) -> StepReport | None:
+    optimizer = distributed(model)
+    train(model, optimizer, values)
+    return optimizer.last_step
+
+
+def by_ddp(model: torch.nn.Module, values: int) -> StepReport | None:
+    state, parallel = GTopKState(density=0.01), DistributedDataParallel(model)
+    parallel.register_comm_hook(state, gtopk_hook)
+    train(parallel, sgd(model), values)
+    return state.last_step
+
+
+def by_fsdp(model: torch.nn.Module, values: int) -> StepReport | None:
+    mesh = init_device_mesh("cpu", (hvd.size(), 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    state = fsdp.replicate(model, mesh["replicate"], 0.01)
+    train(model, sgd(model), values)
+    return state.last_step
+
+
+def by_local_sgd(model: torch.nn.Module, values: int) -> StepReport | None:
+    optimizer = gtopk.LocalSGD(sgd(model), inner_steps=2, compression=GTOPK)
+    train(model, optimizer, values)
+    return optimizer.last_step
+
+
+def by_adapt(mode: str) -> Callable[[torch.nn.Module, int], StepReport | None]:
+    def adapted(model: torch.nn.Module, values: int) -> StepReport | None:
+        optimizer = distributed(model)
+        samples = TensorDataset(torch.randn(64, values))
+        loader = hvd.adapt(DataLoader(samples, 16), optimizer, mode)
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return optimizer.last_step
+
+    return adapted
+
+
+WAYS = [by_optimizer, by_ddp, by_fsdp, by_local_sgd, by_adapt("abs"), by_adapt("adaptive-sgd")]
+for values, way in enumerate(WAYS, start=501):
+    world.current().advised = False
+    torch.manual_seed(0)
+    report = way(torch.nn.Linear(values, 2, bias=False), values)
+    assert report is not None
+    assert (report.predicted_seconds is not None) == WANTED, way
+    assert (report.predicted_seconds or 1.0) > 0, way
+print("every way, as it says\n", end="", flush=True)
