@@ -131,7 +131,7 @@ def measured(rate: str, hosts: int, density: float, rounds: int) -> Held:
         raise SystemExit(f"{rate}, {hosts} hosts: {done.stderr[-2000:]}")
     found = json.loads(answers[-1])
     line = found["line"]
-    dense, saved = said(line, "dense is expected to take"), said(line, "saves")
+    dense, saved = said(line, "dense exchange is expected to take"), said(line, "saves up to")
     return Held(rate, hosts, line, dense, saved, found["dense_seconds"], found["gtopk_seconds"])
 
 
