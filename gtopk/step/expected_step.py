@@ -35,12 +35,13 @@ class ExpectedStep:
     def measure(self, lanes: Sequence[Sized], peers: Peers) -> None:
         """Expect what these lanes will take; rank 0 says, once in a world, what compressing saves.
 
-        All peers call it together. Where they are all ranks, and all of these want it; ranks that
-        are threads of one process have no links to speak of.
+        All peers call it together. Where all of them want it; ranks that are threads of one process
+        have no links to speak of. Groups that exchange side by side measure side by side, too, and
+        so share links as they do in every step.
         """
         self._calibration = self._seconds = None
         here = peers.world
-        if not peers.size == here.size > 1 or here.transport.name == "local":
+        if not peers.takes_part or peers.size < 2 or here.transport.name == "local":
             return
 
         def calibrate(transport: Transport, votes: list[int]) -> Calibration | None:

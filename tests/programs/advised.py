@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks or more: what each way to train says first, and what it predicts.
+"""Run under torchrun on 2 ranks or 4: what each way to train says first, and what it predicts.
 
 With the argument "off" the last rank wants no advice, and nothing is predicted anywhere. Models
 have unlike numbers of values, by which a line tells of whom it speaks.
@@ -60,7 +60,8 @@ def by_ddp(model: torch.nn.Module, values: int) -> StepReport | None:
 
 
 def by_fsdp(model: torch.nn.Module, values: int) -> StepReport | None:
-    mesh = init_device_mesh("cpu", (hvd.size(), 1), mesh_dim_names=("replicate", "shard"))
+    shape = (2, hvd.size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])
     state = fsdp.replicate(model, mesh["replicate"], 0.01)
     train(model, sgd(model), values)
