@@ -16,7 +16,8 @@
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
-# make test-adapters  the doors of Lightning, Accelerate and Ray Train, in an environment of their own
+# make test-adapters  the doors of Lightning, Accelerate and Ray Train, and TensorBoard's record, in an
+#             environment of their own
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
 # make bench  the main figures of docs/performance.md, measured here: half an hour of a quiet machine
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
@@ -32,7 +33,8 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c 
 # What an installation is made of: the C++ core is compiled anew where its sources changed.
 INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/host/*.[ch]pp)
 
-ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py
+ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py \
+	tests/gtopk/recording/test_scalars.py
 
 .PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \
 	audit format fuzz horovod test-horovod test-adapters sanitize bench bench-network clean
@@ -132,5 +134,5 @@ $(VENV)/.horovod: mpi_scripts/build_horovod.sh $(VENV)/.dev
 $(VENV)-adapters/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(VENV)-adapters
 	$(VENV)-adapters/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
-		-e ".[dev,lightning,accelerate]" "ray[train]>=2.9"
+		-e ".[dev,lightning,accelerate,tensorboard]" "ray[train]>=2.9"
 	touch $@

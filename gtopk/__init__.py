@@ -25,6 +25,9 @@ write down what a run does, for `gtopk report` and `gtopk top`; GTOPK_RUN=FOLDER
     gtopk.LocalSGD(optimizer, inner_steps=32, compression=...)
 
 lets ranks step by themselves and exchange every 32 steps: see `local_sgd`.
+
+`gtopk.torch`, `ddp`, `fsdp`, `lightning`, `accelerate`, `horovod` and `local_sgd` need no import of
+their own: they and what they need are imported where they are first named.
 """
 
 import importlib
@@ -35,6 +38,13 @@ from typing import TYPE_CHECKING, Any
 from .runner import RankError, run
 
 if TYPE_CHECKING:
+    from . import accelerate as accelerate
+    from . import ddp as ddp
+    from . import fsdp as fsdp
+    from . import horovod as horovod
+    from . import lightning as lightning
+    from . import local_sgd as local_sgd
+    from . import torch as torch
     from .local_sgd import LocalSGD
     from .run_record import log, record
     from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
@@ -66,6 +76,7 @@ def _check_collectives() -> None:
         )
 
 
+_DOORS = {"accelerate", "ddp", "fsdp", "horovod", "lightning", "local_sgd", "torch"}
 _HOMES = {
     "CheckpointError": ".torch.checkpoint",
     "LocalSGD": ".local_sgd",
@@ -79,6 +90,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch where it is first used: `import gtopk` does not."""
+    if name in _DOORS:
+        return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,18 @@ def test_horovod_is_built_for_the_environment_that_tests_it() -> None:
     build = asked.index("mpi_scripts/build_horovod.sh /my/own/bin/python .horovod_cache")
     assert build < asked.index("/my/own/bin/python -m pytest -m horovod -x")
     assert not any(".horovod_cache" in line for line in recipe("clean").splitlines())
+
+
+def test_what_make_installs_is_pinned() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    asked = "".join(map(recipe, ["demo", "test", "test-docs", "test-adapters"]))
+    wanted = setup["options"]["install_requires"].split()
+    for extras in re.findall(r'"\.\[([\w,]+)\]"', asked):
+        for extra in extras.split(","):
+            wanted += setup["options.extras_require"][extra].split()
+    wanted += re.findall(r'"(\w+[^"]*>=[^"]*)"', asked)
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in wanted}
+    assert names >= {"torch", "pytest", "ipykernel", "lightning", "accelerate", "ray"}
+    pins = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert names - set(pins) == set()

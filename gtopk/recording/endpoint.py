@@ -42,6 +42,8 @@ class Endpoint:
     Raises OSError where it cannot listen.
     """
 
+    name = "the Prometheus endpoint"
+
     def __init__(self, address: Address, rank: int) -> None:
         self._metrics = Metrics(rank)
         metrics = self._metrics

@@ -12,6 +12,8 @@ from .lines import Line, as_text
 class LineFile:
     """Appends lines to a file; each call is one write, so that readers see whole lines."""
 
+    name = "the record"
+
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)

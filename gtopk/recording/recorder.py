@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 from ..telemetry import StepReport
@@ -18,7 +19,9 @@ _PAUSE_SECONDS: Final = 0.2  # between two writes; what a killed rank may take a
 
 
 class Sink(Protocol):
-    """Something that lines go to."""
+    """Something that lines go to; name: what messages call it."""
+
+    name: str
 
     def take(self, lines: Sequence[Line]) -> None:
         """Take lines, in the order of time."""
@@ -118,8 +121,9 @@ class Recorder:
         self._thread.join()
         self.flush()
         with self._writing:
-            for sink in self._sinks:
-                sink.close()
+            for sink in list(self._sinks):
+                with self._dropped_if_it_fails(sink):
+                    sink.close()
             self._sinks.clear()
 
     def _now(self) -> float:
@@ -135,11 +139,18 @@ class Recorder:
 
     def _hand_out(self, lines: list[Line]) -> None:
         for sink in list(self._sinks):
-            try:
+            with self._dropped_if_it_fails(sink):
                 sink.take(lines)
-            except OSError as error:
-                self._sinks.remove(sink)
-                _log.warning("the run is not recorded any more, as %s; training goes on", error)
+
+    @contextmanager
+    def _dropped_if_it_fails(self, sink: Sink) -> Iterator[None]:
+        """Have the others go on without a sink that fails, in whatever way: not all are ours."""
+        try:
+            yield
+        except Exception as error:
+            self._sinks.remove(sink)
+            reason = f"{type(error).__name__}: {error}"
+            _log.warning("%s ends here, as %s; training goes on", sink.name, reason)
 
 
 class _MessageHandler(logging.Handler):

@@ -11,6 +11,8 @@ from .lines import Line, report_of
 class Scalars:
     """Writes lines as TensorBoard's scalars; raises ImportError where it is not installed."""
 
+    name = "TensorBoard's record"
+
     def __init__(self, folder: str) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -23,6 +23,8 @@ from .lines import FORMAT, Line, path_of
 from .recorder import Recorder, Sink
 from .scalars import Scalars
 from .settings import Settings
+
+_log = logging.getLogger("gtopk")
 
 
 class Recorded(Protocol):
@@ -59,9 +61,7 @@ def start_if_asked(world: Recorded, settings: Settings) -> None:
         try:
             sinks.append(opening())
         except (ImportError, OSError) as error:
-            warnings.warn(
-                f"rank {world.rank} trains without what {variable} asks for: {error}", stacklevel=3
-            )
+            _log.warning("rank %d trains without what %s asks for: %s", world.rank, variable, error)
     _record(world, settings, sinks)
 
 

@@ -37,7 +37,6 @@ import queue
 import socket
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -304,12 +303,12 @@ def start_if_asked(world: Recorded) -> None:
             whose = Whose(world.rank, world.size, world.began_unix_seconds, world.clock)
             _start(world, Timeline(path, name, cycles, whose))
         except OSError as error:
-            warnings.warn(f"{_FOLDER} must name a folder to write to, got {error}", stacklevel=2)
+            _log.warning("%s must name a folder to write to, got %s", _FOLDER, error)
     elif path not in ("", "DYNAMIC"):
         try:
             start(world, path, cycles)
         except OSError as error:
-            warnings.warn(f"HOROVOD_TIMELINE must name a file to write, got {error}", stacklevel=2)
+            _log.warning("HOROVOD_TIMELINE must name a file to write, got %s", error)
 
 
 def is_of_every_rank() -> bool:

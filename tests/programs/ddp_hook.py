@@ -45,10 +45,10 @@ def batch(step: int, rank: int = RANK, dtype: torch.dtype = torch.float64) -> to
 
 
 class Recorder:
-    """Adds up what DDP hands to a hook, by parameter, weighted as the hook does."""
+    """Adds up what DDP hands to a hook, by parameter, weighted as the hook does; of these ranks."""
 
-    def __init__(self, state: GTopKState) -> None:
-        self.state = state
+    def __init__(self, state: GTopKState, ranks: hvd.ProcessSet = hvd.global_process_set) -> None:
+        self.state, self.ranks = state, ranks
         self.handed: dict[torch.Tensor, torch.Tensor] = {}
         self.buckets = 0
 
@@ -57,29 +57,32 @@ class Recorder:
     ) -> torch.futures.Future[torch.Tensor]:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             before = self.handed.get(parameter, torch.zeros_like(parameter))
-            self.handed[parameter] = before + gradient.detach() / SIZE
+            self.handed[parameter] = before + gradient.detach() / self.ranks.size()
         self.buckets = max(self.buckets, bucket.index() + 1)
         return gtopk_hook(state, bucket)
 
     def assert_nothing_is_lost(self, model: Any, begun: torch.Tensor) -> None:
         """Since it began, the model was trained by `train`."""
-        held = self.state.state_dict(model)["held"][RANK]
+        (held,) = self.state.state_dict(model)["held"].values()
         names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
         residuals = torch.cat([held[name]["residual"].reshape(-1) for name in names])
         handed = torch.cat([self.handed[p].reshape(-1) for p in model.parameters()])
         updates = (begun - weights(model)) / 0.1
         assert (updates != 0).sum() < len(updates)
-        given = updates + summed(residuals)
-        torch.testing.assert_close(summed(handed), given, rtol=1e-12, atol=1e-12)
+        given = updates + summed(residuals, self.ranks)
+        rounding = 1e-12 if begun.dtype == torch.float64 else 1e-5
+        handed = summed(handed, self.ranks)
+        torch.testing.assert_close(handed, given, rtol=rounding, atol=rounding)
 
 
 def train(
     model: Any, steps: range, loss: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dtype = next(model.parameters()).dtype
     for step in steps:
         optimizer.zero_grad()
-        (loss or (lambda y: y.square().mean()))(model(batch(step))).backward()
+        (loss or (lambda y: y.square().mean()))(model(batch(step, dtype=dtype))).backward()
         optimizer.step()
 
 
@@ -94,13 +97,14 @@ def weights(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def summed(vector: torch.Tensor) -> torch.Tensor:
-    return hvd.allreduce(vector, op=hvd.Sum)
+def summed(vector: torch.Tensor, ranks: hvd.ProcessSet = hvd.global_process_set) -> torch.Tensor:
+    return hvd.allreduce(vector, op=hvd.Sum, process_set=ranks)
 
 
-def assert_alike(model: Any) -> None:
+def assert_alike(model: Any, ranks: hvd.ProcessSet = hvd.global_process_set) -> None:
     mine = weights(model)
-    assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
+    everyones = hvd.allgather(mine[None], process_set=ranks)
+    assert all(torch.equal(mine, other) for other in everyones)
 
 
 def test_at_density_1_it_is_the_allreduce_of_ddp() -> None:
@@ -117,13 +121,33 @@ def test_at_density_1_it_is_the_allreduce_of_ddp() -> None:
 
 
 def test_nothing_is_lost_also_when_ddp_makes_its_buckets_anew() -> None:
+    for options in ({}, {"static_graph": True}):
+        state = GTopKState(0.05)
+        model = DistributedDataParallel(Net(), **SMALL_BUCKETS, **options)
+        record = Recorder(state)
+        model.register_comm_hook(state, record.hook)
+        begun = weights(model)
+        train(model, range(5))
+        assert record.buckets > 1
+        assert_alike(model)
+        record.assert_nothing_is_lost(model, begun)
+
+
+def test_nothing_is_lost_under_autocast() -> None:
     state = GTopKState(0.05)
-    model = DistributedDataParallel(Net(), **SMALL_BUCKETS)
+    model = DistributedDataParallel(Net(torch.float32), **SMALL_BUCKETS)
     record = Recorder(state)
     model.register_comm_hook(state, record.hook)
     begun = weights(model)
-    train(model, range(5))
-    assert record.buckets > 1
+    computed_in = set()
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        computed_in.add(y.dtype)
+        return y.float().square().mean()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        train(model, range(5), loss)
+    assert computed_in == {torch.bfloat16}
     assert_alike(model)
     record.assert_nothing_is_lost(model, begun)
 
@@ -441,6 +465,44 @@ def test_a_compiled_model_trains() -> None:
             each(batch(step)).square().mean().backward()
             optimizer.step()
     torch.testing.assert_close(weights(model), weights(plain), rtol=1e-9, atol=1e-9)
+
+
+def test_nothing_is_lost_of_a_compiled_model() -> None:
+    state = GTopKState(0.05)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=1)
+    record = Recorder(state)
+    model.register_comm_hook(state, record.hook)
+    begun = weights(model)
+    train(torch.compile(model, backend="aot_eager"), range(5))
+    assert_alike(model)
+    record.assert_nothing_is_lost(model, begun)
+
+
+def test_the_ranks_of_a_process_group_exchange_by_themselves() -> None:
+    if SIZE < 3:
+        return
+    some = hvd.ProcessSet([0, SIZE - 1])
+    hvd.shutdown()
+    hvd.init(process_sets=[some])
+    group, unknown = map(torch.distributed.new_group, (some.ranks, [0, 1]))
+    if RANK <= 1:
+        with pytest.raises(ValueError, match=r"ranks \[0, 1\] is no process set of gtopk"):
+            GTopKState(0.05, unknown)
+    if some.included():
+        dense = GTopKState(1.0, group)
+        ours, theirs = (wrapped(state, process_group=group) for state in (dense, None))
+        train(ours, range(4))
+        train(theirs, range(4))
+        torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-12, atol=1e-12)
+        state = GTopKState(0.05, group)
+        model = DistributedDataParallel(Net(), **SMALL_BUCKETS, process_group=group)
+        record = Recorder(state, some)
+        model.register_comm_hook(state, record.hook)
+        begun = weights(model)
+        train(model, range(5))
+        assert_alike(model, some)
+        record.assert_nothing_is_lost(model, begun)
+    hvd.shutdown()  # other tests begin with a world of no such set
 
 
 def test_it_learns_beside_powersgd() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import chain
 
 import torch
@@ -32,16 +31,14 @@ def adapted(mode: str, workers: int = 0, **options):
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model.named_parameters()
     )
     prefetching = {"num_workers": workers, "persistent_workers": True} if workers else {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*workers of hogbatch on CPUs share")
-        loader = hvd.adapt(
-            DataLoader(samples(), 16, shuffle=True, **prefetching),
-            optimizer,
-            mode,
-            device_class="slow" if hvd.rank() % 2 else "fast",
-            sizes={"slow": (2, 8), "fast": (4, 16)},
-            **options,
-        )
+    loader = hvd.adapt(
+        DataLoader(samples(), 16, shuffle=True, **prefetching),
+        optimizer,
+        mode,
+        device_class="slow" if hvd.rank() % 2 else "fast",
+        sizes={"slow": (2, 8), "fast": (4, 16)},
+        **options,
+    )
     return loader, model, optimizer
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ LENGTH, EPOCHS, ENDS_IN_EPOCH = 200, 3, 1
 def main(rank: int, how: str, folder: Path) -> None:
     hvd.init()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*workers of hogbatch on CPUs share")
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = hvd.DistributedOptimizer(

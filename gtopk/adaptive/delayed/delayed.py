@@ -11,7 +11,6 @@ ends when a rank has computed all that was dealt to it, or when one drains.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
@@ -356,10 +355,13 @@ def check(job: Job[RoundOptions]) -> None:
         raise ValueError("mode 'abs' measures no noise: use lr_scaling 'none', 'linear' or 'sqrt'")
     momentum = max(float(group.get("momentum", 0.0)) for group in job.optimizer.param_groups)
     if momentum > SAFE_MOMENTUM:
-        warnings.warn(
-            f"mode 'abs' applies gradients one round late: with momentum {momentum:g} the learning "
-            f"rate must stay below {1 - momentum:.2g}/L, where synchronous steps allow "
-            f"{2 * (1 + momentum):.2g}/L (L: the largest curvature). Use a momentum up to "
-            f"{SAFE_MOMENTUM:g}, or a smaller learning rate",
-            stacklevel=4,
+        _log.warning(
+            "mode 'abs' applies gradients one round late: with momentum %g the learning rate must "
+            "stay below %.2g/L, where synchronous steps allow %.2g/L (L: the largest curvature). "
+            "Use a momentum up to %g, or a smaller learning rate",
+            momentum,
+            1 - momentum,
+            2 * (1 + momentum),
+            SAFE_MOMENTUM,
+            extra=EVERYWHERE,
         )

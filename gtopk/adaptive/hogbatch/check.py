@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Sequence
 
 from ..apart.stepping import require_no_common_step
 from ..batches.sources import require_in_order
 from ..options import Job
 from .options import HogbatchOptions
+
+_log = logging.getLogger("gtopk")
 
 
 def check(job: Job[HogbatchOptions], mode: str) -> None:
@@ -31,9 +33,12 @@ def check(job: Job[HogbatchOptions], mode: str) -> None:
 def warn_of_few_cores(workers: int, cores: int, ranks: Sequence[int]) -> None:
     """Warn where a node's workers on CPUs are more than its cores."""
     if workers > cores:
-        warnings.warn(
-            f"{workers} workers of hogbatch on CPUs share {cores} core{'s' * (cores > 1)} (ranks "
-            f"{', '.join(map(str, ranks))}): they take turns on them, which makes updates older "
-            f"and none faster; start {cores} of them",
-            stacklevel=6,
+        _log.warning(
+            "%d workers of hogbatch on CPUs share %d core%s (ranks %s): they take turns on them, "
+            "which makes updates older and none faster; start %d of them",
+            workers,
+            cores,
+            "s" * (cores > 1),
+            ", ".join(map(str, ranks)),
+            cores,
         )

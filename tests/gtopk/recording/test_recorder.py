@@ -155,13 +155,13 @@ def test_a_run_that_goes_on_from_a_checkpoint_or_a_failure_is_one_run_in_the_rec
 
 
 def test_a_record_that_cannot_be_written_ends_no_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "file" / "run"))
-    with pytest.warns(UserWarning, match="rank 0 trains without what GTOPK_RUN asks for"):
-        hvd.init()
+    hvd.init()
     hvd.shutdown()
+    assert "rank 0 trains without what GTOPK_RUN asks for: " in caplog.text
 
 
 def test_after_a_line_that_was_cut_off_a_new_one_begins(tmp_path: Path) -> None:
@@ -175,30 +175,59 @@ def test_after_a_line_that_was_cut_off_a_new_one_begins(tmp_path: Path) -> None:
     assert json.loads(whole)["step"] == 7
 
 
-class Full:
-    """A sink on a full disk."""
+class Failing:
+    """A sink that fails at a call: once it is dropped, it is not called any more."""
+
+    name = "the failing one"
+
+    def __init__(self, at: str, error: Exception) -> None:
+        self._at, self._error = at, error
+        self.called: list[str] = []
 
     def take(self, lines: Any) -> None:
-        raise OSError("no space left on device")
+        self._call("take")
 
     def close(self) -> None:
-        raise AssertionError("it was given up")
+        self._call("close")
+
+    def _call(self, name: str) -> None:
+        self.called.append(name)
+        if name == self._at:
+            raise self._error
 
 
-def test_a_full_disk_ends_the_record_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "error", [OSError("no space left on device"), RuntimeError("its writer has ended")]
+)
+def test_what_fails_ends_neither_the_other_records_nor_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    kept = LineFile(tmp_path / "kept")
-    recorder = Recorder([Full(), kept], begin(), 0.0, 1, lambda: 5)
+    failing, kept = Failing("take", error), LineFile(tmp_path / "kept")
+    recorder = Recorder([failing, kept], begin(), 0.0, 1, lambda: 5)
     recorder.note_values({"loss": float("nan")})
     recorder.flush()
     recorder.end("it is enough")
     recorder.end("only the first reason counts")
     recorder.close()
-    assert "training goes on" in caplog.text
+    assert failing.called == ["take"]
+    assert caplog.messages == [
+        f"the failing one ends here, as {type(error).__name__}: {error}; training goes on"
+    ]
     lines = lines_in(tmp_path / "kept")
-    assert lines[1]["values"] == {"loss": None}  # JSON has no NaN
+    values = [line["values"] for line in lines if line["what"] == "values"]
+    assert values == [{"loss": None}]  # JSON has no NaN
     assert [line["how"] for line in lines if line["what"] == "end"] == ["it is enough"]
+
+
+def test_what_cannot_be_closed_keeps_nothing_else_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing("close", RuntimeError("its writer has ended"))
+    other = Failing("nowhere", RuntimeError())
+    recorder = Recorder([failing, other], begin(), 0.0, 1, lambda: 5)
+    recorder.close()
+    assert failing.called == other.called == ["take", "close"]
+    assert len(caplog.messages) == 1
 
 
 def test_of_every_so_many_steps_one_is_written_and_what_is_counted_is_of_all(

@@ -208,13 +208,25 @@ def test_dynamic_waits_for_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_ends_no_job(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("HOROVOD_TIMELINE", "HOROVOD_TIMELINE must name a file to write, got "),
+        ("GTOPK_TIMELINE", "GTOPK_TIMELINE must name a folder to write to, got "),
+    ],
+)
+def test_a_trace_that_cannot_be_written_ends_no_job(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    variable: str,
+    said: str,
 ) -> None:
-    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "absent" / "trace"))
-    with pytest.warns(UserWarning, match="HOROVOD_TIMELINE must name a file to write"):
-        hvd.init()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(variable, str(tmp_path / "file" / "trace"))
+    hvd.init()
     hvd.shutdown()
+    assert len([text for text in caplog.messages if text.startswith(said)]) == 1
 
 
 @pytest.mark.parametrize("fits", [0, 10, None])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,12 @@ from gtopk.top.command import _looks, main
 from gtopk.top.show import as_table, rows
 from gtopk.top.status import RECENT, status_of
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
+
+ROW_UP, CURSOR_HIDDEN, CURSOR_SHOWN = "\x1b[1A", "\x1b[?25l", "\x1b[?25h"
+
+
+def without_controls(drawn: str) -> str:
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn)
 
 
 def test_each_rank_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,3 +177,62 @@ def test_whose_record_is_missing_is_said_when_it_changes(
     assert [len(json.loads(line)["ranks"]) for line in out.splitlines()] == [1, 1, 3]
     (line,) = err.splitlines()
     assert line.startswith("gtopk top: ranks 1, 2: no record is here")
+
+
+def pose_as_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stdout be a terminal that is wide enough for every column."""
+    for name, value in {"TERM": "xterm", "COLUMNS": "200", "LINES": "50"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+
+def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pose_as_terminal(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    *first, end = lines_of(0, 1, 10)
+    file = LineFile(path_of("run", 0))
+    file.take(first)
+    later = iter([[step_line(report(10), 0.11, 13_200, 352)], [end]])
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        file.take(next(later))
+
+    monkeypatch.setattr("gtopk.top.command.time.sleep", pause)
+    assert main(["run", "--every", "0.5"]) == 0
+    file.close()
+    assert pauses == [0.5, 0.5]
+    drawn = capsys.readouterr().out
+    words = [line.split() for line in without_controls(drawn).splitlines()]
+    rows_of_rank_0 = [row for row in words if row[:2] == ["0", "host0"]]
+    assert [(row[2], row[-1]) for row in rows_of_rank_0] == [
+        ("9", "running"),
+        ("10", "running"),
+        ("10", "ended"),
+        ("10", "ended"),  # as it stays
+    ]
+    assert words[0] == ["run"]
+    assert drawn.count(ROW_UP) == 3 * 2  # of a title, headings and a row, each time over the last
+    assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
+
+
+def test_ctrl_c_leaves_the_terminal_as_it_was(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pose_as_terminal(monkeypatch)
+    path_of(tmp_path, 0).write_text("".join(map(as_text, lines_of(0, 1, 10)[:-1])))
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gtopk.top.command.time.sleep", interrupt)
+    assert main([str(tmp_path)]) == 0
+    drawn = capsys.readouterr().out
+    assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1

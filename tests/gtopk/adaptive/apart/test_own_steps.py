@@ -182,7 +182,6 @@ def test_a_lost_merge_is_a_skipped_step(tmp_path: Path, threads: Callable[..., A
         assert [step.report.local_steps for step in rank.steps] == [3, 3]
 
 
-@pytest.mark.filterwarnings("ignore:.*workers of hogbatch on CPUs share")
 @pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]])
 def test_a_period_of_a_worker_is_a_step(
     tmp_path: Path, threads: Callable[..., Any], nodes: Any, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,6 @@ from tests.gtopk.adaptive.modelled_ranks import on_ranks
 from tests.gtopk.adaptive.sums_of_samples import Model, data
 
 MODES = ["abs", "adaptive-sgd", "hogbatch"]
-pytestmark = pytest.mark.filterwarnings("ignore:.*workers of hogbatch on CPUs share")
 
 
 def distributed(model: Model) -> Any:

@@ -19,8 +19,6 @@ from gtopk.world.world import World
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, network, on_ranks
 
 BATCH = 16
-few_cores = pytest.mark.filterwarnings("ignore:.*workers of hogbatch on CPUs share")
-pytestmark = few_cores
 
 
 def data(length: int = 203) -> TensorDataset:
@@ -471,15 +469,17 @@ def test_ranks_that_disagree_get_an_error() -> None:
     on_ranks(2, program)
 
 
-@pytest.mark.filterwarnings("default:.*workers of hogbatch on CPUs share")
-def test_more_workers_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_cores_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("gtopk.adaptive.hogbatch.node.allowed_cores", lambda: frozenset("01"))
 
     def program(here: World) -> None:
         adapted()
 
-    with pytest.warns(UserWarning, match=r"3 workers of hogbatch on CPUs share 2 cores \(ranks 0,"):
-        on_ranks(3, program)
+    on_ranks(3, program)
+    (said,) = [text for text in caplog.messages if "workers of hogbatch" in text]
+    assert said.startswith("3 workers of hogbatch on CPUs share 2 cores (ranks 0, 1, 2): ")
 
 
 def test_beta_weighs_updates_in_place() -> None:
