@@ -92,7 +92,7 @@ class GTopKState:
         assert self._members.engine is not None
         self._engine = self._members.engine
         self._rank = self._members.ranks.index(world.current().rank)
-        self._name = world.current().name_optimizer(["ddp"])
+        self._name = world.current().name_optimizer(["ddp"], self._members.ranks)
         self.scaler = scaler
         self.progress = Progress()
         self._lanes = BucketLanes(self._open_lane)

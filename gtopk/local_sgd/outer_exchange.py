@@ -95,7 +95,7 @@ class OuterExchange:
     def _enter(self, here: World, held: Mapping[str, Held]) -> None:
         self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
         self.rank = self.ranks.index(here.rank)
-        self._name = f"local_sgd.{here.name_optimizer(self._names.values())}"
+        self._name = f"local_sgd.{here.name_optimizer(self._names.values(), self.ranks)}"
         self._peers = Peers(here, self._engine, self._name, self.ranks, takes_part=True)
         self._lane: Lane = open_lane(
             self._name,

@@ -72,7 +72,7 @@ def peers_in(here: World, process_set: ProcessSet, parameters: Iterable[str]) ->
     parameters: their names, which the peers are named by.
     """
     members = process_set.registered()
-    name = f"gradients.{here.name_optimizer(parameters)}"
+    name = f"gradients.{here.name_optimizer(parameters, members.ranks)}"
     if here.rank not in members.ranks:
         return Peers(here, here.engine, name, [here.rank], takes_part=False)
     return Peers(here, process_set.engine, name, members.ranks, takes_part=True)

@@ -109,12 +109,15 @@ class World:
             vote=recorded,
         ).wait()
 
-    def name_optimizer(self, names: Iterable[str]) -> str:
+    def name_optimizer(self, names: Iterable[str], ranks: Sequence[int] | None = None) -> str:
         """Return a name for an optimizer of parameters with these names.
 
-        Optimizers of the same names are numbered, in the order in which they come.
+        Optimizers of the same names are numbered, in the order in which they come; those of some
+        ranks (None: of all) by themselves, as the others may not have them.
         """
         first = min(names)
+        if ranks is not None and len(ranks) < self.size:
+            first += f".of.{'.'.join(map(str, ranks))}"
         self.optimizers[first] += 1
         number = self.optimizers[first]
         return first if number == 1 else f"{first}.{number}"

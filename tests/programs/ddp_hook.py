@@ -502,6 +502,10 @@ def test_the_ranks_of_a_process_group_exchange_by_themselves() -> None:
         train(model, range(5))
         assert_alike(model, some)
         record.assert_nothing_is_lost(model, begun)
+    # The others have made no state before; all begin their first together.
+    everyone = wrapped(GTopKState(0.05))
+    train(everyone, range(2))
+    assert_alike(everyone)
     hvd.shutdown()  # other tests begin with a world of no such set
 
 

@@ -32,6 +32,19 @@ def test_without_a_launcher_a_process_is_a_world_of_one():
     assert not world.is_initialized()
 
 
+def test_optimizers_of_some_ranks_are_numbered_by_themselves(threads):
+    def program(transport: LocalTransport) -> list[str]:
+        with world.entered(transport) as here:
+            some = [here.name_optimizer(["b", "a"], [0, 2]) for _ in range(2) if here.rank != 1]
+            return [*some, here.name_optimizer(["a"], range(3)), here.name_optimizer(["a"])]
+
+    assert threads(3, program) == [
+        ["a.of.0.2", "a.of.0.2.2", "a", "a.2"],
+        ["a", "a.2"],
+        ["a.of.0.2", "a.of.0.2.2", "a", "a.2"],
+    ]
+
+
 def test_before_init_there_is_no_world():
     with pytest.raises(ValueError, match=r"Horovod has not been initialized; use hvd.init\(\)."):
         world.current()
