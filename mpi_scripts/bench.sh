@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure the tables and pictures of docs/performance.md, and the main ones of docs/tuning.md, one
-# after the other: under 40 minutes on 2 cores. Keep the machine quiet. The pages name the commands
+# after the other: some 40 minutes on 2 cores. Keep the machine quiet. The pages name the commands
 # of the others.
 #
 #   mpi_scripts/bench.sh [FOLDER]     writes results.md: each command, what it printed and how long
