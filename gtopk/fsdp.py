@@ -202,7 +202,7 @@ class ReplicaState:
         self._model = model
         self._place = place
         self._world = world.current()
-        self._name = self._world.name_optimizer(["fsdp"], place.replicas.members.ranks)
+        self._name = self._world.name_optimizer(["fsdp"])
         self._lanes = {unit: BucketLanes(partial(self._open_lane, unit)) for unit in units}
         self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
         self._step = OneStep()

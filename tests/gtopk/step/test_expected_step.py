@@ -30,11 +30,13 @@ def embedding(values: int) -> SparseGradientLane:
     return SparseGradientLane("embedding", torch.nn.Parameter(torch.zeros(values, 1)), "weight")
 
 
-def peers(rank: int = 0, size: int = 8) -> Any:
-    """Return 8 ranks of a world, which have measured."""
+def peers(rank: int = 0, size: int = 8, takes_part: bool = True) -> Any:
+    """Return some of 8 ranks of a world, which have measured."""
     transport = SimpleNamespace(name="made up")
     here = SimpleNamespace(rank=rank, size=8, advised=False, transport=transport)
-    return SimpleNamespace(size=size, world=here, run=lambda *said, **vote: SLOW)
+    return SimpleNamespace(
+        size=size, world=here, takes_part=takes_part, run=lambda *said, **vote: SLOW
+    )
 
 
 def said_of(lanes: list[Any], caplog: pytest.LogCaptureFixture) -> str:
@@ -79,9 +81,18 @@ def test_it_is_said_once_in_a_world_and_by_rank_0(caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("an outer step") == len(caplog.records) == 1
 
 
-def test_of_some_ranks_of_a_world_nothing_is_expected() -> None:
+@pytest.mark.parametrize(("others", "is_expected"), [({}, True), ({"takes_part": False}, False)])
+def test_some_ranks_of_a_world_expect_of_themselves(
+    others: dict[str, bool], is_expected: bool
+) -> None:
     expected = ExpectedStep(GTOPK, Progress())
-    expected.measure([lane(1000, GTOPK)], peers(size=4))
+    expected.measure([lane(1000, GTOPK)], peers(size=4, **others))
+    assert (expected.seconds is not None) == is_expected
+
+
+def test_one_rank_alone_expects_nothing() -> None:
+    expected = ExpectedStep(GTOPK, Progress())
+    expected.measure([lane(1000, GTOPK)], peers(size=1))
     assert expected.seconds is None
 
 
