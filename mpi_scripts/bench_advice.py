@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -30,8 +29,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
+from mpi_scripts.bench_scaling import ROOT, environment
+from mpi_scripts.predictions import Forecast, row
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 ELEMENTS: Final = 500_000
 TENSORS: Final = 10
 UNITS: Final = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -42,21 +42,19 @@ class Held(NamedTuple):
 
     rate: str
     hosts: int
+    entries: int  # that a rank selects
     line: str
     said_dense_seconds: float
     said_saved_seconds: float
     dense_seconds: float
     gtopk_seconds: float
 
-    @property
-    def dense_error(self) -> float:
-        """Return how far off the line's dense was, of what was measured."""
-        return self.said_dense_seconds / self.dense_seconds - 1
-
-    @property
-    def saved_error(self) -> float:
-        """Return how far off what it saves was, of what was measured."""
-        return self.said_saved_seconds / (self.dense_seconds - self.gtopk_seconds) - 1
+    def forecasts(self) -> Iterator[Forecast]:
+        """Yield what the line said, beside what was measured."""
+        where = self.rate, self.hosts, ELEMENTS, self.entries
+        saved_seconds = self.dense_seconds - self.gtopk_seconds
+        yield Forecast(*where, "dense's time", self.said_dense_seconds, self.dense_seconds)
+        yield Forecast(*where, "what compression saves", self.said_saved_seconds, saved_seconds)
 
 
 def said(line: str, words: str) -> float:
@@ -73,8 +71,8 @@ class _Line(logging.Handler):
     text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "is expected to take" in record.getMessage() and "compress" in record.getMessage():
-            self.text = self.text or record.getMessage()
+        if "the dense exchange is expected to take" in record.getMessage():
+            self.text = record.getMessage()
 
 
 def rank(density: float, rounds: int) -> dict[str, object]:
@@ -110,17 +108,10 @@ def measured(rate: str, hosts: int, density: float, rounds: int) -> Held:
     """Emulate a network, train on it, and return what was said and measured."""
     command = [str(ROOT / "mpi_scripts" / "emulated_network.sh"), str(hosts), rate, "mpirun"]
     command += [sys.executable, __file__, "--rank", "--density", f"{density:g}"]
-    code = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory() as cache:  # no link is known beforehand
-        environment = {
-            "GTOPK_ADVICE": "on",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": code,
-            "XDG_CACHE_HOME": cache,
-        }
         done = subprocess.run(
             [*command, "--rounds", str(rounds)],
-            env={**os.environ, **environment},
+            env={**environment(emulated=True), "GTOPK_ADVICE": "on", "XDG_CACHE_HOME": cache},
             capture_output=True,
             text=True,
             timeout=300,
@@ -132,24 +123,15 @@ def measured(rate: str, hosts: int, density: float, rounds: int) -> Held:
     found = json.loads(answers[-1])
     line = found["line"]
     dense, saved = said(line, "dense exchange is expected to take"), said(line, "saves up to")
-    return Held(rate, hosts, line, dense, saved, found["dense_seconds"], found["gtopk_seconds"])
+    seconds = found["dense_seconds"], found["gtopk_seconds"]
+    return Held(rate, hosts, round(density * ELEMENTS), line, dense, saved, *seconds)
 
 
 def table(held: Sequence[Held]) -> list[str]:
     """Return the rows in Markdown: how far off, in how many networks."""
     lines = ["| the line said | networks | median error | within 20 % | worst |", "|---" * 5 + "|"]
-    for what, errors in (
-        ("dense's time", [(each.dense_error, each) for each in held]),
-        ("what compression saves", [(each.saved_error, each) for each in held]),
-    ):
-        worst, where = max(errors, key=lambda pair: abs(pair[0]))
-        lines.append(
-            f"| {what} | {len(errors)} "
-            f"| {100 * statistics.median(abs(error) for error, _ in errors):.0f} % "
-            f"| {sum(abs(error) <= 0.2 for error, _ in errors)} "
-            f"| {100 * worst:+.0f} % ({where.rate}, {where.hosts} ranks) |"
-        )
-    return lines
+    pairs = zip(*(each.forecasts() for each in held), strict=True)
+    return lines + [row(forecasts[0].way, forecasts) for forecasts in pairs]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,9 +13,8 @@ from typing import Final
 Shape = tuple[int, ...]
 Layer = tuple[Shape, ...]
 
-_FIXED: Final = (
-    12  # dimensions up to this are colours, kernels and classes, in thinner networks too
-)
+# Dimensions up to this are colours, kernels and classes: in thinner networks, too.
+_FIXED: Final = 12
 
 
 def thinner(layers: list[Layer], scale: float) -> list[Layer]:

@@ -19,7 +19,6 @@ class Published(NamedTuple):
     by_method: samples a second of each worker, with as many as WORKERS says.
     """
 
-    elements: int
     batch: int
     alone: float
     by_method: Mapping[str, tuple[float, float, float, float]]
@@ -38,7 +37,6 @@ class Published(NamedTuple):
 
 PUBLISHED: Final[Mapping[str, Published]] = {
     "vgg16": Published(
-        14_728_266,
         128,
         1317.3,
         {
@@ -48,7 +46,6 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         },
     ),
     "resnet20": Published(
-        269_722,
         128,  # the script says 32; its seconds a step are those of 128
         920.6,
         {
@@ -58,7 +55,6 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         },
     ),
     "alexnet": Published(
-        61_100_840,
         64,
         173.5,
         {
@@ -68,7 +64,6 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         },
     ),
     "resnet50": Published(
-        25_557_032,
         256,  # 16 times 16
         52.9,
         {
@@ -78,7 +73,6 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         },
     ),
     "lstm-ptb": Published(
-        66_034_000,
         # The script names no batch; this is their later paper's (IJCAI 2019). With the 20 of this
         # one, S-SGD on 4 workers would have sent its bytes faster than the link carries them.
         100,

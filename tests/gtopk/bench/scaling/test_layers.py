@@ -22,6 +22,14 @@ MODELS = {
     "resnet50": resnet50,
     "lstm-ptb": LstmLanguageModel,
 }
+# As published.
+ELEMENTS = {
+    "vgg16": 14_728_266,
+    "resnet20": 269_722,
+    "alexnet": 61_100_840,
+    "resnet50": 25_557_032,
+    "lstm-ptb": 66_034_000,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -30,7 +38,7 @@ def test_layers_have_the_shapes_of_the_networks_parameters(name: str) -> None:
         model = MODELS[name]()
     shapes = [shape for layer in LAYERS[name]() for shape in layer]
     assert shapes == [tuple(p.shape) for p in model.parameters()]
-    assert sum(map(math.prod, shapes)) == PUBLISHED[name].elements
+    assert sum(map(math.prod, shapes)) == ELEMENTS[name]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -39,7 +47,7 @@ def test_a_thinner_network_has_as_many_layers_and_a_tenth_of_the_parameters(name
     thin = thinner(layers, 10.0)
     assert [len(layer) for layer in thin] == [len(layer) for layer in layers]
     elements = sum(math.prod(shape) for layer in thin for shape in layer)
-    assert elements == pytest.approx(PUBLISHED[name].elements / 10, rel=0.03)
+    assert elements == pytest.approx(ELEMENTS[name] / 10, rel=0.03)
     assert thinner(layers, 1.0) == layers
     for layer in thinner(layers, 1e9):
         assert all(dimension >= 1 for shape in layer for dimension in shape)
