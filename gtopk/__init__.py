@@ -19,6 +19,7 @@ turns SIGTERM on any rank into word that all ranks have after the same step, in 
 
     gtopk.record(folder)
     gtopk.log(loss=..., accuracy=...)
+    gtopk.log_samples(len(batch))
 
 write down what a run does, for `gtopk report` and `gtopk top`; GTOPK_RUN=FOLDER does the former.
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from . import local_sgd as local_sgd
     from . import torch as torch
     from .local_sgd import LocalSGD
-    from .run_record import log, record
+    from .run_record import log, log_samples, record
     from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
     from .world.told_to_end import termination
 
@@ -56,6 +57,7 @@ __all__ = [
     "RankError",
     "load_latest",
     "log",
+    "log_samples",
     "record",
     "run",
     "save_checkpoint",
@@ -82,6 +84,7 @@ _HOMES = {
     "LocalSGD": ".local_sgd",
     "load_latest": ".torch.checkpoint",
     "log": ".run_record",
+    "log_samples": ".run_record",
     "record": ".run_record",
     "save_checkpoint": ".torch.checkpoint",
     "termination": ".world.told_to_end",

@@ -24,10 +24,13 @@ from .buckets.parameters import name_parameters, refuse_complex, require_trained
 from .compression import Compression, Compressor
 from .engine import Work
 from .exchange.deltas import Deltas
+from .exchange.exchange import Progress
 from .lanes.held import unsent
 from .logs import EVERYWHERE
 from .reductions import Adasum
+from .step.expected_step import ExpectedStep
 from .step.hooks import BackwardHooks
+from .step.peers import Peers
 from .telemetry import StepReport
 from .world import world
 from .world.world import World
@@ -72,6 +75,7 @@ class _AdasumOptimizer(Wrapping):
         """Take part in a world: the first, or the next one after `shutdown`, or a failure."""
         self._world = here
         self._name = f"deltas.{here.name_optimizer(self._parameter_names.values())}"
+        self._expected: ExpectedStep | None = None  # before the first exchange
         self._are_finite = False  # the gradients, on all ranks; as long as nobody asked: not yet
 
     @property
@@ -174,6 +178,8 @@ class _AdasumOptimizer(Wrapping):
             parameter.copy_(old)  # nothing has changed until it is combined, nor where it cannot be
         deltas = Deltas(changes, self._compression)
         taken = time.perf_counter()
+        self._expect(deltas)
+        self._begun += time.perf_counter() - taken  # links may be measured: no part of the step
         self._run("adasum", lambda transport, votes: deltas.allreduce(transport))
         combined = time.perf_counter()
         changes = deltas.tensors()
@@ -185,6 +191,14 @@ class _AdasumOptimizer(Wrapping):
             self._warn_of_skip("what the ranks' steps changed is not finite")
         self._select_seconds = taken - begun + time.perf_counter() - combined
         return finite
+
+    def _expect(self, deltas: Deltas) -> None:
+        """Before the first exchange, have rank 0 say what the model knows of links like these."""
+        if self._expected is None:
+            ranks = range(self._world.size)
+            peers = Peers(self._world, self._world.engine, self._name, ranks, takes_part=True)
+            self._expected = ExpectedStep(Compression.none, Progress(), beyond="op=Adasum")
+            self._expected.measure([deltas], peers)
 
     def _warn_of_skip(self, reason: str) -> None:
         _log.warning(

@@ -1,7 +1,8 @@
-"""What a script may say of its run: `gtopk.record` and `gtopk.log`."""
+"""What a script may say of its run: `gtopk.record`, `gtopk.log` and `gtopk.log_samples`."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -48,6 +49,24 @@ def log(**values: Any) -> None:
     recorder = world.current().recorder
     if recorder is not None:
         recorder.note_values({name: _number(value) for name, value in values.items()})
+
+
+def log_samples(count: int) -> None:
+    """Note that this rank's step under way is of so many samples (or tokens), for the run's record.
+
+    Before the batch's backward pass; those of one step add up: of several backward passes, and of
+    the steps between two exchanges of LocalSGD. It weighs nothing, and what tells a step's samples
+    anyway, as `adapt` and `set_num_samples` do, has precedence. Without a record this does nothing.
+    Raises ValueError for a negative number, TypeError for what is no whole number.
+    """
+    samples = operator.index(count)
+    if samples < 0:
+        raise ValueError(f"the number of samples must be at least 0, got {samples}")
+    if not world.is_initialized():
+        return
+    recorder = world.current().recorder
+    if recorder is not None:
+        recorder.note_samples(samples)
 
 
 def _number(value: Any) -> float:

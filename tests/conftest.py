@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from collectives.transports import LocalTransport, Transport, local_world, run_ranks
 from collectives.transports.horovod import HorovodTransport
@@ -28,6 +29,10 @@ T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("GTOPK_ADVICE", "off")  # else each start of ranks measures its links first
 PROGRAMS = ROOT / "tests" / "programs"
+
+# A busy machine is no failure.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

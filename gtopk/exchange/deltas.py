@@ -49,6 +49,11 @@ class Deltas:
         arrays = [to_array(self._compressed[place][0]) for place in places]
         return _Fused(places, [array.size for array in arrays], np.concatenate(arrays))
 
+    @property
+    def elements(self) -> int:
+        """Return how many values they have."""
+        return sum(fused.array.size for fused in self._fused)
+
     def allreduce(self, transport: Transport) -> None:
         """Combine them over the ranks by Adasum."""
         for _, lengths, array in self._fused:

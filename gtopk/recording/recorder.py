@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from ..telemetry import StepReport
@@ -45,6 +46,7 @@ class Recorder:
         self._began, self._every, self._step = began, every, step
         self._noted: deque[Line | Noted] = deque([begin])
         self._bytes = self._samples = self._steps = 0
+        self._samples_said: int | None = None  # by the script, of the step under way
         self._left_out: Noted | None = None  # the last step, where it is not one to be written
         self._writing = threading.RLock()
         self._closing = threading.Event()
@@ -55,7 +57,10 @@ class Recorder:
         self._thread.start()
 
     def note_step(self, report: StepReport) -> None:
-        """Take note of a step."""
+        """Take note of a step; of what the script has said of it where nothing else tells."""
+        if report.samples is None:
+            report = replace(report, samples=self._samples_said)
+        self._samples_said = None
         self._bytes += report.sent_bytes
         self._samples += report.samples or 0
         self._steps += 1
@@ -69,6 +74,10 @@ class Recorder:
     def note_resumed(self) -> None:
         """Take note that the run goes on from an earlier one, at the step that is known now."""
         self._note("resumed")
+
+    def note_samples(self, count: int) -> None:
+        """Take note of samples that the step under way is of, too."""
+        self._samples_said = (self._samples_said or 0) + count
 
     def note_values(self, values: Mapping[str, float]) -> None:
         """Take note of what the script says."""

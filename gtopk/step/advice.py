@@ -6,6 +6,7 @@ two seconds the first time, on all ranks together. GTOPK_ADVICE=off does without
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -24,8 +25,10 @@ from ..charts.units import (
 from ..compression import SparseCompression
 from ..plan.comparison import Cluster, Comparison, compare
 from ..plan.show import LABELS
+from ..world.world import World
 from .expectation import expected
 
+_log = logging.getLogger("gtopk")
 _VARIABLE: Final = "GTOPK_ADVICE"
 _DENSITY: Final = 0.001  # of which is spoken where nothing is compressed
 _CLOSE: Final = 1.1  # times apart by less are taken for the same
@@ -36,17 +39,26 @@ def wanted(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(_VARIABLE, "on").lower() not in ("off", "0", "false", "no")
 
 
+def say_once(here: World, text: str) -> None:
+    """Have rank 0 say it, unless a line was said in this world."""
+    if here.rank == 0 and not here.advised:
+        here.advised = True
+        _log.info("%s", text)
+
+
 def advice(
     compression: object,
     length: int,
     calibration: Calibration,
     others: int = 0,
     per: str = "a step",
+    beyond: str = "",
 ) -> str:
     """Return the line.
 
     length: values that compressing is a question of; others: that travel as they are in any case.
     per: what an exchange ends.
+    beyond: what runs in place of any exchange that is modelled; "": nothing does.
     """
     density = getattr(compression, "density", None) or _DENSITY
     rates = calibration.rates
@@ -56,7 +68,9 @@ def advice(
     )
     found = comparison.cheapest_sparse
     runs = expected(compression, length, calibration)
-    verdict = _verdict(found, comparison, runs, compression, per)
+    if not beyond and runs is None and isinstance(compression, SparseCompression):
+        beyond = LABELS[compression.algorithm]
+    verdict = _verdict(found, comparison, runs, beyond, per)
     return (
         f"{_what(comparison, others)}: {verdict}; {_edge(comparison)} "
         "(modelled; what hides behind backward costs nothing; "
@@ -78,7 +92,7 @@ def _verdict(
     found: Prediction,
     comparison: Comparison,
     runs: Prediction | None,
-    compression: object,
+    beyond: str,
     per: str,
 ) -> str:
     dense = comparison.dense
@@ -89,8 +103,8 @@ def _verdict(
         f"{seconds_text(found.seconds)}, with 1/{digits(fewer)} of the bytes "
         f"({bytes_text(found.sent.bytes)} from each rank)"
     )
-    if runs is None and isinstance(compression, SparseCompression):
-        return f"{said}: {LABELS[compression.algorithm]} as it runs here is beyond the model"
+    if beyond:
+        return f"{said}: {beyond} as it runs here is beyond the model"
     compressed = runs is not None and runs.candidate.algorithm != "dense"
     seconds = runs.seconds if runs is not None and compressed else found.seconds
     if runs is not None and compressed and runs.candidate.algorithm != found.candidate.algorithm:

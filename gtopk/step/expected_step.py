@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,23 +11,26 @@ from collectives.transports import Transport
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
 from ..telemetry import Sized
+from ..world.world import World
 from . import advice
 from .expectation import expected_seconds, in_question
 from .peers import Peers
-
-_log = logging.getLogger("gtopk")
 
 
 class ExpectedStep:
     """That of one way to train; nothing is expected before `measure`.
 
     per: what an exchange ends, with its article.
+    beyond: what runs that the model knows nothing of; "": gradients are reduced by compression.
     """
 
-    def __init__(self, compression: Any, progress: Progress, per: str = "a step") -> None:
+    def __init__(
+        self, compression: Any, progress: Progress, per: str = "a step", beyond: str = ""
+    ) -> None:
         self._compression = compression
         self._progress = progress
         self._per = per
+        self._beyond = beyond
         self._calibration: Calibration | None = None
         self._seconds: float | None = None
 
@@ -50,16 +52,19 @@ class ExpectedStep:
         self._calibration = peers.run("advice", [], calibrate, vote=advice.wanted())
         self.expect(lanes)
         if self._calibration is not None and here.rank == 0 and not here.advised:
-            here.advised = self._say(lanes, self._calibration)
+            self._say(here, lanes, self._calibration)
 
-    def _say(self, lanes: Sequence[Sized], calibration: Calibration) -> bool:
-        """Say it of what is compressed, else of what could be; return whether there is any."""
-        elements, is_compressed = in_question(lanes)
+    def _say(self, here: World, lanes: Sequence[Sized], calibration: Calibration) -> None:
+        """Say it of what is compressed, else of what could be, where there is any."""
+        every = sum(lane.elements for lane in lanes)
+        elements, is_compressed = (every, False) if self._beyond else in_question(lanes)
         if elements:
             compression = self._compression if is_compressed else None
-            others = sum(lane.elements for lane in lanes) - elements
-            _log.info("%s", advice.advice(compression, elements, calibration, others, self._per))
-        return elements > 0
+            others = every - elements
+            said = advice.advice(
+                compression, elements, calibration, others, self._per, self._beyond
+            )
+            advice.say_once(here, said)
 
     def expect(self, lanes: Sequence[Sized]) -> None:
         """Expect what these lanes will take from now on, where links were measured."""

@@ -12,18 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 
 from collectives.transports import LocalTransport, local_world
 from tests.collectives import fake_cuda
 
 ROOT = Path(__file__).parents[2]
-
-# A busy machine is no failure.
-settings.register_profile(
-    "collectives", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("collectives")
 
 
 class Event(NamedTuple):

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-WAYS, FSDP = 6, 2  # of tests/programs/advised.py: how many, and the place of one
+# Of tests/programs/advised.py: how many ways there are, and the places of some.
+WAYS, FSDP, ADASUM, IN_MEMORY, NODES = 10, 2, 6, (7, 8), 9
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -14,11 +15,20 @@ def test_rank_0_says_it_once_and_all_ranks_predict(torchrun, ranks):
     job = torchrun(ranks, "advised.py", GTOPK_ADVICE="on", GTOPK_CALIBRATION="off")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("every way, as it says") == ranks
-    said = re.findall(r"^gtopk: rank (\d): ([\d,]+) values on (\d) ranks", job.stderr, re.MULTILINE)
-    expected = [("0", f"{2 * values:,}", str(ranks)) for values in range(501, 501 + WAYS)]
+    lines = re.findall(r"^gtopk: rank (\d): ([\d,]+) values (.*)$", job.stderr, re.MULTILINE)
+    expected = [("0", f"{2 * values:,}") for values in range(501, 501 + WAYS)]
     if ranks == 4:  # of two replicas, two shards each: a rank exchanges half of the values
-        expected[FSDP] = ("0", f"{501 + FSDP:,}", "2")
-    assert said == expected
+        expected[FSDP] = ("0", f"{501 + FSDP:,}")
+    assert [line[:2] for line in lines] == expected
+    among = dict.fromkeys(range(WAYS), ranks) | dict.fromkeys((FSDP, NODES), 2)
+    for way, (*_, said) in enumerate(lines):
+        if way in IN_MEMORY:
+            assert said.startswith(f"in this host's memory, on which {ranks} workers step: ")
+            continue
+        assert said.startswith(f"on {among[way]} ranks, ")
+        assert re.search(r"it pays (below about|at (no|every) bandwidth)|at no bandwidth", said)
+        assert ("op=Adasum as it runs here is beyond the model" in said) == (way == ADASUM)
+        assert (" a merge of all nodes, and " in said) == (way == NODES)
 
 
 def test_one_rank_that_wants_none_is_enough_for_none(torchrun):

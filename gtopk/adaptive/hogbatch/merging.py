@@ -25,6 +25,8 @@ from collectives.transports import Counter, Transport
 from collectives.transports.node_memory import NodeMemory
 
 from ...engine import Engine, Operation
+from ...step.expected_step import ExpectedStep
+from ...step.peers import Peers
 from ...world.world import World
 from ..apart.own_steps import OwnSteps
 from ..apart.replica import Replica
@@ -76,10 +78,11 @@ class Merging:
         self._reported = 0  # samples of this node up to the last merge
         self.merges = 0
 
-    def open(self, world: World, compression: Any, steps: OwnSteps) -> None:
+    def open(self, world: World, compression: Any, steps: OwnSteps, advises: bool) -> None:
         """Begin, with all nodes' models alike; all ranks call it together.
 
         steps: where the merges of this worker are counted, when they are through.
+        advises: have rank 0 say what compression saves of a merge.
         """
         self._world, self._steps = world, steps
         if len(self._leaders) == 1:
@@ -89,11 +92,17 @@ class Merging:
         if not self._leads:
             return
         self._name = f"hogbatch.{world.sets_made}"
-        self._engine = world.sets[world.sets_made].engine
+        engine = self._engine = world.sets[world.sets_made].engine
+        assert engine is not None
         places = zip(self._shared.layout.places, self._shared.tensors, strict=True)
         self._tensors = [tensor for place, tensor in places if not place.key]
         self._snapshot = [torch.nn.Parameter(tensor.clone()) for tensor in self._tensors]
         self._replica = Replica(self._snapshot, compression)
+        if advises:
+            reduction = self._replica.reduction
+            peers = Peers(world, engine, self._name, self._leaders, takes_part=True)
+            expected = ExpectedStep(compression, reduction.progress, "a merge of all nodes")
+            expected.measure([reduction], peers)
 
     def begin(self) -> None:
         """Begin an epoch."""

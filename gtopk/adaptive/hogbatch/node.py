@@ -18,7 +18,9 @@ from collectives.transports import Counter, Transport
 from collectives.transports.node_memory import NodeMemory
 from collectives.vector import Array
 
+from ...charts.units import count_text
 from ...launch.cores import allowed_cores, core_quota
+from ...step import advice
 from ..apart.own_steps import OwnSteps
 from ..options import Job
 from .board import Board
@@ -109,7 +111,12 @@ def join_node(
     """
     options, world = job.options, job.world
     length = len(job.loader.dataset)  # type: ignore[arg-type]
-    mine = {"class": device_class.name, "cores": sorted(allowed_cores()), "quota": core_quota()}
+    mine = {
+        "class": device_class.name,
+        "cores": sorted(allowed_cores()),
+        "quota": core_quota(),
+        "advice": advice.wanted(),
+    }
     said = np.frombuffer(json.dumps(mine).encode(), np.uint8)
     rows: list[dict[str, Any]] = []
     hosts: list[list[int]] = []
@@ -156,7 +163,16 @@ def join_node(
             "are merged between hosts by operations of all ranks; let elastic commits or "
             "checkpoints start the job again"
         )
-    node.merging.open(world, job.optimizer._compression, steps)
+    advises = all(row["advice"] for row in rows)
+    node.merging.open(world, job.optimizer._compression, steps, advises)
+    if advises and len(hosts) == 1 < world.size:
+        values = sum(parameter.numel() for parameter in parameters)
+        advice.say_once(
+            world,
+            f"{count_text(values)} values in this host's memory, on which {world.size} workers "
+            "step: they exchange no gradients, and compression has nothing to save, at any "
+            "bandwidth",
+        )
     if node.memory.place == 0:
         here = [rows[rank] for rank in node.ranks if rows[rank]["class"] != "gpu"]
         cores = {core for row in here for core in row["cores"]}

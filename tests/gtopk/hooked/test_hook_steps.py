@@ -49,6 +49,7 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 watched.ran(number, began, one_step.run(lane, transport, votes))
 
             for step in range(steps):
+                gtopk.log_samples(10 + step)
                 operations = []
                 for lane in lanes:
                     lane.parameters[0].grad = torch.randn(length)
@@ -71,6 +72,7 @@ def test_steps_of_a_hook_are_reported_and_recorded(
     threads(3, program)
     for rank in read_run(tmp_path).ranks:
         assert [step.report.step for step in rank.steps] == list(range(steps))
+        assert [step.report.samples for step in rank.steps] == [10 + step for step in range(steps)]
         for step in rank.steps:
             assert step.report.elements == 2 * length
             assert sum(parts(step.report).values()) > 0

@@ -25,6 +25,7 @@ from gtopk.recording.looks import is_due, look
 from gtopk.recording.reading import read_run
 from gtopk.recording.recorder import Recorder
 from gtopk.recording.settings import Settings, settings_from
+from gtopk.telemetry import batch
 from gtopk.world import world
 from tests.gtopk.made_runs import begin, report
 
@@ -83,13 +84,58 @@ def test_a_run_on_threads_is_written_line_by_line(
     assert began > 0
 
 
+def test_the_script_tells_of_batches_that_nothing_else_does(
+    tmp_path: Path, threads: Callable[..., Any]
+) -> None:
+    def program(transport: Any) -> None:
+        with world.entered(transport) as here:
+            gtopk.record(str(tmp_path))
+            models = [torch.nn.Linear(30, 10) for _ in range(2)]
+            plain, local = (torch.optim.SGD(model.parameters(), lr=1e-3) for model in models)
+            hvd.broadcast_parameters(models[1].state_dict(), 0)
+
+            def step(model: torch.nn.Module, optimizer: Any, *sizes: int) -> None:
+                for size in sizes:
+                    gtopk.log_samples(size)
+                    model(torch.randn(size, 30)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            together = hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
+            step(models[0], together, 3, 4 + here.rank)
+            together.set_backward_passes_per_step(1)
+            together.set_num_samples(5)  # has precedence, and what was said is of no later step
+            step(models[0], together, 6)
+            together.set_num_samples(None)
+            models[0](torch.randn(7, 30)).sum().backward()
+            together.step()
+            apart = gtopk.LocalSGD(local, inner_steps=2)
+            for size in (8, 9, 10, 11):
+                step(models[1], apart, size)
+
+    threads(2, program)
+    for rank in read_run(tmp_path).ranks:
+        samples = [step.report.samples for step in rank.steps]
+        assert samples == [7 + rank.rank, 5, None, 8 + 9, 10 + 11]
+        assert [batch(step.report) for step in rank.steps][-1] == (10 + 11) / 2
+        assert rank.steps[-1].samples_so_far == 7 + rank.rank + 5 + 8 + 9 + 10 + 11
+
+
+@pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (1.5, TypeError)])
+def test_a_number_of_samples_is_whole_and_not_negative(count: Any, error: type) -> None:
+    with pytest.raises(error):
+        gtopk.log_samples(count)
+
+
 def test_nothing_is_recorded_unless_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     gtopk.log(loss=1.0)  # before init, too
+    gtopk.log_samples(8)
     hvd.init()
     gtopk.log(loss=1.0)
+    gtopk.log_samples(8)
     assert world.current().recorder is None
     hvd.shutdown()
     assert list(tmp_path.iterdir()) == []
