@@ -1,18 +1,26 @@
 """Hold the line at a run's start against the run: what it says that compression saves, and saved.
 
 sudo python mpi_scripts/bench_advice.py report/advice        30 emulated networks: about 8 minutes
+sudo python mpi_scripts/bench_advice.py report/edges --rates 20mbit 40mbit 80mbit 160mbit \\
+    --densities 0.3 0.4 0.5 0.6 --rounds 3                   below which bandwidth it pays
 
 On every network a training of 500,000 parameters in ten tensors begins as any other does, with
 `Compression.gtopk`: its links and rates are measured, and rank 0 says the line. Then steps by it
 and dense ones take turns. Gradients are set, not computed: nothing hides the exchange. Writes
-advice.json, one record for each network, and prints the table.
+advice.json, a record for each network and density, and prints the table.
+
+At high densities the bandwidth below which gTop-k pays is one that can be emulated. Where it saves
+time at one of the rates and loses some at the next, it takes as long as dense in between: what it
+saves is interpolated, linearly in the seconds of a byte, as both times are.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
+import math
 import re
 import statistics
 import subprocess
@@ -29,12 +37,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
+from gtopk.charts.units import bandwidth_text
+from gtopk.plan.quantities import bandwidth
 from mpi_scripts.bench_scaling import ROOT, environment
 from mpi_scripts.predictions import Forecast, row
 
 ELEMENTS: Final = 500_000
 TENSORS: Final = 10
-UNITS: Final = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+UNITS: Final = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
 
 
 class Held(NamedTuple):
@@ -44,25 +54,75 @@ class Held(NamedTuple):
     hosts: int
     entries: int  # that a rank selects
     line: str
-    said_dense_seconds: float
-    said_saved_seconds: float
     dense_seconds: float
     gtopk_seconds: float
 
     def forecasts(self) -> Iterator[Forecast]:
         """Yield what the line said, beside what was measured."""
-        where = self.rate, self.hosts, ELEMENTS, self.entries
-        saved_seconds = self.dense_seconds - self.gtopk_seconds
-        yield Forecast(*where, "dense's time", self.said_dense_seconds, self.dense_seconds)
-        yield Forecast(*where, "what compression saves", self.said_saved_seconds, saved_seconds)
+        dense_seconds = said(self.line, "dense exchange is expected to take")
+        yield self._of("dense's time", dense_seconds, self.dense_seconds)
+        if "compression saves" in self.line:
+            saved_seconds = said(self.line, "saves up to")
+            yield self._of("what compression saves", saved_seconds, self.saved_seconds)
+
+    def edge(self, bits_per_second: float) -> Forecast:
+        """Return where the line said that gTop-k ceases to pay, beside where it does."""
+        foretold = said_edge(self.line)
+        return self._of("below which bandwidth gTop-k pays", foretold, bits_per_second)
+
+    def _of(self, way: str, foretold: float, measured: float) -> Forecast:
+        return Forecast(self.rate, self.hosts, ELEMENTS, self.entries, way, foretold, measured)
+
+    @property
+    def saved_seconds(self) -> float:
+        """Return what gTop-k saved; less than nothing where dense is faster."""
+        return self.dense_seconds - self.gtopk_seconds
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Return those of the link."""
+        return 8 / bandwidth(self.rate)
 
 
 def said(line: str, words: str) -> float:
-    """Return the seconds that a line tells after some words; raise ValueError where it has none."""
-    found = re.search(rf"{words} ([\d.,]+)\s(s|ms|µs)\b", line)
+    """Return the number that a line tells after some words, in seconds or bits per second.
+
+    Raises ValueError where it has none.
+    """
+    found = re.search(rf"{words}\s([\d.,]+)\s({'|'.join(UNITS)})(?!\w)", line)
     if found is None:
-        raise ValueError(f"the line must tell a time after '{words}': {line}")
+        raise ValueError(f"the line must tell a number after '{words}': {line}")
     return float(found[1].replace(",", "")) * UNITS[found[2]]
+
+
+def said_edge(line: str) -> float:
+    """Return below how many bits per second gTop-k pays, as a line says; 0: at none."""
+    if "gTop-k pays at no bandwidth" in line:
+        return 0.0
+    if "gTop-k pays at every bandwidth" in line:
+        return math.inf
+    return said(line, "gTop-k pays below about")
+
+
+def edges(held: Sequence[Held]) -> Iterator[list[Forecast]]:
+    """Yield what the lines of each number of hosts and density said; nothing beyond the rates."""
+    groups: dict[tuple[int, int], list[Held]] = {}
+    for each in held:
+        groups.setdefault((each.hosts, each.entries), []).append(each)
+    for group in groups.values():
+        slowest_first = sorted(group, key=lambda each: -each.seconds_per_byte)
+        found = [crossing(*pair) for pair in itertools.pairwise(slowest_first)]
+        measured = next((each for each in found if each is not None), None)
+        yield [] if measured is None else [each.edge(measured) for each in group]
+
+
+def crossing(slow: Held, fast: Held) -> float | None:
+    """Return at how many bits per second, between two rates, gTop-k takes as long as dense."""
+    if slow.saved_seconds <= 0 or fast.saved_seconds > 0:
+        return None
+    share = slow.saved_seconds / (slow.saved_seconds - fast.saved_seconds)
+    step = fast.seconds_per_byte - slow.seconds_per_byte
+    return 8 / (slow.seconds_per_byte + share * step)
 
 
 class _Line(logging.Handler):
@@ -80,7 +140,6 @@ def rank(density: float, rounds: int) -> dict[str, object]:
     hvd.init()
     line = _Line()
     logging.getLogger("gtopk").addHandler(line)
-    torch.set_num_threads(1)
     optimizers = []
     for compression in (hvd.Compression.gtopk(density), hvd.Compression.none):
         model = torch.nn.ParameterList(torch.zeros(ELEMENTS // TENSORS) for _ in range(TENSORS))
@@ -100,38 +159,40 @@ def rank(density: float, rounds: int) -> dict[str, object]:
             slowest = float(hvd.allreduce(took, op=hvd.Max))
             if number:  # the first opens connections and measures links
                 taken.append(slowest)
+    logging.getLogger("gtopk").removeHandler(line)
+    hvd.shutdown()
     gtopk_seconds, dense_seconds = map(statistics.median, seconds)
     return {"line": line.text, "dense_seconds": dense_seconds, "gtopk_seconds": gtopk_seconds}
 
 
-def measured(rate: str, hosts: int, density: float, rounds: int) -> Held:
-    """Emulate a network, train on it, and return what was said and measured."""
+def measured(rate: str, hosts: int, densities: Sequence[float], rounds: int) -> Iterator[Held]:
+    """Emulate a network, train on it, and yield what was said and measured, by density."""
     command = [str(ROOT / "mpi_scripts" / "emulated_network.sh"), str(hosts), rate, "mpirun"]
-    command += [sys.executable, __file__, "--rank", "--density", f"{density:g}"]
+    command += [sys.executable, __file__, "--rank", "--densities", *map(str, densities)]
     with tempfile.TemporaryDirectory() as cache:  # no link is known beforehand
         done = subprocess.run(
             [*command, "--rounds", str(rounds)],
             env={**environment(emulated=True), "GTOPK_ADVICE": "on", "XDG_CACHE_HOME": cache},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
         )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not answers:
+    if done.returncode or len(answers) != len(densities):
         raise SystemExit(f"{rate}, {hosts} hosts: {done.stderr[-2000:]}")
-    found = json.loads(answers[-1])
-    line = found["line"]
-    dense, saved = said(line, "dense exchange is expected to take"), said(line, "saves up to")
-    seconds = found["dense_seconds"], found["gtopk_seconds"]
-    return Held(rate, hosts, round(density * ELEMENTS), line, dense, saved, *seconds)
+    for density, answer in zip(densities, answers, strict=True):
+        yield Held(rate, hosts, round(density * ELEMENTS), **json.loads(answer))
 
 
 def table(held: Sequence[Held]) -> list[str]:
     """Return the rows in Markdown: how far off, in how many networks."""
-    lines = ["| the line said | networks | median error | within 20 % | worst |", "|---" * 5 + "|"]
-    pairs = zip(*(each.forecasts() for each in held), strict=True)
-    return lines + [row(forecasts[0].way, forecasts) for forecasts in pairs]
+    lines = ["| the line said | lines | median error | within 20 % | worst |", "|---" * 5 + "|"]
+    forecasts = [forecast for each in held for forecast in each.forecasts()]
+    forecasts += [forecast for lines_of_one in edges(held) for forecast in lines_of_one]
+    for way in dict.fromkeys(forecast.way for forecast in forecasts):
+        lines.append(row(way, [forecast for forecast in forecasts if forecast.way == way]))
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,26 +202,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("folder", type=Path, nargs="?", default=Path("report/advice"), help="to write into")
     add("--rates", nargs="+", default=["5mbit", "10mbit", "20mbit", "40mbit", "80mbit", "160mbit"])
     add("--hosts", type=int, nargs="+", default=[2, 3, 4, 6, 8])
-    add("--density", type=float, default=0.05)
+    add("--densities", type=float, nargs="+", default=[0.05])
     add("--rounds", type=int, default=5)
     add("--rank", action="store_true", help=argparse.SUPPRESS)  # what each host runs
     options = parser.parse_args(arguments)
     if options.rank:
-        found = rank(options.density, options.rounds)
-        if hvd.rank() == 0:
-            print(json.dumps(found), flush=True)
-        hvd.shutdown()
+        torch.set_num_threads(1)
+        for density in options.densities:
+            found = rank(density, options.rounds)
+            if found["line"]:  # this is rank 0
+                print(json.dumps(found), flush=True)
         return 0
     options.folder.mkdir(parents=True, exist_ok=True)
     held = []
     for rate in options.rates:
         for hosts in options.hosts:
-            held.append(measured(rate, hosts, options.density, options.rounds))
-            print(f"{rate}, {hosts} hosts: {held[-1].line}", file=sys.stderr, flush=True)
+            for each in measured(rate, hosts, options.densities, options.rounds):
+                held.append(each)
+                print(f"{rate}, {hosts} hosts: {each.line}", file=sys.stderr, flush=True)
             (options.folder / "advice.json").write_text(
                 json.dumps([each._asdict() for each in held], indent=1) + "\n", encoding="utf-8"
             )
     print("\n".join(table(held)))
+    for forecasts in filter(None, edges(held)):
+        one = forecasts[0]
+        print(
+            f"{one.ranks} hosts, {one.entries:,} entries: gTop-k pays below "
+            f"{bandwidth_text(one.measured)}; the lines said "
+            + ", ".join(f"{bandwidth_text(each.foretold)} ({each.rate})" for each in forecasts)
+        )
     return 0
 
 

@@ -32,20 +32,23 @@ DENSE: Final = "gtopk's own dense"
 
 
 class Forecast(NamedTuple):
-    """One way to reduce, on one network; error: (foretold - measured) / measured."""
+    """One way to reduce, on one network: seconds, or what `way` says.
+
+    error: (foretold - measured) / measured.
+    """
 
     rate: str
     ranks: int
     length: int
     entries: int
     way: str
-    foretold_seconds: float
-    measured_seconds: float
+    foretold: float
+    measured: float
 
     @property
     def error(self) -> float:
         """Return how far off it was, of what was measured."""
-        return self.foretold_seconds / self.measured_seconds - 1
+        return self.foretold / self.measured - 1
 
 
 def forecasts(
@@ -68,8 +71,8 @@ def savings(found: Sequence[Forecast]) -> Iterator[Forecast]:
         whole = dense.get(each[:3])
         if whole and each.way != DENSE:
             yield each._replace(
-                foretold_seconds=whole.foretold_seconds - each.foretold_seconds,
-                measured_seconds=whole.measured_seconds - each.measured_seconds,
+                foretold=whole.foretold - each.foretold,
+                measured=whole.measured - each.measured,
             )
 
 

@@ -10,9 +10,10 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeGuard
 
-from collectives.planning import Calibration, Prediction
+from collectives.cost import Link, break_even_bits_per_second
+from collectives.planning import Calibration, Candidate, Prediction, Rates, predict
 
 from ..charts.units import (
     about_bandwidth_text,
@@ -31,6 +32,7 @@ from .expectation import expected
 _log = logging.getLogger("gtopk")
 _VARIABLE: Final = "GTOPK_ADVICE"
 _DENSITY: Final = 0.001  # of which is spoken where nothing is compressed
+_DENSE: Final = Candidate("dense")
 _CLOSE: Final = 1.1  # times apart by less are taken for the same
 
 
@@ -71,8 +73,13 @@ def advice(
     if not beyond and runs is None and isinstance(compression, SparseCompression):
         beyond = LABELS[compression.algorithm]
     verdict = _verdict(found, comparison, runs, beyond, per)
+    if _is_compressed(runs):
+        edge = _edge(LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates))
+    else:
+        name = LABELS[found.candidate.algorithm]
+        edge = _edge(name, comparison.break_even_bits_per_second)
     return (
-        f"{_what(comparison, others)}: {verdict}; {_edge(comparison)} "
+        f"{_what(comparison, others)}: {verdict}; {edge} "
         "(modelled; what hides behind backward costs nothing; "
         f"links and rates {calibration.origin})"
     )
@@ -105,9 +112,9 @@ def _verdict(
     )
     if beyond:
         return f"{said}: {beyond} as it runs here is beyond the model"
-    compressed = runs is not None and runs.candidate.algorithm != "dense"
-    seconds = runs.seconds if runs is not None and compressed else found.seconds
-    if runs is not None and compressed and runs.candidate.algorithm != found.candidate.algorithm:
+    compressed = _is_compressed(runs)
+    seconds = runs.seconds if _is_compressed(runs) else found.seconds
+    if _is_compressed(runs) and runs.candidate.algorithm != found.candidate.algorithm:
         said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
     if seconds * _CLOSE < dense.seconds:
         verdict = "compression saves" if compressed else "compressing would save"
@@ -117,10 +124,30 @@ def _verdict(
     return f"{said}: it makes no difference here"
 
 
-def _edge(comparison: Comparison) -> str:
-    edge = comparison.break_even_bits_per_second
+def _is_compressed(runs: Prediction | None) -> TypeGuard[Prediction]:
+    return runs is not None and runs.candidate.algorithm != "dense"
+
+
+def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> float | None:
+    """Return the bandwidth below which what runs beats dense."""
+    cluster = comparison.cluster
+
+    def runs_on(link: Link) -> float:
+        runs = expected(
+            compression, cluster.length, Calibration(cluster.on(link).network, rates, "")
+        )
+        return runs.seconds if runs is not None else math.inf
+
+    return break_even_bits_per_second(
+        lambda link: predict(_DENSE, cluster.length, cluster.on(link).network, rates).seconds,
+        runs_on,
+        cluster.network.between.latency_seconds,
+    )
+
+
+def _edge(name: str, edge: float | None) -> str:
     if edge is None:
-        return "at this latency it pays at no bandwidth"
+        return f"at this latency {name} pays at no bandwidth"
     if math.isinf(edge):
-        return "at this latency it pays at every bandwidth"
-    return f"it pays below {about_bandwidth_text(edge)}"
+        return f"at this latency {name} pays at every bandwidth"
+    return f"{name} pays below {about_bandwidth_text(edge)}"

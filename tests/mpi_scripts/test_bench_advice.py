@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,25 +11,57 @@ from pathlib import Path
 import pytest
 
 from mpi_scripts import bench_advice
-from mpi_scripts.bench_advice import Held, said, table
+from mpi_scripts.bench_advice import Held, edges, said, said_edge, table
 
 LINE = (
     "500,000 values on 2 ranks, links of 95.4 Mbit/s and 127 µs: the dense exchange is expected "
-    "to take 1,224 ms a step, and gTop-k (density 0.05) 24.5 ms: compression saves up to 1.2 s; it "
-    "pays below about 2 Gbit/s"
+    "to take 1,000 ms a step, and gTop-k (density 0.05) 24.5 ms: compression saves up to 900 ms; "
+    "gTop-k pays below about\N{NO-BREAK SPACE}48 Mbit/s (modelled; measured in 2 s)"
 )
 SCRIPT = Path(bench_advice.__file__)
 
 
-def held(dense: float, gtopk: float, hosts: int = 2) -> Held:
-    return Held("10mbit", hosts, 25_000, LINE, 1.0, 0.9, dense, gtopk)
+def held(
+    dense: float, gtopk: float, hosts: int = 2, rate: str = "10mbit", line: str = LINE
+) -> Held:
+    return Held(rate, hosts, 25_000, line, dense, gtopk)
 
 
-def test_times_are_read_from_the_line() -> None:
-    assert said(LINE, "dense exchange is expected to take") == pytest.approx(1.224)
-    assert said(LINE, "saves up to") == 1.2
-    with pytest.raises(ValueError, match="must tell a time after 'loses'"):
+def test_numbers_are_read_from_the_line() -> None:
+    assert said(LINE, "dense exchange is expected to take") == 1.0
+    assert said(LINE, "saves up to") == 0.9
+    with pytest.raises(ValueError, match="must tell a number after 'loses'"):
         said(LINE, "loses")
+
+
+@pytest.mark.parametrize(
+    ("words", "edge"),
+    [
+        ("gTop-k pays below about 480 kbit/s (modelled", 480e3),
+        ("at this latency gTop-k pays at no bandwidth", 0.0),
+        ("at this latency gTop-k pays at every bandwidth", math.inf),
+    ],
+)
+def test_the_edge_is_read_from_the_line(words: str, edge: float) -> None:
+    assert said_edge(f"a verdict; {words} and more)") == edge
+
+
+def test_the_edge_lies_where_both_take_the_same() -> None:
+    """Dense takes 1 s and 20 Mbit, gTop-k 1.5 s and 5 Mbit: both as long at 30 Mbit/s."""
+    rates = [10, 20, 40, 80]
+    loses = LINE.replace("compression saves up to 900 ms", "Compression.none is faster here")
+    group = [
+        held(1 + 20 / rate, 1.5 + 5 / rate, rate=f"{rate}mbit", line=LINE if rate < 30 else loses)
+        for rate in reversed(rates)
+    ]
+    others = [held(5.0, 1.0, hosts=4, rate=f"{rate}mbit") for rate in rates]  # always faster
+    (found, none) = edges([*group, *others])
+    assert none == []
+    assert [each.measured for each in found] == pytest.approx([30e6] * 4)
+    assert {each.foretold for each in found} == {48e6}
+    rows = table(group)
+    assert rows[3].startswith("| what compression saves | 2 |")
+    assert rows[4].startswith("| below which bandwidth gTop-k pays | 4 | 60 % | 0 | +60 % (")
 
 
 def test_errors_are_told_of_what_was_measured() -> None:
@@ -41,15 +74,19 @@ def test_a_network_is_held_against_its_line(tmp_path: Path) -> None:
     network = SCRIPT.with_name("emulated_network.sh")
     if subprocess.run([network, "1", "1gbit", "mpirun", "true"], check=False).returncode:
         pytest.skip("hosts cannot be emulated here")
+    small = ["--rates", "80mbit", "--hosts", "2", "--densities", "0.05", "0.5", "--rounds", "1"]
     done = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path, "--rates", "80mbit", "--hosts", "2", "--rounds", "1"],
+        [sys.executable, SCRIPT, tmp_path, *small],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = json.loads((tmp_path / "advice.json").read_text())
-    assert "links of" in found["line"]
-    assert found["dense_seconds"] > found["gtopk_seconds"] > 0
-    assert done.stdout.splitlines()[2].startswith("| dense's time | 1 |")
+    found = json.loads((tmp_path / "advice.json").read_text())
+    assert [each["entries"] for each in found] == [25_000, 250_000]
+    for each in found:
+        assert "links of" in each["line"]
+        assert said_edge(each["line"]) > 0
+    assert found[0]["dense_seconds"] > found[0]["gtopk_seconds"] > 0
+    assert done.stdout.splitlines()[2].startswith("| dense's time | 2 |")

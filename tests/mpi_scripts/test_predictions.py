@@ -21,11 +21,11 @@ def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
 
 def test_what_is_saved_is_of_dense_on_the_same_network() -> None:
     quick = Forecast("5mbit", 2, 1000, 10, DENSE, 9.0, 10.0)
-    others = [quick._replace(rate="9mbit", measured_seconds=4.0), quick._replace(length=2000)]
+    others = [quick._replace(rate="9mbit", measured=4.0), quick._replace(length=2000)]
     sparse = Forecast("5mbit", 2, 1000, 20, "gtopk", 1.0, 2.0)
     alone = sparse._replace(ranks=3)
     (saved,) = savings([quick, *others, sparse, alone])
-    assert saved == sparse._replace(foretold_seconds=8.0, measured_seconds=8.0)
+    assert saved == sparse._replace(foretold=8.0, measured=8.0)
 
 
 def test_files_of_the_benchmark_are_read(

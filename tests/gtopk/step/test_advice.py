@@ -31,7 +31,7 @@ def test_it_says_whether_compressing_pays(
 ) -> None:
     said = advice.advice(compression, LENGTH, at(bits_per_second))
     assert words in said
-    assert "it pays below about" in said
+    assert " pays below about" in said
     assert "modelled; what hides behind backward costs nothing; links and rates made up" in said
     assert "25,557,032 values on 8 ranks" in said
     assert "\n" not in said
@@ -55,6 +55,22 @@ def test_the_edge_is_where_the_verdict_turns() -> None:
             float(said.split("below about\N{NO-BREAK SPACE}")[1].split("\N{NO-BREAK SPACE}")[0])
         )
     assert edges[1] > edges[0]
+
+
+def test_the_edge_is_that_of_what_runs() -> None:
+    """Not that of Ok-Topk, which is quicker."""
+    gtopk = Compression.gtopk(density=0.2)
+
+    def line(bits_per_second: float) -> str:
+        return advice.advice(gtopk, LENGTH, at(bits_per_second))
+
+    said = line(1e8)
+    assert "Ok-Topk (density 0.2)" in said
+    number, unit = said.split("; gTop-k pays below about\N{NO-BREAK SPACE}")[1].split()[:2]
+    edge = float(number) * {"Mbit/s": 1e6, "Gbit/s": 1e9}[unit]
+    assert "compression saves up to" in line(edge / 3)
+    assert "Compression.none is faster here" in line(edge * 3)
+    assert "; Ok-Topk pays below about" in advice.advice(None, LENGTH, at(1e8))
 
 
 @pytest.mark.parametrize(("said", "is_wanted"), [({}, True), ({"GTOPK_ADVICE": "off"}, False)])
