@@ -105,6 +105,18 @@ class Prediction:
         """Return what all of it takes."""
         return self.select_seconds + self.exchange_seconds
 
+    def times(self, count: int) -> Prediction:
+        """Return what as many take, one after the other, each of as long a vector."""
+        if count == 1:
+            return self
+        sent = Traffic(*(count * each for each in self.sent))
+        return replace(
+            self.scaled(count, count, count),
+            rounds=count * self.rounds,
+            sent=sent,
+            updated=count * self.updated,
+        )
+
     def scaled(self, select: float, merge: float, communicate: float) -> Prediction:
         """Return the prediction with its parts that many times as long."""
         return replace(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from collectives.cost import Link, break_even_bits_per_second
 from collectives.planning import (
@@ -20,12 +21,15 @@ from collectives.planning import (
 from collectives.planning.choice import SPARSE, offered
 from collectives.planning.prediction import USUAL_WIDENINGS
 
+DENSE: Final = Candidate("dense")
+
 
 @dataclass(frozen=True)
 class Cluster:
     """What is asked about.
 
     length:           values of the gradient, float32.
+    buckets:          of as many values each, that are reduced one after the other.
     backward_seconds: of the backward pass; dense is sent bucket by bucket while it runs, the sparse
                       methods, which select from the whole gradient, when it has ended.
     """
@@ -34,6 +38,7 @@ class Cluster:
     network: Network
     density: float
     backward_seconds: float = 0.0
+    buckets: int = 1
 
     def on(self, link: Link) -> Cluster:
         """Return the cluster with another link between its nodes.
@@ -47,7 +52,12 @@ class Cluster:
                 allreduce.seconds_per_byte * _over(link.seconds_per_byte, here.seconds_per_byte),
             )
         network = self.network._replace(between=link, allreduce=allreduce)
-        return Cluster(self.length, network, self.density, self.backward_seconds)
+        return replace(self, network=network)
+
+    def reduced(self, candidate: Candidate, rates: Rates) -> Prediction:
+        """Return what a way to reduce the gradient is modelled to take."""
+        length = -(-self.length // self.buckets)
+        return predict(candidate, length, self.network, rates).times(self.buckets)
 
 
 def _over(new: float, old: float) -> float:
@@ -109,7 +119,7 @@ def compare(cluster: Cluster, rates: Rates) -> Comparison:
         return exposed_seconds(found, cluster.backward_seconds)
 
     def dense_on(at: Cluster) -> Prediction:
-        return predict(Candidate("dense"), at.length, at.network, rates)
+        return at.reduced(DENSE, rates)
 
     def sparse_on(at: Cluster) -> list[Prediction]:
         compared = ["gtopk-tree", *offered(at.network)]  # the tree only for comparison
@@ -144,10 +154,8 @@ def _in_quickest_format(
 ) -> Prediction:
     return min(
         (
-            predict(
+            cluster.reduced(
                 Candidate(algorithm, cluster.density, format, USUAL_WIDENINGS.get(algorithm, 1.0)),
-                cluster.length,
-                cluster.network,
                 rates,
             )
             for format in formats

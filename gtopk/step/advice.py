@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeGuard
 
 from collectives.cost import Link, break_even_bits_per_second
-from collectives.planning import Calibration, Candidate, Prediction, Rates, predict
+from collectives.planning import Calibration, Prediction, Rates
 
 from ..charts.units import (
     about_bandwidth_text,
@@ -24,7 +24,7 @@ from ..charts.units import (
     seconds_text,
 )
 from ..compression import SparseCompression
-from ..plan.comparison import Cluster, Comparison, compare
+from ..plan.comparison import DENSE, Cluster, Comparison, compare
 from ..plan.show import LABELS
 from ..world.world import World
 from .expectation import expected
@@ -32,7 +32,6 @@ from .expectation import expected
 _log = logging.getLogger("gtopk")
 _VARIABLE: Final = "GTOPK_ADVICE"
 _DENSITY: Final = 0.001  # of which is spoken where nothing is compressed
-_DENSE: Final = Candidate("dense")
 _CLOSE: Final = 1.1  # times apart by less are taken for the same
 
 
@@ -50,7 +49,7 @@ def say_once(here: World, text: str) -> None:
 
 def advice(
     compression: object,
-    length: int,
+    lengths: Sequence[int],
     calibration: Calibration,
     others: int = 0,
     per: str = "a step",
@@ -58,7 +57,8 @@ def advice(
 ) -> str:
     """Return the line.
 
-    length: values that compressing is a question of; others: that travel as they are in any case.
+    lengths: values that compressing is a question of, in each bucket; others: that travel as they
+        are in any case.
     per: what an exchange ends.
     beyond: what runs in place of any exchange that is modelled; "": nothing does.
     """
@@ -66,10 +66,11 @@ def advice(
     rates = calibration.rates
     exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
     comparison = compare(
-        Cluster(length, calibration.network, density), rates._replace(coding=exact)
+        Cluster(sum(lengths), calibration.network, density, buckets=len(lengths)),
+        rates._replace(coding=exact),
     )
     found = comparison.cheapest_sparse
-    runs = expected(compression, length, calibration)
+    runs = _reduced(compression, comparison.cluster, rates)
     if not beyond and runs is None and isinstance(compression, SparseCompression):
         beyond = LABELS[compression.algorithm]
     verdict = _verdict(found, comparison, runs, beyond, per)
@@ -133,16 +134,21 @@ def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> float
     cluster = comparison.cluster
 
     def runs_on(link: Link) -> float:
-        runs = expected(
-            compression, cluster.length, Calibration(cluster.on(link).network, rates, "")
-        )
+        runs = _reduced(compression, cluster.on(link), rates)
         return runs.seconds if runs is not None else math.inf
 
     return break_even_bits_per_second(
-        lambda link: predict(_DENSE, cluster.length, cluster.on(link).network, rates).seconds,
+        lambda link: cluster.on(link).reduced(DENSE, rates).seconds,
         runs_on,
         cluster.network.between.latency_seconds,
     )
+
+
+def _reduced(compression: object, cluster: Cluster, rates: Rates) -> Prediction | None:
+    """Return what it is expected to take there; None beyond the model."""
+    length = -(-cluster.length // cluster.buckets)
+    found = expected(compression, length, Calibration(cluster.network, rates, ""))
+    return found.times(cluster.buckets) if found is not None else None
 
 
 def _edge(name: str, edge: float | None) -> str:

@@ -83,16 +83,17 @@ def expected_seconds(lanes: Sequence[Sized], calibration: Calibration) -> float 
     return seconds
 
 
-def in_question(lanes: Sequence[Sized]) -> tuple[int, bool]:
-    """Return how many values compressing is a question of, and whether they are compressed.
+def in_question(lanes: Sequence[Sized]) -> tuple[list[int], bool]:
+    """Return of how many values of each bucket compressing is a question, and whether they are.
 
-    Of those that are, where some are: what travels dense beside them does so in any case.
+    Of those that are compressed, where some are: what travels dense beside them does so in any
+    case.
     """
-    dense = compressed = 0
+    dense, compressed = [], []
     for lane in lanes:
         way = _way_of(lane)
         if isinstance(way, DenseExchange | CompressorExchange):
-            dense += lane.elements
+            dense.append(lane.elements)
         elif way is not None:
-            compressed += lane.elements
-    return compressed or dense, compressed > 0
+            compressed.append(lane.elements)
+    return compressed or dense, bool(compressed)

@@ -56,14 +56,12 @@ class ExpectedStep:
 
     def _say(self, here: World, lanes: Sequence[Sized], calibration: Calibration) -> None:
         """Say it of what is compressed, else of what could be, where there is any."""
-        every = sum(lane.elements for lane in lanes)
-        elements, is_compressed = (every, False) if self._beyond else in_question(lanes)
-        if elements:
+        every = [lane.elements for lane in lanes]
+        lengths, is_compressed = (every, False) if self._beyond else in_question(lanes)
+        if lengths:
             compression = self._compression if is_compressed else None
-            others = every - elements
-            said = advice.advice(
-                compression, elements, calibration, others, self._per, self._beyond
-            )
+            others = sum(every) - sum(lengths)
+            said = advice.advice(compression, lengths, calibration, others, self._per, self._beyond)
             advice.say_once(here, said)
 
     def expect(self, lanes: Sequence[Sized]) -> None:

@@ -29,7 +29,7 @@ def at(bits_per_second: float, ranks: int = 8) -> Calibration:
 def test_it_says_whether_compressing_pays(
     compression: object, bits_per_second: float, words: str
 ) -> None:
-    said = advice.advice(compression, LENGTH, at(bits_per_second))
+    said = advice.advice(compression, [LENGTH], at(bits_per_second))
     assert words in said
     assert " pays below about" in said
     assert "modelled; what hides behind backward costs nothing; links and rates made up" in said
@@ -39,7 +39,7 @@ def test_it_says_whether_compressing_pays(
 
 @pytest.mark.parametrize("options", [{"across": "oktopk"}, {"inside": "dense"}])
 def test_of_a_hierarchy_that_is_not_modelled_it_says_so(options: dict[str, str]) -> None:
-    said = advice.advice(Compression.hierarchical(0.001, **options), LENGTH, at(1e8))
+    said = advice.advice(Compression.hierarchical(0.001, **options), [LENGTH], at(1e8))
     assert "hierarchical as it runs here is beyond the model" in said
     assert "save" not in said
 
@@ -50,7 +50,7 @@ def test_the_edge_is_where_the_verdict_turns() -> None:
     slow = network._replace(allreduce=network.between.scaled(2.0))
     edges = []
     for each in (network, slow):
-        said = advice.advice(Compression.none, LENGTH, Calibration(each, DEFAULT_RATES, "x"))
+        said = advice.advice(Compression.none, [LENGTH], Calibration(each, DEFAULT_RATES, "x"))
         edges.append(
             float(said.split("below about\N{NO-BREAK SPACE}")[1].split("\N{NO-BREAK SPACE}")[0])
         )
@@ -62,7 +62,7 @@ def test_the_edge_is_that_of_what_runs() -> None:
     gtopk = Compression.gtopk(density=0.2)
 
     def line(bits_per_second: float) -> str:
-        return advice.advice(gtopk, LENGTH, at(bits_per_second))
+        return advice.advice(gtopk, [LENGTH], at(bits_per_second))
 
     said = line(1e8)
     assert "Ok-Topk (density 0.2)" in said
@@ -70,7 +70,23 @@ def test_the_edge_is_that_of_what_runs() -> None:
     edge = float(number) * {"Mbit/s": 1e6, "Gbit/s": 1e9}[unit]
     assert "compression saves up to" in line(edge / 3)
     assert "Compression.none is faster here" in line(edge * 3)
-    assert "; Ok-Topk pays below about" in advice.advice(None, LENGTH, at(1e8))
+    assert "; Ok-Topk pays below about" in advice.advice(None, [LENGTH], at(1e8))
+
+
+def test_buckets_are_reduced_one_after_the_other() -> None:
+    """A bucket of many takes as long by itself: less bandwidth is what compressing pays at."""
+    ones, tens = (
+        advice.advice(Compression.gtopk(0.001), [1_000_000 // count] * count, at(1e8))
+        for count in (1, 10)
+    )
+
+    def number(said: str, words: str) -> float:
+        return float(said.split(words)[1].split("\N{NO-BREAK SPACE}")[0])
+
+    dense = " expected to take "
+    assert number(tens, dense) > number(ones, dense)
+    below = "gTop-k pays below about\N{NO-BREAK SPACE}"
+    assert number(tens, below) < number(ones, below)
 
 
 @pytest.mark.parametrize(("said", "is_wanted"), [({}, True), ({"GTOPK_ADVICE": "off"}, False)])

@@ -47,10 +47,9 @@ def said_of(lanes: list[Any], caplog: pytest.LogCaptureFixture) -> str:
 
 
 def test_what_travels_dense_beside_is_in_no_saving(caplog: pytest.LogCaptureFixture) -> None:
-    alone = said_of([lane(600_000, GTOPK), lane(400_000, GTOPK)], caplog)
-    beside = said_of(
-        [lane(1_000_000, GTOPK), lane(9_000_000, Compression.none), embedding(7)], caplog
-    )
+    ours = [lane(600_000, GTOPK), lane(400_000, GTOPK)]
+    alone = said_of(ours, caplog)
+    beside = said_of([*ours, lane(9_000_000, Compression.none), embedding(7)], caplog)
     assert "1,000,000 values on 8 ranks" in alone
     assert "1,000,000 values (9,000,007 more travel uncompressed either way) on 8 ranks" in beside
     assert beside.partition(" on 8 ranks")[2] == alone.partition(" on 8 ranks")[2]
