@@ -91,7 +91,7 @@ def in_question(lanes: Sequence[Sized]) -> tuple[list[int], bool]:
     """
     dense, compressed = [], []
     for lane in lanes:
-        way = _way_of(lane)
+        way = _way_of(lane) if lane.elements else None
         if isinstance(way, DenseExchange | CompressorExchange):
             dense.append(lane.elements)
         elif way is not None:

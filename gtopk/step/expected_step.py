@@ -56,7 +56,7 @@ class ExpectedStep:
 
     def _say(self, here: World, lanes: Sequence[Sized], calibration: Calibration) -> None:
         """Say it of what is compressed, else of what could be, where there is any."""
-        every = [lane.elements for lane in lanes]
+        every = [lane.elements for lane in lanes if lane.elements]
         lengths, is_compressed = (every, False) if self._beyond else in_question(lanes)
         if lengths:
             compression = self._compression if is_compressed else None

@@ -68,6 +68,7 @@ def test_of_sparse_gradients_alone_there_is_nothing_to_say(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert not said_of([embedding(7)], caplog)
+    assert not said_of([SimpleNamespace(elements=0)], caplog)
 
 
 def test_it_is_said_once_in_a_world_and_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
