@@ -5,7 +5,8 @@
                 rank 0 <-> the last one, where they are odd        0.2
     between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
                 that of node 0 <-> the last one, likewise          0.4, and 0.2 to rest
-    allreduce   all                                                0.4, and to agree on its time
+    allreduce   all                                                0.4, and as long again; and to
+                                                                   agree on its time
     rates       each for itself                                    0.8
     calls       all                                                0.4, and 0.4 to rest
 

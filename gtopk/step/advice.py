@@ -1,7 +1,7 @@
 """Advice: one line at the start of a run, on what compression saves here and where it pays.
 
 From the links and rates that are measured once and kept for a week (collectives.planning): about
-two seconds the first time, on all ranks together. GTOPK_ADVICE=off does without.
+three seconds the first time, on all ranks together. GTOPK_ADVICE=off does without.
 """
 
 from __future__ import annotations

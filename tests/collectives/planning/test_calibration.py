@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,14 @@ from collectives.planning.calibration import (
     measure_network,
     measure_rates,
 )
-from collectives.planning.probes import GROWTH, REPEATS, grow, link_of, seconds_per_unit
+from collectives.planning.probes import (
+    GROWTH,
+    LONG_ALLREDUCE_BYTES,
+    REPEATS,
+    grow,
+    link_of,
+    seconds_per_unit,
+)
 from collectives.planning.rates import DEFAULT_RATES, CodingRate
 from collectives.transports import local_world
 from collectives.wire import EXACT
@@ -137,6 +145,28 @@ def test_the_allreduce_is_worth_its_link(virtual, size):
     assert latency_seconds == pytest.approx(ETHERNET.latency_seconds, rel=0.3)
 
 
+def test_long_allreduces_that_open_windows_do_not_count(virtual):
+    """The first three of each long size take half as long again."""
+    world = virtual(2, ETHERNET)
+
+    def open_windows(transport):
+        allreduce, gone = transport.allreduce, Counter()
+
+        def slow(array, *options):
+            begun = world.seconds[transport.rank]
+            allreduce(array, *options)
+            gone[array.nbytes] += 1
+            if array.nbytes >= LONG_ALLREDUCE_BYTES and gone[array.nbytes] <= 3:
+                world.seconds[transport.rank] += 0.5 * (world.seconds[transport.rank] - begun)
+
+        transport.allreduce = slow
+
+    for transport in world.world:
+        open_windows(transport)
+    network, *_ = found_on(world)
+    assert network.allreduce.bits_per_second == pytest.approx(ETHERNET.bits_per_second, rel=0.02)
+
+
 def test_an_allreduce_too_slow_to_be_long_is_not_taken_for_a_long_one(virtual):
     network, *_ = found_on(virtual(3, Link.of(5e6, 1e-3)))
     assert network.allreduce is None
@@ -155,7 +185,7 @@ def test_a_slow_network_is_measured_in_the_same_time(virtual, size, latency, bit
     world = virtual(size, link)
     found_on(world)
     odd = size % 2  # a round more
-    budget = WITHIN_SECONDS + (1 + odd) * BETWEEN_SECONDS + ALLREDUCE_SECONDS
+    budget = WITHIN_SECONDS + (1 + odd) * BETWEEN_SECONDS + 2 * ALLREDUCE_SECONDS
     # What no budget can spare: what goes of any size take, 16 or so of a link and of an allreduce
     # where that is long, and the allgathers to agree.
     rounds = math.ceil(math.log2(size))
@@ -164,7 +194,7 @@ def test_a_slow_network_is_measured_in_the_same_time(virtual, size, latency, bit
     floors = max(0.75 * budget, 16 * (link_go + allreduce_go))
     assert max(world.seconds) <= budget + floors + gathers
     if latency <= 1e-3 and bits_per_second >= 1e6:
-        assert max(world.seconds) < 1.5 + odd * BETWEEN_SECONDS
+        assert max(world.seconds) < 1.9 + odd * BETWEEN_SECONDS
 
 
 @settings(max_examples=200)
