@@ -54,10 +54,15 @@ class Cluster:
         network = self.network._replace(between=link, allreduce=allreduce)
         return replace(self, network=network)
 
+    @property
+    def bucket_length(self) -> int:
+        """Return how many values a bucket has."""
+        return -(-self.length // self.buckets)
+
     def reduced(self, candidate: Candidate, rates: Rates) -> Prediction:
         """Return what a way to reduce the gradient is modelled to take."""
-        length = -(-self.length // self.buckets)
-        return predict(candidate, length, self.network, rates).times(self.buckets)
+        found = predict(candidate, self.bucket_length, self.network, rates)
+        return found.times(self.buckets)
 
 
 def _over(new: float, old: float) -> float:

@@ -146,8 +146,8 @@ def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> float
 
 def _reduced(compression: object, cluster: Cluster, rates: Rates) -> Prediction | None:
     """Return what it is expected to take there; None beyond the model."""
-    length = -(-cluster.length // cluster.buckets)
-    found = expected(compression, length, Calibration(cluster.network, rates, ""))
+    calibration = Calibration(cluster.network, rates, "")
+    found = expected(compression, cluster.bucket_length, calibration)
     return found.times(cluster.buckets) if found is not None else None
 
 
