@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,10 @@ PROGRAMS = ROOT / "tests" / "programs"
 # A busy machine is no failure.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+# `make test &` in a script starts everything with SIGINT ignored, for which programs do not end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
