@@ -83,6 +83,10 @@ class ErrorFeedback:
     # With it, the velocity of what was sent begins anew (section 3.3: factor masking). False: it
     # goes on; a narrow update is then followed by late ones in the same direction.
     factor_masking: bool = True
+    # (beta1, beta2), say (0.9, 0.999): Adam's moments are taken before the selection, on each rank
+    # of its own gradients; what is selected and held back are Adam's steps (Chen et al. 2021). The
+    # wrapped optimizer is then SGD without momentum, whose weight decay acts as AdamW's.
+    adam_correction: tuple[float, float] | None = None
     # Parameters that travel whole, beside the others: regular expressions found in their names,
     # all of one dimension and less (biases and norms), and those of fewer elements than this.
     dense: tuple[str, ...] = ()
@@ -110,6 +114,15 @@ class ErrorFeedback:
             raise ValueError(
                 f"momentum_correction must lie in [0, 1), got {self.momentum_correction}"
             )
+        if self.adam_correction is not None:
+            object.__setattr__(self, "adam_correction", check_betas(self.adam_correction))
+            if self.momentum_correction:
+                raise ValueError("give momentum_correction or adam_correction, which has its own")
+
+    @property
+    def corrects(self) -> bool:
+        """Tell whether momentum is taken before the selection, Adam's or another."""
+        return bool(self.momentum_correction) or self.adam_correction is not None
 
     def is_dense(self, name: str, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter's gradient travels whole."""
@@ -269,6 +282,11 @@ class Hierarchical(SparseCompression):
         check_choice("across", self.across, ("gtopk", "oktopk"))
         check_choice("inside", self.inside, ("picks", "dense"))
         check_widening("growth", self.growth)
+        if self.inside == "dense" and self.adam_correction is not None:
+            raise ValueError(
+                "adam_correction takes the moments of each rank's gradients, which inside='dense' "
+                "adds up before: use inside='picks'"
+            )
         if self.across != "gtopk" and self.growth != USUAL_GROWTH:
             raise ValueError(f"growth is of across='gtopk', got across={self.across!r}")
         if self.node_size is not None:
@@ -378,6 +396,19 @@ def check_density(name: str, value: float) -> None:
     check_number(name, value)
     if not 0.0 < value <= 1.0:
         raise ValueError(f"{name} must lie in (0, 1], got {value}")
+
+
+def check_betas(value: object) -> tuple[float, float]:
+    """Return two factors of moments as floats; TypeError or ValueError for anything else."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(
+            f"adam_correction must be Adam's betas, say (0.9, 0.999), or None, got {value!r}"
+        )
+    for beta in value:
+        check_number("adam_correction", beta)
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"adam_correction's betas must lie in [0, 1), got {value!r}")
+    return float(value[0]), float(value[1])
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

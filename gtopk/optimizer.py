@@ -373,15 +373,24 @@ def DistributedOptimizer(
 
 def _require_one_momentum(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback | None) -> None:
     """Raise ValueError for an optimizer whose momentum would be taken twice."""
-    correction = feedback.momentum_correction if feedback else 0.0
+    if feedback is None or not feedback.corrects:
+        return
+    adam = feedback.adam_correction
+    correction = (
+        f"adam_correction={adam}" if adam else f"momentum_correction={feedback.momentum_correction}"
+    )
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
-    if correction and momentum:
+    if momentum:
         raise ValueError(
-            f"momentum_correction={correction} takes the momentum before selection: wrap an "
+            f"{correction} takes the momentum before selection: wrap an "
             f"optimizer with momentum=0, not {momentum}"
         )
-    if correction and any("betas" in group for group in optimizer.param_groups):
+    if any("betas" in group for group in optimizer.param_groups):
+        kind = type(optimizer).__name__
         raise ValueError(
-            f"momentum_correction={correction} is for SGD; {type(optimizer).__name__} has a "
-            "momentum of its own: leave momentum_correction at 0"
+            f"{correction} makes Adam's steps, and {kind} would make them again: wrap "
+            "torch.optim.SGD with the same lr and weight_decay"
+            if adam
+            else f"{correction} is for SGD; {kind} has a momentum of its own: leave "
+            "momentum_correction at 0, or wrap SGD and give adam_correction"
         )

@@ -4,8 +4,9 @@ python mpi_scripts/convergence.py --ranks 4 16 --densities 0.005 0.01 0.05 --see
 
 Models, gradients, residuals, messages and their bytes are real; nothing is timed. Every recipe
 starts from the same weights and sees the same batches, so that accuracies are compared seed by
-seed: what stands beside each is its mean difference to the dense recipe last seen, and the standard
-error of that. `--losses 0.5 0.2` adds how many steps later it comes to these training losses.
+seed: what stands beside each is its mean difference to the dense recipe last seen, of SGD or of
+AdamW as it is itself, and the standard error of that. `--losses 0.5 0.2` adds how many steps later
+it comes to these training losses.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from mpi_scripts.low_rank import LowRank
 from mpi_scripts.recipes import RECIPES, Recipe, Setting
 from mpi_scripts.tasks import TASKS, Task
 
+ADAMW_DECAY: Final = 0.01  # torch's own
 SMOOTH: Final = 11  # steps: an epoch of digits
 
 
@@ -73,8 +75,12 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
     def rank(transport: Transport) -> Run:
         model = task.model()
         inner: torch.optim.Optimizer
-        if recipe.adam:
-            inner = torch.optim.AdamW(model.parameters(), lr=task.adam_rate)
+        if recipe.adam and getattr(recipe.compression, "adam_correction", None):
+            rate = recipe.rate * task.adam_rate
+            inner = torch.optim.SGD(model.parameters(), rate, weight_decay=ADAMW_DECAY)
+        elif recipe.adam:
+            rate = recipe.rate * task.adam_rate
+            inner = torch.optim.AdamW(model.parameters(), rate, weight_decay=ADAMW_DECAY)
         else:
             rate = recipe.rate * task.rate(0.0)
             inner = torch.optim.SGD(model.parameters(), rate, momentum=recipe.momentum)
@@ -232,11 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
     done: list[Result] = []
-    dense: dict[int, Result] = {}
+    dense: dict[tuple[int, bool], Result] = {}
     for result in results(options):
-        if RECIPES[result.recipe](Setting(result.ranks, 0.1, 10**6, 100)).is_dense:
-            dense[result.ranks] = result
-        print(line(result, dense.get(result.ranks), options.losses), flush=True)
+        recipe = RECIPES[result.recipe](Setting(result.ranks, 0.1, 10**6, 100))
+        kind = result.ranks, recipe.adam
+        if recipe.is_dense:
+            dense[kind] = result
+        print(line(result, dense.get(kind), options.losses), flush=True)
         done.append(result)
     if options.json:
         written = [

@@ -15,6 +15,7 @@ from gtopk.compression import Compression, SparseCompression
 from gtopk.demo.plan import equal_bytes_density
 
 MOMENTUM: Final = 0.9
+BETAS: Final = (0.9, 0.999)  # of AdamW
 
 
 class Setting(NamedTuple):
@@ -33,8 +34,8 @@ class Recipe(NamedTuple):
     """How a model is trained.
 
     compression: what travels in place of the gradients.
-    momentum:    of the wrapped SGD. adam: AdamW in its place.
-    rate:        times the task's learning rate, which is one for momentum.
+    momentum:    of the wrapped SGD. adam: AdamW in its place, or, with adam_correction, before it.
+    rate:        times the task's learning rate, which is one for momentum, or AdamW's.
     low_rank:    above 0: PowerSGD of this rank in place of compression.
     node_size:   ranks that are neighbours; 0: none is another's.
     options:     of DistributedOptimizer.
@@ -50,8 +51,9 @@ class Recipe(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether all entries travel, as they are, for SGD: what others are compared with."""
-        return self.compression is Compression.none and not (self.adam or self.low_rank)
+        """Tell whether all entries travel, as they are: what others are compared with."""
+        usual = not self.adam or self.rate == 1.0
+        return self.compression is Compression.none and usual and not self.low_rank
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,14 @@ def plain(compression: Any = Compression.none) -> Recipe:
 def corrected(kind: Callable[..., Any], density: float, **options: Any) -> Recipe:
     """Return a recipe that takes the momentum before it selects."""
     return Recipe(kind(density, momentum_correction=MOMENTUM, **options), momentum=0.0)
+
+
+def adam_before(kind: Callable[..., Any], density: float, **options: Any) -> Recipe:
+    """Return a recipe that makes Adam's steps before it selects.
+
+    A rank's gradients are noisier than their mean, and its steps shorter: the rate is higher.
+    """
+    return Recipe(kind(density, adam_correction=BETAS, **options), adam=True, rate=3.0)
 
 
 def tenth(setting: Setting) -> int:
@@ -166,9 +176,21 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "oktopk": lambda s: corrected(Compression.oktopk, s.density),
     "oktopk, k_out 4": lambda s: corrected(Compression.oktopk, s.density, k_out=4.0),
     "AdamW": lambda s: Recipe(adam=True),
+    "AdamW, 3 times the rate": lambda s: Recipe(adam=True, rate=3.0),
     "AdamW, topk": lambda s: Recipe(Compression.topk(s.density), adam=True),
     "AdamW, gtopk": lambda s: Recipe(gtopk(s.density), adam=True),
+    "AdamW, gtopk, raised rate": lambda s: Recipe(
+        gtopk(s.density), adam=True, rate=s.density**-0.5
+    ),
     "AdamW, gtopk, warm-up": lambda s: Recipe(gtopk(s.density, warmup_steps=tenth(s)), adam=True),
     "AdamW, gtopk, growth 4": lambda s: Recipe(gtopk(s.density, growth=4.0), adam=True),
     "AdamW, PowerSGD, rank 4": lambda s: Recipe(adam=True, low_rank=4),
+    "Adam before, topk": lambda s: adam_before(Compression.topk, s.density),
+    "Adam before, gtopk": lambda s: adam_before(gtopk, s.density),
+    "Adam before, gtopk, int8, growth 2": lambda s: adam_before(
+        gtopk, s.density, wire="packed", values="int8", growth=2.0
+    ),
+    "Adam before, gtopk, int8, growth 4": lambda s: adam_before(
+        gtopk, s.density, wire="packed", values="int8", growth=4.0
+    ),
 }

@@ -14,6 +14,7 @@ from models.data.digit_images import load_digit_images
 from models.data.docstrings import load_docstrings
 from models.data.text_windows import TextWindows
 from models.digits_cnn import digits_cnn
+from models.gpt import Gpt
 from models.lstm_ptb import LstmLanguageModel
 from models.mlp import mlp
 from models.resnet_cifar import resnet20
@@ -128,10 +129,10 @@ def residual_network(seed: int, epochs: int = 16) -> Task:
     return Task(*data, new_model=resnet20, epochs=epochs, batch=128, rate=falling(0.05), seed=seed)
 
 
-def language_model(seed: int, epochs: int = 2) -> Task:
-    """Return the standard library's docstrings (real), windows of 32 bytes, for an LSTM.
+def docstrings(seed: int) -> Samples:
+    """Return the standard library's docstrings (real): windows of 32 bytes, and their next ones.
 
-    Two layers of 128: 329,984 parameters. It names the next byte; 512 windows are held out.
+    512 windows are held out.
     """
     text = load_docstrings()
     steps, tested = 32, 512
@@ -141,10 +142,13 @@ def language_model(seed: int, epochs: int = 2) -> Task:
         order = torch.randperm(len(cut), generator=torch.Generator().manual_seed(seed))
         return cut.__getitems__(order[:count].tolist())
 
-    x, y = windows(text.train, None)
-    test_x, test_y = windows(text.test, tested)
+    return *windows(text.train, None), *windows(text.test, tested)
+
+
+def language_model(seed: int, epochs: int = 2) -> Task:
+    """Return docstrings for an LSTM that names the next byte: two layers, 329,984 parameters."""
     return Task(
-        *(x, y, test_x, test_y),
+        *docstrings(seed),
         new_model=lambda: LstmLanguageModel(256, width=128, dropout=0.0),
         epochs=epochs,
         batch=64,
@@ -155,10 +159,24 @@ def language_model(seed: int, epochs: int = 2) -> Task:
     )
 
 
+def transformer(seed: int, epochs: int = 2) -> Task:
+    """Return docstrings for a small GPT that names the next byte: 3 blocks, 168,640 parameters."""
+    return Task(
+        *docstrings(seed),
+        new_model=lambda: Gpt(context=32, width=64, layers=3),
+        epochs=epochs,
+        batch=64,
+        rate=constant(0.1),
+        seed=seed,
+        adam_rate=1e-3,
+    )
+
+
 # Of a seed, and of a number of epochs where not the task's own.
 TASKS: Final[Mapping[str, Callable[..., Task]]] = {
     "digits": digits,
     "digits-cnn": small_cnn,
     "resnet20": residual_network,
     "lstm": language_model,
+    "gpt": transformer,
 }

@@ -38,6 +38,7 @@ class Bucket:
     device:    where it is worked on.
     strides:   of each parameter when the bucket was made; they are the order of its elements.
     weight:    what this step's gradients are to be multiplied with, before anything else.
+    share:     what that makes of the mean gradient of this rank's samples; 0 where it has none.
     scale:     what the update is to be multiplied with, after everything else.
     gradients: of this step; zeros for one that is missing.
     taken:     when they were, by time.perf_counter.
@@ -59,7 +60,7 @@ class Bucket:
         self.strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         self._dtypes = {p.dtype for p in self.parameters if p.numel()}
         self._largest = min(torch.finfo(dtype).max for dtype in self._dtypes)
-        self.weight = self.scale = 1.0
+        self.weight = self.scale = self.share = 1.0
         self.gradients: list[torch.Tensor] = []
         self.taken = 0.0
         self._parts: list[NDArray[Any]] | None = None
@@ -76,6 +77,7 @@ class Bucket:
         gradients: in place of the parameters' own, of another dtype perhaps.
         """
         self.weight, self.scale, self.taken = weight, scale, time.perf_counter()
+        self.share = weight * scale  # the gradients have the scale, and are means of samples
         if gradients is None:
             for parameter in self.parameters:
                 if parameter.grad is not None and _is_expanded(parameter.grad):
@@ -94,7 +96,7 @@ class Bucket:
 
         scale: the other ranks': by it all of them know what an update leaves, and one keeps that.
         """
-        self.weight, self.scale = 1.0, scale
+        self.weight, self.scale, self.share = 1.0, scale, 0.0
         self.gradients = [torch.zeros_like(p) for p in self.parameters]
         self._on_stream = current_stream(self.device)
         with self._on_stream():

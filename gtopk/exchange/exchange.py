@@ -197,7 +197,11 @@ class SparseExchange:
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
         """Accumulate and select."""
-        return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
+        if self.residual.moments is None:
+            return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
+        step = bucket.gather()
+        self.residual.direct(step, bucket.share, self._progress.steps)
+        return self.residual.accumulate_and_select(step, self.k)
 
     def _reduce(
         self, picked: SparseVector, transport: Transport, format: Format
@@ -237,13 +241,15 @@ class DenseExchange:
 
     facts = "dense"
 
-    def __init__(self, residual: Residual | None = None) -> None:
+    def __init__(self, residual: Residual | None = None, progress: Progress | None = None) -> None:
         self.residual = residual
+        self._progress = progress or Progress()
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         begun = time.perf_counter()
         gradient = bucket.gather()
         if self.residual is not None:
+            self.residual.direct(gradient, bucket.share, self._progress.steps)
             self.residual.add_to(gradient)
         added = time.perf_counter()
         if is_on_device(gradient) and not transport.supports_device_messages:
@@ -360,4 +366,5 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
         compression.momentum_correction,
         bucket.device,
         masked=compression.factor_masking,
+        betas=compression.adam_correction,
     )

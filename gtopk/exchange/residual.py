@@ -20,6 +20,7 @@ from collectives.kernels import (
 from collectives.vector import SparseVector
 
 from ..buckets.arrays import view_array, view_tensor, zeros
+from .moments import Moments
 
 _HOST: Final = torch.device("cpu")
 _PIECE: Final = 1 << 16
@@ -42,10 +43,11 @@ class Residual:
 
     The law of every step, coordinate by coordinate and summed over ranks:
     update + residual after = residual before + gradient (weighted, or with momentum correction the
-    velocity).
+    velocity, or with Adam's correction its step).
 
     tensors: its memory, where that is another's: the values, and with momentum the velocity.
     masked: whether the velocity of what was applied begins anew.
+    betas: of Adam's moments, which gradients go through before they get here; None: they do not.
     astray: whether entries may be here that another rank is to go on with (`NodeExchange`): the
         same on all ranks.
     """
@@ -59,13 +61,16 @@ class Residual:
         tensors: list[torch.Tensor] | None = None,
         *,
         masked: bool = True,
+        betas: tuple[float, float] | None = None,
     ) -> None:
         self._empty = partial(zeros, length, dtype, device)
         self.momentum = momentum
         self._masked = masked
-        self._tensors = tensors or [self._empty() for _ in range(2 if momentum else 1)]
+        self._names = _names(momentum, betas)
+        self._tensors = tensors or [self._empty() for _ in self._names]
         self.values: NDArray[Any] = view_array(self._tensors[0])
         self.velocity = view_array(self._tensors[1]) if momentum else None
+        self.moments = Moments(self._tensors[1], self._tensors[2], betas) if betas else None
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
         self.astray = True
@@ -76,7 +81,7 @@ class Residual:
     @property
     def arrays(self) -> list[NDArray[Any]]:
         """Return its memory: the values, and with momentum the velocity."""
-        return [self.values] if self.velocity is None else [self.values, self.velocity]
+        return [view_array(tensor) for tensor in self._tensors]
 
     def part(self, where: slice) -> Residual:
         """Return the residual of a part of the vector, in the same memory."""
@@ -147,10 +152,20 @@ class Residual:
         self._remembered = False
 
     def after_last_step(self) -> dict[str, torch.Tensor]:
-        """Return "residual" and "velocity" without what a step under way has changed: [n]."""
-        names = ("residual", "velocity")[: len(self._tensors)]
+        """Return what it has, by name, without what a step under way has changed: [n].
+
+        "residual"; with momentum "velocity"; with Adam's correction its two moments.
+        """
         tensors = self._before if self._remembered else self._tensors
-        return dict(zip(names, tensors, strict=True))
+        return dict(zip(self._names, tensors, strict=True))
+
+    def direct(self, gradient: NDArray[Any], share: float, steps: int) -> None:
+        """Make the weighted gradient, in place, the step that is exchanged in its stead, if any.
+
+        share: this rank's of the sum; steps: taken before.
+        """
+        if self.moments is not None:
+            self.moments.direct(view_tensor(gradient), share, steps)
 
     def add_to(self, gradient: NDArray[Any]) -> None:
         """Add all that is left to the weighted gradient, in place: everything is to be sent.
@@ -171,3 +186,10 @@ class Residual:
             self.values.fill(0)
             self.threshold = 0.0
             self.holds_nothing = True
+
+
+def _names(momentum: float, betas: tuple[float, float] | None) -> tuple[str, ...]:
+    """Return what there is, by name."""
+    if betas:
+        return "residual", "first_moment", "second_moment"
+    return ("residual", "velocity") if momentum else ("residual",)

@@ -81,9 +81,9 @@ class Lane:
         self.bucket.take(weight, scale)
         self._taken = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
 
-    def weigh(self, weight: float) -> None:
-        """Multiply what was taken with another weight."""
-        self.bucket.weight = weight
+    def weigh(self, weight: float, share: float) -> None:
+        """Multiply what was taken with another weight; share: of all samples, this rank's."""
+        self.bucket.weight, self.bucket.share = weight, share
 
     def take_nothing(self, scale: float) -> None:
         """Take part without gradients: only what is held back here is exchanged."""

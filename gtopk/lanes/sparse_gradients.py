@@ -72,7 +72,7 @@ class SparseGradientLane:
         self._weight, self._scale = weight, scale
         self._indices, self._values = _entries(self._parameter, gradient)
 
-    def weigh(self, weight: float) -> None:
+    def weigh(self, weight: float, share: float) -> None:
         """Multiply what was taken with another weight."""
         self._weight = weight
 

@@ -335,6 +335,11 @@ def LocalSGD(
         compression.dense or compression.dense_vectors or compression.dense_under
     ):
         raise ValueError("a model's change travels as one: dense parameters are not possible")
+    if isinstance(compression, ErrorFeedback) and compression.adam_correction:
+        raise ValueError(
+            "adam_correction makes Adam's steps of gradients, and LocalSGD exchanges changes of "
+            "the model: wrap Adam itself, which steps between the rounds"
+        )
     if hides_behind_backward(compression):
         raise ValueError(
             "hide_behind_backward=True is not for LocalSGD: no backward pass goes on while models "

@@ -216,7 +216,8 @@ class OuterExchange:
         if not any(steps):
             return told, lost, None
         self._lane.remember()
-        self._lane.weigh(steps[transport.rank] / sum(steps))
+        share = steps[transport.rank] / sum(steps)
+        self._lane.weigh(share, share)
         return told, lost, self._lane.reduce(transport)
 
     @property

@@ -157,7 +157,7 @@ class Plan:
         room_share = elements / waiting if waiting else 1.0
         lane = open_lane(name, parameters, names, compression, progress, share, room_share)
         feedback = self.options.feedback
-        if part.how == "dense" and feedback is not None and feedback.momentum_correction:
+        if part.how == "dense" and feedback is not None and feedback.corrects:
             # The wrapped optimizer has no momentum: these parameters take theirs here, too.
-            lane.exchange = DenseExchange(open_residual(lane.bucket, feedback))
+            lane.exchange = DenseExchange(open_residual(lane.bucket, feedback), progress)
         return lane

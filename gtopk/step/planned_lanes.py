@@ -171,16 +171,17 @@ class PlannedLanes:
     def _warn_of_lost_momentum(self) -> None:
         """Warn of sparse gradients that take no momentum, as the wrapped optimizer has none."""
         feedback = self._options.feedback
-        if feedback is None or not feedback.momentum_correction:
+        if feedback is None or not feedback.corrects:
             return
         sparse = {lane.names[0] for lane in self.lanes if isinstance(lane, SparseGradientLane)}
         if news := sorted(sparse - self._without_momentum):
             self._without_momentum |= sparse
             _log.warning(
-                "momentum_correction=%g is not for sparse gradients, and the wrapped optimizer "
-                "has no momentum: there is none for %s; make them dense by sparse_as_dense=True, "
-                "or leave momentum_correction at 0",
-                feedback.momentum_correction,
+                "%s is not for sparse gradients, and the wrapped optimizer has no momentum: there "
+                "is none for %s; make them dense by sparse_as_dense=True, or leave it out",
+                f"adam_correction={feedback.adam_correction}"
+                if feedback.adam_correction
+                else f"momentum_correction={feedback.momentum_correction:g}",
                 ", ".join(map(repr, news)),
             )
 

@@ -98,13 +98,13 @@ def test_without_a_budget_a_thousandth_is_sent():
 def test_every_option_is_among_the_facts():
     facts = Compression.gtopk(0.5, momentum_correction=0.9).facts()
     assert facts == (
-        "gtopk density=0.5 momentum_correction=0.9 factor_masking=True dense=() "
-        "dense_vectors=False dense_under=0 wire=blocks values=exact warmup_steps=0 "
-        "warmup_from=0.25 growth=2.0 put_back=owners pieces=1"
+        "gtopk density=0.5 momentum_correction=0.9 factor_masking=True "
+        "adam_correction=None dense=() dense_vectors=False dense_under=0 wire=blocks "
+        "values=exact warmup_steps=0 warmup_from=0.25 growth=2.0 put_back=owners pieces=1"
     )
     assert Compression.auto(hide_behind_backward=True).facts() == (
-        "auto momentum_correction=0.0 factor_masking=True dense=() dense_vectors=False "
-        "dense_under=0 wire=auto values=auto density=None bytes_per_step=None "
+        "auto momentum_correction=0.0 factor_masking=True adam_correction=None dense=() "
+        "dense_vectors=False dense_under=0 wire=auto values=auto density=None bytes_per_step=None "
         "hide_behind_backward=True steps=10000"
     )
 

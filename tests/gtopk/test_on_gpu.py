@@ -24,6 +24,7 @@ KINDS = [
     Compression.gtopk(density=0.05),
     Compression.gtopk(density=0.05, values="bf16"),
     Compression.gtopk(density=0.05, momentum_correction=0.9),
+    Compression.gtopk(density=0.05, adam_correction=(0.9, 0.99)),
     Compression.oktopk(density=0.05),
     Compression.hierarchical(density=0.05),
 ]

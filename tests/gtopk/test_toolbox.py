@@ -390,6 +390,7 @@ def test_adam_under_sparse_gradients_is_warned_of(caplog, kind, compression, war
     with world.entered(local_world(1)[0]):
         DistributedOptimizer(kind([parameter], lr=0.1), compression=compression)
     assert ("Adam and its kin" in caplog.text) == warned
+    assert ("adam_correction=(0.9, 0.999) in the compression" in caplog.text) == warned
 
 
 def test_compiled_models_and_autocast_train_alike_on_every_rank(threads):

@@ -120,6 +120,23 @@ def test_at_density_1_it_is_the_allreduce_of_ddp() -> None:
         torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-12, atol=1e-12)
 
 
+def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is_sent() -> None:
+    """Also when DDP makes its buckets anew: moments go with their parameters."""
+    rates = {"lr": 0.01, "weight_decay": 0.1}
+    model = wrapped(GTopKState(1.0, adam_correction=(0.9, 0.99)), **SMALL_BUCKETS)
+    alone = Net()
+    optimizers = (
+        (model, torch.optim.SGD(model.parameters(), **rates)),
+        (alone, torch.optim.AdamW(alone.parameters(), betas=(0.9, 0.99), **rates)),
+    )
+    for step in range(6):
+        for trained, optimizer in optimizers:
+            optimizer.zero_grad()
+            trained(batch(step, rank=0)).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(weights(model), weights(alone), rtol=1e-10, atol=1e-12)
+
+
 def test_nothing_is_lost_also_when_ddp_makes_its_buckets_anew() -> None:
     for options in ({}, {"static_graph": True}):
         state = GTopKState(0.05)

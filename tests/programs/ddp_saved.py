@@ -123,14 +123,19 @@ def test_what_nobody_has_is_told_and_saved_again() -> None:
 
 
 def test_where_ddp_keeps_its_buckets_a_resumed_run_is_the_same_to_the_bit() -> None:
-    for options in ({"find_unused_parameters": True}, {"bucket_cap_mb": 25}):
-        state = GTopKState(0.05, momentum_correction=0.9)
+    usual = {"momentum_correction": 0.9}
+    for options, correction in (
+        ({"find_unused_parameters": True}, usual),
+        ({"bucket_cap_mb": 25}, usual),
+        ({"bucket_cap_mb": 25}, {"adam_correction": (0.9, 0.99)}),
+    ):
+        state = GTopKState(0.05, **correction)
         model = wrapped(state, **options)
         train(model, range(3))
         saved = state.state_dict(model), {k: v.clone() for k, v in model.state_dict().items()}
         train(model, range(3, 6))
 
-        again = GTopKState(0.05, momentum_correction=0.9)
+        again = GTopKState(0.05, **correction)
         resumed = wrapped(again, **options)
         resumed.load_state_dict(saved[1])
         again.load_state_dict(saved[0], resumed)

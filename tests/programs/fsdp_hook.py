@@ -98,6 +98,23 @@ def replicated(model: torch.nn.Sequential) -> fsdp.ReplicaState:
     return fsdp.replicate(model, MESH["replicate"], 0.1)
 
 
+def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is_sent() -> None:
+    rates = {"lr": 0.01, "weight_decay": 0.1}
+    model, _ = sharded(1.0, adam_correction=(0.9, 0.99))
+    alone = network()
+    optimizers = (
+        (model, torch.optim.SGD(model.parameters(), **rates)),
+        (alone, torch.optim.AdamW(alone.parameters(), betas=(0.9, 0.99), **rates)),
+    )
+    for step in range(6):
+        for trained, optimizer in optimizers:
+            optimizer.zero_grad()
+            loss(trained, step, rank=0).backward()
+            optimizer.step()
+    expected = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
+    torch.testing.assert_close(weights(model), expected, rtol=1e-10, atol=1e-12)
+
+
 def test_activations_that_are_computed_again_leave_a_pass_one_step() -> None:
     model = Checkpointed(use_reentrant=False)
     state = replicated(model)

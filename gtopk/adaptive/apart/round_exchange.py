@@ -14,6 +14,7 @@ from collectives.transports import Transport
 
 from ...buckets.arrays import view_tensor
 from ...buckets.buckets import Bucket
+from ...compression import ErrorFeedback
 from ...exchange.exchange import Exchanged, Progress, SparseExchange
 from ...exchange.exchanges import open_exchange
 from ...exchange.residual import Withheld
@@ -33,9 +34,15 @@ class RoundExchange:
 
     bucket:   of the sums; exchange: the way they are reduced.
     progress: how many reductions had an update.
+    Raises ValueError for adam_correction: what is reduced here is no single gradient of a rank's.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], compression: Any) -> None:
+        if isinstance(compression, ErrorFeedback) and compression.adam_correction:
+            raise ValueError(
+                "adam_correction is for a gradient that every rank has in every step: modes 'abs', "
+                "'hogbatch' and 'adaptive-hogbatch' exchange sums and models; wrap Adam itself"
+            )
         self.bucket = Bucket(parameters)
         self._clip = LocalClip([], None)
         self.progress = Progress()

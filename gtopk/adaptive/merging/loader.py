@@ -488,8 +488,9 @@ def check(job: Job[MergingOptions]) -> None:
         )
     require_no_common_step(optimizer, "mode 'adaptive-sgd' exchanges models, not gradients")
     compression = optimizer._compression
-    if isinstance(compression, ErrorFeedback) and compression.momentum_correction:
+    if isinstance(compression, ErrorFeedback) and compression.corrects:
         raise ValueError(
             "mode 'adaptive-sgd' selects from what models have changed, not from gradients: use "
-            "momentum_correction=0, and a momentum of the wrapped optimizer, or merge_momentum"
+            "momentum_correction=0 and adam_correction=None, and momentum, or Adam, of the wrapped "
+            "optimizer, or merge_momentum"
         )

@@ -233,6 +233,7 @@ KINDS = [
     Compression.gtopk(0.3, momentum_correction=0.5),
     Compression.oktopk(0.3),
     Compression.gtopk(0.3, dense="2.*", momentum_correction=0.5),
+    Compression.gtopk(0.3, dense="2.*", adam_correction=(0.9, 0.99)),
 ]
 
 

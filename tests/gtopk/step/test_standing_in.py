@@ -119,7 +119,12 @@ def train(
 )
 @pytest.mark.parametrize(
     "compression",
-    [Compression.none, Compression.gtopk(0.3, momentum_correction=0.5), Compression.topk(0.3)],
+    [
+        Compression.none,
+        Compression.gtopk(0.3, momentum_correction=0.5),
+        Compression.gtopk(0.3, adam_correction=(0.9, 0.99)),
+        Compression.topk(0.3),
+    ],
     ids=repr,
 )
 def test_a_step_that_a_rank_leaves_to_join_is_the_others_alone(threads, caplog, compression, leave):

@@ -25,6 +25,7 @@ KINDS = [
     Compression.gtopk(0.05, momentum_correction=0.5, warmup_steps=6),
     Compression.oktopk(0.2, values="bf16"),
     Compression.gtopk(0.2, dense="bias"),
+    Compression.gtopk(0.05, dense="bias", adam_correction=(0.9, 0.99)),
 ]
 
 
@@ -348,6 +349,7 @@ def test_what_does_not_fit_is_refused(threads, change, said):
         Compression.none,
         Compression.oktopk(0.2),
         Compression.gtopk(0.05, momentum_correction=0.5, warmup_steps=9),
+        Compression.gtopk(0.05, adam_correction=(0.9, 0.99)),
     ],
     ids=repr,
 )

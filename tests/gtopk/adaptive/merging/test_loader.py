@@ -542,6 +542,11 @@ def test_what_replicas_cannot_do_is_said() -> None:
             ValueError,
             "use momentum_correction=0",
         ),
+        (
+            {"compression": hvd.Compression.gtopk(density=0.5, adam_correction=(0.9, 0.99))},
+            ValueError,
+            "and adam_correction=None",
+        ),
     ]
 
     def program(here: World) -> None:

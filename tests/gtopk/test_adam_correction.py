@@ -1,0 +1,270 @@
+"""Adam's moments before the selection: what is selected, exchanged and held back are its steps."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk import LocalSGD
+from gtopk.adaptive.adapt import adapt
+from gtopk.compression import Compression
+from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Sum
+from gtopk.world import world
+from tests.gtopk.held import held
+
+BETAS = (0.8, 0.95)
+gtopk = partial(Compression.gtopk, adam_correction=BETAS)
+KINDS = [
+    Compression.topk,
+    Compression.gtopk,
+    Compression.oktopk,
+    Compression.hierarchical,
+    partial(Compression.gtopk, values="int8", wire="packed"),
+    partial(Compression.gtopk, dense_vectors=True),
+]
+
+
+def network() -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+    for parameter in model.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def value(model: torch.nn.Module, rank: int, step: int, samples: int = 5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    y = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+    return ((model(x) - y) ** 2).mean()
+
+
+def flat(tensors: Any) -> np.ndarray:
+    return np.concatenate([each.detach().numpy().ravel() for each in tensors])
+
+
+def distribute(model: torch.nn.Module, compression: Any, **options: Any) -> Any:
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
+    return DistributedOptimizer(inner, model.named_parameters(), compression, **options)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, betas=BETAS, weight_decay=0.1)
+
+
+class Alone:
+    """A rank's Adam: its own steps, by torch, of a model that stays where it is."""
+
+    def __init__(self, gradient: np.ndarray) -> None:
+        self._at = torch.nn.Parameter(torch.zeros(gradient.size, dtype=torch.float64))
+        self._adam = torch.optim.Adam([self._at], lr=1.0, betas=BETAS)
+
+    def step(self, gradient: np.ndarray) -> np.ndarray:
+        before = self._at.detach().clone()
+        self._at.grad = torch.from_numpy(gradient.copy())
+        self._adam.step()
+        return (before - self._at.detach()).numpy()
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [gtopk(1.0), gtopk(0.1, dense=""), Compression.auto(density=1.0, adam_correction=BETAS)],
+    ids=str,
+)
+def test_on_one_rank_that_sends_everything_it_is_adamw(compression):
+    one, other = network(), network()
+    with world.entered(local_world(1)[0]):
+        optimizers = distribute(one, compression), adamw(other)
+        for step in range(30):
+            for model, optimizer in zip((one, other), optimizers, strict=True):
+                optimizer.zero_grad()
+                value(model, 0, step).backward()
+                optimizer.step()
+    np.testing.assert_allclose(
+        flat(one.parameters()), flat(other.parameters()), rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_the_mean_of_the_ranks_own_steps_is_conserved(size, kind, op):
+    def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
+        model, alone, steps = network(), None, []
+        with world.entered(transport):
+            optimizer = distribute(
+                model,
+                kind(0.1, adam_correction=BETAS),
+                **({"op": Sum} if op == "sum" else {}),
+            )
+            for step in range(6):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                gradient = flat(p.grad for p in model.parameters())
+                alone = alone or Alone(gradient)
+                before = held(optimizer)
+                optimizer.synchronize()
+                update = flat(p.grad for p in model.parameters())
+                own = alone.step(gradient) / (size if op == "mean" else 1)
+                steps.append((before, own, update, held(optimizer)))
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        return steps
+
+    for ranks in zip(*run_ranks(local_world(size, 30), program), strict=True):
+        before, own, updates, after = (np.stack(column) for column in zip(*ranks, strict=True))
+        assert (updates == updates[0]).all()
+        scale = np.abs(before).max() + np.abs(own).max()
+        np.testing.assert_allclose(
+            updates[0] + after.sum(0), before.sum(0) + own.sum(0), rtol=0, atol=1e-12 * scale
+        )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_steps_weigh_by_samples(threads, reduction):
+    """Shares change from step to step; a rank without samples has no step, and its moments stay."""
+    sizes = [(1, 3), (2, 2), (0, 4), (3, 1)]
+
+    def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
+        model, steps = network(), []
+        first = second = np.zeros(sum(p.numel() for p in model.parameters()))
+        with world.entered(transport):
+            optimizer = distribute(model, gtopk(0.1))
+            for step, of_ranks in enumerate(sizes):
+                mine = of_ranks[transport.rank]
+                optimizer.set_num_samples(mine, reduction)
+                optimizer.zero_grad()
+                mean = value(model, transport.rank, step, mine or 1)
+                (mean * mine if reduction == "sum" else mean).backward()
+                gradient = flat(p.grad for p in model.parameters())
+                before = held(optimizer)
+                optimizer.synchronize()
+                update = flat(p.grad for p in model.parameters())
+                own, share = np.zeros_like(gradient), mine / sum(of_ranks)
+                if mine:
+                    gradient /= mine if reduction == "sum" else 1
+                    first = BETAS[0] * first + (1 - BETAS[0]) * share * gradient
+                    second = BETAS[1] * second + (1 - BETAS[1]) * share * gradient**2
+                    unbiased = second / (1 - BETAS[1] ** (step + 1)) / share
+                    own = first / (1 - BETAS[0] ** (step + 1)) / (np.sqrt(unbiased) + 1e-8)
+                steps.append((before, own, update, held(optimizer)))
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        return steps
+
+    for ranks in zip(*threads(2, program), strict=True):
+        before, own, updates, after = (np.stack(column) for column in zip(*ranks, strict=True))
+        np.testing.assert_allclose(
+            updates[0] + after.sum(0), before.sum(0) + own.sum(0), rtol=0, atol=1e-12
+        )
+
+
+def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
+    """Gradients times 1024, which a GradScaler takes out behind the exchange, are the same."""
+
+    def program(transport: LocalTransport, scale: float) -> np.ndarray:
+        model = network().float()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=True)
+        with world.entered(transport):
+            optimizer = distribute(model, gtopk(0.2), scaler=scaler)
+            for step in range(5):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + transport.rank)
+                x = torch.randn(5, 6, generator=generator)
+                scaler.scale(model(x).square().mean()).backward()
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+        return flat(model.parameters())
+
+    first, second = (threads(2, lambda t, s=scale: program(t, s)) for scale in (1.0, 1024.0))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_the_moments_of_fewer_ranks_are_those_of_more(threads):
+    """Two ranks of equal gradients, loaded by one: it goes on as if it had been alone."""
+
+    def program(transport: LocalTransport, steps: range, state: Any = None) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, gtopk(1.0))
+            if state is not None:
+                model.load_state_dict(state["model"])
+                optimizer.load_state_dict(state["optimizer"])
+            for step in steps:
+                optimizer.zero_grad()
+                value(model, 0, step).backward()
+                optimizer.step()
+            state = {"model": model.state_dict(), "optimizer": optimizer.gather_state()}
+            return state, flat(model.parameters())
+
+    (both, _), _ = threads(2, lambda t: program(t, range(5)))
+    ((_, resumed),) = threads(1, lambda t: program(t, range(5, 9), both))
+    ((_, alone),) = threads(1, lambda t: program(t, range(9)))
+    np.testing.assert_allclose(resumed, alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("betas", "kind", "said"),
+    [
+        (0.9, TypeError, "must be Adam's betas, say (0.9, 0.999), or None, got 0.9"),
+        ((0.9,), TypeError, "must be Adam's betas"),
+        ((0.9, "x"), TypeError, "adam_correction must be a number, got 'x'"),
+        ((0.9, 1.0), ValueError, "betas must lie in [0, 1), got (0.9, 1.0)"),
+    ],
+)
+def test_what_are_no_betas_is_refused(betas, kind, said):
+    with pytest.raises(kind, match=re.escape(said)):
+        Compression.gtopk(0.1, adam_correction=betas)
+
+
+def test_betas_may_come_from_a_file():
+    assert Compression.gtopk(0.1, adam_correction=[0, 0.5]).adam_correction == (0.0, 0.5)
+
+
+def test_there_is_one_momentum():
+    with pytest.raises(ValueError, match="give momentum_correction or adam_correction"):
+        gtopk(0.1, momentum_correction=0.9)
+
+
+def test_moments_are_of_a_rank():
+    with pytest.raises(ValueError, match="use inside='picks'"):
+        Compression.hierarchical(0.1, inside="dense", adam_correction=BETAS)
+
+
+@pytest.mark.parametrize(
+    ("inner", "options", "said"),
+    [
+        (
+            partial(torch.optim.AdamW, lr=0.1),
+            {},
+            "AdamW would make them again: wrap torch.optim.SGD",
+        ),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.5), {}, "momentum=0, not 0.5"),
+        (partial(torch.optim.SGD, lr=0.1), {"local_clip_norm": 1.0}, "local_clip_norm is not for"),
+    ],
+)
+def test_what_would_take_moments_twice_is_refused(inner, options, said):
+    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match=re.escape(said)):
+        DistributedOptimizer(inner(network().parameters()), compression=gtopk(0.1), **options)
+
+
+def test_those_that_exchange_models_and_sums_refuse_it():
+    with world.entered(local_world(1)[0]):
+        inner = torch.optim.SGD(network().parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="LocalSGD exchanges changes of the model"):
+            LocalSGD(inner, 2, compression=gtopk(0.1))
+        model = network()
+        samples = torch.utils.data.TensorDataset(torch.zeros(8, 6), torch.zeros(8, 4))
+        loader = torch.utils.data.DataLoader(samples, batch_size=4)
+        with pytest.raises(ValueError, match="modes 'abs', 'hogbatch'"):
+            adapt(loader, distribute(model, gtopk(0.1)), mode="abs")
