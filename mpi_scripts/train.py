@@ -35,6 +35,10 @@ DENSE: Final = ("none", "fp16", "bf16")
 WARM: Final = SparseCompression.warmup_from
 PUBLISHED: Final = "published"
 SPARSE: Final = ("topk", "gtopk", "oktopk", "hierarchical", PUBLISHED)
+ADAM_BETAS: Final = (0.9, 0.999)
+# Of Adam's rate where it comes before the selection: a rank's gradients are noisier than their
+# mean, and its steps are shorter (docs/tuning.md).
+RAISED: Final = 3.0
 GROWING: Final = ("gtopk", "hierarchical")
 
 
@@ -78,7 +82,7 @@ def parse() -> argparse.Namespace:
     sending.add_argument(
         "--momentum-correction",
         action=argparse.BooleanOptionalAction,
-        help="momentum before the selection, not after the reduction",
+        help="momentum, or Adam's moments, before the selection, not after the reduction",
     )
     run = parser.add_argument_group("run")
     run.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -126,10 +130,14 @@ def _require_use(arguments: argparse.Namespace) -> None:
             f"--compression {compression} has no use for {', '.join(idle)}: leave that out, or "
             f"choose one of {', '.join(SPARSE)}"
         )
-    if preset.is_adam and (arguments.momentum_correction or arguments.momentum is not None):
-        given = "--momentum" if arguments.momentum is not None else "--momentum-correction"
-        raise ValueError(f"{given} is for SGD; {arguments.preset} trains with AdamW")
-    if arguments.momentum_correction and not _given(arguments.momentum, preset.momentum):
+    if preset.is_adam and arguments.momentum is not None:
+        raise ValueError(f"--momentum is for SGD; {arguments.preset} trains with AdamW")
+    adam = preset.is_adam
+    if (
+        arguments.momentum_correction
+        and not adam
+        and not _given(arguments.momentum, preset.momentum)
+    ):
         raise ValueError(f"--momentum-correction needs a momentum, {arguments.preset} has none")
     if arguments.workers and not preset.has_workers:
         raise ValueError(f"--workers: {arguments.preset} reads on in one text, without any")
@@ -203,13 +211,16 @@ def _density(arguments: argparse.Namespace, preset: Preset) -> float | None:
     return float(_given(arguments.density, preset.density))
 
 
-def _correction(arguments: argparse.Namespace, preset: Preset) -> float:
-    """Return the momentum to take before the selection; 0: none."""
+def _correction(arguments: argparse.Namespace, preset: Preset) -> dict[str, Any]:
+    """Return what the compression takes before the selection; nothing: no momentum."""
     if arguments.compression in DENSE:
-        return 0.0
+        return {}
     if not _given(arguments.momentum_correction, preset.momentum_correction):
-        return 0.0
-    return float(_given(arguments.momentum, preset.momentum))
+        return {}
+    if preset.is_adam:
+        return {"adam_correction": ADAM_BETAS}
+    momentum = float(_given(arguments.momentum, preset.momentum))
+    return {"momentum_correction": momentum} if momentum else {}
 
 
 def _optimizer(
@@ -217,9 +228,14 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     lr = _given(arguments.lr, preset.lr)
     weight_decay = _given(arguments.weight_decay, preset.weight_decay)
-    if preset.is_adam:
-        return torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
     corrected = _correction(arguments, preset)
+    if preset.is_adam and corrected:
+        lr = _given(arguments.lr, RAISED * preset.lr)
+        return torch.optim.SGD(model.parameters(), lr, weight_decay=weight_decay)
+    if preset.is_adam:
+        return torch.optim.AdamW(
+            model.parameters(), lr, betas=ADAM_BETAS, weight_decay=weight_decay
+        )
     momentum = 0.0 if corrected else _given(arguments.momentum, preset.momentum)
     return torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=weight_decay)
 
@@ -229,7 +245,7 @@ def _compression(arguments: argparse.Namespace, preset: Preset, steps_per_epoch:
     kind: Any = PublishedTree if published else getattr(hvd.Compression, arguments.compression)
     if arguments.compression in DENSE:
         return kind
-    options: dict[str, Any] = {"momentum_correction": _correction(arguments, preset)}
+    options = _correction(arguments, preset)
     if arguments.compression in SPARSE:
         options["warmup_steps"] = round(arguments.density_warmup_epochs * steps_per_epoch)
     if arguments.growth is not None:

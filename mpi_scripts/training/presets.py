@@ -54,7 +54,8 @@ class Preset:
     """What a run is made of.
 
     batch_size: of a rank and backward pass; density: of the sparse methods.
-    is_adam: AdamW, in place of SGD. momentum_correction: momentum before the selection, not after.
+    is_adam: AdamW, in place of SGD. momentum_correction: momentum, or Adam's moments, before the
+        selection, not after.
     clip_norm: of the agreed update; None: any.
     is_at_hand: its data are real without --data; has_workers: processes may load its batches.
     """
@@ -162,7 +163,8 @@ PRESETS: Final = {
         momentum=0.0,
         weight_decay=0.1,
         is_adam=True,
-        density=0.05,
+        density=0.01,
+        momentum_correction=True,
         is_at_hand=True,
     ),
 }

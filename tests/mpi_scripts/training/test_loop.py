@@ -174,6 +174,27 @@ def test_the_log_has_a_density_only_where_one_is_used(trained) -> None:
     assert record["density"] == 0.2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind", "correction", "lr"),
+    [
+        ([], torch.optim.SGD, (0.9, 0.999), 3e-3),
+        (["--lr", "0.01"], torch.optim.SGD, (0.9, 0.999), 0.01),
+        (["--no-momentum-correction"], torch.optim.AdamW, None, 1e-3),
+        (["--compression", "none"], torch.optim.AdamW, None, 1e-3),
+    ],
+)
+def test_adam_is_before_the_selection_where_there_is_one(
+    monkeypatch, arguments, kind, correction, lr
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--preset", "gpt-docstrings", *arguments])
+    with world.entered(local_world(1)[0]):
+        training = train.prepare(train.parse())
+    (group,) = training.optimizer.param_groups
+    assert isinstance(training.optimizer, kind)
+    assert getattr(training.compression, "adam_correction", None) == correction
+    assert (group["lr"], group["weight_decay"]) == (lr, 0.1)
+
+
 def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
     for arguments, reason in (
         (["--data", "folder"], "--preset digits takes --dataset"),
@@ -185,7 +206,6 @@ def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
         (["--preset", "resnet20-cifar10", "--data", "nowhere"], "no CIFAR-10 in 'nowhere'"),
         (["--passes", "99"], "--passes 99 must not exceed the 22 batches that each rank has"),
         (["--device", "cuda"], "needs a GPU that torch can use"),
-        (["--preset", "gpt-docstrings", "--momentum-correction"], "trains with AdamW"),
         (["--preset", "gpt-docstrings", "--momentum", "0.9"], "--momentum is for SGD; gpt-"),
         (
             ["--preset", "lstm-ptb", "--momentum-correction"],
