@@ -75,14 +75,13 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
     def rank(transport: Transport) -> Run:
         model = task.model()
         inner: torch.optim.Optimizer
+        schedule = task.adam_rate if recipe.adam else task.rate
+        rate = recipe.rate * schedule(0.0)
         if recipe.adam and getattr(recipe.compression, "adam_correction", None):
-            rate = recipe.rate * task.adam_rate
             inner = torch.optim.SGD(model.parameters(), rate, weight_decay=ADAMW_DECAY)
         elif recipe.adam:
-            rate = recipe.rate * task.adam_rate
             inner = torch.optim.AdamW(model.parameters(), rate, weight_decay=ADAMW_DECAY)
         else:
-            rate = recipe.rate * task.rate(0.0)
             inner = torch.optim.SGD(model.parameters(), rate, momentum=recipe.momentum)
         optimizer: Any
         with contextlib.ExitStack() as stack:
@@ -96,8 +95,7 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                 )
             steps, losses = [], []
             for number, batch in enumerate(task.batches()):
-                if not recipe.adam:
-                    inner.param_groups[0]["lr"] = recipe.rate * task.rate(number / task.steps)
+                inner.param_groups[0]["lr"] = recipe.rate * schedule(number / task.steps)
                 optimizer.zero_grad()
                 loss = task.loss(model, batch.tensor_split(ranks)[transport.rank])
                 loss.backward()

@@ -76,7 +76,7 @@ def train(task: Task, wrap: Wrap, ranks: int) -> Run:
         model = task.model()
         exchanges, sent = 0, 0
         with world.entered(transport):
-            optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=task.adam_rate))
+            optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=task.adam_rate(0.0)))
             seen = None
             for batch in task.batches():
                 optimizer.zero_grad()

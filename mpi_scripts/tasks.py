@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -36,7 +37,7 @@ class Task:
     x, y:           training samples, float32 or int64 [n, ...], and their classes, int64 [n, ...].
     test_x, test_y: those held out.
     batch:          samples of a step, of all ranks together.
-    rate:           of SGD with momentum, at a share 0..1 of the training; AdamW takes adam_rate.
+    rate:           of SGD with momentum, at a share 0..1 of the training; adam_rate: of AdamW.
     scores:         what a model gives for samples, [n, ..., classes].
     """
 
@@ -48,8 +49,8 @@ class Task:
     epochs: int
     batch: int
     rate: Callable[[float], float]
+    adam_rate: Callable[[float], float]
     seed: int
-    adam_rate: float = 1e-3
     scores: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor] = call
     weights: Mapping[str, torch.Tensor] = field(init=False)
 
@@ -99,6 +100,16 @@ def falling(rate: float) -> Callable[[float], float]:
     return lambda share: rate * 0.1 ** ((share >= 0.5) + (share >= 0.75))
 
 
+def warmed(rate: float) -> Callable[[float], float]:
+    """Return a learning rate that rises in the first tenth, and falls like a cosine to none."""
+
+    def at(share: float) -> float:
+        rising = 10.0 * share + 1e-3  # the first step has some
+        return rate * min(rising, (1.0 + math.cos(math.pi * share)) / 2.0)
+
+    return at
+
+
 def samples(data: Classification) -> Samples:
     """Return the samples of a task."""
     x, y = data.train.tensors
@@ -109,14 +120,28 @@ def samples(data: Classification) -> Samples:
 def digits(seed: int, epochs: int = 30) -> Task:
     """Return scikit-learn's handwritten digits (real, small), for a perceptron of 85,002."""
     data = samples(load("digits", seed))
-    return Task(*data, new_model=mlp, epochs=epochs, batch=128, rate=constant(0.05), seed=seed)
+    return Task(
+        *data,
+        new_model=mlp,
+        epochs=epochs,
+        batch=128,
+        rate=constant(0.05),
+        adam_rate=constant(1e-3),
+        seed=seed,
+    )
 
 
 def small_cnn(seed: int, epochs: int = 30) -> Task:
     """Return the same digits for convolutions: 22,602 parameters."""
     data = samples(load_digit_images(seed=seed))
     return Task(
-        *data, new_model=digits_cnn, epochs=epochs, batch=128, rate=constant(0.05), seed=seed
+        *data,
+        new_model=digits_cnn,
+        epochs=epochs,
+        batch=128,
+        rate=constant(0.05),
+        adam_rate=constant(1e-3),
+        seed=seed,
     )
 
 
@@ -126,7 +151,15 @@ def residual_network(seed: int, epochs: int = 16) -> Task:
     269,722 parameters; batch norm looks at a rank's own samples.
     """
     data = samples(load_digit_images(16, 3, seed=seed))
-    return Task(*data, new_model=resnet20, epochs=epochs, batch=128, rate=falling(0.05), seed=seed)
+    return Task(
+        *data,
+        new_model=resnet20,
+        epochs=epochs,
+        batch=128,
+        rate=falling(0.05),
+        adam_rate=constant(1e-3),
+        seed=seed,
+    )
 
 
 def docstrings(seed: int) -> Samples:
@@ -154,7 +187,7 @@ def language_model(seed: int, epochs: int = 2) -> Task:
         batch=64,
         rate=constant(1.0),
         seed=seed,
-        adam_rate=3e-3,
+        adam_rate=constant(3e-3),
         scores=lambda model, x: model(x)[0],
     )
 
@@ -168,7 +201,7 @@ def transformer(seed: int, epochs: int = 2) -> Task:
         batch=64,
         rate=constant(0.1),
         seed=seed,
-        adam_rate=1e-3,
+        adam_rate=warmed(1e-3),
     )
 
 

@@ -32,6 +32,19 @@ def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsy
     assert sparse["runs"][0]["sent_bytes"] < dense["runs"][0]["sent_bytes"] / 10
 
 
+def test_adam_is_held_against_adam(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "runs.json"
+    words = ["--seeds", "2", "--epochs", "1", "--json", str(file)]
+    names = ["dense", "AdamW", "AdamW, gtopk", "Adam before, gtopk"]
+    assert main([*words, "--recipes", *names]) == 0
+    results = json.loads(file.read_text())["results"]
+    rows = capsys.readouterr().out.splitlines()[2:]
+    _, adam, *sparse = [sum(run["accuracy"] for run in each["runs"]) / 2 for each in results]
+    assert rows[1].endswith(" |  |")
+    for accuracy, row in zip(sparse, rows[2:], strict=True):
+        assert f"| {accuracy - adam:+.2f} ± " in row
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_trains_on_an_odd_number_of_ranks(name: str) -> None:
     task = TASKS["digits"](0, 1)
