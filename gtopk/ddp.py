@@ -37,7 +37,7 @@ from .hooked.bucket_lanes import BucketLanes, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.one_step import NOT_FINITE, TOLD, OneStep
-from .lanes.held import Held
+from .lanes.held import Held, fits
 from .lanes.held_names import plain_name, strangers, under_known_names
 from .lanes.lanes import Lane, open_lane
 from .objects import decode, encode
@@ -252,7 +252,7 @@ class GTopKState:
         for name, parameter in named:
             found[parameter] = held.get(name, {})
             for what, tensor in found[parameter].items():
-                if tensor.shape != parameter.shape:
+                if not fits(what, tensor, parameter.shape):
                     raise ValueError(
                         f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
                         f"parameter has {list(parameter.shape)}"

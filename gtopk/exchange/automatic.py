@@ -192,7 +192,7 @@ class AutomaticExchange:
         judge.run(candidate)
         self._to_settle = SETTLING_STEPS
         if candidate.algorithm == "dense":
-            self._exchange = DenseExchange(self.residual, self._progress)
+            self._exchange = DenseExchange(self.residual)
             return
         compression = KINDS[candidate.algorithm](
             candidate.density,

@@ -24,7 +24,7 @@ from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 from collectives.wire import NOTHING_CODED, Coded, Format, coded
 
-from ..buckets.arrays import from_array, to_array
+from ..buckets.arrays import from_array, to_array, view_tensor
 from ..buckets.buckets import Bucket
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
 from .calibration import calibration_of
@@ -148,6 +148,7 @@ class SparseExchange:
             self._set_k(bucket.length)
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
+        direct(bucket, self.residual)
         begun = time.perf_counter()
         picked = self._pick(bucket, transport)
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
@@ -197,11 +198,9 @@ class SparseExchange:
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
         """Accumulate and select."""
-        if self.residual.moments is None:
-            return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
-        step = bucket.gather()
-        self.residual.direct(step, bucket.share, self._progress.steps)
-        return self.residual.accumulate_and_select(step, self.k)
+        if self.residual.moments is not None:
+            return self.residual.accumulate_and_select(bucket.flat, self.k)
+        return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
 
     def _reduce(
         self, picked: SparseVector, transport: Transport, format: Format
@@ -241,15 +240,14 @@ class DenseExchange:
 
     facts = "dense"
 
-    def __init__(self, residual: Residual | None = None, progress: Progress | None = None) -> None:
+    def __init__(self, residual: Residual | None = None) -> None:
         self.residual = residual
-        self._progress = progress or Progress()
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        directed = direct(bucket, self.residual)
         begun = time.perf_counter()
-        gradient = bucket.gather()
+        gradient = bucket.flat if directed else bucket.gather()
         if self.residual is not None:
-            self.residual.direct(gradient, bucket.share, self._progress.steps)
             self.residual.add_to(gradient)
         added = time.perf_counter()
         if is_on_device(gradient) and not transport.supports_device_messages:
@@ -367,4 +365,16 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
         bucket.device,
         masked=compression.factor_masking,
         betas=compression.adam_correction,
+        sizes=[parameter.numel() for parameter in bucket.parameters],
     )
+
+
+def direct(bucket: Bucket, residual: Residual | None) -> bool:
+    """Put Adam's weighted steps in `flat`, where they take the gradients' place; tell whether.
+
+    Before the clock of an exchange: it is an optimizer's work, and the same whatever is exchanged.
+    """
+    if residual is None or residual.moments is None:
+        return False
+    residual.moments.direct(view_tensor(bucket.gather()), bucket.share)
+    return True

@@ -12,12 +12,14 @@ and what has gathered for long moves it as far as it would have in between. Adam
 would divide it by its own size, and take one step for many.
 
 Both moments carry the share, so that those of several ranks add up to what one rank in their place
-would have.
+would have. Bias is told by age: the steps that a parameter has had a gradient in, here.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -27,31 +29,58 @@ _PIECE: Final = 1 << 16  # fits a cache with its moments
 
 
 class Moments:
-    """Makes Adam's steps of gradients, [n].
+    """Makes Adam's steps of gradients, [n], which are those of p parameters side by side.
 
-    first, second: m and v, of the gradients' dtype, [n], changed in place.
+    first, second: m and v, of the gradients' dtype, [n]; ages: int64 [p], on the host. All are
+        changed in place.
+    sizes: of the parameters.
     """
 
     def __init__(
-        self, first: torch.Tensor, second: torch.Tensor, betas: tuple[float, float]
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        ages: torch.Tensor,
+        sizes: Sequence[int],
+        betas: tuple[float, float],
     ) -> None:
-        self._first, self._second, self._betas = first, second, betas
+        self._first, self._second, self._ages = first, second, ages
+        self._sizes, self._betas = list(sizes), betas
 
-    def direct(self, gradient: torch.Tensor, share: float, steps: int) -> None:
+    def direct(self, gradient: torch.Tensor, share: float) -> None:
         """Make a weighted gradient, [n], in place, the weighted step.
 
-        share: of this rank in the sum; 0: it has no gradient, and its moments stay. steps: taken
-        before this one.
+        share: of this rank in the sum; 0: it has no gradient, and its moments stay.
         """
         if not share:
             return
+        self._ages.add_(1)
+        ages, lengths = zip(*self._alike(), strict=True)
+        parts = (each.split(lengths) for each in (gradient, self._first, self._second))
+        for age, g, m, v in zip(ages, *parts, strict=True):
+            self._direct(age, share, g, m, v)
+
+    def _alike(self) -> Iterator[tuple[int, int]]:
+        """Return ages, and how many elements follow each other that have it."""
+        each = zip(self._ages.tolist(), self._sizes, strict=True)
+        for age, group in itertools.groupby(each, key=lambda one: one[0]):
+            yield age, sum(size for _, size in group)
+
+    def _direct(
+        self,
+        age: int,
+        share: float,
+        gradient: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+    ) -> None:
         beta1, beta2 = self._betas
-        bias1, bias2 = 1.0 - beta1 ** (steps + 1), 1.0 - beta2 ** (steps + 1)
+        bias1, bias2 = 1.0 - beta1**age, 1.0 - beta2**age
         length = _PIECE if gradient.device.type == "cpu" else max(1, gradient.numel())
-        pieces = (each.split(length) for each in (gradient, self._first, self._second))
-        for part, first, second in zip(*pieces, strict=True):
-            first.lerp_(part, 1.0 - beta1)
-            second.mul_(beta2).addcmul_(part, part, value=(1.0 - beta2) / share)
-            torch.sqrt(second, out=part)
-            part.mul_(bias1 / math.sqrt(bias2 * share)).add_(bias1 * EPS)
-            torch.div(first, part, out=part)
+        pieces = (each.split(length) for each in (gradient, first, second))
+        for g, m, v in zip(*pieces, strict=True):
+            m.lerp_(g, 1.0 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=(1.0 - beta2) / share)
+            torch.sqrt(v, out=g)
+            g.mul_(bias1 / math.sqrt(bias2 * share)).add_(bias1 * EPS)
+            torch.div(m, g, out=g)

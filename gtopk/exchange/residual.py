@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ from collectives.vector import SparseVector
 from ..buckets.arrays import view_array, view_tensor, zeros
 from .moments import Moments
 
+AGE: Final = "age"  # of a parameter's moments: a number, where all else has its shape
 _HOST: Final = torch.device("cpu")
 _PIECE: Final = 1 << 16
 
@@ -48,6 +50,7 @@ class Residual:
     tensors: its memory, where that is another's: the values, and with momentum the velocity.
     masked: whether the velocity of what was applied begins anew.
     betas: of Adam's moments, which gradients go through before they get here; None: they do not.
+    sizes: of the parameters side by side; for these moments alone.
     astray: whether entries may be here that another rank is to go on with (`NodeExchange`): the
         same on all ranks.
     """
@@ -62,15 +65,20 @@ class Residual:
         *,
         masked: bool = True,
         betas: tuple[float, float] | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
-        self._empty = partial(zeros, length, dtype, device)
+        empty = partial(zeros, length, dtype, device)
         self.momentum = momentum
         self._masked = masked
         self._names = _names(momentum, betas)
-        self._tensors = tensors or [self._empty() for _ in self._names]
+        self._tensors = tensors or [empty() for name in self._names if name != AGE]
         self.values: NDArray[Any] = view_array(self._tensors[0])
         self.velocity = view_array(self._tensors[1]) if momentum else None
-        self.moments = Moments(self._tensors[1], self._tensors[2], betas) if betas else None
+        self.moments: Moments | None = None
+        if betas:
+            self._tensors.append(torch.zeros(len(sizes), dtype=torch.int64))
+            _, first, second, ages = self._tensors
+            self.moments = Moments(first, second, ages, sizes, betas)
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
         self.astray = True
@@ -134,7 +142,7 @@ class Residual:
 
     def remember(self) -> None:
         """Keep a copy of what is here now, for `restore`; the first call makes room for it."""
-        self._before = self._before or [self._empty() for _ in self._tensors]
+        self._before = self._before or [torch.empty_like(tensor) for tensor in self._tensors]
         torch._foreach_copy_(self._before, self._tensors)
         self._remembers_nothing = self.holds_nothing
         self._remembered = True
@@ -154,18 +162,11 @@ class Residual:
     def after_last_step(self) -> dict[str, torch.Tensor]:
         """Return what it has, by name, without what a step under way has changed: [n].
 
-        "residual"; with momentum "velocity"; with Adam's correction its two moments.
+        "residual"; with momentum "velocity"; with Adam's correction its two moments, and AGE, which
+        is [p], of each parameter.
         """
         tensors = self._before if self._remembered else self._tensors
         return dict(zip(self._names, tensors, strict=True))
-
-    def direct(self, gradient: NDArray[Any], share: float, steps: int) -> None:
-        """Make the weighted gradient, in place, the step that is exchanged in its stead, if any.
-
-        share: this rank's of the sum; steps: taken before.
-        """
-        if self.moments is not None:
-            self.moments.direct(view_tensor(gradient), share, steps)
 
     def add_to(self, gradient: NDArray[Any]) -> None:
         """Add all that is left to the weighted gradient, in place: everything is to be sent.
@@ -191,5 +192,5 @@ class Residual:
 def _names(momentum: float, betas: tuple[float, float] | None) -> tuple[str, ...]:
     """Return what there is, by name."""
     if betas:
-        return "residual", "first_moment", "second_moment"
+        return "residual", "first_moment", "second_moment", AGE
     return ("residual", "velocity") if momentum else ("residual",)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..exchange.residual import AGE
 from ..lanes.held import Held
 from ..lanes.lanes import Lane
 
@@ -89,7 +90,7 @@ class BucketLanes:
         lane, start = self._homes[parameter]
         assert lane.exchange.residual is not None
         return {
-            what: tensor[start : start + parameter.numel()]
+            what: tensor[0] if what == AGE else tensor[start : start + parameter.numel()]
             for what, tensor in lane.exchange.residual.after_last_step().items()
         }
 
@@ -108,13 +109,18 @@ class BucketLanes:
         self._lanes, self._homes, self._held = {}, {}, {}
         for parameter, parts in held.items():
             for what, tensor in parts.items():
+                if what == AGE:
+                    self._held.setdefault(parameter, {})[what] = tensor.clone()
+                    continue
                 part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
                 as_shaped(part, parameter).copy_(tensor)
                 self._held.setdefault(parameter, {})[what] = part
 
 
 def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return elements in memory's order as the parameter has them."""
+    """Return elements in memory's order as the parameter has them; a number as it is."""
+    if not part.dim():
+        return part
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides)
 

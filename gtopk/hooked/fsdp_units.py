@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..lanes.held import Held
+from ..lanes.held import Held, fits
 
 
 class Unit:
@@ -81,7 +81,7 @@ def stand_in(one: torch.Tensor, length: int) -> torch.nn.Parameter:
 def require_shape(name: str, held: Held, shape: Sequence[int]) -> None:
     """Raise ValueError where what is held back has another."""
     for what, tensor in held.items():
-        if list(tensor.shape) != list(shape):
+        if not fits(what, tensor, shape):
             raise ValueError(
                 f"the {what} of the shard of '{name}' has the shape {list(tensor.shape)}, but here "
                 f"it is {list(shape)}"

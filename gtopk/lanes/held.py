@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..exchange.residual import Residual
+from ..exchange.residual import AGE, Residual
 from .lanes import Lane
 from .sparse_gradients import SparseGradientLane
 
-# By what it is, "residual" or "velocity": a tensor of the parameter's shape.
+# By what it is, "residual" or "velocity" say: a tensor of the parameter's shape; AGE has none.
 Held = dict[str, torch.Tensor]
+
+
+def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Tell whether a part of what is held back of a parameter of this shape may be one."""
+    return list(tensor.shape) == ([] if what == AGE else list(shape))
 
 
 def take_out(lanes: Sequence[Any]) -> dict[str, Held]:
@@ -65,13 +70,18 @@ def _views(lanes: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Te
             continue
         tensors = residual.after_last_step()
         starts = np.cumsum([0, *(p.numel() for p in lane.parameters)]).tolist()
-        for name, parameter, stride, start in zip(
-            lane.names, lane.parameters, lane.bucket.strides, starts, strict=False
+        for number, (name, parameter, stride, start) in enumerate(
+            zip(lane.names, lane.parameters, lane.bucket.strides, starts, strict=False)
         ):
             yield (
                 name,
                 [
-                    (what, tensor.as_strided(parameter.shape, stride, start))
+                    (
+                        what,
+                        tensor[number]
+                        if what == AGE
+                        else tensor.as_strided(parameter.shape, stride, start),
+                    )
                     for what, tensor in tensors.items()
                 ],
             )

@@ -159,5 +159,5 @@ class Plan:
         feedback = self.options.feedback
         if part.how == "dense" and feedback is not None and feedback.corrects:
             # The wrapped optimizer has no momentum: these parameters take theirs here, too.
-            lane.exchange = DenseExchange(open_residual(lane.bucket, feedback), progress)
+            lane.exchange = DenseExchange(open_residual(lane.bucket, feedback))
         return lane

@@ -5,7 +5,8 @@
         "ranks":   how many there were,
         "steps":   taken; where the density is on its warm-up,
         "lanes":   [{"names": [...], "regions": ...}]: a run that is resumed has the same buckets,
-        "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters
+        "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters;
+                   with adam_correction "first_moment", "second_moment", and "age", a number
         "of":      only in a sum of parts: of which ranks, of how many, it is
         "holds":   "gradients", or "changes" of the model, as LocalSGD; older ones do not say
     }
@@ -24,9 +25,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
+import torch
 
 from collectives.transports import Transport
 
+from ..exchange.residual import AGE
 from ..lanes.held import Held, unsent
 from ..lanes.held_names import translate, under_known_names
 from ..objects import decode, encode
@@ -220,8 +223,10 @@ def _sum(parts: list[Mapping[str, Held]]) -> dict[str, Held]:
         for name, tensors in part.items():
             own = total.setdefault(name, {})
             for what, tensor in tensors.items():
-                # Gathered parts lie on the host, but for the root's own.
-                own[what] = (
-                    own[what] + tensor.to(own[what].device) if what in own else tensor.clone()
-                )
+                if what not in own:
+                    own[what] = tensor.clone()
+                elif what == AGE:
+                    own[what] = torch.maximum(own[what], tensor)
+                else:  # gathered parts lie on the host, but for the root's own
+                    own[what] = own[what] + tensor.to(own[what].device)
     return total

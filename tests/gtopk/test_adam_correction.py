@@ -135,6 +135,7 @@ def test_steps_weigh_by_samples(threads, reduction):
     def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
         model, steps = network(), []
         first = second = np.zeros(sum(p.numel() for p in model.parameters()))
+        age = 0
         with world.entered(transport):
             optimizer = distribute(model, gtopk(0.1))
             for step, of_ranks in enumerate(sizes):
@@ -150,10 +151,11 @@ def test_steps_weigh_by_samples(threads, reduction):
                 own, share = np.zeros_like(gradient), mine / sum(of_ranks)
                 if mine:
                     gradient /= mine if reduction == "sum" else 1
+                    age += 1
                     first = BETAS[0] * first + (1 - BETAS[0]) * share * gradient
                     second = BETAS[1] * second + (1 - BETAS[1]) * share * gradient**2
-                    unbiased = second / (1 - BETAS[1] ** (step + 1)) / share
-                    own = first / (1 - BETAS[0] ** (step + 1)) / (np.sqrt(unbiased) + 1e-8)
+                    unbiased = second / (1 - BETAS[1] ** age) / share
+                    own = first / (1 - BETAS[0] ** age) / (np.sqrt(unbiased) + 1e-8)
                 steps.append((before, own, update, held(optimizer)))
                 with optimizer.skip_synchronize():
                     optimizer.step()
@@ -211,6 +213,47 @@ def test_the_moments_of_fewer_ranks_are_those_of_more(threads):
     ((_, resumed),) = threads(1, lambda t: program(t, range(5, 9), both))
     ((_, alone),) = threads(1, lambda t: program(t, range(9)))
     np.testing.assert_allclose(resumed, alone, rtol=1e-10, atol=1e-12)
+
+
+def test_a_parameter_that_comes_later_is_as_young_as_under_adamw(threads):
+    """In a bucket with others; and all are, of a checkpoint without moments."""
+
+    def program(transport: LocalTransport) -> None:
+        one, other = network(), network()
+        with world.entered(transport):
+            optimizers = distribute(one, gtopk(1.0)), adamw(other)
+            for step in range(9):
+                for model, optimizer in zip((one, other), optimizers, strict=True):
+                    optimizer.zero_grad()
+                    model[0].weight.requires_grad_(step >= 5)
+                    value(model, 0, step).backward()
+                    optimizer.step()
+        np.testing.assert_allclose(
+            flat(one.parameters()), flat(other.parameters()), rtol=1e-10, atol=1e-12
+        )
+
+    threads(2, program)
+
+
+def test_moments_that_a_checkpoint_does_not_have_begin_anew():
+    plain, one, other = network(), network(), network()
+    with world.entered(local_world(1)[0]):
+        trained = distribute(plain, Compression.gtopk(1.0))
+        for step in range(7):
+            trained.zero_grad()
+            value(plain, 0, step).backward()
+            trained.step()
+        optimizers = distribute(one, gtopk(1.0)), adamw(other)
+        optimizers[0].load_state_dict(trained.state_dict())
+        for model, optimizer in zip((one, other), optimizers, strict=True):
+            model.load_state_dict(plain.state_dict())
+            for step in range(4):
+                optimizer.zero_grad()
+                value(model, 0, step).backward()
+                optimizer.step()
+    np.testing.assert_allclose(
+        flat(one.parameters()), flat(other.parameters()), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(

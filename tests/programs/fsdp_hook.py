@@ -242,6 +242,18 @@ def test_gradients_are_spoilt_and_kept_where_parameters_stay_whole() -> None:
     assert again.progress.steps == 1
 
 
+def test_with_adam_before_the_selection_a_resumed_run_is_the_same_to_the_bit() -> None:
+    correction = {"adam_correction": (0.9, 0.99)}
+    (model, state), (again, resumed) = (sharded(0.05, **correction) for _ in range(2))
+    train(model, range(3))
+    for parameter, trained in zip(again.parameters(), model.parameters(), strict=True):
+        parameter.detach().to_local().copy_(trained.detach().to_local())
+    resumed.load_state_dict(state.state_dict())
+    for each in (model, again):
+        train(each, range(3, 6))
+    assert torch.equal(weights(again), weights(model))
+
+
 def test_what_is_held_back_is_saved_and_loaded() -> None:
     model, state = sharded(0.05)
     train(model, range(3))
