@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -192,8 +193,10 @@ def language_model(seed: int, epochs: int = 2) -> Task:
     )
 
 
-def transformer(seed: int, epochs: int = 2) -> Task:
-    """Return docstrings for a small GPT that names the next byte: 3 blocks, 168,640 parameters."""
+def transformer(
+    seed: int, epochs: int = 2, adam_rate: Callable[[float], float] = constant(1e-3)
+) -> Task:
+    """Return docstrings for a small GPT that names the next byte: 3 blocks, 168,512 parameters."""
     return Task(
         *docstrings(seed),
         new_model=lambda: Gpt(context=32, width=64, layers=3),
@@ -201,7 +204,7 @@ def transformer(seed: int, epochs: int = 2) -> Task:
         batch=64,
         rate=constant(0.1),
         seed=seed,
-        adam_rate=warmed(1e-3),
+        adam_rate=adam_rate,
     )
 
 
@@ -212,4 +215,5 @@ TASKS: Final[Mapping[str, Callable[..., Task]]] = {
     "resnet20": residual_network,
     "lstm": language_model,
     "gpt": transformer,
+    "gpt, cosine": partial(transformer, adam_rate=warmed(3e-3)),
 }
