@@ -193,9 +193,7 @@ def language_model(seed: int, epochs: int = 2) -> Task:
     )
 
 
-def transformer(
-    seed: int, epochs: int = 2, adam_rate: Callable[[float], float] = constant(1e-3)
-) -> Task:
+def transformer(seed: int, epochs: int = 2, *, adam_rate: Callable[[float], float]) -> Task:
     """Return docstrings for a small GPT that names the next byte: 3 blocks, 168,512 parameters."""
     return Task(
         *docstrings(seed),
@@ -214,6 +212,6 @@ TASKS: Final[Mapping[str, Callable[..., Task]]] = {
     "digits-cnn": small_cnn,
     "resnet20": residual_network,
     "lstm": language_model,
-    "gpt": transformer,
+    "gpt": partial(transformer, adam_rate=constant(1e-3)),
     "gpt, cosine": partial(transformer, adam_rate=warmed(3e-3)),
 }
