@@ -186,13 +186,21 @@ def warn_of_few_entries(options: Options, elements: int) -> None:
 
 
 def warn_of_second_moments(options: Options, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warn of Adam and its kin behind a selection, and say how to take it before."""
+    """Warn of Adam and its kin behind a selection, and say the two ways out."""
     betas = next((each["betas"] for each in groups if "betas" in each), None)
-    if isinstance(options.compression, ErrorFeedback) and betas is not None:
-        _log.warning(
-            "Adam and its kin divide by the size of past updates, which are gathered in one entry "
-            "and zero in most: many points of accuracy are lost (docs/tuning.md). Adam's steps can "
-            "be made before entries are selected: adam_correction=(%s) in the compression, and SGD "
-            "without momentum, of the same weight_decay and up to 3 times the lr, in Adam's place",
-            ", ".join(f"{float(beta):g}" for beta in betas),
-        )
+    compression = options.compression
+    if betas is None or not isinstance(compression, ErrorFeedback):
+        return
+    times = ""
+    if isinstance(compression, SparseCompression):
+        updated = min(1.0, compression.density * compression.widening())
+        times = f", by up to {updated**-0.5:.2g} times"
+    _log.warning(
+        "Adam and its kin divide by the size of past updates, which are gathered in few entries "
+        "and zero in most: accuracy is lost. Raise the lr%s; or, where layers differ as a "
+        "transformer's do, make Adam's steps before entries are selected: adam_correction=(%s) in "
+        "the compression, and SGD without momentum in Adam's place, of its weight_decay and up to "
+        "3 times its lr (docs/tuning.md)",
+        times,
+        ", ".join(f"{float(beta):g}" for beta in betas),
+    )

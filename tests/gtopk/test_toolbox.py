@@ -391,6 +391,8 @@ def test_adam_under_sparse_gradients_is_warned_of(caplog, kind, compression, war
         DistributedOptimizer(kind([parameter], lr=0.1), compression=compression)
     assert ("Adam and its kin" in caplog.text) == warned
     assert ("adam_correction=(0.9, 0.999) in the compression" in caplog.text) == warned
+    # A tenth of the entries, and twice as many updated.
+    assert ("by up to 2.2 times" in caplog.text) == (compression == Compression.gtopk(0.1))
 
 
 def test_compiled_models_and_autocast_train_alike_on_every_rank(threads):
