@@ -2,6 +2,7 @@
 
 exchange.py        the method on one screen
 residual.py        what was not sent yet
+moments.py         Adam's, before the selection
 node_exchange.py   sums inside a node, picks between the nodes
 deltas.py          what a step changed in place of gradients, for Adasum
 exchanges.py       which exchange a compression stands for

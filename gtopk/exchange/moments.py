@@ -12,7 +12,7 @@ and what has gathered for long moves it as far as it would have in between. Adam
 would divide it by its own size, and take one step for many.
 
 Both moments carry the share, so that those of several ranks add up to what one rank in their place
-would have. Bias is told by age: the steps that a parameter has had a gradient in, here.
+would have. Bias is told by age: in how many steps a parameter was trained by this rank's gradients.
 """
 
 from __future__ import annotations

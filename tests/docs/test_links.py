@@ -61,3 +61,28 @@ def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
     )
     assert links(page) == ["#a-b-heading-c", "nowhere.md"]
     assert anchors(page) == {"a-b-heading-c"}
+
+
+FOLDERS = "gtopk|collectives|mpi_scripts|models|tests|docs"
+
+
+def files(text: str) -> set[str]:
+    """Return the files of this project that a text names: by path, and tests by their names."""
+    paths = re.findall(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/]+\.\w+)\b", text)
+    return {*paths, *re.findall(r"(?<![\w/.-])(test_\w+\.py)\b", text)}
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    named = {name: page for page in PAGES for name in files(page.read_text(encoding="utf-8"))}
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    gone = {
+        f"{page.relative_to(ROOT)}: {name}"
+        for name, page in named.items()
+        if name not in tests and not (ROOT / name).exists()
+    }
+    assert gone == set()
+
+
+def test_a_file_that_is_not_there_is_noticed() -> None:
+    text = "`gtopk/nowhere.py`, tests/gtopk/test_a.py:12, test_b.py and x/gtopk/c.py"
+    assert files(text) == {"gtopk/nowhere.py", "tests/gtopk/test_a.py", "test_b.py"}
