@@ -24,7 +24,7 @@ from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 from collectives.wire import NOTHING_CODED, Coded, Format, coded
 
-from ..buckets.arrays import from_array, to_array, view_tensor
+from ..buckets.arrays import from_array, to_array
 from ..buckets.buckets import Bucket
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
 from .calibration import calibration_of
@@ -376,5 +376,5 @@ def direct(bucket: Bucket, residual: Residual | None) -> bool:
     """
     if residual is None or residual.moments is None:
         return False
-    residual.moments.direct(view_tensor(bucket.gather()), bucket.share)
+    residual.direct(bucket.gather(), bucket.share)
     return True

@@ -168,6 +168,11 @@ class Residual:
         tensors = self._before if self._remembered else self._tensors
         return dict(zip(self._names, tensors, strict=True))
 
+    def direct(self, gradient: NDArray[Any], share: float) -> None:
+        """Make the weighted gradient, in place, Adam's weighted step; share: this rank's."""
+        assert self.moments is not None
+        self.moments.direct(view_tensor(gradient), share)
+
     def add_to(self, gradient: NDArray[Any]) -> None:
         """Add all that is left to the weighted gradient, in place: everything is to be sent.
 
