@@ -118,32 +118,33 @@ def samples(data: Classification) -> Samples:
     return x, y, test_x, test_y
 
 
-def digits(seed: int, epochs: int = 30) -> Task:
-    """Return scikit-learn's handwritten digits (real, small), for a perceptron of 85,002."""
-    data = samples(load("digits", seed))
+def of_digits(
+    data: Classification,
+    new_model: Callable[[], torch.nn.Module],
+    epochs: int,
+    rate: Callable[[float], float],
+    seed: int,
+) -> Task:
+    """Return a task of the digits, whatever form they have."""
     return Task(
-        *data,
-        new_model=mlp,
+        *samples(data),
+        new_model=new_model,
         epochs=epochs,
         batch=128,
-        rate=constant(0.05),
+        rate=rate,
         adam_rate=constant(1e-3),
         seed=seed,
     )
+
+
+def digits(seed: int, epochs: int = 30) -> Task:
+    """Return scikit-learn's handwritten digits (real, small), for a perceptron of 85,002."""
+    return of_digits(load("digits", seed), mlp, epochs, constant(0.05), seed)
 
 
 def small_cnn(seed: int, epochs: int = 30) -> Task:
     """Return the same digits for convolutions: 22,602 parameters."""
-    data = samples(load_digit_images(seed=seed))
-    return Task(
-        *data,
-        new_model=digits_cnn,
-        epochs=epochs,
-        batch=128,
-        rate=constant(0.05),
-        adam_rate=constant(1e-3),
-        seed=seed,
-    )
+    return of_digits(load_digit_images(seed=seed), digits_cnn, epochs, constant(0.05), seed)
 
 
 def residual_network(seed: int, epochs: int = 16) -> Task:
@@ -151,16 +152,8 @@ def residual_network(seed: int, epochs: int = 16) -> Task:
 
     269,722 parameters; batch norm looks at a rank's own samples.
     """
-    data = samples(load_digit_images(16, 3, seed=seed))
-    return Task(
-        *data,
-        new_model=resnet20,
-        epochs=epochs,
-        batch=128,
-        rate=falling(0.05),
-        adam_rate=constant(1e-3),
-        seed=seed,
-    )
+    data = load_digit_images(16, 3, seed=seed)
+    return of_digits(data, resnet20, epochs, falling(0.05), seed)
 
 
 def docstrings(seed: int) -> Samples:
