@@ -77,7 +77,7 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
         inner: torch.optim.Optimizer
         schedule = task.adam_rate if recipe.adam else task.rate
         rate = recipe.rate * schedule(0.0)
-        if recipe.adam and getattr(recipe.compression, "adam_correction", None):
+        if recipe.is_adam_before:
             inner = torch.optim.SGD(model.parameters(), rate, weight_decay=ADAMW_DECAY)
         elif recipe.adam:
             inner = torch.optim.AdamW(model.parameters(), rate, weight_decay=ADAMW_DECAY)

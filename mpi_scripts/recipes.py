@@ -50,6 +50,11 @@ class Recipe(NamedTuple):
     options: Mapping[str, Any] = {}
 
     @property
+    def is_adam_before(self) -> bool:
+        """Tell whether Adam's steps are made before the selection: what is wrapped is SGD."""
+        return self.adam and getattr(self.compression, "adam_correction", None) is not None
+
+    @property
     def is_dense(self) -> bool:
         """Tell whether all entries travel, as they are: what others are compared with."""
         usual = not self.adam or self.rate == 1.0
