@@ -132,12 +132,8 @@ def _require_use(arguments: argparse.Namespace) -> None:
         )
     if preset.is_adam and arguments.momentum is not None:
         raise ValueError(f"--momentum is for SGD; {arguments.preset} trains with AdamW")
-    adam = preset.is_adam
-    if (
-        arguments.momentum_correction
-        and not adam
-        and not _given(arguments.momentum, preset.momentum)
-    ):
+    has_momentum = preset.is_adam or _given(arguments.momentum, preset.momentum)
+    if arguments.momentum_correction and not has_momentum:
         raise ValueError(f"--momentum-correction needs a momentum, {arguments.preset} has none")
     if arguments.workers and not preset.has_workers:
         raise ValueError(f"--workers: {arguments.preset} reads on in one text, without any")

@@ -11,6 +11,8 @@ import torch
 
 import gtopk.torch as hvd
 
+BETAS = (0.9, 0.99)  # of Adam
+
 
 def raises(kind: type[BaseException], call: Callable[[], object], *parts: str) -> str:
     """Check that a call raises, with all of these parts in its text; return the text."""
@@ -69,3 +71,21 @@ def run_tests(program: Mapping[str, object]) -> None:
     for name, test in list(program.items()):
         if name.startswith("test_") and callable(test):
             test()
+
+
+def train_beside_adamw(
+    model: torch.nn.Module,
+    alone: torch.nn.Module,
+    loss: Callable[[torch.nn.Module, int], torch.Tensor],
+) -> None:
+    """Take steps of SGD with a model whose hook has adam_correction=BETAS, and of AdamW alone."""
+    rates = {"lr": 0.01, "weight_decay": 0.1}
+    optimizers = (
+        (model, torch.optim.SGD(model.parameters(), **rates)),
+        (alone, torch.optim.AdamW(alone.parameters(), betas=BETAS, **rates)),
+    )
+    for step in range(6):
+        for trained, optimizer in optimizers:
+            optimizer.zero_grad()
+            loss(trained, step).backward()
+            optimizer.step()

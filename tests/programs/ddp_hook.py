@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import run_tests
+from checks import BETAS, run_tests, train_beside_adamw
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,18 +122,9 @@ def test_at_density_1_it_is_the_allreduce_of_ddp() -> None:
 
 def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is_sent() -> None:
     """Also when DDP makes its buckets anew: moments go with their parameters."""
-    rates = {"lr": 0.01, "weight_decay": 0.1}
-    model = wrapped(GTopKState(1.0, adam_correction=(0.9, 0.99)), **SMALL_BUCKETS)
+    model = wrapped(GTopKState(1.0, adam_correction=BETAS), **SMALL_BUCKETS)
     alone = Net()
-    optimizers = (
-        (model, torch.optim.SGD(model.parameters(), **rates)),
-        (alone, torch.optim.AdamW(alone.parameters(), betas=(0.9, 0.99), **rates)),
-    )
-    for step in range(6):
-        for trained, optimizer in optimizers:
-            optimizer.zero_grad()
-            trained(batch(step, rank=0)).square().mean().backward()
-            optimizer.step()
+    train_beside_adamw(model, alone, lambda each, step: each(batch(step, rank=0)).square().mean())
     torch.testing.assert_close(weights(model), weights(alone), rtol=1e-10, atol=1e-12)
 
 

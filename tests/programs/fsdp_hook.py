@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from checks import logged, run_tests
+from checks import BETAS, logged, run_tests, train_beside_adamw
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -99,18 +99,9 @@ def replicated(model: torch.nn.Sequential) -> fsdp.ReplicaState:
 
 
 def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is_sent() -> None:
-    rates = {"lr": 0.01, "weight_decay": 0.1}
-    model, _ = sharded(1.0, adam_correction=(0.9, 0.99))
+    model, _ = sharded(1.0, adam_correction=BETAS)
     alone = network()
-    optimizers = (
-        (model, torch.optim.SGD(model.parameters(), **rates)),
-        (alone, torch.optim.AdamW(alone.parameters(), betas=(0.9, 0.99), **rates)),
-    )
-    for step in range(6):
-        for trained, optimizer in optimizers:
-            optimizer.zero_grad()
-            loss(trained, step, rank=0).backward()
-            optimizer.step()
+    train_beside_adamw(model, alone, lambda each, step: loss(each, step, rank=0))
     expected = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
     torch.testing.assert_close(weights(model), expected, rtol=1e-10, atol=1e-12)
 
