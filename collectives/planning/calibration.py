@@ -33,7 +33,7 @@ from ..algorithms.outcome import among, put_together
 from ..algorithms.rounding import rounding_error
 from ..algorithms.terms import Terms
 from ..cost import Link, dense_bytes, rounds
-from ..kernels import accumulate_and_select, contains, merge, sum_by_index
+from ..kernels import accumulate_and_select, all_finite, contains, merge, sum_by_index
 from ..transports.local import local_world
 from ..transports.transport import Transport
 from ..vector import SparseVector
@@ -67,6 +67,7 @@ CODE_SECONDS: Final = 0.2  # all formats together
 
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
 _DENSITY: Final = 0.001
+_DENSE: Final = 0.1  # where what each entry takes can be told from what each element does
 _FEW: Final = 16  # entries
 _LISTS: Final = 8  # that are added up
 _REST_SECONDS: Final = 0.02
@@ -205,21 +206,29 @@ def measure_rates(
     """Return this process's own rates, in processor time: others' load does not count."""
     random = np.random.default_rng(0)
 
-    def selection(size: int) -> Callable[[], object]:
-        residual = random.random(size, np.float32) - np.float32(0.5)
-        gradient = np.roll(residual, 1) / np.float32(100)  # a residual's next step
-        update = np.zeros(size, np.float32)
-        k = max(1, round(size * _DENSITY))
-        threshold = accumulate_and_select(residual, gradient, k)[1]
+    def selection(density: float) -> Prepare:
+        def prepare(size: int) -> Callable[[], object]:
+            residual, noise = (
+                random.random(n, np.float32) - np.float32(0.5) for n in (size, 2 * size)
+            )
+            # An entry is selected every 1 / density steps: so many gradients make a residual.
+            noise *= np.float32(math.sqrt(density))
+            update = np.zeros(size, np.float32)
+            k = max(1, round(size * density))
+            threshold = accumulate_and_select(residual, noise[:size], k)[1]
 
-        def go() -> None:
-            nonlocal threshold
-            picked, threshold = accumulate_and_select(residual, gradient, k, threshold)
-            residual[picked.indices] = 0
-            update.fill(0)
-            update[picked.indices] = picked.values
+            def go() -> None:
+                nonlocal threshold
+                begin = int(random.integers(size))
+                gradient = noise[begin : begin + size]
+                picked, threshold = accumulate_and_select(residual, gradient, k, threshold)
+                residual[picked.indices] = 0
+                update.fill(0)
+                update[picked.indices] = picked.values
 
-        return go
+            return go
+
+        return prepare
 
     def copying(size: int) -> Callable[[], object]:
         gradient, flat = random.random(size, np.float32), np.zeros(size, np.float32)
@@ -237,6 +246,7 @@ def measure_rates(
 
         def go() -> None:
             merged, _ = merge(a, b, k)
+            all_finite(merged.values)
             contains(merged.indices, a.indices)
 
         return go
@@ -271,8 +281,12 @@ def measure_rates(
 
     most = round(_LARGEST * 16 * _DENSITY)  # entries: the k of 64 million elements
     each = CODE_SECONDS / 2 / len(formats)
+    few, many = (
+        rate(selection(density), _LARGEST, SELECT_SECONDS / 2) for density in (_DENSITY, _DENSE)
+    )
+    pick_seconds = max(0.0, many - few) / (_DENSE - _DENSITY)
     return Rates(
-        rate(selection, _LARGEST, SELECT_SECONDS),
+        max(0.0, few - _DENSITY * pick_seconds),
         rate(merging, most, MERGE_SECONDS),
         {
             f: CodingRate(rate(encoding(f), most, each), rate(decoding(f), most, each))
@@ -281,6 +295,7 @@ def measure_rates(
         *_call_seconds(stopwatch, random),
         rate(copying, _LARGEST, COPY_SECONDS),
         rate(summing, most, SUM_SECONDS) / math.log2(_LISTS),
+        pick_seconds,
     )
 
 

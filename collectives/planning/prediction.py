@@ -177,9 +177,12 @@ def predict(
         sent += times * step.senders * each
     most = most_bytes(candidate, length, network, value_bytes)
     wide = updated(candidate, length, network.ranks)
+    select = length * rates.copy_seconds
+    if not is_dense:
+        select = length * rates.select_seconds + candidate.selected(length) * rates.pick_seconds
     return Prediction(
         candidate,
-        length * (rates.copy_seconds if is_dense else rates.select_seconds),
+        select,
         code,
         communicate,
         merge,

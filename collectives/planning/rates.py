@@ -27,6 +27,7 @@ class Rates(NamedTuple):
     list_seconds:   the same of each list that is decoded besides.
     copy_seconds:   per element of a dense gradient: into one place, weighed, and back.
     sum_seconds:    per entry of lists that are added up in pairs, and go: ceil(log2) of them.
+    pick_seconds:   per entry that is selected: into a list, out of the residual, into the update.
     """
 
     select_seconds: float
@@ -36,6 +37,7 @@ class Rates(NamedTuple):
     list_seconds: float = 0.0
     copy_seconds: float = 0.0
     sum_seconds: float = 0.0
+    pick_seconds: float = 0.0
 
     def without_calls(self) -> Rates:
         """Return what entries take alone."""
@@ -65,4 +67,5 @@ DEFAULT_RATES: Final = Rates(
     3e-5,
     3e-10,
     3e-9,
+    1e-8,
 )

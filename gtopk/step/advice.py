@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeGuard
 
 from collectives.cost import Link, break_even_bits_per_second
-from collectives.planning import Calibration, Prediction, Rates
+from collectives.planning import Calibration, Candidate, Prediction, Rates
 
 from ..charts.units import (
     about_bandwidth_text,
@@ -105,7 +105,7 @@ def _verdict(
 ) -> str:
     dense = comparison.dense
     fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
-    name = f"{LABELS[found.candidate.algorithm]} (density {found.candidate.density:g})"
+    name = _named(found.candidate, runs)
     said = (
         f"the dense exchange is expected to take {seconds_text(dense.seconds)} {per}, and {name} "
         f"{seconds_text(found.seconds)}, with 1/{digits(fewer)} of the bytes "
@@ -115,7 +115,7 @@ def _verdict(
         return f"{said}: {beyond} as it runs here is beyond the model"
     compressed = _is_compressed(runs)
     seconds = runs.seconds if _is_compressed(runs) else found.seconds
-    if _is_compressed(runs) and runs.candidate.algorithm != found.candidate.algorithm:
+    if _is_compressed(runs) and runs.candidate != found.candidate:
         said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
     if seconds * _CLOSE < dense.seconds:
         verdict = "compression saves" if compressed else "compressing would save"
@@ -123,6 +123,15 @@ def _verdict(
     if dense.seconds * _CLOSE < seconds:
         return f"{said}: {'Compression.none is faster here' if compressed else 'leave it dense'}"
     return f"{said}: it makes no difference here"
+
+
+def _named(way: Candidate, runs: Prediction | None) -> str:
+    """Return the way in words, with what tells it from one that runs by the same algorithm."""
+    options = [f"density {way.density:g}", way.wider.strip()]
+    if runs is not None and runs.candidate.algorithm == way.algorithm:
+        is_other = runs.candidate.format.indices != way.format.indices
+        options += [f"wire={way.format.indices}"] * is_other
+    return f"{LABELS[way.algorithm]} ({', '.join(filter(None, options))})"
 
 
 def _is_compressed(runs: Prediction | None) -> TypeGuard[Prediction]:

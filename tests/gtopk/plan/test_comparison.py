@@ -54,3 +54,19 @@ def test_equal_bytes_are_no_more_than_those_of_gtopk():
     selected = of["gtopk", 1.0].candidate.selected(25_557_032)
     assert selected == gtopk.candidate.selected(25_557_032)
     assert of["gtopk", 4.0].candidate.selected(25_557_032) < selected
+
+
+@given(st.floats(-0.5e-9, 5e-9), st.floats(1e6, 1e12))
+def test_an_allreduce_is_taken_for_the_quicker_of_two_on_another_link(beyond, bits_per_second):
+    """Off by as many seconds a byte, as on slower ones, or by as large a part."""
+    here, there = Link.of(1e10, 50e-6), Link.of(bits_per_second, 50e-6)
+    allreduce = Link(here.latency_seconds, here.seconds_per_byte + beyond)
+    cluster = Cluster(10**6, Network(4, here, allreduce=allreduce), 0.001)
+    found = cluster.on(there).network.allreduce
+    assert found is not None
+    in_proportion = there.seconds_per_byte * (allreduce.seconds_per_byte / here.seconds_per_byte)
+    if beyond <= 0 or bits_per_second >= 1e10:
+        assert found.seconds_per_byte == pytest.approx(in_proportion)
+    else:
+        assert found.seconds_per_byte == pytest.approx(there.seconds_per_byte + beyond)
+    assert cluster.on(here).network.allreduce == pytest.approx(allreduce)

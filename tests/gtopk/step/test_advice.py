@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from collectives.cost import Link
@@ -71,6 +73,23 @@ def test_the_edge_is_that_of_what_runs() -> None:
     assert "compression saves up to" in line(edge / 3)
     assert "Compression.none is faster here" in line(edge * 3)
     assert "; Ok-Topk pays below about" in advice.advice(None, [LENGTH], at(1e8))
+
+
+def test_one_algorithm_by_other_options_is_told_from_what_runs() -> None:
+    """And what is saved is the time between dense and what runs."""
+    number = r"([\d.]+)\N{NO-BREAK SPACE}ms"
+    pattern = rf"to take {number} a step, and gTop-k \((.*?)\) {number}, .*? as it runs {number}"
+    for options, told in (({}, "wire=packed"), ({"wire": "packed", "growth": 8.0}, "")):
+        gtopk = Compression.gtopk(0.01, **options)
+        said = advice.advice(gtopk, [500_000], at(1e8, ranks=4))
+        found = re.search(rf"{pattern}: compression saves up to {number}", said)
+        assert found is not None, said
+        assert found[2] == ", ".join(filter(None, ["density 0.01", told]))
+        dense, quickest, runs, saved = (float(found[group]) for group in (1, 3, 4, 5))
+        assert quickest < runs
+        assert saved == pytest.approx(dense - runs, rel=0.01)
+    packed = advice.advice(Compression.gtopk(0.01, wire="packed"), [500_000], at(1e8, ranks=4))
+    assert "as it runs" not in packed
 
 
 def test_buckets_are_reduced_one_after_the_other() -> None:

@@ -24,6 +24,9 @@ def test_what_chooses_by_itself_is_not_foretold() -> None:
     assert gtopk.seconds < dense.seconds
     copies = DEFAULT_RATES.copy_seconds * LENGTH
     assert dense.seconds == dense.communicate_seconds + copies > dense.communicate_seconds
+    passes = DEFAULT_RATES.select_seconds * LENGTH
+    picks = DEFAULT_RATES.pick_seconds * gtopk.candidate.selected(LENGTH)
+    assert gtopk.select_seconds == passes + picks > passes > 0
 
 
 def test_nodes_by_number_are_those_of_the_model() -> None:
