@@ -114,6 +114,11 @@ class ErrorFeedback:
             raise ValueError(
                 f"momentum_correction must lie in [0, 1), got {self.momentum_correction}"
             )
+        if not self.factor_masking and not self.momentum_correction:
+            raise ValueError(
+                "factor_masking=False lets the velocity of what was sent go on: give "
+                "momentum_correction, too, without which there is none"
+            )
         if self.adam_correction is not None:
             object.__setattr__(self, "adam_correction", check_betas(self.adam_correction))
             if self.momentum_correction:

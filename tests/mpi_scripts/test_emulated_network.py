@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "mpi_scripts" / "emulated_network.sh"
 TAPS = Path("/dev/net/tun")
 CANNOT = 77  # the script's exit code where there is no root, no iproute2 or no namespaces
+
+
+needs_taps = pytest.mark.skipif(not TAPS.exists(), reason="no TAP devices")
 
 
 def command(hosts: int, launcher: str, *program: str, options: str = "") -> list[str]:
@@ -89,11 +93,19 @@ def test_a_host_reaches_the_others_and_nothing_else() -> None:
     assert all(route.startswith("10.0.0.0/24 dev eth0") for route in said)
 
 
+@needs_taps
+@pytest.mark.parametrize("options", ["", "--delay 1ms", "--loss 0.1"])
+def test_queues_that_lose_nothing_do_not_look_like_loss_to_tcp(options: str) -> None:
+    """Its timers wait longer than any queue, and it does not ask after the tail of a message."""
+    program = "ip route; cat /proc/sys/net/ipv4/tcp_early_retrans"
+    said = emulated(2, "torchrun", "sh", "-c", program, options=options).stdout
+    is_lossy = "loss" in options
+    assert ("rto_min" in said) != is_lossy
+    assert ("0" not in re.findall(r"^\d$", said, re.MULTILINE)) == is_lossy
+
+
 def test_the_exit_code_is_the_programs() -> None:
     emulated(2, "torchrun", "sh", "-c", "exit $((3 * RANK))", code=3)
-
-
-needs_taps = pytest.mark.skipif(not TAPS.exists(), reason="no TAP devices")
 
 
 @needs_taps
