@@ -147,12 +147,12 @@ def small_cnn(seed: int, epochs: int = 30) -> Task:
     return of_digits(load_digit_images(seed=seed), digits_cnn, epochs, constant(0.05), seed)
 
 
-def residual_network(seed: int, epochs: int = 16) -> Task:
-    """Return the same digits, enlarged to 16 x 16 pixels of three colours, for ResNet-20.
+def residual_network(seed: int, epochs: int = 16, *, pixels: int = 16) -> Task:
+    """Return the same digits, enlarged to so many pixels a side, of three colours, for ResNet-20.
 
     269,722 parameters; batch norm looks at a rank's own samples.
     """
-    data = load_digit_images(16, 3, seed=seed)
+    data = load_digit_images(pixels, 3, seed=seed)
     return of_digits(data, resnet20, epochs, falling(0.05), seed)
 
 
@@ -204,6 +204,7 @@ TASKS: Final[Mapping[str, Callable[..., Task]]] = {
     "digits": digits,
     "digits-cnn": small_cnn,
     "resnet20": residual_network,
+    "resnet20, CIFAR's shape": partial(residual_network, pixels=32),
     "lstm": language_model,
     "gpt": partial(transformer, adam_rate=constant(1e-3)),
     "gpt, cosine": partial(transformer, adam_rate=warmed(3e-3)),
