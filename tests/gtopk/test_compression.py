@@ -43,7 +43,7 @@ def test_factor_masking_is_on_or_off(kind):
     assert kind(density=0.1).factor_masking
     unmasked = kind(density=0.1, momentum_correction=0.9, factor_masking=False)
     assert "factor_masking=False" in unmasked.facts()
-    with pytest.raises(ValueError, match="factor_masking=False .* give momentum_correction, too"):
+    with pytest.raises(ValueError, match=r"factor_masking=False .* give momentum_correction, too"):
         kind(density=0.1, factor_masking=False)
     with pytest.raises(TypeError, match=r"factor_masking must be True or False, got 0\.9"):
         kind(density=0.1, factor_masking=0.9)
