@@ -80,9 +80,10 @@ class ErrorFeedback:
     # factor is taken before selection, on each rank (Lin et al. 2018, section 3.2: momentum
     # correction), and the wrapped optimizer's momentum must be 0.
     momentum_correction: float = 0.0
-    # With it, the velocity of what was sent begins anew (section 3.3: factor masking). False: it
-    # goes on; a narrow update is then followed by late ones in the same direction.
-    factor_masking: bool = True
+    # With it, True: the velocity of what was sent begins anew (section 3.3: factor masking). False:
+    # it goes on, so that a gradient moves the model as far as momentum without a selection would;
+    # masked, the less far the wider updates are (docs/tuning.md).
+    factor_masking: bool = False
     # (beta1, beta2), say (0.9, 0.999): Adam's moments are taken before the selection, on each rank
     # of its own gradients; what is selected and held back are Adam's steps (Chen et al. 2021). The
     # wrapped optimizer is then SGD without momentum, whose weight decay acts as AdamW's.
@@ -114,9 +115,9 @@ class ErrorFeedback:
             raise ValueError(
                 f"momentum_correction must lie in [0, 1), got {self.momentum_correction}"
             )
-        if not self.factor_masking and not self.momentum_correction:
+        if self.factor_masking and not self.momentum_correction:
             raise ValueError(
-                "factor_masking=False lets the velocity of what was sent go on: give "
+                "factor_masking=True begins the velocity of what was sent anew: give "
                 "momentum_correction, too, without which there is none"
             )
         if self.adam_correction is not None:

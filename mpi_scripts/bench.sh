@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Measure the tables and pictures of docs/performance.md, and the main ones of docs/tuning.md, one
-# after the other: some 40 minutes on 2 cores. Keep the machine quiet. The pages name the commands
-# of the others.
+# Measure the tables and pictures of docs/performance.md, and the main one of docs/convergence.md,
+# one after the other: some 40 minutes on 2 cores. Keep the machine quiet. The pages name the
+# commands of the others.
 #
 #   mpi_scripts/bench.sh [FOLDER]     writes results.md: each command, what it printed and how long
 #                                     it took; with JSON files and pictures beside it

@@ -57,7 +57,9 @@ def recipes(inner_steps: Sequence[int], densities: Sequence[float]) -> Iterator[
         yield f"DiLoCo, {steps} steps", partial(local, outer=nesterov)
         for density in densities:
             gtopk = Compression.gtopk(density, growth=1.0)
-            inside = Compression.gtopk(density, growth=1.0, momentum_correction=0.9)
+            inside = Compression.gtopk(
+                density, growth=1.0, momentum_correction=0.9, factor_masking=True
+            )
             for outer in (averaging, nesterov):
                 yield (
                     f"gtopk {density:g}, {steps} steps, {outer.__name__}",

@@ -77,7 +77,8 @@ def plain(compression: Any = Compression.none) -> Recipe:
 
 
 def corrected(kind: Callable[..., Any], density: float, **options: Any) -> Recipe:
-    """Return a recipe that takes the momentum before it selects."""
+    """Return a recipe that takes the momentum before it selects; masked, as Lin et al. have it."""
+    options = {"factor_masking": True, **options}
     return Recipe(kind(density, momentum_correction=MOMENTUM, **options), momentum=0.0)
 
 
@@ -153,6 +154,9 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "gtopk, unmasked": lambda s: corrected(gtopk, s.density, factor_masking=False),
     "gtopk, unmasked, int8, growth 4": lambda s: corrected(
         gtopk, s.density, wire="packed", values="int8", growth=4.0, factor_masking=False
+    ),
+    "gtopk, unmasked, int8, growth 16": lambda s: corrected(
+        gtopk, s.density, wire="packed", values="int8", growth=16.0, factor_masking=False
     ),
     "topk, unmasked": lambda s: corrected(Compression.topk, s.density, factor_masking=False),
     "gtopk, warm-up": lambda s: corrected(gtopk, s.density, warmup_steps=tenth(s)),

@@ -84,13 +84,16 @@ def accuracy_verdict(record: Record, other: Record) -> Verdict:
     """
     mean, error = paired_difference(record, other)
     name = "dense" if other["method"] == "dense" else other["label"]
-    if round(abs(mean), 9) == 0:
-        return Verdict(f"equals that of {name} ({percent_text(record['accuracy'])})", False)
+    paired = "" if error is None else f"± {points(error)}, paired over {record['seeds']} seeds"
+    if round(abs(mean), 5) == 0:  # float32 accuracies: no image more or less
+        return Verdict(
+            f"equals that of {name} ({paired or percent_text(record['accuracy'])})", False
+        )
     distance = f"lies {points(mean)} points {'below' if mean < 0 else 'above'} {name}"
     if error is None:
         outcome = f"{distance} (one seed: no spread to judge that by)"
         return Verdict(f"{outcome}: a loss" if mean < 0 else outcome, mean < 0)
-    outcome = f"{distance} (± {points(error)}, paired over {record['seeds']} seeds)"
+    outcome = f"{distance} ({paired})"
     if abs(mean) <= STANDARD_ERRORS * error:
         return Verdict(f"{outcome}, within two standard errors", False)
     return Verdict(

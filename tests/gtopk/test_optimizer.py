@@ -347,13 +347,13 @@ def test_low_precision_gradients_keep_a_float32_residual(threads, dtype):
     assert torch.equal(first, second)
 
 
-def test_momentum_correction_remembers_what_was_not_sent():
+def test_with_factor_masking_the_velocity_of_what_was_sent_begins_anew():
     """One entry a step is sent; the other's velocity goes on growing in the residual."""
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    compression = Compression.gtopk(0.5, momentum_correction=0.5, factor_masking=True)
     with world.entered(local_world(1)[0]):
         optimizer = DistributedOptimizer(
-            torch.optim.SGD([parameter], lr=1.0),
-            compression=Compression.gtopk(0.5, momentum_correction=0.5),
+            torch.optim.SGD([parameter], lr=1.0), compression=compression
         )
         for _ in range(2):
             parameter.grad = torch.tensor([4.0, 1.0], dtype=torch.float64)
@@ -365,9 +365,9 @@ def test_momentum_correction_remembers_what_was_not_sent():
     assert held(optimizer, "velocity").tolist() == [0.0, 1.5]
 
 
-def test_without_factor_masking_the_velocity_of_what_was_sent_goes_on():
+def test_the_velocity_of_what_was_sent_goes_on():
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    compression = Compression.gtopk(0.5, momentum_correction=0.5, factor_masking=False)
+    compression = Compression.gtopk(0.5, momentum_correction=0.5)
     with world.entered(local_world(1)[0]):
         optimizer = DistributedOptimizer(
             torch.optim.SGD([parameter], lr=1.0), compression=compression

@@ -39,7 +39,8 @@ def set_accuracy(record: Record, by_seed: list[float]) -> None:
 @pytest.mark.parametrize(
     ("by_seed", "words", "loss"),
     [
-        ([0.94, 0.95, 0.96], "equals that of dense (95.0\xa0%)", False),
+        ([0.94, 0.95, 0.96], "equals that of dense (± 0.0, paired over 3 seeds)", False),
+        ([0.93, 0.95, 0.970003], "equals that of dense (± 0.6, paired over 3 seeds)", False),
         (
             [0.93, 0.95, 0.957],
             "lies 0.4 points below dense (± 0.3, paired over 3 seeds), within two standard errors",
