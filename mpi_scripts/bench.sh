@@ -51,7 +51,7 @@ measure "The optimizer on 1 rank" "${gtopk[@]}" bench optimizer --model resnet20
     --json "$folder/optimizer.json"
 measure "Recipes on 16 ranks" "$python" "$here/convergence.py" --ranks 16 --seeds 3 --jobs "$cores" \
     --recipes dense "PowerSGD, rank 2" topk published gtopk "gtopk, unmasked" \
-        "gtopk, unmasked, int8, growth 4" \
+    "gtopk, unmasked, int8, growth 4" \
     --json "$folder/convergence.json"
 measure "Trees of many hosts, simulated" "$python" "$here/simulated_scaling.py" --ranks 8 32 128 \
     --methods dense topk-allgather gtopk-tree gtopk --plot "$folder/simulated.svg"
