@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+ERROR: Final = 0.2  # of a modelled time, beyond which a forecast counts as wrong
 
 
 class Link(NamedTuple):
@@ -74,3 +76,30 @@ def break_even_bits_per_second(
         else:
             high = middle
     return low
+
+
+class BreakEven(NamedTuple):
+    """A break-even and how sure it is.
+
+    bits_per_second: as break_even_bits_per_second returns it.
+    lowest, highest: where it lies if dense takes less or more by a factor of 1 + `ERROR`; zero: at
+                     no bandwidth, infinity: at any. Far apart where the two times change alike
+                     with the bandwidth.
+    """
+
+    bits_per_second: float | None
+    lowest: float
+    highest: float
+
+
+def break_even(
+    dense: Callable[[Link], float], sparse: Callable[[Link], float], latency_seconds: float
+) -> BreakEven:
+    """Return the bandwidth below which `sparse` takes less time than `dense`, and its margin."""
+
+    def at(factor: float) -> float | None:
+        return break_even_bits_per_second(
+            lambda link: factor * dense(link), sparse, latency_seconds
+        )
+
+    return BreakEven(at(1.0), at(1 / (1 + ERROR)) or 0.0, at(1 + ERROR) or 0.0)

@@ -65,10 +65,15 @@ class Held(NamedTuple):
             saved_seconds = said(self.line, "saves up to")
             yield self._of("what compression saves", saved_seconds, self.saved_seconds)
 
-    def edge(self, bits_per_second: float) -> Forecast:
-        """Return where the line said that gTop-k ceases to pay, beside where it does."""
-        foretold = said_edge(self.line)
-        return self._of("below which bandwidth gTop-k pays", foretold, bits_per_second)
+    def edge(self, bits_per_second: float) -> Iterator[Forecast]:
+        """Yield where the line said that gTop-k ceases to pay, beside where it does.
+
+        Its number, and of its bounds what is nearest: the very same if it lies between them.
+        """
+        about, lowest, highest = said_edge(self.line)
+        yield self._of("below which bandwidth gTop-k pays", about, bits_per_second)
+        nearest = min(max(bits_per_second, lowest), highest)
+        yield self._of("between which bandwidths that is", nearest, bits_per_second)
 
     def _of(self, way: str, foretold: float, measured: float) -> Forecast:
         return Forecast(self.rate, self.hosts, ELEMENTS, self.entries, way, foretold, measured)
@@ -95,17 +100,36 @@ def said(line: str, words: str) -> float:
     return float(found[1].replace(",", "")) * UNITS[found[2]]
 
 
-def said_edge(line: str) -> float:
-    """Return below how many bits per second gTop-k pays, as a line says; 0: at none."""
+def said_edge(line: str) -> tuple[float, float, float]:
+    """Return below how many bits per second gTop-k pays, as a line says, and its bounds.
+
+    0: at no bandwidth. Raises ValueError where it does not say.
+    """
     if "gTop-k pays at no bandwidth" in line:
-        return 0.0
-    if "gTop-k pays at every bandwidth" in line:
-        return math.inf
-    return said(line, "gTop-k pays below about")
+        about = 0.0
+    elif "gTop-k pays at every bandwidth" in line:
+        about = math.inf
+    else:
+        about = said(line, "gTop-k pays below about")
+    number = r"(none|any|[\d.]+)(?:\s(\S+))?"
+    found = re.search(rf"gTop-k pays [^(]*\({number} to {number} were a time", line)
+    if found is None:
+        return about, about, about
+    low, low_unit, high, high_unit = found.groups()
+    return about, _bound(low, low_unit or high_unit), _bound(high, high_unit)
 
 
-def edges(held: Sequence[Held]) -> Iterator[list[Forecast]]:
-    """Yield what the lines of each number of hosts and density said; nothing beyond the rates."""
+def _bound(number: str, unit: str | None) -> float:
+    if number in ("none", "any"):
+        return 0.0 if number == "none" else math.inf
+    return float(number) * UNITS[unit or "bit/s"]
+
+
+def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:
+    """Yield below how many bits per second gTop-k pays, and who foretold it.
+
+    Of each number of hosts and density; of none where that lies beyond the rates.
+    """
     groups: dict[tuple[int, int], list[Held]] = {}
     for each in held:
         groups.setdefault((each.hosts, each.entries), []).append(each)
@@ -113,7 +137,8 @@ def edges(held: Sequence[Held]) -> Iterator[list[Forecast]]:
         slowest_first = sorted(group, key=lambda each: -each.seconds_per_byte)
         found = [crossing(*pair) for pair in itertools.pairwise(slowest_first)]
         measured = next((each for each in found if each is not None), None)
-        yield [] if measured is None else [each.edge(measured) for each in group]
+        if measured is not None:
+            yield measured, group
 
 
 def crossing(slow: Held, fast: Held) -> float | None:
@@ -189,7 +214,8 @@ def table(held: Sequence[Held]) -> list[str]:
     """Return the rows in Markdown: how far off, in how many networks."""
     lines = ["| the line said | lines | median error | within 20 % | worst |", "|---" * 5 + "|"]
     forecasts = [forecast for each in held for forecast in each.forecasts()]
-    forecasts += [forecast for lines_of_one in edges(held) for forecast in lines_of_one]
+    for measured, group in edges(held):
+        forecasts += [forecast for each in group for forecast in each.edge(measured)]
     for way in dict.fromkeys(forecast.way for forecast in forecasts):
         lines.append(row(way, [forecast for forecast in forecasts if forecast.way == way]))
     return lines
@@ -224,13 +250,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 json.dumps([each._asdict() for each in held], indent=1) + "\n", encoding="utf-8"
             )
     print("\n".join(table(held)))
-    for forecasts in filter(None, edges(held)):
-        one = forecasts[0]
+    for bits_per_second, group in edges(held):
         print(
-            f"{one.ranks} hosts, {one.entries:,} entries: gTop-k pays below "
-            f"{bandwidth_text(one.measured)}; the lines said "
-            + ", ".join(f"{bandwidth_text(each.foretold)} ({each.rate})" for each in forecasts)
+            f"{group[0].hosts} hosts, {group[0].entries:,} entries: gTop-k pays below "
+            f"{bandwidth_text(bits_per_second)}; the lines said:"
         )
+        for each in group:
+            _, _, edge = each.line.partition("; gTop-k pays ")
+            print(f"    {edge.partition(' (modelled')[0]} ({each.rate})")
     return 0
 
 

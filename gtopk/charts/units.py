@@ -26,7 +26,12 @@ def bandwidth_text(bits_per_second: float) -> str:
 
 def about_bandwidth_text(bits_per_second: float) -> str:
     """Return 2.345e9 as "about 2.3 Gbit/s": measured times that it hangs on say no more."""
-    return f"about{SPACE}{scaled(float(f'{bits_per_second:.1e}'), BANDWIDTHS, '{:g}'.format)}"
+    return f"about{SPACE}{rough_bandwidth_text(bits_per_second)}"
+
+
+def rough_bandwidth_text(bits_per_second: float) -> str:
+    """Return 2.345e9 as "2.3 Gbit/s"."""
+    return scaled(float(f"{bits_per_second:.1e}"), BANDWIDTHS, "{:g}".format)
 
 
 def seconds_text(value: float) -> str:

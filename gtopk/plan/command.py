@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Network, Prediction, Rates
@@ -157,6 +157,9 @@ def _fail(reason: str) -> int:
     return 2
 
 
+_PAYS: Final = {None: "never", math.inf: "always"}
+
+
 def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, Any]:
     """Return the comparison in the types of JSON."""
     cluster = comparison.cluster
@@ -177,7 +180,7 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
             "updated": found.updated,
         }
 
-    edge = comparison.break_even_bits_per_second
+    edge, *edges = map(_json_number, comparison.break_even)
     return {
         "modelled": True,
         "cluster": {
@@ -196,6 +199,12 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
         "methods": [method(each) for each in (comparison.dense, *comparison.sparse)],
         "equal_bytes": [method(each) for each in comparison.equal_bytes],
         "cheapest": comparison.cheapest.candidate.algorithm,
-        "pays": "never" if edge is None else "always" if math.isinf(edge) else "below",
-        "break_even_bits_per_second": None if edge is None or math.isinf(edge) else edge,
+        "pays": _PAYS.get(comparison.break_even.bits_per_second, "below"),
+        "break_even_bits_per_second": edge,
+        "break_even_bounds_bits_per_second": edges,
     }
+
+
+def _json_number(value: float | None) -> float | None:
+    """Return it; null, where JSON knows no infinity."""
+    return None if value is None or math.isinf(value) else value

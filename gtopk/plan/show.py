@@ -8,16 +8,19 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from collectives.cost import ERROR, BreakEven
 from collectives.planning import Prediction
 from collectives.wire.indices import USUAL_INDICES
 
 from ..charts.terminal import wants_colour
 from ..charts.units import (
+    SPACE,
     about_bandwidth_text,
     bandwidth_text,
     bytes_text,
     count_text,
     digits,
+    rough_bandwidth_text,
     seconds_text,
 )
 from .comparison import Comparison
@@ -135,12 +138,30 @@ def verdict(comparison: Comparison) -> str:
         found = (
             f"Do not compress here: dense adds {dense_adds} to a step, and no sparse method less."
         )
-    edge = comparison.break_even_bits_per_second
-    if edge is None:
-        return f"{found} At this latency it would pay at no bandwidth."
-    if math.isinf(edge):
-        return f"{found} At this latency it pays at every bandwidth."
-    return f"{found} At this latency it pays below {about_bandwidth_text(edge)}, and not above."
+    return f"{found} At this latency it pays {where_it_pays(comparison.break_even)}."
+
+
+def where_it_pays(edge: BreakEven) -> str:
+    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s were a time 20 % off)"."""
+    about = edge.bits_per_second
+    if about is None:
+        where = "at no bandwidth"
+    elif math.isinf(about):
+        where = "at every bandwidth"
+    else:
+        where = f"below {about_bandwidth_text(about)}"
+    if edge.lowest == edge.highest:
+        return where
+    lowest, highest = map(_bandwidth, (edge.lowest, edge.highest))
+    unit = f"{SPACE}{highest.rpartition(SPACE)[2]}"
+    if_off = f"were a time {100 * ERROR:.0f}{SPACE}% off"
+    return f"{where} ({lowest.removesuffix(unit)} to {highest} {if_off})"
+
+
+def _bandwidth(bits_per_second: float) -> str:
+    if not bits_per_second:
+        return "none"
+    return "any" if math.isinf(bits_per_second) else rough_bandwidth_text(bits_per_second)
 
 
 def show(lines: Sequence[str]) -> None:

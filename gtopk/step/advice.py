@@ -12,11 +12,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeGuard
 
-from collectives.cost import Link, break_even_bits_per_second
+from collectives.cost import BreakEven, Link, break_even
 from collectives.planning import Calibration, Candidate, Prediction, Rates
 
 from ..charts.units import (
-    about_bandwidth_text,
     bandwidth_text,
     bytes_text,
     count_text,
@@ -25,7 +24,7 @@ from ..charts.units import (
 )
 from ..compression import SparseCompression
 from ..plan.comparison import DENSE, Cluster, Comparison, compare
-from ..plan.show import LABELS
+from ..plan.show import LABELS, where_it_pays
 from ..world.world import World
 from .expectation import expected
 
@@ -75,12 +74,11 @@ def advice(
         beyond = LABELS[compression.algorithm]
     verdict = _verdict(found, comparison, runs, beyond, per)
     if _is_compressed(runs):
-        edge = _edge(LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates))
+        name, edge = LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates)
     else:
-        name = LABELS[found.candidate.algorithm]
-        edge = _edge(name, comparison.break_even_bits_per_second)
+        name, edge = LABELS[found.candidate.algorithm], comparison.break_even
     return (
-        f"{_what(comparison, others)}: {verdict}; {edge} "
+        f"{_what(comparison, others)}: {verdict}; {name} pays {where_it_pays(edge)} "
         "(modelled; what hides behind backward costs nothing; "
         f"links and rates {calibration.origin})"
     )
@@ -138,7 +136,7 @@ def _is_compressed(runs: Prediction | None) -> TypeGuard[Prediction]:
     return runs is not None and runs.candidate.algorithm != "dense"
 
 
-def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> float | None:
+def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> BreakEven:
     """Return the bandwidth below which what runs beats dense."""
     cluster = comparison.cluster
 
@@ -146,7 +144,7 @@ def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> float
         runs = _reduced(compression, cluster.on(link), rates)
         return runs.seconds if runs is not None else math.inf
 
-    return break_even_bits_per_second(
+    return break_even(
         lambda link: cluster.on(link).reduced(DENSE, rates).seconds,
         runs_on,
         cluster.network.between.latency_seconds,
@@ -158,11 +156,3 @@ def _reduced(compression: object, cluster: Cluster, rates: Rates) -> Prediction 
     calibration = Calibration(cluster.network, rates, "")
     found = expected(compression, cluster.bucket_length, calibration)
     return found.times(cluster.buckets) if found is not None else None
-
-
-def _edge(name: str, edge: float | None) -> str:
-    if edge is None:
-        return f"at this latency {name} pays at no bandwidth"
-    if math.isinf(edge):
-        return f"at this latency {name} pays at every bandwidth"
-    return f"{name} pays below {about_bandwidth_text(edge)}"

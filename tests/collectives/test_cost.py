@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import run_ranks
-from collectives.cost import Link, break_even_bits_per_second, dense_bytes, rounds
+from collectives.cost import Link, break_even, break_even_bits_per_second, dense_bytes, rounds
 from collectives.transports import local_world
 
 LENGTH = 2520  # divisible by every number of ranks below
@@ -105,3 +105,12 @@ def test_sparse_may_always_win_or_never() -> None:
     assert break_even_bits_per_second(dense, lambda link: dense(link) / 2, 1e-5) == math.inf
     assert break_even_bits_per_second(dense, lambda link: dense(link) * 2, 1e-5) is None
     assert break_even_bits_per_second(dense, dense, 1e-5) is None
+
+
+def test_the_bounds_are_where_one_of_both_is_a_fifth_longer() -> None:
+    """Dense sends 4 GB, sparse takes a second: 32 Gbit/s, and times that change is its own."""
+    dense = seconds(0, dense_bytes(10**9, 2))
+    found = break_even(dense, lambda _: 1.0, latency_seconds=0.0)
+    assert found == pytest.approx((32e9, 32e9 / 1.2, 32e9 * 1.2))
+    assert break_even(dense, lambda link: dense(link) / 2, 0.0) == (math.inf,) * 3
+    assert break_even(dense, lambda link: dense(link) * 1.1, 1e-5) == (None, 0.0, math.inf)

@@ -28,7 +28,7 @@ def ask(
     st.floats(1e6, 1e12),
 )
 def test_it_pays_below_the_break_even_and_not_above(ranks, length, backward, bits_per_second):
-    edge = ask(bits_per_second, ranks, length, backward).break_even_bits_per_second
+    edge = ask(bits_per_second, ranks, length, backward).break_even.bits_per_second
     if edge is None:
         assert not ask(1e3, ranks, length, backward).pays
     elif not math.isinf(edge):
