@@ -20,7 +20,13 @@ from .reductions import Adasum, Average
 from .replicas.check import ReplicaCheck
 from .step.grad_scaler import RECIPE, loss_scale, require_no_fused_unscaling, require_scaled
 from .step.listener import Listener
-from .step.options import Groups, Options, warn_of_few_entries, warn_of_second_moments
+from .step.options import (
+    Groups,
+    Options,
+    tell_of_momentum,
+    warn_of_few_entries,
+    warn_of_second_moments,
+)
 from .step.reducer import Reducer
 from .step.samples import Samples
 from .step.skipped_steps import SkippedSteps
@@ -59,6 +65,7 @@ class _DistributedOptimizer(Readings):
         if self._world.rank == 0:
             warn_of_few_entries(options, elements)
             warn_of_second_moments(options, self.param_groups)
+            tell_of_momentum(options, self.param_groups)
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False

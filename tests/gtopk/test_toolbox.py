@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -393,6 +394,34 @@ def test_adam_under_sparse_gradients_is_warned_of(caplog, kind, compression, war
     assert ("adam_correction=(0.9, 0.999) in the compression" in caplog.text) == warned
     # A tenth of the entries, and twice as many updated.
     assert ("by up to 2.2 times" in caplog.text) == (compression == Compression.gtopk(0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "compression", "told"),
+    [
+        ({"momentum": 0.9}, Compression.gtopk(0.1), True),
+        ({"momentum": 0.9}, Compression.auto(), True),
+        ({"momentum": 0.9}, Compression.fp16, False),
+        ({"momentum": 0.9, "nesterov": True}, Compression.gtopk(0.1), False),
+        ({}, Compression.gtopk(0.1), False),
+        ({}, Compression.gtopk(0.1, momentum_correction=0.9), False),
+    ],
+)
+def test_of_momentum_behind_a_selection_it_tells(caplog, options, compression, told):
+    """And what it says to give instead is taken."""
+
+    def wrapped(compression: Any, **options: Any) -> str:
+        parameter = torch.nn.Parameter(torch.zeros(10_000))
+        sgd = torch.optim.SGD([parameter], lr=0.1, **options)
+        caplog.clear()
+        with caplog.at_level("INFO", "gtopk"), world.entered(local_world(1)[0]):
+            DistributedOptimizer(sgd, compression=compression)
+        return caplog.text
+
+    words = "momentum_correction=0.9 in the compression"
+    assert (words in wrapped(compression, **options)) == told
+    if told:
+        assert words not in wrapped(replace(compression, momentum_correction=0.9))
 
 
 def test_compiled_models_and_autocast_train_alike_on_every_rank(threads):
