@@ -78,11 +78,12 @@ class ErrorFeedback:
 
     # 0: the wrapped optimizer's momentum works on the reduced gradient. Above 0: momentum with this
     # factor is taken before selection, on each rank (Lin et al. 2018, section 3.2: momentum
-    # correction), and the wrapped optimizer's momentum must be 0.
+    # correction), and the wrapped optimizer's momentum must be 0. Its weight decay goes through no
+    # momentum then: 1 / (1 - momentum) times as much does what it did.
     momentum_correction: float = 0.0
     # With it, True: the velocity of what was sent begins anew (section 3.3: factor masking). False:
-    # it goes on, so that a gradient moves the model as far as momentum without a selection would;
-    # masked, the less far the wider updates are (docs/tuning.md).
+    # it goes on, so that a gradient moves the model as far as momentum without a selection would
+    # (docs/tuning.md).
     factor_masking: bool = False
     # (beta1, beta2), say (0.9, 0.999): Adam's moments are taken before the selection, on each rank
     # of its own gradients; what is selected and held back are Adam's steps (Chen et al. 2021). The

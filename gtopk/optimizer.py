@@ -65,7 +65,7 @@ class _DistributedOptimizer(Readings):
         if self._world.rank == 0:
             warn_of_few_entries(options, elements)
             warn_of_second_moments(options, self.param_groups)
-            tell_of_momentum(options, self.param_groups)
+            tell_of_momentum(options, self)
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
@@ -388,9 +388,11 @@ def _require_one_momentum(optimizer: torch.optim.Optimizer, feedback: ErrorFeedb
     )
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
     if momentum:
+        decays = not adam and any(group.get("weight_decay") for group in optimizer.param_groups)
+        more = f", and {1 / (1 - momentum):.3g} times the weight_decay" if momentum < 1 else ""
         raise ValueError(
             f"{correction} takes the momentum before selection: wrap an "
-            f"optimizer with momentum=0, not {momentum}"
+            f"optimizer with momentum=0, not {momentum}{more if decays else ''}"
         )
     if any("betas" in group for group in optimizer.param_groups):
         kind = type(optimizer).__name__

@@ -111,10 +111,15 @@ def said_edge(line: str) -> tuple[float, float, float]:
         about = math.inf
     else:
         about = said(line, "gTop-k pays below about")
-    number = r"(none|any|[\d.]+)(?:\s(\S+))?"
-    found = re.search(rf"gTop-k pays [^(]*\({number} to {number} were a time", line)
-    if found is None:
+    bracket = re.search(r"gTop-k pays [^(]*\((?!modelled)(.*?)\)", line)
+    if bracket is None:
         return about, about, about
+    if bracket[1] == "too close to tell":
+        return about, 0.0, math.inf
+    number = r"(none|any|[\d.]+)(?:\s(\S+))?"
+    found = re.fullmatch(rf"{number} to {number} if a time is .*", bracket[1])
+    if found is None:
+        raise ValueError(f"the bracket must tell two bandwidths: {line}")
     low, low_unit, high, high_unit = found.groups()
     return about, _bound(low, low_unit or high_unit), _bound(high, high_unit)
 
@@ -256,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{bandwidth_text(bits_per_second)}; the lines said:"
         )
         for each in group:
-            _, _, edge = each.line.partition("; gTop-k pays ")
+            _, _, edge = each.line.partition("gTop-k pays ")
             print(f"    {edge.partition(' (modelled')[0]} ({each.rate})")
     return 0
 

@@ -66,7 +66,7 @@ def recipes(inner_steps: Sequence[int], densities: Sequence[float]) -> Iterator[
                     partial(local, outer=outer, compression=gtopk),
                 )
             yield (
-                f"gtopk {density:g}, {steps} steps, momentum before selection",
+                f"gtopk {density:g}, {steps} steps, momentum before selection, masked",
                 partial(local, outer=plain, compression=inside),
             )
 

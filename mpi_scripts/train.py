@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
     recipe.add_argument("--passes", type=at_least(1), default=1, help="backward passes of a step")
     recipe.add_argument("--lr", type=float)
     recipe.add_argument("--momentum", type=float)
-    recipe.add_argument("--weight-decay", type=float)
+    recipe.add_argument("--weight-decay", type=float, help="of SGD, or AdamW, after the reduction")
     recipe.add_argument("--amp", choices=AMP_DTYPES, help="compute in half precision")
     sending = parser.add_argument_group("what is sent")
     sending.add_argument(
@@ -232,7 +232,9 @@ def _optimizer(
         return torch.optim.AdamW(
             model.parameters(), lr, betas=ADAM_BETAS, weight_decay=weight_decay
         )
-    momentum = 0.0 if corrected else _given(arguments.momentum, preset.momentum)
+    momentum = _given(arguments.momentum, preset.momentum)
+    if corrected:  # weight decay, which goes through SGD's momentum, goes through none then
+        momentum, weight_decay = 0.0, weight_decay / (1.0 - momentum)
     return torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=weight_decay)
 
 

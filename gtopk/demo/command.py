@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..charts.units import about_bandwidth_text, bytes_text, count_text
 from ..launch import LaunchError, explain, rank_environment, run, usable_cores
-from .model import LATENCY_SECONDS, break_even
+from .model import LATENCY_SECONDS, pays_below
 from .plan import PROGRESS, TRAIN_IMAGES, Plan
 from .record import PARTS, Record
 
@@ -244,7 +244,7 @@ def against_dense(record: Record, dense: Record) -> str:
 def model_line(dense: Record, gtopk: Record) -> str:
     """Return where the alpha-beta model sees the break-even."""
     latency = f"{1e6 * LATENCY_SECONDS:.0f} us latency"
-    bits_per_second = break_even(dense, gtopk)
+    bits_per_second = pays_below(dense, gtopk)
     if bits_per_second is None:
         return f"on links of {latency}, this step of gTop-k pays at no bandwidth"
     if bits_per_second == float("inf"):

@@ -45,7 +45,7 @@ def modelled_step_seconds(record: Record, compute_seconds: float, link: Link) ->
     return compute_seconds + record["step_seconds"]["select"] + record["merge_seconds"] + wire
 
 
-def break_even(dense: Record, sparse: Record) -> float | None:
+def pays_below(dense: Record, sparse: Record) -> float | None:
     """Return the bits per second below which `sparse` is modelled to be faster.
 
     None: at no bandwidth; infinity: at all of them.

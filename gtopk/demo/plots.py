@@ -25,7 +25,7 @@ from ..charts.svg import (
 )
 from ..charts.units import about_bandwidth_text, bandwidth_text, bytes_text, seconds_text
 from .marks import series
-from .model import LATENCY_SECONDS, break_even, modelled_step_seconds, shared_compute_seconds
+from .model import LATENCY_SECONDS, modelled_step_seconds, pays_below, shared_compute_seconds
 from .record import PART_NAMES, PARTS, Part, Record
 
 SLOWEST_LINK, FASTEST_LINK = 1e7, 1e11  # bits per second, the modelled range
@@ -172,7 +172,7 @@ def modelled_time_over_bandwidth(records: Sequence[Record]) -> str:
     x_ticks = {value: bandwidth_text(value).removesuffix("bit/s") for value in x.ticks()}
     y_ticks = {value: seconds_text(value) for value in y.ticks()}
     names = ("bandwidth of the link, bit/s", "step time in the model")
-    marker = break_even_marker(x, break_even(dense, gtopk))
+    marker = break_even_marker(x, pays_below(dense, gtopk))
     title = "Modelled step time over link bandwidth, one line per method"
     return drawing(title, [frame(x, y, x_ticks, y_ticks, names), *lines, marker])
 

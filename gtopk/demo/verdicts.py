@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..charts.units import about_bandwidth_text, bytes_text, digits, percent_text, seconds_text
-from .model import LATENCY_SECONDS, break_even
+from .model import LATENCY_SECONDS, pays_below
 from .record import Record
 
 SAME_TIME = 0.03  # runs whose times differ by less are called equally long
@@ -144,7 +144,7 @@ def replicas_verdict(records: Sequence[Record]) -> Verdict:
 
 def model_verdict(dense: Record, sparse: Record) -> Verdict:
     """Judge, in the model, at which bandwidths `sparse` is faster than dense."""
-    bandwidth = break_even(dense, sparse)
+    bandwidth = pays_below(dense, sparse)
     name, latency = sparse["label"], f"assuming a latency of {seconds_text(LATENCY_SECONDS)}"
     if bandwidth is None:
         return Verdict(

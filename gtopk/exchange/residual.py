@@ -63,7 +63,7 @@ class Residual:
         device: torch.device = _HOST,
         tensors: list[torch.Tensor] | None = None,
         *,
-        masked: bool = True,
+        masked: bool = False,
         betas: tuple[float, float] | None = None,
         sizes: Sequence[int] = (),
     ) -> None:

@@ -24,6 +24,7 @@ from .models import PARAMETERS
 from .quantities import bandwidth, count, duration
 from .show import LABELS, render, show
 
+_PAYS: Final = {None: "never", math.inf: "always"}  # else below a bandwidth
 MOST_RANKS = 65_536
 MOST_ELEMENTS = 10**15  # beyond, a float cannot tell one of them from none
 EXACT_FORMATS = [format for format in FORMATS if format.values == "exact"]  # nothing is rounded
@@ -157,11 +158,12 @@ def _fail(reason: str) -> int:
     return 2
 
 
-_PAYS: Final = {None: "never", math.inf: "always"}
-
-
 def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, Any]:
-    """Return the comparison in the types of JSON."""
+    """Return the comparison in the types of JSON.
+
+    break_even_bits_per_second: null where it pays never, or always; of its two bounds, 0 is at no
+    bandwidth and null at every one.
+    """
     cluster = comparison.cluster
 
     def method(found: Prediction) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
             "updated": found.updated,
         }
 
-    edge, *edges = map(_json_number, comparison.break_even)
+    edge, *bounds = map(_json_number, comparison.break_even)
     return {
         "modelled": True,
         "cluster": {
@@ -201,7 +203,7 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
         "cheapest": comparison.cheapest.candidate.algorithm,
         "pays": _PAYS.get(comparison.break_even.bits_per_second, "below"),
         "break_even_bits_per_second": edge,
-        "break_even_bounds_bits_per_second": edges,
+        "break_even_bounds_bits_per_second": bounds,
     }
 
 

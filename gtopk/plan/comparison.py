@@ -149,7 +149,7 @@ def compare(cluster: Cluster, rates: Rates) -> Comparison:
         min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
         break_even(
             lambda link: dense_on(cluster.on(link)).seconds,
-            # What hides of dense is said here: a fifth of its time is one of the whole.
+            # Added here, not taken from dense, all of whose time may be off.
             lambda link: (
                 cluster.backward_seconds
                 + min(

@@ -142,7 +142,7 @@ def verdict(comparison: Comparison) -> str:
 
 
 def where_it_pays(edge: BreakEven) -> str:
-    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s were a time 20 % off)"."""
+    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)"."""
     about = edge.bits_per_second
     if about is None:
         where = "at no bandwidth"
@@ -152,9 +152,11 @@ def where_it_pays(edge: BreakEven) -> str:
         where = f"below {about_bandwidth_text(about)}"
     if edge.lowest == edge.highest:
         return where
+    if not edge.lowest and math.isinf(edge.highest):
+        return f"{where} (too close to tell)"
     lowest, highest = map(_bandwidth, (edge.lowest, edge.highest))
     unit = f"{SPACE}{highest.rpartition(SPACE)[2]}"
-    if_off = f"were a time {100 * ERROR:.0f}{SPACE}% off"
+    if_off = f"if a time is {100 * ERROR:.0f}{SPACE}% off"
     return f"{where} ({lowest.removesuffix(unit)} to {highest} {if_off})"
 
 

@@ -77,8 +77,10 @@ def advice(
         name, edge = LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates)
     else:
         name, edge = LABELS[found.candidate.algorithm], comparison.break_even
+    is_somewhere = edge.bits_per_second is not None and math.isfinite(edge.bits_per_second)
     return (
-        f"{_what(comparison, others)}: {verdict}; {name} pays {where_it_pays(edge)} "
+        f"{_what(comparison, others)}: {verdict}; {'' if is_somewhere else 'at this latency '}"
+        f"{name} pays {where_it_pays(edge)} "
         "(modelled; what hides behind backward costs nothing; "
         f"links and rates {calibration.origin})"
     )

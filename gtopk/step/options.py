@@ -206,20 +206,30 @@ def warn_of_second_moments(options: Options, groups: Iterable[Mapping[str, Any]]
     )
 
 
-def tell_of_momentum(options: Options, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Say, where SGD takes its momentum of what was selected, that it may be taken before.
+def tell_of_momentum(options: Options, optimizer: torch.optim.Optimizer) -> None:
+    """Say, where SGD takes its momentum of what was selected, how it is taken before.
 
-    Not of Nesterov's, which is none that this library takes.
+    Of plain momentum alone: `momentum_correction` is neither Nesterov's nor dampened.
     """
-    plain = [each["momentum"] for each in groups if each.get("nesterov", True) is False]
-    momentum = max(plain, default=0.0)
     compression = options.compression
-    if not momentum or not isinstance(compression, ErrorFeedback) or compression.corrects:
+    if not isinstance(compression, ErrorFeedback) or compression.corrects:
         return
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    plain = [
+        group
+        for group in optimizer.param_groups
+        if group["momentum"] and not group["nesterov"] and not group["dampening"]
+    ]
+    if not plain:
+        return
+    momentum = float(plain[0]["momentum"])
+    decays = any(group["weight_decay"] for group in plain)
     _log.info(
-        "SGD's momentum of %g is taken of what was selected; taken before, it ended level with "
-        "that or up to 2.5 points nearer to dense: momentum_correction=%g in the compression, and "
-        "momentum=0 in SGD (docs/tuning.md)",
+        "SGD's momentum of %g is taken of what was selected. Before the selection it mostly ended "
+        "nearer to dense: momentum_correction=%g in the compression, and in SGD momentum=0%s "
+        "(docs/tuning.md)",
         momentum,
         momentum,
+        f" and {1 / (1 - momentum):.3g} times the weight_decay" if decays and momentum < 1 else "",
     )

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from collectives.cost import Link
-from gtopk.demo.model import LATENCY_SECONDS, break_even, modelled_step_seconds
+from gtopk.demo.model import LATENCY_SECONDS, modelled_step_seconds, pays_below
 from gtopk.demo.plots import (
     accuracy_over_bytes,
     accuracy_over_epochs,
@@ -52,7 +52,7 @@ def test_bytes_add_up_to_those_of_the_whole_run(records: list[Record]) -> None:
 
 def test_methods_take_equal_time_at_the_break_even(records: list[Record]) -> None:
     dense, _, gtopk, _ = records
-    bandwidth = break_even(dense, gtopk)
+    bandwidth = pays_below(dense, gtopk)
     assert bandwidth is not None
     link = Link.of(bandwidth, LATENCY_SECONDS)
     assert modelled_step_seconds(dense, 0.002, link) == pytest.approx(
@@ -62,9 +62,9 @@ def test_methods_take_equal_time_at_the_break_even(records: list[Record]) -> Non
 
 def test_merging_moves_the_break_even_down(records: list[Record]) -> None:
     dense, _, gtopk, _ = records
-    without = break_even(dense, {**gtopk, "merge_seconds": 0.0})
-    faster = break_even(dense, gtopk)
-    slower = break_even(dense, {**gtopk, "merge_seconds": 0.003})
+    without = pays_below(dense, {**gtopk, "merge_seconds": 0.0})
+    faster = pays_below(dense, gtopk)
+    slower = pays_below(dense, {**gtopk, "merge_seconds": 0.003})
     assert without is not None
     assert faster is not None
     assert slower is not None

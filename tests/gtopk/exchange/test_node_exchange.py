@@ -172,9 +172,10 @@ def test_what_another_shard_held_back_is_no_gradient_to_momentum(threads, holder
     assert [applied[0] for applied in threads(2, program)] == [1.0, 1.0]
 
 
-def test_the_velocity_of_other_shards_goes_to_their_owners(threads):
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_velocity_of_other_shards_goes_to_their_owners(threads, masked):
     compression = Compression.hierarchical(
-        1.0, inside="dense", momentum_correction=0.5, factor_masking=True, node_size=2
+        1.0, inside="dense", momentum_correction=0.5, factor_masking=masked, node_size=2
     )
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,9 +193,12 @@ def test_the_velocity_of_other_shards_goes_to_their_owners(threads):
             (held,) = optimizer.state_dict()["gtopk"]["held"].values()
             return parameter.grad.clone(), held["w"]["velocity"]
 
-    (update, _), _ = ranks = threads(2, program)
-    torch.testing.assert_close(update, 0.5 * 3 * torch.arange(8.0).double())
-    assert not any(velocity.any() for _, velocity in ranks)  # what was applied is masked
+    (update, low), (_, high) = threads(2, program)
+    moved = 0.5 * 3 * torch.arange(8.0).double()
+    torch.testing.assert_close(update, moved)
+    kept = torch.zeros_like(moved) if masked else moved  # all was applied
+    torch.testing.assert_close(low, torch.cat([kept[:4], torch.zeros(4).double()]))
+    torch.testing.assert_close(high, torch.cat([torch.zeros(4).double(), kept[4:]]))
 
 
 def test_what_rounding_takes_is_kept_by_the_owners_of_the_first_node(threads):

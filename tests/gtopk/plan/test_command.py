@@ -99,6 +99,8 @@ def test_the_figures_are_the_same_as_json(capsys, tmp_path):
     assert record["modelled"]
     assert record["cheapest"] == "gtopk"
     assert record["pays"] == "below"
+    lowest, highest = record["break_even_bounds_bits_per_second"]
+    assert 0 < lowest < record["break_even_bits_per_second"] < highest
     dense, *sparse = record["methods"]
     assert dense["algorithm"] == "dense"
     assert dense["sent"]["bytes"] == pytest.approx(2 * 31 / 32 * 4 * 25_557_032)

@@ -36,6 +36,15 @@ def test_it_pays_below_the_break_even_and_not_above(ranks, length, backward, bit
         assert not ask(1.01 * edge, ranks, length, backward).pays
 
 
+def test_the_bounds_are_of_all_of_denses_time():
+    """Of what hides behind backward, too: half a second of it is one, on a quicker link."""
+    edge = ask(1e9, backward=0.5).break_even
+    dense = {bits: ask(bits, backward=0.5).dense.seconds for bits in edge}
+    sparse = {bits: ask(bits, backward=0.5).cheapest_sparse.seconds for bits in edge}
+    for bits, factor in zip(edge, (1.0, 1 / 1.2, 1.2), strict=True):
+        assert factor * dense[bits] == pytest.approx(0.5 + sparse[bits], rel=1e-6)
+
+
 def test_a_speedup_is_of_backward_and_exchange_together():
     comparison = ask(1e9, backward=0.1)
     dense, gtopk = comparison.dense, comparison.sparse[2]

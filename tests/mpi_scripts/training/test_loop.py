@@ -195,6 +195,17 @@ def test_adam_is_before_the_selection_where_there_is_one(
     assert (group["lr"], group["weight_decay"]) == (lr, 0.1)
 
 
+def test_weight_decay_does_the_same_without_the_momentum_it_went_through(monkeypatch) -> None:
+    groups = []
+    for switch in ("--no-momentum-correction", "--momentum-correction"):
+        given = ["--preset", "digits", "--weight-decay", "0.001", "--momentum", "0.5", switch]
+        monkeypatch.setattr(sys, "argv", ["train.py", *given])
+        with world.entered(local_world(1)[0]):
+            (group,) = train.prepare(train.parse()).optimizer.param_groups
+        groups.append((group["momentum"], group["weight_decay"]))
+    assert groups == [(0.5, 0.001), (0.0, 0.002)]
+
+
 def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
     for arguments, reason in (
         (["--data", "folder"], "--preset digits takes --dataset"),
