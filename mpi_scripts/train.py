@@ -176,11 +176,12 @@ def prepare(arguments: argparse.Namespace) -> Training:
         "seed": arguments.seed,
         "device": device.type,
     }
+    compression = _compression(arguments, preset, steps_per_epoch)  # refuses a momentum of 1
     return Training(
         task=task,
         model=model,
         optimizer=_optimizer(arguments, preset, model),
-        compression=_compression(arguments, preset, steps_per_epoch),
+        compression=compression,
         schedule=preset.schedule,
         device=device,
         epochs=_given(arguments.epochs, preset.epochs),

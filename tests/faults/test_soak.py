@@ -27,7 +27,10 @@ def soak(mpirun, ranks: int, steps: int, timeout: float) -> list[dict]:
     job = mpirun(ranks, "soak.py", str(steps), timeout=timeout)
     assert job.returncode == 0, job.stderr
     # A busy machine slows ranks down, now and then, and that is said.
-    expected = re.compile(r"leaves 94 of 936 entries a step|slows the others down|has caught up")
+    expected = re.compile(
+        r"leaves 94 of 936 entries a step|SGD's momentum of 0\.9|"
+        r"slows the others down|has caught up"
+    )
     said = [line for line in job.stderr.splitlines() if "gtopk" in line]
     assert all(map(expected.search, said)), job.stderr
     said = [line.removeprefix("soak ") for line in job.stdout.splitlines()]
