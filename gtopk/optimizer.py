@@ -23,6 +23,7 @@ from .step.listener import Listener
 from .step.options import (
     Groups,
     Options,
+    more_weight_decay,
     tell_of_momentum,
     warn_of_few_entries,
     warn_of_second_moments,
@@ -388,11 +389,10 @@ def _require_one_momentum(optimizer: torch.optim.Optimizer, feedback: ErrorFeedb
     )
     momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
     if momentum:
-        decays = not adam and any(group.get("weight_decay") for group in optimizer.param_groups)
-        more = f", and {1 / (1 - momentum):.3g} times the weight_decay" if momentum < 1 else ""
+        more = "" if adam else more_weight_decay(momentum, optimizer.param_groups)
         raise ValueError(
             f"{correction} takes the momentum before selection: wrap an "
-            f"optimizer with momentum=0, not {momentum}{more if decays else ''}"
+            f"optimizer with momentum=0, not {momentum}{more}"
         )
     if any("betas" in group for group in optimizer.param_groups):
         kind = type(optimizer).__name__

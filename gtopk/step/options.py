@@ -224,12 +224,21 @@ def tell_of_momentum(options: Options, optimizer: torch.optim.Optimizer) -> None
     if not plain:
         return
     momentum = float(plain[0]["momentum"])
-    decays = any(group["weight_decay"] for group in plain)
     _log.info(
         "SGD's momentum of %g is taken of what was selected. Before the selection it mostly ended "
         "nearer to dense: momentum_correction=%g in the compression, and in SGD momentum=0%s "
         "(docs/tuning.md)",
         momentum,
         momentum,
-        f" and {1 / (1 - momentum):.3g} times the weight_decay" if decays and momentum < 1 else "",
+        more_weight_decay(momentum, plain),
     )
+
+
+def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> str:
+    """Return, in words to add to "momentum=0", what weight decay does the same without it.
+
+    SGD adds it to the gradient before its momentum, which makes 1 / (1 - momentum) of it.
+    """
+    if momentum >= 1 or not any(group.get("weight_decay") for group in groups):
+        return ""
+    return f" and {1 / (1 - momentum):.3g} times the weight_decay"
