@@ -241,4 +241,4 @@ def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> s
     """
     if momentum >= 1 or not any(group.get("weight_decay") for group in groups):
         return ""
-    return f" and {1 / (1 - momentum):.3g} times the weight_decay"
+    return f", and {1 / (1 - momentum):.3g} times the weight_decay"

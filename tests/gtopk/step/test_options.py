@@ -92,7 +92,7 @@ def test_what_cannot_be_exchanged_is_refused_at_once(parameters, said):
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), "momentum=0, not 0.5"),
         (
             lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, weight_decay=1e-4),
-            "momentum=0, not 0.5 and 2 times the weight_decay",
+            "momentum=0, not 0.5, and 2 times the weight_decay",
         ),
         (lambda p: torch.optim.LBFGS(p), "LBFGS"),
         (lambda p: DistributedOptimizer(torch.optim.SGD(p, lr=0.1)), "distributed already"),
