@@ -1,6 +1,6 @@
 """Hold the line at a run's start against the run: what it says that compression saves, and saved.
 
-sudo python mpi_scripts/bench_advice.py report/advice        30 emulated networks: 13 minutes
+sudo python mpi_scripts/bench_advice.py report/advice        30 emulated networks: 15 minutes
 sudo python mpi_scripts/bench_advice.py report/edges --hosts 2 3 4 --rates 640mbit 320mbit \\
     160mbit 80mbit --densities 0.1 0.15 0.2 0.3 0.4 0.5      below which bandwidth it pays: 5
 
@@ -9,9 +9,11 @@ On every network a training of 500,000 parameters in ten tensors begins as any o
 and dense ones take turns. Gradients are set, not computed: nothing hides the exchange. Writes
 advice.json, a record for each network and density, and prints the table.
 
-At high densities the bandwidth below which gTop-k pays is one that can be emulated. Where it saves
-time at one of the rates and loses some at the next, it takes as long as dense in between: what it
-saves is interpolated, linearly in the seconds of a byte, as both times are.
+The bandwidth below which compression pays is one that can be emulated at high densities, and where
+links are long (--delays) and the algorithm takes more rounds than dense (--algorithm oktopk, and
+--tensors 1, for dense takes its rounds for each of its buckets). Where it saves time at one of the
+rates and loses some at the next, it takes as long as dense in between: what it saves is
+interpolated, linearly in the seconds of a byte, as both times are.
 """
 
 from __future__ import annotations
@@ -42,20 +44,25 @@ from gtopk.plan.quantities import bandwidth
 from mpi_scripts.bench_scaling import ROOT, environment
 from mpi_scripts.predictions import Forecast, row
 
-ELEMENTS: Final = 500_000
-TENSORS: Final = 10
+COMPRESSIONS: Final = {"gtopk": hvd.Compression.gtopk, "oktopk": hvd.Compression.oktopk}
+NO_DELAY: Final = "0"
 UNITS: Final = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
 
 
 class Held(NamedTuple):
-    """One network. dense_seconds, gtopk_seconds: medians of steps on the slowest rank."""
+    """One network. dense_seconds, sparse_seconds: medians of steps, of all ranks' mean.
+
+    delay: one way between two hosts, beside what the machine takes to pass a packet on.
+    """
 
     rate: str
+    delay: str
     hosts: int
+    elements: int
     entries: int  # that a rank selects
     line: str
     dense_seconds: float
-    gtopk_seconds: float
+    sparse_seconds: float
 
     def forecasts(self) -> Iterator[Forecast]:
         """Yield what the line said, beside what was measured."""
@@ -66,22 +73,28 @@ class Held(NamedTuple):
             yield self._of("what compression saves", saved_seconds, self.saved_seconds)
 
     def edge(self, bits_per_second: float) -> Iterator[Forecast]:
-        """Yield where the line said that gTop-k ceases to pay, beside where it does.
+        """Yield where the line said that compression ceases to pay, beside where it does.
 
         Its number, and of its bounds what is nearest: the very same if it lies between them.
         """
         about, lowest, highest = said_edge(self.line)
-        yield self._of("below which bandwidth gTop-k pays", about, bits_per_second)
+        yield self._of("below which bandwidth it pays", about, bits_per_second)
         nearest = min(max(bits_per_second, lowest), highest)
         yield self._of("between which bandwidths that is", nearest, bits_per_second)
 
     def _of(self, way: str, foretold: float, measured: float) -> Forecast:
-        return Forecast(self.rate, self.hosts, ELEMENTS, self.entries, way, foretold, measured)
+        shape = self.hosts, self.elements, self.entries
+        return Forecast(self.network, *shape, way, foretold, measured)
+
+    @property
+    def network(self) -> str:
+        """Return its links in words."""
+        return self.rate if self.delay == NO_DELAY else f"{self.rate}, {self.delay}"
 
     @property
     def saved_seconds(self) -> float:
-        """Return what gTop-k saved; less than nothing where dense is faster."""
-        return self.dense_seconds - self.gtopk_seconds
+        """Return what compression saved; less than nothing where dense is faster."""
+        return self.dense_seconds - self.sparse_seconds
 
     @property
     def seconds_per_byte(self) -> float:
@@ -101,17 +114,18 @@ def said(line: str, words: str) -> float:
 
 
 def said_edge(line: str) -> tuple[float, float, float]:
-    """Return below how many bits per second gTop-k pays, as a line says, and its bounds.
+    """Return below how many bits per second compression pays, as a line says, and its bounds.
 
     0: at no bandwidth. Raises ValueError where it does not say.
     """
-    if "gTop-k pays at no bandwidth" in line:
+    _, _, edge = line.rpartition(" pays ")
+    if edge.startswith("at no bandwidth"):
         about = 0.0
-    elif "gTop-k pays at every bandwidth" in line:
+    elif edge.startswith("at every bandwidth"):
         about = math.inf
     else:
-        about = said(line, "gTop-k pays below about")
-    bracket = re.search(r"gTop-k pays [^(]*\((?!modelled)(.*?)\)", line)
+        about = said(edge, "below about")
+    bracket = re.match(r"[^(]*\((?!modelled)(.*?)\)", edge)
     if bracket is None:
         return about, about, about
     if bracket[1] == "too close to tell":
@@ -131,13 +145,13 @@ def _bound(number: str, unit: str | None) -> float:
 
 
 def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:
-    """Yield below how many bits per second gTop-k pays, and who foretold it.
+    """Yield below how many bits per second compression pays, and who foretold it.
 
-    Of each number of hosts and density; of none where that lies beyond the rates.
+    Of each delay, number of hosts and density; of none where that lies beyond the rates.
     """
-    groups: dict[tuple[int, int], list[Held]] = {}
+    groups: dict[tuple[str, int, int], list[Held]] = {}
     for each in held:
-        groups.setdefault((each.hosts, each.entries), []).append(each)
+        groups.setdefault((each.delay, each.hosts, each.entries), []).append(each)
     for group in groups.values():
         slowest_first = sorted(group, key=lambda each: -each.seconds_per_byte)
         found = [crossing(*pair) for pair in itertools.pairwise(slowest_first)]
@@ -147,7 +161,7 @@ def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:
 
 
 def crossing(slow: Held, fast: Held) -> float | None:
-    """Return at how many bits per second, between two rates, gTop-k takes as long as dense."""
+    """Return at how many bits per second, between two rates, both take the same time."""
     if slow.saved_seconds <= 0 or fast.saved_seconds > 0:
         return None
     share = slow.saved_seconds / (slow.saved_seconds - fast.saved_seconds)
@@ -165,43 +179,55 @@ class _Line(logging.Handler):
             self.text = record.getMessage()
 
 
-def rank(density: float, rounds: int) -> dict[str, object]:
+def rank(options: argparse.Namespace, density: float) -> dict[str, object]:
     """Train on this rank; return what was said and what steps took, on every rank the same."""
     hvd.init()
     line = _Line()
     logging.getLogger("gtopk").addHandler(line)
     optimizers = []
-    for compression in (hvd.Compression.gtopk(density), hvd.Compression.none):
-        model = torch.nn.ParameterList(torch.zeros(ELEMENTS // TENSORS) for _ in range(TENSORS))
+    shape = options.elements // options.tensors
+    for compression in (COMPRESSIONS[options.algorithm](density), hvd.Compression.none):
+        model = torch.nn.ParameterList(torch.zeros(shape) for _ in range(options.tensors))
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         optimizers.append(hvd.DistributedOptimizer(sgd, model.named_parameters(), compression))
     generator = torch.Generator().manual_seed(hvd.rank())
     seconds: list[list[float]] = [[], []]
-    for number in range(rounds + 1):
+    for number in range(options.rounds + 1):
         for optimizer, taken in zip(optimizers, seconds, strict=True):
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            time.sleep(0.02)  # as a backward pass would: the links rest
+            parameters = optimizer.param_groups[0]["params"]
+            both = [
+                [torch.randn(each.shape, generator=generator) for each in parameters]
+                for _ in range(2)
+            ]
             hvd.barrier()
-            begun = time.perf_counter()
-            optimizer.step()
-            took = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
-            slowest = float(hvd.allreduce(took, op=hvd.Max))
+            took = torch.zeros(1, dtype=torch.float64)
+            # Two steps: ranks leave a barrier up to a link's latency apart, and who is early waits;
+            # in the next step it is late.
+            for gradients in both:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                time.sleep(0.02)  # as a backward pass would: the links rest
+                begun = time.perf_counter()
+                optimizer.step()
+                took += (time.perf_counter() - begun) / 2
+            ranks_mean = float(hvd.allreduce(took))
             if number:  # the first opens connections and measures links
-                taken.append(slowest)
+                taken.append(ranks_mean)
     logging.getLogger("gtopk").removeHandler(line)
     hvd.shutdown()
-    gtopk_seconds, dense_seconds = map(statistics.median, seconds)
-    return {"line": line.text, "dense_seconds": dense_seconds, "gtopk_seconds": gtopk_seconds}
+    sparse_seconds, dense_seconds = map(statistics.median, seconds)
+    return {"line": line.text, "dense_seconds": dense_seconds, "sparse_seconds": sparse_seconds}
 
 
-def measured(rate: str, hosts: int, densities: Sequence[float], rounds: int) -> Iterator[Held]:
+def measured(options: argparse.Namespace, rate: str, delay: str, hosts: int) -> Iterator[Held]:
     """Emulate a network, train on it, and yield what was said and measured, by density."""
-    command = [str(ROOT / "mpi_scripts" / "emulated_network.sh"), str(hosts), rate, "mpirun"]
-    command += [sys.executable, __file__, "--rank", "--densities", *map(str, densities)]
+    network = [str(hosts), rate] if delay == NO_DELAY else ["--delay", delay, str(hosts), rate]
+    program = [sys.executable, __file__, "--rank", "--densities", *map(str, options.densities)]
+    program += ["--algorithm", options.algorithm, "--elements", str(options.elements)]
+    program += ["--tensors", str(options.tensors), "--rounds", str(options.rounds)]
     with tempfile.TemporaryDirectory() as cache:  # no link is known beforehand
         done = subprocess.run(
-            [*command, "--rounds", str(rounds)],
+            [str(ROOT / "mpi_scripts" / "emulated_network.sh"), *network, "mpirun", *program],
             env={**environment(emulated=True), "GTOPK_ADVICE": "on", "XDG_CACHE_HOME": cache},
             capture_output=True,
             text=True,
@@ -209,10 +235,11 @@ def measured(rate: str, hosts: int, densities: Sequence[float], rounds: int) -> 
             check=False,
         )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or len(answers) != len(densities):
-        raise SystemExit(f"{rate}, {hosts} hosts: {done.stderr[-2000:]}")
-    for density, answer in zip(densities, answers, strict=True):
-        yield Held(rate, hosts, round(density * ELEMENTS), **json.loads(answer))
+    if done.returncode or len(answers) != len(options.densities):
+        raise SystemExit(f"{' '.join(network)}: {done.stderr[-2000:]}")
+    for density, answer in zip(options.densities, answers, strict=True):
+        entries = round(density * options.elements)
+        yield Held(rate, delay, hosts, options.elements, entries, **json.loads(answer))
 
 
 def table(held: Sequence[Held]) -> list[str]:
@@ -233,35 +260,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("folder", type=Path, nargs="?", default=Path("report/advice"), help="to write into")
     add("--rates", nargs="+", default=["5mbit", "10mbit", "20mbit", "40mbit", "80mbit", "160mbit"])
     add("--hosts", type=int, nargs="+", default=[2, 3, 4, 5, 6])
+    add("--delays", nargs="+", default=[NO_DELAY], help="10ms, say: one way, on top")
     add("--densities", type=float, nargs="+", default=[0.05])
-    add("--rounds", type=int, default=5)
+    add("--algorithm", choices=COMPRESSIONS, default="gtopk")
+    add("--elements", type=int, default=500_000)
+    add("--tensors", type=int, default=10, help="of as many elements each")
+    add("--rounds", type=int, default=5, help="of two steps each")
     add("--rank", action="store_true", help=argparse.SUPPRESS)  # what each host runs
     options = parser.parse_args(arguments)
     if options.rank:
         torch.set_num_threads(1)
         for density in options.densities:
-            found = rank(density, options.rounds)
+            found = rank(options, density)
             if found["line"]:  # this is rank 0
                 print(json.dumps(found), flush=True)
         return 0
     options.folder.mkdir(parents=True, exist_ok=True)
     held = []
-    for rate in options.rates:
-        for hosts in options.hosts:
-            for each in measured(rate, hosts, options.densities, options.rounds):
-                held.append(each)
-                print(f"{rate}, {hosts} hosts: {each.line}", file=sys.stderr, flush=True)
-            (options.folder / "advice.json").write_text(
-                json.dumps([each._asdict() for each in held], indent=1) + "\n", encoding="utf-8"
-            )
+    for rate, delay, hosts in itertools.product(options.rates, options.delays, options.hosts):
+        for each in measured(options, rate, delay, hosts):
+            held.append(each)
+            print(f"{each.network}, {hosts} hosts: {each.line}", file=sys.stderr, flush=True)
+        (options.folder / "advice.json").write_text(
+            json.dumps([each._asdict() for each in held], indent=1) + "\n", encoding="utf-8"
+        )
     print("\n".join(table(held)))
     for bits_per_second, group in edges(held):
+        first = group[0]
+        delayed = "" if first.delay == NO_DELAY else f", {first.delay}"
         print(
-            f"{group[0].hosts} hosts, {group[0].entries:,} entries: gTop-k pays below "
-            f"{bandwidth_text(bits_per_second)}; the lines said:"
+            f"{first.hosts} hosts{delayed}, {first.entries:,} entries: {options.algorithm} pays "
+            f"below {bandwidth_text(bits_per_second)}; the lines said:"
         )
         for each in group:
-            _, _, edge = each.line.partition("gTop-k pays ")
+            _, _, edge = each.line.rpartition(" pays ")
             print(f"    {edge.partition(' (modelled')[0]} ({each.rate})")
     return 0
 

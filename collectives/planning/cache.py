@@ -81,6 +81,12 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
     for name in ("between", "within", "allreduce"):
         if network[name] is not None:
             network[name] = Link(*map(_seconds, network[name]))
+    if network["agreement_seconds"] is not None:
+        network["agreement_seconds"] = _seconds(network["agreement_seconds"])
+    if network["segment_bytes"] is not None:
+        network["segment_bytes"] = int(network["segment_bytes"])
+        if network["segment_bytes"] < 1:
+            raise ValueError("an allreduce needs bytes in a segment")
     if network["ranks"] < 1 or network["ranks_per_node"] < 1:
         raise ValueError("a network needs a rank")
     link = network["between"]

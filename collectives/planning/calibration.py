@@ -7,6 +7,7 @@
                 that of node 0 <-> the last one, likewise          0.4, and 0.2 to rest
     allreduce   all                                                0.4, and as long again; and to
                                                                    agree on its time
+    agreement   all                                                9 log2 P latencies, 3 if long
     rates       each for itself                                    0.8
     calls       all                                                0.4, and 0.4 to rest
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,10 +48,12 @@ from .probes import (
     SMALLEST_ALLREDUCE_BYTES,
     Clock,
     Prepare,
+    agree_on_mean,
     agree_on_slowest,
     follow_swaps,
     lead_swaps,
     seconds_per_unit,
+    time_agreement,
     time_allreduce,
 )
 from .rates import DEFAULT_RATES, CodingRate, Rates
@@ -71,7 +75,7 @@ _DENSE: Final = 0.1  # where what each entry takes can be told from what each el
 _FEW: Final = 16  # entries
 _LISTS: Final = 8  # that are added up
 _REST_SECONDS: Final = 0.02
-_REDUCTIONS: Final = 9  # of which the median counts
+_GOES: Final = 5  # of which the median counts
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
@@ -143,15 +147,20 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     allreduce = None
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
-        call = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
+        call = time_allreduce(transport, ALLREDUCE_SECONDS, clock, link.latency_seconds)
         share = 2 * (size - 1) / size
         if call is not None:
             allreduce = Link(call.latency_seconds / messages, call.seconds_per_byte / share)
-    if in_order:
-        return Network(size, link, ranks_per_node, within, allreduce), len(nodes)
-    # Any message may leave its node, and share the link with those of the other ranks there.
-    shared = Link(link.latency_seconds, link.seconds_per_byte * ranks_per_node)
-    return Network(size, shared, 1, None, allreduce), len(nodes)
+    segment_bytes = transport.segment_bytes if transport.segment_bytes < sys.maxsize else None
+    agreement_seconds = time_agreement(transport, clock)
+    network = Network(
+        size, link, ranks_per_node, within, allreduce, segment_bytes, agreement_seconds
+    )
+    if not in_order:
+        # Any message may leave its node, and share the link with those of the other ranks there.
+        shared = Link(link.latency_seconds, link.seconds_per_byte * ranks_per_node)
+        network = network._replace(between=shared, ranks_per_node=1, within=None)
+    return network, len(nodes)
 
 
 def _slowest_link(transport: Transport, mine: Link) -> Link | None:
@@ -343,6 +352,9 @@ def measure_calls(
     entries. They take turns, so that what is in the way for a moment does not make most goes of one
     longer. Every rank must call it, and gets the same. A rank that is alone keeps what it measured
     of itself.
+
+    Ranks begin up to a latency apart; who is early waits, and is late the next time. So two of a
+    kind are one go, and the mean of all ranks counts.
     """
     if transport.size == 1:
         return rates
@@ -350,13 +362,15 @@ def measure_calls(
     format = next(iter(rates.coding))
     counts = {"gtopk": ("swap_seconds", "swaps"), "topk-allgather": ("list_seconds", "others")}
     goes: dict[str, list[float]] = {algorithm: [] for algorithm in counts}
-    while len(goes["gtopk"]) < _REDUCTIONS and sum(map(sum, goes.values())) < CALLS_SECONDS:
+    while len(goes["gtopk"]) < _GOES and 2 * sum(map(sum, goes.values())) < CALLS_SECONDS:
         for algorithm, seconds in goes.items():
-            time.sleep(_REST_SECONDS)
-            transport.barrier()
-            begun = clock()
-            ALGORITHMS[algorithm](mine, _FEW, transport, format=format)
-            seconds += agree_on_slowest(transport, [clock() - begun])
+            took = 0.0
+            for _ in range(2):
+                time.sleep(_REST_SECONDS)
+                begun = clock()
+                ALGORITHMS[algorithm](mine, _FEW, transport, format=format)
+                took += clock() - begun
+            seconds.append(agree_on_mean(transport, took / 2))
     known = rates.without_calls()
     for algorithm, (of_each, counted) in counts.items():
         candidate = Candidate(algorithm, _FEW / mine.length, format)

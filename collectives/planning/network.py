@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..cost import Link
+from ..cost import Link, rounds
 
 
 class Network(NamedTuple):
@@ -13,6 +13,9 @@ class Network(NamedTuple):
     between: the link of a node, shared by all its ranks. within: a rank's own link to its node.
     allreduce: the link of which an allreduce of this size makes the most, where one was measured;
                None: the links above, without loss.
+    segment_bytes: of a longer vector an allreduce takes one part after the other; None: of none.
+    agreement_seconds: what it takes until all have heard a word of each, as they must before every
+                       reduction of a training; None: ceil(log2 P) latencies.
     """
 
     ranks: int
@@ -20,6 +23,16 @@ class Network(NamedTuple):
     ranks_per_node: int = 1
     within: Link | None = None
     allreduce: Link | None = None
+    segment_bytes: int | None = None
+    agreement_seconds: float | None = None
+
+    @property
+    def expected_agreement_seconds(self) -> float:
+        """Return what was measured, else what is to be expected of the links."""
+        if self.agreement_seconds is not None:
+            return self.agreement_seconds
+        leaving = self.ranks > self.ranks_per_node
+        return rounds(self.ranks) * self.link(int(leaving)).latency_seconds
 
     def link(self, leaving: int) -> Link:
         """Return what a rank gets of the link when `leaving` ranks of its node use it at once."""
@@ -34,4 +47,5 @@ class Network(NamedTuple):
             between=self.between.scaled(factor),
             within=self.within and self.within.scaled(factor),
             allreduce=self.allreduce and self.allreduce.scaled(factor),
+            agreement_seconds=self.agreement_seconds and factor * self.agreement_seconds,
         )

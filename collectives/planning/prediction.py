@@ -12,6 +12,7 @@ lets a burst pass, it has rested before the first round, and rests while ranks c
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -78,10 +79,11 @@ class Prediction:
     select_seconds:      accumulate, select, apply; of dense the copies in their place.
     code_seconds:        encode and decode.
     communicate_seconds: on the wire; latency_seconds: of these, what no bandwidth would spare.
-    rounds:              of messages, one after the other.
+    rounds:              of messages.
     merge_seconds:       merge, keep track of what is alive, and what lists take in calls.
     updated:             coordinates that the update holds.
     lag_steps:           by which its training is behind one that updates all (see `lag`).
+    agreement_seconds:   until all ranks know that all are ready, where they have to agree.
     """
 
     candidate: Candidate
@@ -94,6 +96,7 @@ class Prediction:
     sent: Traffic
     updated: float
     lag_steps: float
+    agreement_seconds: float = 0.0
 
     @property
     def exchange_seconds(self) -> float:
@@ -103,7 +106,7 @@ class Prediction:
     @property
     def seconds(self) -> float:
         """Return what all of it takes."""
-        return self.select_seconds + self.exchange_seconds
+        return self.agreement_seconds + self.select_seconds + self.exchange_seconds
 
     def times(self, count: int) -> Prediction:
         """Return what as many take, one after the other, each of as long a vector."""
@@ -169,10 +172,11 @@ def predict(
         link = network.link(step.leaving)
         if is_dense and network.allreduce is not None:
             link = network.allreduce
-        latency += times * link.latency_seconds
+        waits = times if step.waits is None else step.waits
+        latency += waits * link.latency_seconds
         rounds += times
         passed = bucket.pass_on(times, each, link, coded + merged)
-        communicate += times * link.latency_seconds + passed * link.seconds_per_byte
+        communicate += waits * link.latency_seconds + passed * link.seconds_per_byte
         messages += times * step.senders
         sent += times * step.senders * each
     most = most_bytes(candidate, length, network, value_bytes)
@@ -206,7 +210,8 @@ def most_bytes(candidate: Candidate, length: int, network: Network, value_bytes:
 def _order(candidate: Candidate, length: int, network: Network, value_bytes: int) -> Order:
     k = length if candidate.algorithm == "dense" else candidate.selected(length)
     ranks, ranks_per_node = network.ranks, network.ranks_per_node
-    return Order(length, k, ranks, ranks_per_node, value_bytes, candidate.widening)
+    order = Order(length, k, ranks, ranks_per_node, value_bytes, candidate.widening)
+    return order._replace(segment_bytes=network.segment_bytes or sys.maxsize)
 
 
 def _bytes_of(

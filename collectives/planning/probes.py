@@ -32,6 +32,7 @@ import numpy as np
 from ..cost import Link
 from ..transports.transport import Transport
 from ..vector import Array
+from .schedules import Order, dense
 
 GROWTH: Final = 8
 GOES: Final = 3  # of a size: one may be held up
@@ -46,7 +47,9 @@ SMALLEST_IN_PIECES: Final = 1 << 12
 # longer one would be announced before it is sent.
 LARGEST_PIECE_BYTES: Final = 1 << 15
 SHORT_REST_SECONDS: Final = 1e-3  # after which a processor takes as long as after any
-SMALLEST_ALLREDUCE_BYTES: Final = 1 << 13  # smaller ones may take fewer messages
+AGREEMENT_BYTES: Final = 16  # what each rank says
+AGREEMENT_SECONDS: Final = 0.1
+SMALLEST_ALLREDUCE_BYTES: Final = 1 << 14  # smaller ones may take fewer messages
 LONG_ALLREDUCE_BYTES: Final = 1 << 19
 NOT_MEASURED: Final = Link(math.nan, math.nan, math.nan)
 
@@ -218,27 +221,71 @@ def _swap(transport: Transport, peer: int, pieces: int, size: int) -> Iterator[A
     return transport.exchange_all([(piece, peer)] * pieces, [peer] * pieces)
 
 
-def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) -> Link | None:
+def time_agreement(transport: Transport, clock: Clock) -> float:
+    """Return what it takes until every rank has a word of each: the median of a few goes.
+
+    Every rank must call it; all are told the mean of their times. Where a go is long there is one.
+    """
+    board = np.zeros(transport.size * AGREEMENT_BYTES, np.uint8)
+    bounds = range(0, board.size + 1, AGREEMENT_BYTES)
+    goes: list[float] = []
+    while len(goes) < GOES and sum(goes) < AGREEMENT_SECONDS:
+        took = 0.0
+        for _ in range(2):
+            time.sleep(SHORT_REST_SECONDS)
+            begun = clock()
+            transport.allgather_into(board, bounds)
+            took += clock() - begun
+        goes.append(agree_on_mean(transport, took / 2))
+    return statistics.median(goes)
+
+
+def time_allreduce(
+    transport: Transport, budget_seconds: float, clock: Clock, latency_seconds: float
+) -> Link | None:
     """Return seconds per call, and per byte, of the transport's allreduce.
 
     Up to as long again as the budget comes on top, for goes that are not the first of their size.
     None where only short ones fit the time: what they take says little about a gradient's. Every
-    rank must call it; all are told the time of the slowest.
+    rank must call it; all are told the mean of their times.
+
+    latency_seconds: of a message. Long allreduces have more of them than short ones: words that
+                     answer them, and segments. What those take is left out; None, too, where that
+                     is most of it.
     """
 
     def go(size: int) -> float:
         array = np.zeros(size // 4, np.float32)
         begun = clock()
         transport.allreduce(array)
-        return float(agree_on_slowest(transport, [clock() - begun])[0])
+        return agree_on_mean(transport, clock() - begun)
+
+    def messages(size: int) -> int:
+        order = Order(size // 4, 0, transport.size, segment_bytes=transport.segment_bytes)
+        return sum(step.times for step in dense(order))
 
     samples = grow(go, SMALLEST_ALLREDUCE_BYTES, 4 * LARGEST_BYTES, budget_seconds, SLOWEST)
     largest = max(samples)
     if largest < LONG_ALLREDUCE_BYTES:
         return None
     # The first long ones open TCP's windows: they took up to 1.5 times as long as what followed.
-    samples[largest] = [go(largest) for _ in range(GOES)]
+    more = messages(largest) - messages(SMALLEST_ALLREDUCE_BYTES)
+    long = [go(largest) for _ in range(GOES)]
+    if 2 * more * latency_seconds > statistics.median(long):
+        return None
+    samples[largest] = [seconds - more * latency_seconds for seconds in long]
     return link_of(samples)
+
+
+def agree_on_mean(transport: Transport, seconds: float) -> float:
+    """Return the mean of every rank's number.
+
+    Of what all ranks begin together, but for a latency at the most: as long as the first ones wait
+    for messages, the last ones find theirs there.
+    """
+    mine = np.array([seconds], np.float64)
+    everyones = transport.allgather(mine.view(np.uint8))
+    return statistics.fmean(float(message.view(np.float64)[0]) for message in everyones)
 
 
 def agree_on_slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:

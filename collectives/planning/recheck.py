@@ -14,8 +14,8 @@ import numpy as np
 from ..cost import rounds
 from ..transports.transport import Transport
 from .calibration import Calibration
-from .prediction import Candidate, predict
-from .probes import Clock, agree_on_slowest
+from .prediction import Candidate, Prediction, predict
+from .probes import Clock, agree_on_mean
 
 WRONG: Final = 2.0  # times what was expected, or one part of it
 NEGLIGIBLE_SECONDS: Final = 5e-3  # hosts that are busy take as much longer now and then
@@ -30,26 +30,26 @@ def still_holds(transport: Transport, calibration: Calibration, clock: Clock) ->
     if network.ranks <= network.ranks_per_node:
         return True
 
-    def should_take(length: int) -> float:
-        rates = calibration.rates
-        return predict(Candidate("dense"), length, network, rates).communicate_seconds
+    def should_take(length: int) -> Prediction:
+        return predict(Candidate("dense"), length, network, calibration.rates)
 
     def is_right(go: Callable[[], object], expected_seconds: float) -> bool:
         seconds: list[float] = []
         while len(seconds) < GOES and sum(seconds) < 2 * LONG_SECONDS:
             begun = clock()
             go()
-            seconds += agree_on_slowest(transport, [clock() - begun])
+            seconds.append(agree_on_mean(transport, clock() - begun))
         off = abs(min(seconds) - expected_seconds)
         return (
             off <= NEGLIGIBLE_SECONDS
             or expected_seconds / WRONG <= min(seconds) <= expected_seconds * WRONG
         )
 
-    each = (should_take(_MANY) - should_take(_MANY // 2)) / (_MANY // 2)
+    many = should_take(_MANY)
+    each = (many.communicate_seconds - many.latency_seconds) / _MANY
     # Most of it beyond what a token bucket lets pass at once.
     length = max(LONG_SECONDS / each if each else 0.0, 2 * network.between.burst_bytes)
     array = np.zeros(max(1, min(_MANY, round(length))), np.float32)
     return is_right(
         transport.barrier, rounds(network.ranks) * network.between.latency_seconds
-    ) and is_right(lambda: transport.allreduce(array), should_take(array.size))
+    ) and is_right(lambda: transport.allreduce(array), should_take(array.size).communicate_seconds)

@@ -5,16 +5,17 @@ keep; oktopk's regions to be equally full. Formulas: Shi et al. 2019, section II
 the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
 
     algorithm        rounds                        a rank sends
-    dense            2 log2 P                      2(P-1)/P n values
+    dense            2 log2 P, words after them    2(P-1)/P n values
     topk-allgather   log2 P (Bruck)                (P-1) lists of k entries
     gtopk-tree       2 log2 P                      a list up, and one down to every child
     gtopk            log2 P, 2 to fold, and turns  log2 P lists, the last ones longer with growth
-    oktopk           P-1 + some log2 P             2(P-1)/P k entries
+    oktopk           P-1 at once, + some log2 P    2(P-1)/P k entries
     hierarchical     as gtopk on one rank a node   k entries inside its node twice, k/m across
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -26,7 +27,7 @@ from ..algorithms.alive import alive_bytes
 from ..algorithms.growth import kept_sizes
 from ..algorithms.turns import turns
 from ..cost import rounds
-from ..transports.reductions import travels_whole
+from ..transports.reductions import LONG_BYTES, travels_whole
 from ..vector import Array, index_dtype
 from ..wire import HEADER_BYTES, Format
 
@@ -45,6 +46,8 @@ class Round(NamedTuple):
     summed:  entries of lists that are added up after it, in pairs, times the goes that it takes.
     swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
     times:   how many rounds like this one there are.
+    waits:   latencies that they wait for: fewer than there are rounds where messages leave at once;
+             None: one each.
     fresh:   whether its senders send for the first time, where others have sent before.
     """
 
@@ -64,6 +67,7 @@ class Round(NamedTuple):
     exact: bool = False
     raw: bool = False
     fresh: bool = False
+    waits: int | None = None
 
     def format(self, asked: Format) -> Format:
         """Return the format of its lists in a reduction that was asked for this one."""
@@ -75,6 +79,7 @@ class Order(NamedTuple):
 
     widening: entries of the update over k: gtopk's growth, oktopk's k_out / k.
     uneven:   whether picks lie where the rank that sends the most sends as much as any could.
+    segment_bytes: of a longer vector dense takes one part after the other.
     """
 
     length: int
@@ -84,6 +89,7 @@ class Order(NamedTuple):
     value_bytes: int = 4
     widening: float = 1.0
     uneven: bool = False
+    segment_bytes: int = sys.maxsize
 
     @property
     def wanted(self) -> int:
@@ -106,19 +112,34 @@ def leaving_by_shift(distance: int, ranks: int, ranks_per_node: int) -> int:
 
 
 def dense(order: Order) -> Iterator[Round]:
-    """Yield a reduce-scatter and an allgather in the fewest rounds and bytes there can be."""
-    ranks, whole_bytes = order.ranks, order.length * order.value_bytes
+    """Yield a reduce-scatter and an allgather in the fewest rounds and bytes there can be.
+
+    After each round of long messages one of words: that they have come. (So it is where
+    `transports.reductions` reduces; a library's own allreduce is taken for one like it.)
+    """
+    segments, rest_bytes = divmod(order.length * order.value_bytes, order.segment_bytes)
+    if segments:
+        yield from _dense_segments(order, order.segment_bytes, segments)
+    if rest_bytes:
+        yield from _dense_segments(order, rest_bytes, 1)
+
+
+def _dense_segments(order: Order, segment_bytes: int, segments: int) -> Iterator[Round]:
+    ranks = order.ranks
     distances = [1 << number for number in range(rounds(ranks))]
-    if travels_whole(whole_bytes, ranks):  # to everyone at once, to be added up there
-        block_bytes: float = whole_bytes
+    if travels_whole(segment_bytes, ranks):  # to everyone at once, to be added up there
+        block_bytes: float = segment_bytes
     else:
-        block_bytes = whole_bytes / ranks
+        block_bytes = segment_bytes / ranks
         distances = [*reversed(distances), *distances]
     for distance in distances:
         # One message leaves a node a round: an allreduce that knows the nodes does with that.
         outside = min(1, leaving_by_shift(distance, ranks, order.ranks_per_node))
         blocks = min(distance, ranks - distance)
-        yield Round(ranks, outside, lists=0, plain_bytes=blocks * block_bytes)
+        each = Round(ranks, outside, lists=0, plain_bytes=blocks * block_bytes, times=segments)
+        yield each
+        if each.plain_bytes >= LONG_BYTES:
+            yield each._replace(plain_bytes=0)
 
 
 def topk_allgather(order: Order) -> Iterator[Round]:
@@ -184,9 +205,9 @@ def oktopk(order: Order) -> Iterator[Round]:
     others = ranks - 1
     regions = others if order.uneven else ranks
     part = -(-k // regions)
-    for outside, times in _splits(ranks, m):
+    for number, (outside, times) in enumerate(_splits(ranks, m)):
         split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, times=times)
-        yield split._replace(parts=regions)
+        yield split._replace(parts=regions, waits=int(number == 0))  # all leave at once
     # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
     undecided = k
     told = HEADER_BYTES + 24 + min(64, order.wanted) * order.value_bytes
@@ -198,7 +219,8 @@ def oktopk(order: Order) -> Iterator[Round]:
             break
         undecided = -(-undecided // 32)
     if order.uneven:
-        yield Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
+        each = Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
+        yield each._replace(waits=1)
     block = -(-order.wanted // ranks)
     # A rank sends its own block in every round, and that one may lie all over the vector.
     parts = max(1, others // rounds(ranks)) if order.uneven else ranks
@@ -229,6 +251,7 @@ def hierarchical(order: Order) -> Iterator[Round]:
     sent, told = (order.k, order.k) if order.uneven else (others * part, part)
     if others:
         inside = Round(order.ranks, 0, 1, -(-sent // others), exact=True, raw=True, times=others)
+        inside = inside._replace(waits=1)
         summed = m * part * rounds(m) / others
         yield inside._replace(encoded=part, decoded=part, summed=summed, swaps=1)
     shard = order._replace(length=-(-order.length // m), k=part, ranks=nodes, ranks_per_node=1)
@@ -237,7 +260,8 @@ def hierarchical(order: Order) -> Iterator[Round]:
     if others:
         result = min(shard.wanted, nodes * part)  # a node alone has no more
         back = Round(order.ranks, 0, 1, result, alive_bytes(told), exact=True, raw=True)
-        yield back._replace(encoded=result, decoded=result, others=1, times=others)
+        back = back._replace(encoded=result, decoded=result, others=1, times=others)
+        yield back._replace(waits=1)
 
 
 def _allgather(

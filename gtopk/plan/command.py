@@ -172,6 +172,7 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
             "density": found.candidate.density,
             "widening": found.candidate.widening,
             "format": found.candidate.format._asdict(),
+            "agreement_seconds": found.agreement_seconds,
             "select_seconds": found.select_seconds,
             "code_seconds": found.code_seconds,
             "communicate_seconds": found.communicate_seconds,

@@ -30,6 +30,7 @@ class Cluster:
 
     length:           values of the gradient, float32.
     buckets:          of as many values each, that are reduced one after the other.
+    dense_buckets:    likewise, where the gradient is sent whole; None: as many.
     backward_seconds: of the backward pass; dense is sent bucket by bucket while it runs, the sparse
                       methods, which select from the whole gradient, when it has ended.
     """
@@ -39,6 +40,7 @@ class Cluster:
     density: float
     backward_seconds: float = 0.0
     buckets: int = 1
+    dense_buckets: int | None = None
 
     def on(self, link: Link) -> Cluster:
         """Return the cluster with another link between its nodes.
@@ -48,27 +50,34 @@ class Cluster:
         proportion to the link's. It is taken for what makes the allreduce quicker there.
         """
         here, allreduce = self.network.between, self.network.allreduce
+        longer = _over(link.latency_seconds, here.latency_seconds)
+        agreement_seconds = self.network.agreement_seconds
+        if agreement_seconds is not None:
+            agreement_seconds *= longer
         if allreduce is not None:
             beyond = allreduce.seconds_per_byte - here.seconds_per_byte
             per_byte = _over(link.seconds_per_byte, here.seconds_per_byte)
             allreduce = Link(
-                allreduce.latency_seconds * _over(link.latency_seconds, here.latency_seconds),
+                allreduce.latency_seconds * longer,
                 min(
                     link.seconds_per_byte + max(0.0, beyond), allreduce.seconds_per_byte * per_byte
                 ),
             )
-        network = self.network._replace(between=link, allreduce=allreduce)
+        network = self.network._replace(
+            between=link, allreduce=allreduce, agreement_seconds=agreement_seconds
+        )
         return replace(self, network=network)
 
     @property
     def bucket_length(self) -> int:
-        """Return how many values a bucket has."""
+        """Return how many values a bucket of what is compressed has."""
         return -(-self.length // self.buckets)
 
     def reduced(self, candidate: Candidate, rates: Rates) -> Prediction:
         """Return what a way to reduce the gradient is modelled to take."""
-        found = predict(candidate, self.bucket_length, self.network, rates)
-        return found.times(self.buckets)
+        buckets = (candidate == DENSE and self.dense_buckets) or self.buckets
+        found = predict(candidate, -(-self.length // buckets), self.network, rates)
+        return in_a_step(found.times(buckets), self.network, buckets)
 
 
 def _over(new: float, old: float) -> float:
@@ -114,6 +123,15 @@ class Comparison:
         return self.cheapest.candidate.algorithm != "dense"
 
 
+def in_a_step(found: Prediction, network: Network, buckets: int) -> Prediction:
+    """Return what the reductions of so many buckets take in a step, with the ranks' agreements.
+
+    They agree once before the last bucket, and once before all others, which are ready together
+    where backward does not hold them up.
+    """
+    return replace(found, agreement_seconds=min(2, buckets) * network.expected_agreement_seconds)
+
+
 def exposed_seconds(found: Prediction, backward_seconds: float) -> float:
     """Return what of a method does not hide behind the backward pass."""
     if found.candidate.algorithm == "dense":
@@ -145,7 +163,11 @@ def compare(cluster: Cluster, rates: Rates) -> Comparison:
         cluster,
         dense,
         sparse,
-        [each for each in equal if each.candidate.algorithm != "dense"],
+        [
+            in_a_step(each, cluster.network, 1)
+            for each in equal
+            if each.candidate.algorithm != "dense"
+        ],
         min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
         break_even(
             lambda link: dense_on(cluster.on(link)).seconds,

@@ -58,7 +58,7 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
         "",
         *_aligned([_HEADINGS, *(_row(each, comparison) for each in methods)]),
         "bytes: a rank's mean. select: dense's copies. merge: coding, too.",
-        "step: what a method adds to one.",
+        "step: what a method adds to one, and the ranks' agreement that all are ready.",
         "",
         *_wrapped(verdict(comparison)),
     ]

@@ -22,15 +22,15 @@ from ..charts.units import (
     digits,
     seconds_text,
 )
-from ..compression import SparseCompression
-from ..plan.comparison import DENSE, Cluster, Comparison, compare
+from ..compression import ErrorFeedback, SparseCompression
+from ..plan.comparison import DENSE, Cluster, Comparison, compare, in_a_step
 from ..plan.show import LABELS, where_it_pays
 from ..world.world import World
 from .expectation import expected
 
 _log = logging.getLogger("gtopk")
 _VARIABLE: Final = "GTOPK_ADVICE"
-_DENSITY: Final = 0.001  # of which is spoken where nothing is compressed
+DENSITY: Final = 0.001  # of which is spoken where nothing is compressed
 _CLOSE: Final = 1.1  # times apart by less are taken for the same
 
 
@@ -53,6 +53,7 @@ def advice(
     others: int = 0,
     per: str = "a step",
     beyond: str = "",
+    other_buckets: int | None = None,
 ) -> str:
     """Return the line.
 
@@ -60,14 +61,19 @@ def advice(
         are in any case.
     per: what an exchange ends.
     beyond: what runs in place of any exchange that is modelled; "": nothing does.
+    other_buckets: in how many the values would be if they travelled whole, where they are
+                   compressed, or were compressed, where they are not; None: in as many.
     """
-    density = getattr(compression, "density", None) or _DENSITY
+    density = getattr(compression, "density", None) or DENSITY
     rates = calibration.rates
     exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
-    comparison = compare(
-        Cluster(sum(lengths), calibration.network, density, buckets=len(lengths)),
-        rates._replace(coding=exact),
+    buckets = [len(lengths), other_buckets or len(lengths)]
+    if not isinstance(compression, ErrorFeedback):
+        buckets.reverse()
+    cluster = Cluster(
+        sum(lengths), calibration.network, density, buckets=buckets[0], dense_buckets=buckets[1]
     )
+    comparison = compare(cluster, rates._replace(coding=exact))
     found = comparison.cheapest_sparse
     runs = _reduced(compression, comparison.cluster, rates)
     if not beyond and runs is None and isinstance(compression, SparseCompression):
@@ -156,5 +162,9 @@ def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> Break
 def _reduced(compression: object, cluster: Cluster, rates: Rates) -> Prediction | None:
     """Return what it is expected to take there; None beyond the model."""
     calibration = Calibration(cluster.network, rates, "")
+    if not isinstance(compression, ErrorFeedback):
+        return cluster.reduced(DENSE, rates)
     found = expected(compression, cluster.bucket_length, calibration)
-    return found.times(cluster.buckets) if found is not None else None
+    if found is None:
+        return None
+    return in_a_step(found.times(cluster.buckets), cluster.network, cluster.buckets)

@@ -92,6 +92,11 @@ def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[lis
     return [bucket for bucket in buckets if bucket]
 
 
+def buckets_by(compression: object, lengths: Sequence[int], ranks: int) -> int:
+    """Return in how many buckets parameters would be, the first to be complete first."""
+    return len(fill(range(len(lengths)), lengths, sizes_for(compression, sum(lengths), ranks)))
+
+
 def number_of_groups(order: Sequence[int], groups: int) -> list[list[int]]:
     """Return the parameters in `groups` buckets of as many parameters each, or one more."""
     groups = max(1, min(groups, len(order)))

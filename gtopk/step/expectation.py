@@ -83,17 +83,18 @@ def expected_seconds(lanes: Sequence[Sized], calibration: Calibration) -> float 
     return seconds
 
 
-def in_question(lanes: Sequence[Sized]) -> tuple[list[int], bool]:
-    """Return of how many values of each bucket compressing is a question, and whether they are.
+def in_question(lanes: Sequence[Sized]) -> tuple[list[Exchanging], bool]:
+    """Return the lanes of which compressing is a question, and whether they are compressed.
 
-    Of those that are compressed, where some are: what travels dense beside them does so in any
-    case.
+    Those that are, where some are: what travels dense beside them does so in any case.
     """
     dense, compressed = [], []
     for lane in lanes:
         way = _way_of(lane) if lane.elements else None
+        if not isinstance(lane, Exchanging) or way is None:
+            continue
         if isinstance(way, DenseExchange | CompressorExchange):
-            dense.append(lane.elements)
-        elif way is not None:
-            compressed.append(lane.elements)
+            dense.append(lane)
+        else:
+            compressed.append(lane)
     return compressed or dense, bool(compressed)

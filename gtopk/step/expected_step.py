@@ -8,11 +8,13 @@ from typing import Any
 from collectives.planning import Calibration
 from collectives.transports import Transport
 
+from ..compression import GTopK
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
 from ..telemetry import Sized
 from ..world.world import World
 from . import advice
+from .bucket_plan import buckets_by
 from .expectation import expected_seconds, in_question
 from .peers import Peers
 
@@ -22,15 +24,24 @@ class ExpectedStep:
 
     per: what an exchange ends, with its article.
     beyond: what runs that the model knows nothing of; "": gradients are reduced by compression.
+    is_planned: whether buckets are those of `bucket_plan`, by what a compression sends: if all
+            travelled whole, they would be others.
     """
 
     def __init__(
-        self, compression: Any, progress: Progress, per: str = "a step", beyond: str = ""
+        self,
+        compression: Any,
+        progress: Progress,
+        per: str = "a step",
+        beyond: str = "",
+        *,
+        is_planned: bool = False,
     ) -> None:
         self._compression = compression
         self._progress = progress
         self._per = per
         self._beyond = beyond
+        self._is_planned = is_planned
         self._calibration: Calibration | None = None
         self._seconds: float | None = None
 
@@ -57,11 +68,19 @@ class ExpectedStep:
     def _say(self, here: World, lanes: Sequence[Sized], calibration: Calibration) -> None:
         """Say it of what is compressed, else of what could be, where there is any."""
         every = [lane.elements for lane in lanes if lane.elements]
-        lengths, is_compressed = (every, False) if self._beyond else in_question(lanes)
+        asked, is_compressed = ([], False) if self._beyond else in_question(lanes)
+        lengths = every if self._beyond else [lane.elements for lane in asked]
         if lengths:
             compression = self._compression if is_compressed else None
             others = sum(every) - sum(lengths)
-            said = advice.advice(compression, lengths, calibration, others, self._per, self._beyond)
+            other_buckets = None
+            if self._is_planned:
+                parameters = [each.numel() for lane in asked for each in lane.bucket.parameters]
+                other = None if is_compressed else GTopK(advice.DENSITY)
+                other_buckets = buckets_by(other, parameters, calibration.network.ranks)
+            said = advice.advice(
+                compression, lengths, calibration, others, self._per, self._beyond, other_buckets
+            )
             advice.say_once(here, said)
 
     def expect(self, lanes: Sequence[Sized]) -> None:

@@ -74,7 +74,8 @@ class Reducer:
         self.samples = Samples()
         overlaps = options.overlap and options.local_clip_norm is None
         self.overlap = Overlap(overlaps, options.compression)
-        self.expected = ExpectedStep(options.compression, self.progress)
+        is_planned = options.groups is None and options.bucket_bytes is None
+        self.expected = ExpectedStep(options.compression, self.progress, is_planned=is_planned)
         self.aside_for = ""
         self._optimizer = optimizer
         self._round: Round | None = None

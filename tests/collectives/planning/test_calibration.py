@@ -145,6 +145,35 @@ def test_the_allreduce_is_worth_its_link(virtual, size):
     assert latency_seconds == pytest.approx(ETHERNET.latency_seconds, rel=0.3)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_words_and_segments_are_no_seconds_of_a_byte(virtual, size):
+    """Where they take most of the time, the rest tells nothing of bytes."""
+    for link, is_told in ((Link.of(1e8, 2e-3), True), (Link.of(8e9, 5e-3), False)):
+        world = virtual(size, link)
+        for transport in world.world:
+            transport.segment_bytes = 1 << 19
+        network, *_ = found_on(world)
+        assert network.segment_bytes == 1 << 19
+        assert (network.allreduce is not None) == is_told
+        if network.allreduce is not None:
+            found = network.allreduce
+            assert found.latency_seconds == pytest.approx(link.latency_seconds, rel=0.02)
+            assert found.seconds_per_byte == pytest.approx(link.seconds_per_byte, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_what_it_takes_to_agree_is_measured(virtual, size):
+    link = Link(5e-3, 1e-9)
+    network, *_ = found_on(virtual(size, link))
+    latencies = (size - 1).bit_length() * link.latency_seconds
+    assert network.agreement_seconds == pytest.approx(latencies, rel=0.02)
+    unknown = network._replace(agreement_seconds=None)
+    assert unknown.expected_agreement_seconds == pytest.approx(latencies, rel=0.02)
+    for each in (network, unknown):
+        agreement_seconds = each.expected_agreement_seconds
+        assert each.scaled(3).expected_agreement_seconds == pytest.approx(3 * agreement_seconds)
+
+
 def test_long_allreduces_that_open_windows_do_not_count(virtual):
     """The first three of each long size take half as long again."""
     world = virtual(2, ETHERNET)
@@ -312,6 +341,20 @@ def test_what_a_reduction_of_few_entries_takes_beside_its_messages_are_its_calls
     assert listed == [pytest.approx(of_lists, rel=0.1, abs=1e-6)] * size
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("apart", [0.2, 0.9])
+def test_ranks_that_begin_apart_take_no_longer_in_calls(virtual, size, apart):
+    """By less than a latency, which is many times what calls take."""
+    link = Link(20e-3, 1e-9)
+    world = virtual(size, link, call_seconds=3e-4)
+    world.seconds[0] = apart * link.latency_seconds
+    found = run_ranks(
+        world.world,
+        lambda t: measure_calls(t, Network(size, link), DEFAULT_RATES, world.clock(t.rank)),
+    )
+    assert [rates.swap_seconds for rates in found] == [pytest.approx(3e-4, rel=0.3)] * size
+
+
 def test_reductions_whose_calls_are_timed_take_turns(monkeypatch):
     seen = []
 
@@ -326,8 +369,9 @@ def test_reductions_whose_calls_are_timed_take_turns(monkeypatch):
     each = {name: noted(name, reduce) for name, reduce in calibration.ALGORITHMS.items()}
     monkeypatch.setattr(calibration, "ALGORITHMS", each)
     run_ranks(local_world(2), lambda t: measure_calls(t, Network(2, ETHERNET), DEFAULT_RATES))
-    assert seen == ["gtopk", "topk-allgather"] * (len(seen) // 2)
-    assert len(seen) > 2
+    twice = ["gtopk", "gtopk", "topk-allgather", "topk-allgather"]
+    assert seen == twice * (len(seen) // 4)
+    assert len(seen) > 4
 
 
 def test_a_rank_alone_has_rates_but_no_links():

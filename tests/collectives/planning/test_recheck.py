@@ -54,6 +54,40 @@ def test_links_hold_within_twice_and_half(
     assert said == [holds] * 3
 
 
+def test_ranks_that_go_apart_by_a_latency_find_their_link_as_it_was() -> None:
+    """Who is early takes twice as long as one that finds the other's message there."""
+    latency_seconds = 20e-3
+    kept = Calibration(Network(2, Link.of(100e6, latency_seconds)), DEFAULT_RATES, "kept")
+    reduction = LONG_SECONDS + 2 * latency_seconds
+
+    def clock(rank: int) -> Durations:
+        apart = (0.9 if rank == 0 else -0.9) * latency_seconds
+        barriers = [1.3 * latency_seconds + apart] * 2
+        return Durations(*barriers, reduction + apart)
+
+    said = run_ranks(
+        local_world(2, 30, node_size=1),
+        lambda transport: still_holds(transport, kept, clock(transport.rank)),
+    )
+    assert said == [True, True]
+
+
+def test_a_narrower_link_is_seen_whose_latencies_take_as_long() -> None:
+    """Long vectors go in segments: all their latencies are no seconds of a byte."""
+    link = Link.of(10e9, 10e-3)
+    network = Network(2, link, segment_bytes=8 << 20)
+    kept = Calibration(network, DEFAULT_RATES, "kept")
+    array_seconds = LONG_SECONDS / 2 + 8 * link.latency_seconds
+    for seconds, holds in ((array_seconds, True), (array_seconds + 10 * LONG_SECONDS, False)):
+        said = run_ranks(
+            local_world(2, 30, node_size=1),
+            lambda transport, seconds=seconds: still_holds(
+                transport, kept, Durations(*[link.latency_seconds] * 3, seconds)
+            ),
+        )
+        assert said == [holds] * 2
+
+
 def test_within_a_host_nothing_is_asked() -> None:
     def no_clock() -> float:
         raise AssertionError

@@ -26,6 +26,7 @@ from collectives.planning import (
 from collectives.planning.prediction import most_bytes
 from collectives.planning.schedules import SCHEDULES, Order, leaving, leaving_by_shift
 from collectives.transports import local_world
+from collectives.transports.reductions import LONG_BYTES
 
 K = 24
 LINK = Link(1e-3, 1e-6)
@@ -250,6 +251,52 @@ def test_seconds_are_those_of_a_network_with_such_links(virtual, algorithm, rank
     assert communicate <= max(world.seconds) * slack
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(("segments", "rest"), [(1, 0), (3, 0), (2, 0.1)])
+def test_long_dense_messages_are_answered_and_long_vectors_go_in_segments(
+    virtual, ranks, segments, rest
+):
+    segment_bytes = ranks * LONG_BYTES
+    length = ranks * round((segments + rest) * LONG_BYTES / 4)
+    world = virtual(ranks, Link(1e-2, 1e-9))
+    for transport in world.world:
+        transport.segment_bytes = segment_bytes
+    run_ranks(world.world, lambda t: t.allreduce(np.zeros(length, np.float32)))
+    network = Network(ranks, Link(1e-2, 1e-9), segment_bytes=segment_bytes)
+    found = predict(Candidate("dense"), length, network, DEFAULT_RATES)
+    assert found.communicate_seconds == pytest.approx(max(world.seconds), rel=1e-4)  # checksums
+    # The messages of a rest are short, and not answered.
+    assert found.rounds == (4 * segments + 2 * (rest > 0)) * (ranks - 1).bit_length()
+
+
+def test_what_a_node_gives_back_waits_for_what_it_was_given():
+    """All members' parts leave at once, and those that come back when they have come."""
+    ranks, alpha = 8, Link(1e-3, 0.0)
+    network = Network(ranks, Link(1.0, 0.0), ranks, alpha)
+    assert predicted("hierarchical", ranks, network).latency_seconds == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 11])
+def test_the_parts_that_oktopk_sends_at_once_wait_for_one_latency(virtual, ranks):
+    alpha = Link(1e-3, 0.0)
+    world = virtual(ranks, alpha)
+    regions = [Regions() for _ in range(ranks)]
+
+    def go(transport) -> float:
+        begun = world.seconds[transport.rank]
+        picks = own_picks(transport.rank, ranks)
+        reduce(picks, K, transport, "oktopk", regions=regions[transport.rank])
+        return world.seconds[transport.rank] - begun
+
+    run_ranks(world.world, go)  # draws the boundaries, which takes messages of its own
+    world.seconds[:] = [max(world.seconds)] * ranks
+    assert (
+        run_ranks(world.world, go)
+        == [pytest.approx(predicted("oktopk", ranks, Network(ranks, alpha)).latency_seconds)]
+        * ranks
+    )
+
+
 @pytest.mark.parametrize("algorithm", ["dense", "topk-allgather", "gtopk"])
 @pytest.mark.parametrize("burst_bytes", [100, 300, 10_000])
 def test_what_a_full_bucket_lets_pass_is_no_wait(virtual, algorithm, burst_bytes):
@@ -304,8 +351,9 @@ def test_the_formulas_at_32_ranks_are_those_of_the_paper():
         return predict(Candidate(algorithm, 0.001), n, network, DEFAULT_RATES).communicate_seconds
 
     dense = 62 / 32 * n * beta
-    # Their dense is a ring, 62 alpha; ours has the fewest messages there can be.
-    assert seconds("dense") == pytest.approx(10 * alpha + dense)
+    # Their dense is a ring, 62 alpha; ours has the fewest messages there can be, all of them long
+    # here, and answered with a word.
+    assert seconds("dense") == pytest.approx(20 * alpha + dense)
     tree = 10 * alpha + 4 * 5 * k * beta
     assert seconds("topk-allgather") == pytest.approx(5 * alpha + 2 * 31 * k * beta, rel=0.01)
     assert seconds("gtopk-tree") == pytest.approx(tree, rel=0.01)

@@ -104,7 +104,7 @@ def test_the_figures_are_the_same_as_json(capsys, tmp_path):
     dense, *sparse = record["methods"]
     assert dense["algorithm"] == "dense"
     assert dense["sent"]["bytes"] == pytest.approx(2 * 31 / 32 * 4 * 25_557_032)
-    parts = ("select", "code", "communicate", "merge")
+    parts = ("agreement", "select", "code", "communicate", "merge")
     for each in sparse:
         total = sum(each[f"{part}_seconds"] for part in parts)
         assert each["exposed_seconds"] == pytest.approx(total)

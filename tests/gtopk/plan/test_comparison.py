@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.cost import Link
-from collectives.planning import DEFAULT_RATES, Network
+from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
 from gtopk.plan.comparison import Cluster, Comparison, compare
 
 
@@ -63,6 +63,35 @@ def test_equal_bytes_are_no_more_than_those_of_gtopk():
     selected = of["gtopk", 1.0].candidate.selected(25_557_032)
     assert selected == gtopk.candidate.selected(25_557_032)
     assert of["gtopk", 4.0].candidate.selected(25_557_032) < selected
+
+
+def test_ranks_agree_before_the_last_bucket_and_once_before_all_others():
+    link = Link.of(1e9, 10e-3)
+    measured = Network(4, link, agreement_seconds=7e-3)
+    for network, each in ((Network(4, link), 20e-3), (measured, 7e-3)):
+        for buckets, agreements in ((1, 1), (2, 2), (5, 2)):
+            cluster = Cluster(10**6, network, 0.001, buckets=buckets, dense_buckets=2)
+            gtopk, dense = Candidate("gtopk", 0.001), Candidate("dense")
+            alone = predict(gtopk, 10**6 // buckets, network, DEFAULT_RATES).times(buckets)
+            found = cluster.reduced(gtopk, DEFAULT_RATES)
+            assert found.seconds == pytest.approx(alone.seconds + agreements * each)
+            assert found.communicate_seconds == alone.communicate_seconds
+            halves = predict(dense, 10**6 // 2, network, DEFAULT_RATES).times(2)
+            whole = cluster.reduced(dense, DEFAULT_RATES)
+            assert whole.seconds == pytest.approx(halves.seconds + 2 * each)
+
+
+def test_ranks_of_one_node_agree_by_its_own_links():
+    network = Network(8, Link.of(1e9, 10e-3), 8, Link.of(1e10, 5e-6))
+    assert network.expected_agreement_seconds == pytest.approx(3 * 5e-6)
+    assert network._replace(ranks_per_node=4).expected_agreement_seconds == pytest.approx(3 * 10e-3)
+
+
+def test_an_agreement_takes_as_much_longer_as_another_links_latency():
+    here = Cluster(10**6, Network(4, Link.of(1e9, 10e-3), agreement_seconds=7e-3), 0.001)
+    there = here.on(Link.of(1e8, 20e-3))
+    assert there.network.agreement_seconds == pytest.approx(14e-3)
+    assert here.on(Link.of(1e8, 10e-3)).network.agreement_seconds == pytest.approx(7e-3)
 
 
 @given(st.floats(-0.5e-9, 5e-9), st.floats(1e6, 1e12))

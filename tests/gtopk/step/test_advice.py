@@ -108,6 +108,29 @@ def test_buckets_are_reduced_one_after_the_other() -> None:
     assert number(tens, below) < number(ones, below)
 
 
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_either_way_is_reckoned_in_its_own_buckets(is_compressed: bool) -> None:
+    """On a long link many cost many latencies."""
+    far = Calibration(Network(8, Link.of(1e9, 20e-3)), DEFAULT_RATES, "made up")
+
+    def seconds(buckets: int, other_buckets: int) -> tuple[str, str]:
+        said = advice.advice(
+            Compression.gtopk(0.001) if is_compressed else None,
+            [10**6 // buckets] * buckets,
+            far,
+            other_buckets=other_buckets,
+        )
+        found = re.search(r"expected to take (\S+\s\S+) a step, and .*?\) (\S+\s[^\s,]+),", said)
+        assert found is not None, said
+        return found[1], found[2]
+
+    (dense_in_one, sparse_in_one), (dense_in_five, sparse_in_five) = seconds(1, 1), seconds(5, 5)
+    assert dense_in_one != dense_in_five
+    assert sparse_in_one != sparse_in_five
+    both = (dense_in_five, sparse_in_one) if is_compressed else (dense_in_one, sparse_in_five)
+    assert seconds(1, 5) == both
+
+
 @pytest.mark.parametrize(("said", "is_wanted"), [({}, True), ({"GTOPK_ADVICE": "off"}, False)])
 def test_it_can_be_switched_off(said: dict[str, str], is_wanted: bool) -> None:
     assert advice.wanted(said) == is_wanted

@@ -15,6 +15,8 @@ from gtopk.compression import Compression
 from gtopk.exchange.exchange import Progress
 from gtopk.lanes.lanes import Lane, open_lane
 from gtopk.lanes.sparse_gradients import SparseGradientLane
+from gtopk.step.advice import advice
+from gtopk.step.bucket_plan import buckets_by
 from gtopk.step.expected_step import ExpectedStep
 
 SLOW = Calibration(Network(8, Link.of(1e8, 50e-6)), DEFAULT_RATES, "made up")
@@ -53,6 +55,24 @@ def test_what_travels_dense_beside_is_in_no_saving(caplog: pytest.LogCaptureFixt
     assert "1,000,000 values on 8 ranks" in alone
     assert "1,000,000 values (9,000,007 more travel uncompressed either way) on 8 ranks" in beside
     assert beside.partition(" on 8 ranks")[2] == alone.partition(" on 8 ranks")[2]
+
+
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_the_other_way_is_said_of_the_buckets_it_would_have(
+    is_compressed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of planned ones: those that are given are given for either."""
+    runs, other = (GTOPK, None) if is_compressed else (None, GTOPK)
+    parameters = [torch.nn.Parameter(torch.zeros(100_000)) for _ in range(10)]
+    names = [str(number) for number in range(10)]
+    one = open_lane("lane", parameters, names, runs or Compression.none, Progress())
+    count = buckets_by(other, [100_000] * 10, 8)
+    assert count > 1
+    for is_planned, buckets in ((True, count), (False, 1)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "gtopk"):
+            ExpectedStep(runs, Progress(), is_planned=is_planned).measure([one], peers())
+        assert caplog.messages == [advice(runs, [1_000_000], SLOW, other_buckets=buckets)]
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
