@@ -57,9 +57,13 @@ class Reduction(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """Return about how many there are."""
+        """Return about how many there are, but for the words that dense ones are answered with."""
         order = Order(self.length, self.selected, self.ranks, self.ranks_per_node)
-        return sum(each.senders * each.times for each in SCHEDULES[self.algorithm](order))
+        return sum(
+            each.senders * each.times
+            for each in SCHEDULES[self.algorithm](order)
+            if each.plain_bytes or self.algorithm != "dense"
+        )
 
     @property
     def entries(self) -> int:
@@ -135,7 +139,7 @@ def _without_words(trace: Trace) -> Trace:
     """Return the trace without checksums, and without the words that a long message has come.
 
     Words keep a host's messages in order, as those of the simulation are in any case; and whether a
-    message has either hangs on the size of the vector.
+    message has either hangs on the size of the vector. The latency that they take goes with them.
     """
     sizes: dict[tuple[int, int], deque[int]] = defaultdict(deque)
     for rank, events in enumerate(trace):
