@@ -4,7 +4,8 @@
     rank 1    to 0: 820 bytes | from 0 | to 3: 820 bytes | from 3
 
 The ranks are threads. Where their vectors together would not fit, two smaller reductions of the
-same density are recorded: their messages are the same ones, and a message's bytes are a + b k.
+same density are recorded: their messages are the same ones, and a message's bytes are a + b k. Of
+topk-allgather it is two allgathers, of shorter messages: its lists travel as they are.
 Picks are synthetic: uniform positions, each rank's own, that hardly overlap.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -25,7 +26,7 @@ from collectives.planning.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.recorder import RECEIVED, Event, Recorder
 from collectives.transports.seal import CHECKSUM_BYTES
-from collectives.wire import EXACT, Format
+from collectives.wire import EXACT, Format, encode
 
 from .invented_picks import picks
 
@@ -74,14 +75,20 @@ class Reduction(NamedTuple):
         return round(self.ranks * gathered * self.selected)
 
     def smaller(self, times: int) -> Reduction:
-        """Return one of as many times fewer entries, at the same density."""
-        return self._replace(length=self.length // times, selected=self.selected // times)
+        """Return one of as many times fewer entries, at the same density.
+
+        A dense one's have equal parts for all ranks, which a remainder would weigh on too much.
+        """
+        length, selected = self.length // times, self.selected // times
+        if self.algorithm == "dense":
+            length = selected = max(1, length // self.ranks) * self.ranks
+        return self._replace(length=length, selected=selected)
 
 
 def trace_of(reduction: Reduction) -> Trace:
     """Return the trace of a reduction.
 
-    Raises ValueError for one that has too many messages, or too few entries on too many ranks.
+    Raises ValueError for one that has too many messages, or too few values for its ranks.
     """
     if reduction.messages > MOST_MESSAGES:
         raise ValueError(
@@ -90,14 +97,17 @@ def trace_of(reduction: Reduction) -> Trace:
         )
     if reduction.entries <= _MOST_ENTRIES:
         return _record(reduction)
+    if reduction.algorithm == "topk-allgather":
+        return _allgather(reduction)
     times = -(-reduction.entries // _MOST_ENTRIES)
     large, small = reduction.smaller(times), reduction.smaller(2 * times)
-    if small.selected < 1:
+    if not 1 <= small.selected < large.selected:
         raise ValueError(
-            f"{reduction.algorithm} on {reduction.ranks:,} ranks gathers {reduction.entries:,} "
-            "entries, which have no smaller picture: ask for fewer ranks"
+            f"{reduction.algorithm} on {reduction.ranks:,} ranks has no picture of at most "
+            f"{_MOST_ENTRIES:,} values: ask for fewer ranks"
         )
-    return _extrapolated(_record(small), _record(large), small, large, reduction)
+    traces = _record(small), _record(large)
+    return _extrapolated(*traces, small.selected, large.selected, reduction.selected)
 
 
 def _record(reduction: Reduction) -> Trace:
@@ -110,11 +120,10 @@ def _record(reduction: Reduction) -> Trace:
     if reduction.algorithm in ("gtopk", "hierarchical"):
         options["growth"] = reduction.growth
 
-    def program(transport: LocalTransport) -> list[Event]:
-        assert isinstance(transport, Recorder)
+    def program(transport: Recorder) -> None:
         if reduction.algorithm == "dense":
             transport.allreduce(np.zeros(reduction.length, np.float32))
-            return transport.events
+            return
         reduce: Any = partial(ALGORITHMS[reduction.algorithm], **options)
         mine = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
         if reduction.algorithm == "oktopk":  # of most steps: those whose boundaries stand
@@ -122,17 +131,39 @@ def _record(reduction: Reduction) -> Trace:
             reduce(mine, reduction.selected, transport, format=reduction.format)
             transport.events.clear()
         reduce(mine, reduction.selected, transport, format=reduction.format)
+
+    trace = _run(reduction.ranks, program)
+    return _without_words(trace) if reduction.algorithm == "dense" else trace
+
+
+def _allgather(reduction: Reduction) -> Trace:
+    """Return the trace of an allgather of messages that are as long as rank 0's list."""
+    mine = picks("uniform", reduction.length, reduction.selected, rank=0, seed=0)
+    message_bytes = encode(mine, reduction.selected, reduction.format).message.size
+
+    def recorded(size: int) -> Trace:
+        message = np.zeros(size, np.uint8)
+        return _run(reduction.ranks, lambda transport: transport.allgather(message))
+
+    return _extrapolated(recorded(1), recorded(2), 1, 2, message_bytes)
+
+
+def _run(ranks: int, program: Callable[[Recorder], object]) -> Trace:
+    """Run a program on ranks that are threads, and return what they sent."""
+
+    def recorded(transport: LocalTransport) -> list[Event]:
+        assert isinstance(transport, Recorder)
+        program(transport)
         return transport.events
 
     stack_bytes, turn_seconds = threading.stack_size(_STACK_BYTES), sys.getswitchinterval()
     sys.setswitchinterval(_TURN_SECONDS)
     try:
-        world = local_world(reduction.ranks, _TIMEOUT_SECONDS, kind=Recorder, announces_waits=False)
-        trace = run_ranks(world, program)
+        world = local_world(ranks, _TIMEOUT_SECONDS, kind=Recorder, announces_waits=False)
+        return run_ranks(world, recorded)
     finally:
         threading.stack_size(stack_bytes)
         sys.setswitchinterval(turn_seconds)
-    return _without_words(trace) if reduction.algorithm == "dense" else trace
 
 
 def _without_words(trace: Trace) -> Trace:
@@ -157,16 +188,14 @@ def _without_words(trace: Trace) -> Trace:
     ]
 
 
-def _extrapolated(
-    first: Trace, second: Trace, small: Reduction, large: Reduction, wanted: Reduction
-) -> Trace:
-    """Return the trace of the wanted reduction, of those of two smaller ones."""
+def _extrapolated(first: Trace, second: Trace, small: int, large: int, wanted: int) -> Trace:
+    """Return the trace at the wanted size, of those at two smaller ones."""
     if [_pattern(events) for events in first] != [_pattern(events) for events in second]:
         raise ValueError(
-            f"the messages of {wanted.algorithm} on {wanted.ranks:,} ranks hang on the size of the "
-            "vector: ask for fewer ranks"
+            f"the messages on {len(first):,} ranks hang on the size of the vector: ask for fewer "
+            "ranks"
         )
-    share = (wanted.selected - large.selected) / (large.selected - small.selected)
+    share = (wanted - large) / (large - small)
 
     def extrapolate(one: Event, two: Event) -> Event:
         (peer, little), (_, much) = one, two
