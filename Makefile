@@ -19,7 +19,7 @@
 # make test-adapters  the doors of Lightning, Accelerate and Ray Train, and TensorBoard's record, in an
 #             environment of their own
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
-# make bench  the tables of docs/performance.md, measured here: 40 minutes of a quiet machine
+# make bench  the tables of docs/measured, measured here: 40 minutes of a quiet machine
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
 # make clean  remove the virtual environment and what was built
 

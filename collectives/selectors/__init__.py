@@ -1,7 +1,7 @@
 """Approximate selectors by name, to compare the exact one with: (dense, k) -> about k entries.
 
 How many they find is up to the data. `collectives.select` is exact, and takes less time than any of
-them (docs/performance.md).
+them (docs/measured/selection.md).
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class MpiTransport(Carrier):
         Its messages cannot be counted; they are reckoned as those of a bandwidth-optimal
         allreduce, the fewest bytes there can be. Between hosts on Ethernet Open MPI's sends more
         and waits for rendezvous: from 12 kB on one made of send and receive takes its place
-        (docs/performance.md), as it does wherever messages are checked.
+        (docs/measured/collectives.md), as it does wherever messages are checked.
         """
         if self.size == 1:
             return

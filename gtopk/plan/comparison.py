@@ -46,7 +46,7 @@ class Cluster:
         """Return the cluster with another link between its nodes.
 
         What the library's own allreduce takes for a byte beyond the link may be processors' work,
-        which stays (1 ns on emulated links, docs/performance.md), or its algorithm's, in
+        which stays (1 ns on emulated links, docs/measured/forecasts.md), or its algorithm's, in
         proportion to the link's. It is taken for what makes the allreduce quicker there.
         """
         here, allreduce = self.network.between, self.network.allreduce
