@@ -81,7 +81,8 @@ class Reduction(NamedTuple):
         """
         length, selected = self.length // times, self.selected // times
         if self.algorithm == "dense":
-            length = selected = max(1, length // self.ranks) * self.ranks
+            part = max(1, round(self.length / times / self.ranks))
+            length = selected = part * self.ranks
         return self._replace(length=length, selected=selected)
 
 
