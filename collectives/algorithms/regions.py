@@ -30,7 +30,7 @@ from ..transports.transport import Transport
 from ..vector import Array, SparseVector
 from .lots import at_positions, lot_ends
 
-_LOTS_PER_RANK: Final = 4
+LOTS_PER_RANK: Final = 4
 _TOO_FULL: Final = 1.5  # times what the fullest region held when the boundaries were new
 
 
@@ -135,14 +135,14 @@ def _gather_lots(picks: SparseVector, transport: Transport) -> tuple[Array, Arra
 
     A message is a vector: at the last index of each lot, how many picks are in it.
     """
-    ends = lot_ends(picks.entries, _LOTS_PER_RANK * transport.size)
+    ends = lot_ends(picks.entries, LOTS_PER_RANK * transport.size)
     lasts = at_positions(picks.indices, [end - 1 for end in ends])
     sizes = np.diff([0, *ends]).astype(picks.values.dtype)
     mine = SparseVector(lasts, sizes, picks.length)
     lots = [
-        wire.decode(message, mine, _LOTS_PER_RANK, sender).vector
+        wire.decode(message, mine, LOTS_PER_RANK, sender).vector
         for message, sender in zip(
-            transport.allgather(wire.encode(mine, _LOTS_PER_RANK).message),
+            transport.allgather(wire.encode(mine, LOTS_PER_RANK).message),
             transport.ranks,
             strict=True,
         )

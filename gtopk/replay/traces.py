@@ -22,6 +22,7 @@ import numpy as np
 
 from collectives import run_ranks
 from collectives.algorithms import ALGORITHMS, Regions
+from collectives.algorithms.regions import LOTS_PER_RANK
 from collectives.planning.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.recorder import RECEIVED, Event, Recorder
@@ -96,6 +97,12 @@ def trace_of(reduction: Reduction) -> Trace:
             f"{reduction.algorithm} on {reduction.ranks:,} ranks has about "
             f"{reduction.messages:,} messages, and {MOST_MESSAGES:,} can be replayed"
         )
+    if reduction.algorithm == "oktopk" and _drawn(reduction.ranks) > _MOST_ENTRIES:
+        raise ValueError(
+            f"oktopk on {reduction.ranks:,} ranks draws its boundaries by "
+            f"{_drawn(reduction.ranks):,} lines, all of them on one machine here, and "
+            f"{_MOST_ENTRIES:,} fit: ask for fewer ranks"
+        )
     if reduction.entries <= _MOST_ENTRIES:
         return _record(reduction)
     if reduction.algorithm == "topk-allgather":
@@ -109,6 +116,11 @@ def trace_of(reduction: Reduction) -> Trace:
         )
     traces = _record(small), _record(large)
     return _extrapolated(*traces, small.selected, large.selected, reduction.selected)
+
+
+def _drawn(ranks: int) -> int:
+    """Return how many lines between lots all ranks of Ok-Topk hold: of each rank, on each rank."""
+    return ranks * ranks * LOTS_PER_RANK * ranks
 
 
 def _record(reduction: Reduction) -> Trace:

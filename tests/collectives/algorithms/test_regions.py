@@ -133,5 +133,5 @@ def test_boundaries_serve_at_least_one_step() -> None:
 
 
 def test_a_quarter_of_the_fair_share_is_what_the_docstring_says() -> None:
-    assert regions._LOTS_PER_RANK == 4
+    assert regions.LOTS_PER_RANK == 4
     assert "4 P equal lots" in regions.__doc__
