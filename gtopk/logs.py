@@ -44,7 +44,8 @@ class _Spoken(logging.Handler):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; some messages begin with the rank by themselves."""
         said = super().format(record)
-        return f"gtopk: {said if said.startswith(self._whose) else f'{self._whose}: {said}'}"
+        begins = said.startswith((f"{self._whose}:", f"{self._whose} "))
+        return f"gtopk: {said if begins else f'{self._whose}: {said}'}"
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:

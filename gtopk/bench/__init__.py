@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 # Each is imported when it is called.
@@ -24,8 +27,21 @@ def usage() -> str:
     return (
         f"usage: gtopk bench WHAT [ARGUMENTS]\n\n{listed}\n\n"
         "example:\n  mpirun -n 4 gtopk bench collectives --json collectives.json\n\n"
-        "`gtopk bench WHAT --help` tells more."
+        "`gtopk bench WHAT --help` tells more. `--json -` prints the records alone, all else on "
+        "stderr."
     )
+
+
+def _json_alone(run: Callable[[list[str]], int], words: list[str]) -> int:
+    """Run a benchmark with its file of records as stdout, and what it prints on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "records.json")
+        words[words.index("--json") + 1] = str(file)
+        with contextlib.redirect_stdout(sys.stderr):
+            code = run(words)
+        if file.exists():  # rank 0 writes it
+            print(file.read_text(encoding="utf-8"), end="")
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[2:] if arguments is None else arguments)
     if words and words[0] in BENCHMARKS:
         command = importlib.import_module(f".{words[0]}.command", __package__)
+        if "--json" in words and words[words.index("--json") + 1 :][:1] == ["-"]:
+            return _json_alone(command.main, words[1:])
         code: int = command.main(words[1:])
         return code
     if words and words[0] in ("-h", "--help"):

@@ -97,7 +97,8 @@ def look_at_links(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
         detail = f"{len(broken)} of {2 * tried} ways between {job.size} ranks: {'; '.join(broken)}"
         advice = "see that every host lets all ports through to the others, or name the interface"
         return [Finding(LINKS, State.FAIL, detail, f"{advice}: gtopk.run(network_interface=...)")]
-    detail = f"all {tried} between {job.size} ranks bring messages whole"
+    whole = "the one brings" if tried == 1 else f"all {tried} bring"
+    detail = f"{whole} messages whole between {job.size} ranks"
     if slow:
         return [Finding(LINKS, State.WARN, f"{detail}, slowly: {'; '.join(slow)}", _BUSY)]
     return [Finding(LINKS, State.OK, detail)]

@@ -26,7 +26,20 @@ def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
         places = zip(*intentions.values(), strict=True)
         parted = next(place for place in places if len(set(place)) > 1)
         apart = dict(zip(intentions, parted, strict=True))
-    return f"the ranks disagree about {name}: {_sides(apart)}"
+    options = _options_apart(apart)
+    if options is None:
+        return f"the ranks disagree about {name}: {_sides(apart)}"
+    return f"the ranks disagree about {name}: {_sides(options)}; all ranks must be given the same"
+
+
+def _options_apart(facts: Mapping[int, str]) -> dict[int, str] | None:
+    """Return each rank's options, as `name=value`, that others lack; None where it is no option."""
+    words = {rank: fact.split() for rank, fact in facts.items()}
+    common = set.intersection(*map(set, words.values()))
+    options = {rank: [w for w in those if w not in common] for rank, those in words.items()}
+    if not all(those and all("=" in word for word in those) for those in options.values()):
+        return None
+    return {rank: " ".join(those) for rank, those in options.items()}
 
 
 def describe_tangle(waiting: Mapping[int, str]) -> str:

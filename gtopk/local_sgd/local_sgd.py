@@ -25,6 +25,7 @@ import torch
 from ..buckets.parameters import name_parameters, require_known
 from ..compression import Compression, ErrorFeedback, check_count, hides_behind_backward
 from ..exchange.exchanges import require_compression
+from ..recording import looks
 from ..replicas.replicas import checksums
 from ..telemetry import StepReport
 from ..world import world
@@ -232,8 +233,10 @@ class _LocalSGD(Wrapping):
             local_steps=made,
             predicted_seconds=self._exchange.expected.seconds,
         )
-        if self._world.recorder is not None:
-            self._world.recorder.note_step(self.last_step)
+        if (recorder := self._world.recorder) is not None:
+            recorder.note_step(self.last_step)
+            if outcome.moves and looks.is_due(self._exchange.steps):
+                looks.look(recorder, [self._exchange])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, the outer one's, and what this rank holds back.

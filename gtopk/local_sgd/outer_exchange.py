@@ -24,6 +24,7 @@ from collectives.transports import Transport
 from ..engine import Operation
 from ..engine.agreement import gather_words
 from ..exchange.exchange import Exchanged, Progress
+from ..exchange.residual import Withheld
 from ..lanes.held import Held, put_in, take_out, unsent
 from ..lanes.held_names import strangers
 from ..lanes.lanes import Lane, open_lane
@@ -219,6 +220,10 @@ class OuterExchange:
         share = steps[transport.rank] / sum(steps)
         self._lane.weigh(share, share)
         return told, lost, self._lane.reduce(transport)
+
+    def withheld(self) -> Withheld | None:
+        """Return what this rank holds back, in sums; None where this way holds nothing back."""
+        return self._lane.withheld()
 
     @property
     def steps(self) -> int:

@@ -87,7 +87,13 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument(
         "--no-measure", action="store_true", help="take assumed rates, not this machine's"
     )
-    described.add_argument("--json", metavar="FILE", help="write the figures; '-': print them only")
+    described.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the figures; without a file: print them only",
+    )
     simulation.add_arguments(described)
     return described
 

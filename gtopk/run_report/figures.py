@@ -187,7 +187,8 @@ def prediction_figure(run: Run) -> str:
         ),
         f"On rank {rank.rank}: from accumulate to apply, as the cost model means it. What was "
         f"measured is {digits(apart[len(apart) // 2])} times what was predicted, in the median; "
-        "waiting for a rank that is late counts as measured, and nobody predicts it.",
+        "waiting for a rank that is late counts as measured, and nobody predicts it. The ranks' "
+        "agreement to begin, which the line at the run's start adds to each bucket, is in neither.",
     )
 
 

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="say it as JSON")
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
     add("script", metavar="SCRIPT", help="a file of Python, or a program")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its own")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     return described
 
 

@@ -229,7 +229,13 @@ def parser() -> argparse.ArgumentParser:
         default=list(DEFAULT),
         help=f"of {','.join(SIMULATED)}; default: {','.join(DEFAULT)}",
     )
-    add("--json", metavar="FILE", help="write the records; '-': print them only")
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the records; without a file: print them only",
+    )
     add("--html", metavar="FILE", help="write a page with plots")
     return described
 

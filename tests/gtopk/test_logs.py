@@ -75,6 +75,15 @@ def test_another_rank_takes_the_place_of_the_first(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "gtopk: rank 1: once\n"
 
 
+def test_a_line_about_another_rank_says_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with nobody_else_listening():
+        logs.speak(1, {})
+        LOG.warning("rank 10 left")
+        LOG.warning("rank 1 stays")
+    said = capsys.readouterr().err
+    assert said == "gtopk: rank 1: rank 10 left\ngtopk: rank 1 stays\n"
+
+
 def test_another_level_is_refused() -> None:
     with pytest.raises(ValueError, match="GTOPK_LOG must be one of debug, info"):
         logs.speak(0, {"GTOPK_LOG": "loud"})

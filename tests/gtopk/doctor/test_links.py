@@ -106,7 +106,7 @@ def test_in_a_job_rank_0_says_that_all_links_are_good(monkeypatch):
     code = run(3, program, on_line=lines.append, timeout_seconds=100)
     report = "\n".join(lines)
     assert code == 0, report
-    assert "all 3 between 3 ranks bring messages whole" in report
+    assert "all 3 bring messages whole between 3 ranks" in report
     assert "Ready to train on these 3 ranks." in report
 
 

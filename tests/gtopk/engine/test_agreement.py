@@ -13,6 +13,15 @@ def test_a_mismatch_quotes_only_what_differs():
     assert text == "the ranks disagree about gradients.1: ranks 0, 2: b [2]; rank 1: b [3]"
 
 
+def test_of_options_only_those_that_differ_are_quoted():
+    options = "gtopk density={} growth=2.0 wire=auto"
+    text = describe_mismatch({r: ["a", options.format(d)] for r, d in enumerate((0.1, 0.2, 0.1))})
+    assert text == (
+        "the ranks disagree about a: ranks 0, 2: density=0.1; rank 1: density=0.2; all ranks must "
+        "be given the same"
+    )
+
+
 def test_a_rank_that_has_less_to_say_is_named_too():
     text = describe_mismatch({3: ["a", "x", "y"], 7: ["a", "x"]})
     assert text == "the ranks disagree about a: rank 3: y; rank 7: less"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging, nesterov
+from gtopk.recording.reading import read_run
 from tests.gtopk.local_rounds import (
     backward,
     close,
@@ -368,3 +370,21 @@ def test_real_ranks_train_save_and_go_on(mpirun: Any, tmp_path: Any) -> None:
     job = mpirun(2, "local_sgd.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("local steps, one model") == 2
+
+
+def test_the_record_tells_what_is_held_back(tmp_path: Path) -> None:
+    def rank(transport: LocalTransport) -> None:
+        gtopk.record(str(tmp_path))
+        model = network()
+        optimizer = LocalSGD(
+            momentum(model.parameters()),
+            inner_steps=2,
+            compression=hvd.Compression.gtopk(density=0.1, dense_under=0),
+        )
+        for step in range(4):
+            backward(model, transport.rank, step)
+            optimizer.step()
+
+    on_ranks(2, rank)
+    for record in read_run(tmp_path).ranks:
+        assert [note.content["norm"] > 0 for note in record.withheld] == [True, True]
