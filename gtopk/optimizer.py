@@ -299,8 +299,8 @@ def DistributedOptimizer(
     scaler: Any = None,
     local_clip_norm: float | None = None,
     global_clip_norm: float | None = None,
-    check_every: int = 0,
-    on_divergence: Literal["error", "warn", "heal"] = "error",
+    check_every: int | None = None,
+    on_divergence: Literal["error", "warn", "heal"] | None = None,
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
 ) -> Any:
     """Return the optimizer, its `step` reduced over all ranks.
@@ -337,12 +337,14 @@ def DistributedOptimizer(
         be up to this norm, though each of them is sqrt(ranks) times as long. Gradients are known in
         full after backward only: there is no overlap.
     global_clip_norm: shortens the agreed update to this norm.
-    check_every: compare the parameters of all ranks after so many steps, by hash; 0: never. Steps
-        that are skipped do not count, those that others take while this rank has joined do.
+    check_every: compare the parameters of all ranks after the first step and every so many, by
+        hash; 0: never; None: every 100. Steps that are skipped do not count, those that others take
+        while this rank has joined do.
     on_divergence: what follows where they differ: an error on every rank; a warning; or "heal":
         each parameter, and the optimizer's state of it, becomes on all ranks what it is on more
         than half of them, and a warning says so. Without such a majority it is an error. What
-        ranks hold back is their own, and stays.
+        ranks hold back is their own, and stays. None: an error where check_every is given, else a
+        warning.
     max_skipped_steps: how many steps in a row may be skipped because a gradient, or a sum of them,
         is not finite.
     Raises ValueError for an argument out of its range, names that are missing or double, a

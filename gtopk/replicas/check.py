@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -17,19 +17,30 @@ from .replicas import Parted, checksums, compare, require_the_same
 
 _log = logging.getLogger("gtopk")
 
+EVERY: Final = 100  # where nobody says
+_STAY: Final = (
+    "on_divergence='warn': they stay so. Begin with broadcast_parameters, and change parameters "
+    "alike on all ranks"
+)
+
 
 class ReplicaCheck:
     """One rank's part in it; all take their steps alike.
 
-    every: steps with an update, whoever of the ranks has joined by then; 0: never.
+    every: steps with an update, whoever of the ranks has joined by then; 0: never. None: the usual
+        number, and no error unless it is asked for: nobody asked for the check.
     divergences: checks that found replicas apart, and did not end in an error.
     """
 
     def __init__(
-        self, reducer: Reducer, every: int, on_divergence: Literal["error", "warn", "heal"]
+        self,
+        reducer: Reducer,
+        every: int | None,
+        on_divergence: Literal["error", "warn", "heal"] | None,
     ) -> None:
         self._reducer = reducer
-        self._every, self._on_divergence = every, on_divergence
+        self._every = EVERY if every is None else every
+        self._on_divergence = on_divergence or ("warn" if every is None else "error")
         self._is_due = False
         self.divergences = 0
 
@@ -40,7 +51,9 @@ class ReplicaCheck:
         one where a step failed may have.
         """
         steps = self._reducer.progress.steps
-        self._is_due = updates and self._every > 0 and steps % self._every == 0
+        # After the first, too: that is where a forgotten broadcast shows.
+        is_time = self._every > 0 and (steps == 1 or steps % self._every == 0)
+        self._is_due = updates and is_time and self._reducer.peers.size > 1
 
     def after_step(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Look, where it is time, and heal the parameters and the optimizer's state of them.
@@ -65,11 +78,11 @@ class ReplicaCheck:
             return
         self.divergences += 1
         heals = self._on_divergence == "heal"
-        became = self._heal(parted, state) if heals else "on_divergence='warn': they stay so"
+        became = self._heal(parted, state) if heals else _STAY
         more = f", and {len(parted) - 1} more parted" if len(parted) > 1 else ""
         here = world.current()
         _log.warning(
-            "rank %d: the replicas were no longer the same at step %d: %s%s; %s",
+            "rank %d: the replicas are not the same at step %d: %s%s; %s",
             here.rank,
             here.step,
             parted[0].describe(),

@@ -9,7 +9,6 @@ was mended. What a rank holds back is its own, and stays.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from collectives.errors import MismatchError
+from collectives.kernels.codes import checksum
 from collectives.transports import Transport
 
 from ..objects import decode, encode
@@ -53,7 +53,7 @@ def spread_majority(transport: Transport, own: Mapping[str, bytes]) -> Healing:
     own: what each rank has of the same names, from `pack`.
     Raises MismatchError, on every rank alike, where no side has more than half of the ranks.
     """
-    sums = np.array([zlib.crc32(content) for content in own.values()], np.uint32)
+    sums = np.array([checksum(np.frombuffer(each, np.uint8)) for each in own.values()], np.uint64)
     parted = [(each, each.majority()) for each in compare(transport, sums, list(own))]
     for each, most in parted:
         if most is None:

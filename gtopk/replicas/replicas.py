@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from collectives.errors import MismatchError
+from collectives.kernels.codes import checksum
 from collectives.transports import Transport
 
 from ..engine.agreement import name_ranks
@@ -23,7 +23,7 @@ class Parted(NamedTuple):
 
     def describe(self) -> str:
         """Return the parameter and both sides, as errors say them."""
-        sides = "; ".join(f"{name_ranks(ranks)}: {bits:08x}" for bits, ranks in self.sides.items())
+        sides = "; ".join(f"{name_ranks(ranks)}: {bits:016x}" for bits, ranks in self.sides.items())
         return f"parameter '{self.name}' has the checksums {sides}"
 
     def majority(self) -> list[int] | None:
@@ -33,13 +33,13 @@ class Parted(NamedTuple):
 
 
 def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
-    """Return a checksum of each parameter's bits, uint32 [parameters]."""
-    return np.array([zlib.crc32(_bits_of(parameter).data) for parameter in parameters], np.uint32)
+    """Return a checksum of each parameter's bits, uint64 [parameters]."""
+    return np.array([checksum(_bits_of(parameter)) for parameter in parameters], np.uint64)
 
 
 def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list[Parted]:
     """Return what parted, the same on every rank; all ranks call it together, with checksums."""
-    rows = [row.view(np.uint32) for row in transport.allgather(own.view(np.uint8))]
+    rows = [row.view(np.uint64) for row in transport.allgather(own.view(np.uint8))]
     found = []
     for place, name in enumerate(names):
         sides: dict[int, list[int]] = {}

@@ -43,8 +43,8 @@ class Options:
     bucket_bytes: int | None
     local_clip_norm: float | None
     global_clip_norm: float | None
-    check_every: int
-    on_divergence: Literal["error", "warn", "heal"]
+    check_every: int | None
+    on_divergence: Literal["error", "warn", "heal"] | None
     max_skipped_steps: int
 
     def __post_init__(self) -> None:
@@ -69,12 +69,13 @@ class Options:
             check_number(name, value)
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
-        check_count("check_every", self.check_every)
-        if self.on_divergence not in ("error", "warn", "heal"):
+        if self.check_every is not None:
+            check_count("check_every", self.check_every)
+        if self.on_divergence not in (None, "error", "warn", "heal"):
             raise ValueError(
                 f"on_divergence must be 'error', 'warn' or 'heal', got {self.on_divergence!r}"
             )
-        if self.on_divergence != "error" and not self.check_every:
+        if self.on_divergence and self.check_every == 0:
             raise ValueError(
                 f"on_divergence={self.on_divergence!r} needs a check: give check_every, say 100"
             )
@@ -94,9 +95,9 @@ class Options:
         for name, usual in (
             ("local_clip_norm", None),
             ("global_clip_norm", None),
-            ("check_every", 0),
+            ("check_every", None),
         ):
-            if getattr(self, name) != usual:
+            if getattr(self, name) not in (usual, 0):
                 raise ValueError(
                     f"{name} is not for op=Adasum: ranks step with gradients of their own"
                 )

@@ -57,6 +57,50 @@ def test_a_skipped_step_is_followed_by_no_check(threads):
     assert threads(2, program) == [1, 1]
 
 
+def test_a_forgotten_broadcast_is_told_of_after_the_first_step(threads, caplog):
+    def program(transport: LocalTransport) -> int:
+        model = layers()
+        with world.entered(transport), torch.no_grad():
+            next(model.parameters()).add_(transport.rank)
+            with torch.enable_grad():
+                optimizer = distribute(model)
+                take_steps(model, optimizer, 3)
+            return optimizer.divergences
+
+    assert threads(2, program) == [1, 1]
+    assert "the replicas are not the same at step 1: parameter '" in caplog.text
+    assert "Begin with broadcast_parameters" in caplog.text
+
+
+def test_what_nobody_asked_for_is_looked_at_every_hundred_steps(threads, caplog):
+    def program(transport: LocalTransport) -> int:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model)
+            take_steps(model, optimizer, 50)
+            if transport.rank == 1:
+                with torch.no_grad():
+                    next(model.parameters())[0] += 1
+            take_steps(model, optimizer, 49)
+            assert optimizer.divergences == 0
+            take_steps(model, optimizer, 1)
+            return optimizer.divergences
+
+    assert threads(3, program) == [1, 1, 1]
+
+
+def test_check_every_0_never_looks(threads, caplog):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport):
+            with torch.no_grad():
+                next(model.parameters()).add_(transport.rank)
+            take_steps(model, distribute(model, check_every=0), 2)
+
+    threads(2, program)
+    assert "not the same" not in caplog.text
+
+
 def test_a_step_that_only_one_rank_ended_parts_no_checks():
     """The other failed in it, and both go on in the next world, as after elastic's recovery."""
     models = [layers() for _ in range(2)]
