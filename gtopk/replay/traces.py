@@ -36,6 +36,7 @@ Trace = list[list[Event]]
 
 MOST_MESSAGES: Final = 1 << 19
 _MOST_ENTRIES: Final = 1 << 25  # that all ranks hold together, of what they gather at the most
+_FLOAT_BYTES: Final = 4
 _TIMEOUT_SECONDS: Final = 600.0
 _STACK_BYTES: Final = 1 << 18  # of a rank: thousands of the usual 8 MB are more than there is
 # So often a waiting thread asks for Python's lock; thousands that ask 200 times a second do nothing
@@ -75,22 +76,29 @@ class Reduction(NamedTuple):
         gathered = self.ranks if self.algorithm == "topk-allgather" else self.growth
         return round(self.ranks * gathered * self.selected)
 
-    def smaller(self, times: int) -> Reduction:
-        """Return one of as many times fewer entries, at the same density.
+    def smaller(self) -> tuple[Reduction, Reduction]:
+        """Return one whose entries fit, and one of half as many, at the same density.
 
-        A dense one's have equal parts for all ranks, which a remainder would weigh on too much.
+        Dense ones have equal parts for all ranks, which a remainder would weigh on too much, none
+        of them as short as a word.
         """
-        length, selected = self.length // times, self.selected // times
         if self.algorithm == "dense":
-            part = max(1, round(self.length / times / self.ranks))
-            length = selected = part * self.ranks
-        return self._replace(length=length, selected=selected)
+            part = max(2 * CHECKSUM_BYTES // _FLOAT_BYTES + 2, _MOST_ENTRIES // self.ranks**2)
+            lengths = [part * self.ranks, part // 2 * self.ranks]
+            large, small = (self._replace(length=n, selected=n) for n in lengths)
+            return large, small
+        times = -(-self.entries // _MOST_ENTRIES)
+        large, small = (
+            self._replace(length=self.length // n, selected=self.selected // n)
+            for n in (times, 2 * times)
+        )
+        return large, small
 
 
 def trace_of(reduction: Reduction) -> Trace:
     """Return the trace of a reduction.
 
-    Raises ValueError for one that has too many messages, or too few values for its ranks.
+    Raises ValueError for one that has too many messages, or lines between lots.
     """
     if reduction.messages > MOST_MESSAGES:
         raise ValueError(
@@ -107,13 +115,7 @@ def trace_of(reduction: Reduction) -> Trace:
         return _record(reduction)
     if reduction.algorithm == "topk-allgather":
         return _allgather(reduction)
-    times = -(-reduction.entries // _MOST_ENTRIES)
-    large, small = reduction.smaller(times), reduction.smaller(2 * times)
-    if not 1 <= small.selected < large.selected:
-        raise ValueError(
-            f"{reduction.algorithm} on {reduction.ranks:,} ranks has no picture of at most "
-            f"{_MOST_ENTRIES:,} values: ask for fewer ranks"
-        )
+    large, small = reduction.smaller()
     traces = _record(small), _record(large)
     return _extrapolated(*traces, small.selected, large.selected, reduction.selected)
 
