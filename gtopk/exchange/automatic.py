@@ -62,7 +62,7 @@ KINDS: Final[Mapping[str, type[SparseCompression]]] = {
 class AutomaticExchange:
     """Exchanges by one of several candidates, and changes over without loss.
 
-    A change to dense sends what sparse steps left in the residual along, in its first step.
+    After a change to dense what sparse steps left in the residual goes along, a share a step.
 
     share: of all that a step exchanges: of its budget, too.
     room_share: of the time from when its gradients are there until backward ends.

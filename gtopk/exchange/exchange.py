@@ -235,20 +235,21 @@ def quickest_format(compression: SparseCompression, bucket: Bucket, transport: T
 class DenseExchange:
     """Every entry, by the transport's allreduce: the baseline, and what 'off' means.
 
-    residual: what sparse steps before it left; the first dense step sends it along.
+    residual: what sparse steps before it left; sent along, a share a step (`draining`).
     """
 
     facts = "dense"
 
     def __init__(self, residual: Residual | None = None) -> None:
         self.residual = residual
+        self._share = 1.0  # of it, in the step under way
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         directed = direct(bucket, self.residual)
         begun = time.perf_counter()
         gradient = bucket.flat if directed else bucket.gather()
         if self.residual is not None:
-            self.residual.add_to(gradient)
+            self._share = self.residual.add_to(gradient)
         added = time.perf_counter()
         if is_on_device(gradient) and not transport.supports_device_messages:
             with bucket.flat_on_host() as on_host:
@@ -260,8 +261,12 @@ class DenseExchange:
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place; nothing is left of what was sent."""
         if self.residual is not None:
-            self.residual.clear()
+            self.residual.take_out(self._share)
         bucket.scatter()
+
+    def sends_all(self) -> bool:
+        """Tell whether nothing is left after this step."""
+        return self.residual is None or self.residual.holds_nothing or self._share == 1.0
 
     def sent_mass(self) -> float:
         """Return 0: nothing is held back that would be."""
@@ -308,7 +313,7 @@ class CompressorExchange:
 
 
 class SendingAlong:
-    """Dense in the first step that counts, with what sparse steps left; from then on as `then`.
+    """Dense while any rank has something left of sparse steps, which goes along; then as `then`.
 
     For a way without a residual. All ranks begin so together, also those that have nothing left.
     """
@@ -316,7 +321,9 @@ class SendingAlong:
     def __init__(self, bucket: Bucket, then: Exchange) -> None:
         self.then = then
         left = Residual(bucket.length, bucket.dtype, device=bucket.device)
-        self._exchange: Exchange = DenseExchange(left)
+        self._dense = DenseExchange(left)
+        self._exchange: Exchange = self._dense
+        self._is_last = False  # of the steps that send something along, on all ranks
 
     @property
     def residual(self) -> Residual | None:
@@ -329,12 +336,19 @@ class SendingAlong:
         return self._exchange.facts
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        return self._exchange(bucket, transport)
+        if self._exchange is self.then:
+            return self.then(bucket, transport)
+        exchanged = self._dense(bucket, transport)
+        left = np.array([not self._dense.sends_all()], np.float32)
+        transport.allreduce(left, "max")
+        self._is_last = not left[0]
+        return exchanged
 
     def apply(self, bucket: Bucket) -> None:
         """Apply as what ran does; by then it was sent."""
         self._exchange.apply(bucket)
-        self._exchange = self.then
+        if self._is_last:
+            self._exchange = self.then
 
     def sent_mass(self) -> float:
         """Return it of what runs."""

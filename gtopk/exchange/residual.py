@@ -21,6 +21,7 @@ from collectives.kernels import (
 from collectives.vector import SparseVector
 
 from ..buckets.arrays import view_array, view_tensor, zeros
+from .draining import share_to_send
 from .moments import Moments
 
 AGE: Final = "age"  # of a parameter's moments: a number, where all else has its shape
@@ -81,6 +82,7 @@ class Residual:
             self.moments = Moments(first, second, ages, sizes, betas)
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
+        self._drained_steps = 0
         self.astray = True
         self._before: list[torch.Tensor] = []
         self._remembers_nothing = True
@@ -102,7 +104,7 @@ class Residual:
         self, gradient: Gradient, k: int, weight: float = 1.0
     ) -> SparseVector:
         """Add weight * gradient, in one array or in parts, and return the k largest entries."""
-        self.holds_nothing = False
+        self.holds_nothing, self._drained_steps = False, 0
         momentum = None if self.velocity is None else Momentum(self.velocity, self.momentum)
         picked, self.threshold = accumulate_and_select(
             self.values, gradient, k, self.threshold, momentum, weight
@@ -173,25 +175,42 @@ class Residual:
         assert self.moments is not None
         self.moments.direct(view_tensor(gradient), share)
 
-    def add_to(self, gradient: NDArray[Any]) -> None:
-        """Add all that is left to the weighted gradient, in place: everything is to be sent.
+    def add_to(self, gradient: NDArray[Any]) -> float:
+        """Add a share of what is left to the weighted gradient, in place, and return the share.
 
-        With momentum correction the gradient becomes the velocity, which goes on: there is nothing
-        stale to mask when every entry is sent in every step.
+        Every entry is to be sent; `draining` says why not all of the residual at once. With
+        momentum correction the gradient becomes the velocity, which goes on: there is nothing stale
+        to mask when every entry is sent in every step.
         """
         # By torch: CuPy's operators take subnormal float32 for zeros.
         total = view_tensor(gradient)
         if self.velocity is not None:
             total.copy_(self._tensors[1].mul_(self.momentum).add_(total))
-        if not self.holds_nothing:
-            total.add_(self._tensors[0])
+        if self.holds_nothing:
+            return 1.0
+        share = share_to_send(_square(self._tensors[0]), _square(total), self._drained_steps)
+        total.add_(self._tensors[0], alpha=share)
+        return share
+
+    def take_out(self, share: float) -> None:
+        """Forget this share of what was left: it has been sent."""
+        if share == 1.0:
+            self.clear()
+        elif not self.holds_nothing:
+            self._drained_steps += 1
+            self._tensors[0].mul_(1.0 - share)
 
     def clear(self) -> None:
-        """Forget what was left: it has been sent."""
+        """Forget what was left: all of it has been sent."""
         if not self.holds_nothing:
             self.values.fill(0)
             self.threshold = 0.0
             self.holds_nothing = True
+
+
+def _square(tensor: torch.Tensor) -> float:
+    """Return the sum of squares; a GPU is waited for once."""
+    return float(sum(part.dot(part).double() for part in tensor.split(_PIECE)))
 
 
 def _names(momentum: float, betas: tuple[float, float] | None) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ def check_a_dense_step(device: str) -> None:
     gradient = torch.full((4,), 3 * TINY, device=device)
     values, velocity = (torch.zeros(4, device=device) for _ in range(2))
     held = Residual(4, np.dtype(np.float32), 0.5, gradient.device, [values, velocity])
-    velocity[1], values[2] = 4 * TINY, 7 * TINY
+    velocity[1], values[2] = 4 * TINY, 3 * TINY
     held.holds_nothing = False
-    held.add_to(residual.view_array(gradient))
-    assert (gradient.double() / TINY).tolist() == [3, 5, 10, 3]
+    assert held.add_to(residual.view_array(gradient)) == 1.0  # shorter than half the velocity
+    assert (gradient.double() / TINY).tolist() == [3, 5, 6, 3]
     assert (velocity.double() / TINY).tolist() == [3, 5, 3, 3]
-    assert (values.double() / TINY).tolist() == [0, 0, 7, 0]
+    assert (values.double() / TINY).tolist() == [0, 0, 3, 0]
 
 
 def test_what_is_left_and_the_velocity_go_into_a_dense_step() -> None:

@@ -103,7 +103,7 @@ def check_nothing_is_lost(ranks: list[list[Seen]]) -> None:
 )
 @pytest.mark.parametrize("joins", [False, True])
 def test_another_compression_goes_on_from_what_was_held_back(threads, then, joins):
-    """It is sent in the first step that counts, by a rank that has joined, too."""
+    """It is sent in the steps that count, a share in each, by a rank that has joined, too."""
 
     def program(transport: LocalTransport) -> list[Seen]:
         training = Training(transport)
@@ -119,15 +119,20 @@ def test_another_compression_goes_on_from_what_was_held_back(threads, then, join
             if not (joins and training.rank == 2):
                 training.step(*training.draw(3))
             here.engine.join().wait()
+            looks.append(training.seen())
+            for step in range(4, 12):
+                training.step(*training.draw(step))
             return [*looks, training.seen()]
 
     ranks = threads(3, program)
-    check_nothing_is_lost(ranks)
-    for rank, (loaded, skipped, _) in enumerate(ranks):
+    # Later steps round in 16 bits, or move by a velocity.
+    check_nothing_is_lost(ranks if then is Compression.none else [looks[:3] for looks in ranks])
+    for rank, (loaded, skipped, *_) in enumerate(ranks):
         assert torch.equal(loaded.held, skipped.held)
         assert loaded.held.any() == (rank != GIVES_NOTHING)
     if isinstance(then, type):
-        assert not any(after.held.any() for _, _, after in ranks)
+        assert any(looks[2].held.any() for looks in ranks)  # not all of it at once
+        assert not any(looks[3].held.any() for looks in ranks)
 
 
 def test_after_what_was_held_back_the_compression_is_as_it_was_asked_for(threads):
@@ -137,7 +142,9 @@ def test_after_what_was_held_back_the_compression_is_as_it_was_asked_for(threads
             training.distribute(Compression.gtopk(0.1))
             training.step(*training.draw(0))
             training.distribute(Compression.fp16, training.optimizer.state_dict())
-            for step in range(1, 4):
+            for step in range(1, 8):
+                training.step(*training.draw(step))
+            for step in range(8, 11):
                 training.step(*training.draw(step))
                 lanes = training.optimizer._reducer.planned.lanes
                 assert {lane.facts for lane in lanes} == {"dense FP16Compressor"}
