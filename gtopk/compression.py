@@ -324,9 +324,9 @@ class Hierarchical(SparseCompression):
 class Automatic(ErrorFeedback):
     """What trains fastest here within the budget, dense included; measured, and looked at again.
 
-    The budget is one of the three; without any, density=0.001. Of the ways that keep it the one is
-    taken by which a training of `steps` is done first, the further steps that narrow updates take
-    included (docs/tuning.md).
+    The budget is one of the three; without any, the `usual_density` of the model. Of the ways that
+    keep it the one is taken by which a training of `steps` is done first, the further steps that
+    narrow updates take included (docs/tuning.md).
     """
 
     # Every sparse method sends this share of the entries.
@@ -359,8 +359,6 @@ class Automatic(ErrorFeedback):
         if len(given) > 1:
             told = ", ".join(f"{name}={value}" for name, value in given.items())
             raise ValueError(f"give one budget, not several: {told}")
-        if not given:
-            object.__setattr__(self, "density", 0.001)
         if self.density is not None:
             check_density("density", self.density)
         if self.bytes_per_step is not None:
@@ -370,8 +368,19 @@ class Automatic(ErrorFeedback):
                     f"bytes_per_step must be above 0 and finite, got {self.bytes_per_step}"
                 )
 
+    def density_of(self, elements: float) -> float | None:
+        """Return the share to send of a model of so many values; None: another budget counts."""
+        if self.bytes_per_step is not None or self.hide_behind_backward:
+            return None
+        return self.density or usual_density(elements)
+
     def facts(self) -> str:
         return f"auto {super().facts()}"
+
+
+def usual_density(elements: float) -> float:
+    """Return the share to begin with for a model of so many values: a thousand entries a step."""
+    return min(1.0, max(0.001, 1000.0 / elements))
 
 
 def hides_behind_backward(compression: object) -> bool:

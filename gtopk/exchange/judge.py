@@ -66,6 +66,7 @@ class Judge:
     """Chooses for one gradient of `length` values of `value_bytes`.
 
     share:       of the step's budget, where it is one of bytes or seconds.
+    density:     where that is the budget.
     chosen:      what runs, as predicted with all that is known.
     window:      how many steps to measure before the next judgement.
     corrections: by algorithm, measured over predicted, of those that ran.
@@ -81,6 +82,7 @@ class Judge:
     ) -> None:
         self.compression = compression
         self.share = share
+        self.density = compression.density_of(length / share)
         self.calibration = calibration
         self.length = length
         self.formats = compression.formats()
@@ -177,9 +179,9 @@ class Judge:
         if new == old:
             return False
         same = (new.algorithm, new.widening) == (old.algorithm, old.widening)
-        if self.compression.density is None and same:
+        if self.density is None and same:
             return moved or abs(new.density - old.density) > APART * old.density
-        if self.compression.density is None:
+        if self.density is None:
             return True
         return self._is_cheaper(best, cost)
 
@@ -200,12 +202,17 @@ class Judge:
         correction = Correction(*map(_ratio, measured[:3], parts))
         self.corrections[algorithm] = correction
         wire, believed = measured.communicate_seconds, self.chosen.communicate_seconds
+        measured_dense = None
         if algorithm != "dense" and believed - wire > APART * believed:
-            self.corrections.pop("dense", None)  # measured while links were slower, perhaps
+            # Measured while links were slower, perhaps: by as much as this wire's at the most.
+            measured_dense = self.corrections.pop("dense", None)
         if apart and algorithm == "dense":  # which tells of the links only
             self._elsewhere = self._elsewhere._replace(communicate=correction.communicate)
         elif apart:
             self._elsewhere = correction
+            if measured_dense is not None:
+                self._dense_at_best = measured_dense.communicate * wire / believed
+                return
             # Of links too slow or too fast by an unknown share of latency and bandwidth, the best
             # for dense: what is not latency as calibrated is the bytes'.
             of_bytes = expected.communicate_seconds - expected.latency_seconds
@@ -237,7 +244,7 @@ class Judge:
         if self.compression.bytes_per_step is not None:
             allowed = self.compression.bytes_per_step * self.share
             return Budget(bytes_per_step=allowed - self._agreeing_bytes())
-        return Budget(density=self.compression.density)
+        return Budget(density=self.density)
 
     def _agreeing_bytes(self) -> int:
         """Return what a rank sends in a step for the ranks to agree on it."""

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import torch
 
 from ..compression import (
+    Automatic,
     ErrorFeedback,
     SparseCompression,
     check_count,
@@ -171,9 +172,11 @@ def _check_groups(groups: Groups) -> None:
 
 def warn_of_few_entries(options: Options, elements: int) -> None:
     """Warn of a density that leaves too few entries of a model to train well."""
-    if not isinstance(options.compression, SparseCompression):
+    if not isinstance(options.compression, SparseCompression | Automatic):
         return
     density = options.compression.density
+    if density is None:
+        return
     if selected(density, elements) < FEW_ENTRIES < elements:
         _log.warning(
             "density=%g leaves %d of %d entries a step; under about %d accuracy suffers: "

@@ -94,7 +94,11 @@ def test_an_option_out_of_bounds_is_refused_with_its_value(make, said):
 
 
 def test_without_a_budget_a_thousandth_is_sent():
-    assert Compression.auto().density == 0.001
+    assert Compression.auto().density_of(25_557_032) == 0.001
+    assert Compression.auto().density_of(285_000) == pytest.approx(1000 / 285_000)
+    assert Compression.auto().density_of(10) == 1.0
+    assert Compression.auto(density=0.002).density_of(10) == 0.002
+    assert Compression.auto(bytes_per_step=1e6).density_of(10) is None
     assert Compression.auto(bytes_per_step=1e6).density is None
 
 

@@ -92,7 +92,9 @@ def test_a_network_that_is_slower_than_measured_ends_in_compression():
     )
     assert ran[0] == "dense"
     assert ran[-1] != "dense"
-    assert ran.count("dense") == FIRST_WINDOW + PROBE_STEPS  # in case it was a congestion
+    # Sparse messages are quicker than they then seem to be, but not as much as dense would have to
+    # be: what was measured of it is not forgotten for the model.
+    assert ran.count("dense") == FIRST_WINDOW
 
 
 def test_a_network_that_is_faster_than_measured_ends_dense():
