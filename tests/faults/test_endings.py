@@ -141,6 +141,37 @@ def test_a_killed_launcher_leaves_no_rank(launcher, tmp_path):
         job.assert_nothing_is_left(but_files=launcher == "mpirun")
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("late", [pytest.param(1, marks=pytest.mark.faults), None])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun",
+        *(pytest.param(other, marks=pytest.mark.faults) for other in ("mpirun", "own store")),
+    ],
+)
+def test_a_launcher_that_is_killed_before_the_ranks_have_met_leaves_none(launcher, late, tmp_path):
+    """While rank 1 is on its way and the others wait for it, or all are; then they arrive."""
+    variables = {"GTOPK_START_TIMEOUT": "120"}
+    if launcher == "own store":
+        launcher, variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "torchrun", "1"
+    ranks = 2 if late is None else RANKS
+    fault = {"rank": late, "phase": "start", "step": 0, "way": "waits"}
+    with start(launcher, ranks, "faulty_training.py", plan(tmp_path, fault), **variables) as job:
+        job.hear(r"rank \d+ is", times=ranks)
+        job.hear("fired at", times=ranks if late is None else 1)
+        if late is not None:
+            time.sleep(1)  # the others are in init by then, or come to it
+        since = time.time()
+        job.process.kill()
+        while late is not None and job.living() != [late]:
+            assert time.time() - since < PROMISED_SECONDS, f"{job.living()} live:\n{job.text()}"
+            time.sleep(0.02)
+        (tmp_path / "go").touch()
+        job.end(time.time())
+        job.assert_nothing_is_left(but_files=launcher == "mpirun")
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
