@@ -212,7 +212,7 @@ def test_two_ranks_killed_at_once_are_named(launcher, tmp_path):
             assert any(named), job.text()
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.faults), "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_is_killed_in_an_exchange_is_named_by_all_and_leaves_nothing(
     launcher, tmp_path
 ):
