@@ -219,5 +219,9 @@ def test_a_rank_that_is_killed_in_an_exchange_is_named_by_all_and_leaves_nothing
     fault = {"rank": 2, "phase": "exchange", "step": 3, "way": "killed"}
     with start(launcher, 3, "faulty_training.py", plan(tmp_path, fault)) as job:
         suffer(job, fault, random.Random(0))
+        if launcher == "torchrun":  # in its own report, of which the culprit is the root cause
+            report = job.text().partition("FAILED")[2]
+            assert re.search(r"Root Cause[^=]*rank +: 2 [^=]*exitcode +: -9", report), report
+            assert re.search(r"rank [01] of 3 .* at step 3.* rank 2 is lost", report), report
         with pytest.raises(Ended):
             job.hear("digest", seconds=1)
