@@ -21,7 +21,7 @@ def test_every_rank_is_told_what_is_wrong_and_where(request, launcher: str, rank
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ranks"), some_of([("mpirun", 4), ("torchrun", 2)], ("mpirun", 4))
+    ("launcher", "ranks"), some_of([("mpirun", 3), ("torchrun", 2)], ("mpirun", 3))
 )
 def test_ranks_of_other_versions_do_not_begin(request, launcher: str, ranks: int) -> None:
     done = request.getfixturevalue(launcher)(ranks, "versions.py")
