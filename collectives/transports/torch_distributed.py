@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import socket
 import struct
@@ -60,6 +61,8 @@ _POSTED: Final = 4  # buffers for each peer
 _FAREWELL, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbox, of no stream
 _FOREVER: Final = timedelta(days=365)
 _PATIENCE_SECONDS: Final = 1.0  # what a last word gets to go out
+_CALL_SECONDS: Final = 2.0  # what one call of the port where the ranks meet gets
+_GONE_SECONDS: Final = 3.0  # after which a launcher that refuses all calls there is given up
 _NOTHING: Final = np.empty(0, np.uint8)
 _BACKLOG: Final = 4096  # ranks that call at once
 
@@ -396,32 +399,89 @@ def connect(
 ) -> TCPStore:
     """Return the store where the ranks meet.
 
-    hosted: by the launcher; otherwise rank 0 serves it, on this port (0: any that is free).
-    Raises PeerTimeoutError when nobody serves it, RuntimeError when rank 0 cannot.
+    hosted: by the launcher, before it starts ranks; otherwise rank 0 serves it, on this port (0:
+    any that is free).
+    Raises PeerError when nobody serves it, RuntimeError when rank 0 cannot.
     """
-    distributed = import_torch().distributed
-    serves = rank == 0 and not hosted
+    make = import_torch().distributed.TCPStore
+    timeout = timedelta(seconds=start_timeout_seconds)
+    if rank == 0 and not hosted:
+        try:
+            listener = listen(host, port)
+            served: TCPStore = make(
+                *(host, listener.getsockname()[1]),
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=listener.detach(),
+            )
+        except (RuntimeError, OSError) as error:
+            raise RuntimeError(
+                f"rank 0 must serve port {port} for the ranks to meet, and cannot: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        return served
+    begun = time.monotonic()
     try:
-        listener = listen(host, port) if serves else None
-        store: TCPStore = distributed.TCPStore(
-            host,
-            listener.getsockname()[1] if listener else port,
-            is_master=serves,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=start_timeout_seconds),
-            master_listen_fd=listener.detach() if listener else None,
+        # TCPStore, where nobody listens, takes its timeout two times and more; where somebody
+        # listens and does not answer, for ever.
+        _await_port(host, port, start_timeout_seconds, _GONE_SECONDS if hosted else math.inf)
+        return _within(
+            max(_PATIENCE_SECONDS, begun + start_timeout_seconds - time.monotonic()),
+            lambda: make(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
         )
     except (RuntimeError, OSError) as error:
-        first_line = str(error).splitlines()[0]
-        if serves:
-            raise RuntimeError(
-                f"rank 0 must serve port {port} for the ranks to meet, and cannot: {first_line}"
-            ) from error
-        raise PeerTimeoutError(
-            f"rank {rank} could not reach {host}:{port}, where the ranks meet, within "
-            f"{start_timeout_seconds:g} s: {first_line}"
-        ) from error
-    return store
+        waited = time.monotonic() - begun
+        why = (
+            f"rank {rank} could not reach {host}:{port}, where the ranks meet, in {waited:.3g} s: "
+            f"{str(error).splitlines()[0]}"
+        )
+        if hosted and waited < start_timeout_seconds:
+            raise PeerError(f"{why}; is the launcher, which serves it, gone?") from error
+        raise PeerTimeoutError(why) from error
+
+
+def _await_port(host: str, port: int, seconds: float, refused_seconds: float) -> None:
+    """Return when somebody takes a call there; raise OSError when nobody has for so long.
+
+    refused_seconds: after which it is believed that nobody is there.
+    """
+    begun = since = time.monotonic()  # since when all calls were refused
+    pause = 0.05
+    while True:
+        remaining = begun + seconds - time.monotonic()
+        try:
+            socket.create_connection(
+                (host, port), min(_CALL_SECONDS, max(0.001, remaining))
+            ).close()
+            return
+        except OSError as error:
+            now = time.monotonic()
+            if not isinstance(error, ConnectionRefusedError):
+                since = now
+            if now - begun >= seconds or now - since >= refused_seconds:
+                raise
+        time.sleep(min(pause, max(0.0, begun + seconds - time.monotonic())))
+        pause = min(2 * pause, _CALL_SECONDS / 2)
+
+
+def _within(seconds: float, make: Callable[[], TCPStore]) -> TCPStore:
+    """Return what `make` does; raise TimeoutError, and leave it alone, when it takes longer."""
+    made: list[TCPStore | Exception] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except Exception as error:
+            made.append(error)
+
+    thread = threading.Thread(target=run, name="gtopk-meet", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    result = made[0] if made else TimeoutError("somebody listens there, and does not answer")
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def listen(host: str, port: int) -> socket.socket:

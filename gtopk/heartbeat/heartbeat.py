@@ -21,6 +21,7 @@ from collectives.environment import number
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
+from ..launch.parent import agent
 from .address import own_address
 from .companion import Setting
 from .watch import Peer
@@ -89,7 +90,7 @@ class Heartbeat:
         self._setting = Setting(
             rank=transport.rank,
             parent=os.getpid(),
-            launcher=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0,
+            launcher=agent(),  # Open MPI looks after its ranks itself
             secret=secret,
             socket=self._socket.fileno(),
             timeout_seconds=self._timeout_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -11,14 +12,9 @@ from typing import Final
 
 from collectives.environment import number
 
-START_TIMEOUT: Final = "GTOPK_START_TIMEOUT"
+from . import watchdog
 
-# Ends its parent, with a word, unless its stdin is closed in time.
-_WATCH: Final = (
-    "import os, select, sys; seconds, text, parent = sys.argv[1:]\n"
-    "if not select.select([0], [], [], float(seconds))[0]:\n"
-    "    os.write(2, text.encode(errors='replace')); os.kill(int(parent), 9)"
-)
+START_TIMEOUT: Final = "GTOPK_START_TIMEOUT"
 
 
 def start_timeout_seconds() -> float:
@@ -27,14 +23,18 @@ def start_timeout_seconds() -> float:
 
 
 @contextmanager
-def deadline(seconds: float, text: str) -> Iterator[None]:
-    """Say `text` on stderr and kill this process if the body takes longer.
+def deadline(seconds: float, late: str, *, launcher: int = 0, orphaned: str = "") -> Iterator[None]:
+    """Say `late` on stderr and kill this process if the body takes longer; inf: however long.
 
+    launcher: the process that started this one; when it is gone, say `orphaned`, and do the same.
     By a process of its own: the body may hold Python's lock all the while.
     """
+    if seconds == math.inf and not launcher:
+        yield
+        return
+    words = [str(seconds), late, str(launcher), orphaned]
     watch = subprocess.Popen(
-        [sys.executable, "-IS", "-c", _WATCH, str(seconds), f"{text}\n", str(os.getpid())],
-        stdin=subprocess.PIPE,
+        [sys.executable, "-IS", os.path.abspath(watchdog.__file__), *words], stdin=subprocess.PIPE
     )
     assert watch.stdin is not None
     try:

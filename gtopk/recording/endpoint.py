@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ..telemetry import PARTS, batch, density, parts
 from .lines import Line, report_of
+from .page import Page
 
 _LOOPBACK: Final = "127.0.0.1"
 _TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -46,32 +46,13 @@ class Endpoint:
 
     def __init__(self, address: Address, rank: int) -> None:
         self._metrics = Metrics(rank)
-        metrics = self._metrics
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                known = self.path in ("/", "/metrics")
-                content = metrics.text().encode() if known else b"GET /metrics\n"
-                self.send_response(200 if known else 404)
-                self.send_header("Content-Type", _TYPE)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                """Say nothing: a visit every few seconds is no news."""
-
         try:
-            self._server = ThreadingHTTPServer(address, Handler)
+            self._page = Page(address, ("/", "/metrics"), _TYPE, self._metrics.text)
         except (OSError, OverflowError) as error:  # the latter of ports beyond 65535
             raise OSError(
                 f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
             ) from error
-        self._server.daemon_threads = True
-        self.address = Address(address.host, self._server.server_port)
-        threading.Thread(
-            target=self._server.serve_forever, name="gtopk-prometheus", daemon=True
-        ).start()
+        self.address = Address(*self._page.address)
 
     def take(self, lines: Sequence[Line]) -> None:
         """Take in what happened."""
@@ -79,8 +60,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Listen no more."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._page.close()
 
 
 _HELP: Final[Mapping[str, tuple[str, str]]] = {

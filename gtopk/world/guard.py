@@ -59,7 +59,7 @@ class Guard:
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
-        self._retired = False
+        self._retired = self._told = False  # _told: what this rank failed with
         self._heartbeat: Heartbeat | None = None
         if self.needed and heartbeat_seconds > 0:
             warning_seconds = member.engine.settings.stall_warning_seconds
@@ -131,12 +131,14 @@ class Guard:
     def tell(self, error: BaseException) -> None:
         """Say that this rank failed, and with what."""
         if self.needed:
+            self._told = True
             failed = f"failed at step {self.member.step}: {describe(error)}"
             advice = "" if self.member.advice in failed else f"; {self.member.advice}"
             if self._heartbeat:
                 self._heartbeat.explain(failed)
-            if not isinstance(error, HorovodInternalError):  # which another rank is the cause of
-                write_error_file(f"{self.name} ({self.place}) {failed}", error)
+            # Of this one another rank is the cause.
+            cause = None if isinstance(error, HorovodInternalError) else error
+            write_error_file(f"{self.name} ({self.place}) {failed}", cause)
             then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
             self._say(f"{failed}; {then}{advice}")
 
@@ -201,6 +203,8 @@ class Guard:
             lost = self._heartbeat.lost(_WORD_SECONDS)
             stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
             self._heartbeat.explain(stopped)
+            if lost and not self._told:
+                write_error_file(f"{self.name} ({self.place}) {stopped}", None)
         self._say(f"{stopped}{advice}")
         self.member.note_end(stopped)
 

@@ -11,19 +11,23 @@ over NCCL, "staged" through pinned host memory. They are used only where asked f
 
 from __future__ import annotations
 
+import math
 import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from collectives.environment import number
-from collectives.errors import PeerTimeoutError
+from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from ..launch import Launched, carried_by, launched_by
 from ..launch.deadline import deadline, start_timeout_seconds
 from ..launch.meeting import Address, horovodrun_server, master, srun_address
+from ..launch.parent import is_gone, launcher
 from .communicators import communicator_of, is_communicator
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ def join(
     over, timeout_seconds: in place of GTOPK_TRANSPORT and GTOPK_TIMEOUT.
     Raises ValueError for another comm, ImportError when the transport lacks a package, RuntimeError
     when the launcher does not say enough, PeerTimeoutError (or, inside MPI's start, ends the
-    process) when a rank is missing.
+    process) when a rank is missing, PeerError (or ends the process) when the launcher is gone.
     """
     timeouts = _timeouts_seconds()
     if timeout_seconds is not None:
@@ -88,10 +92,11 @@ def join_over(name: str) -> Transport:
 
 def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, float]) -> Transport:
     if name == "mpi" or is_communicator(comm):
-        with deadline(timeouts[1], _late(job, timeouts[1])):
+        with _watched(job, timeouts[1]):
             return _join_mpi(comm, timeouts[0])
     if name == "torch.distributed" and (job or comm):
-        return _join_torch(job, comm, *timeouts)
+        with _watched(job):
+            return _join_torch(job, comm, *timeouts)
     if comm:
         _check(comm, 0, 1)
     return open_transport(name, *timeouts)
@@ -148,12 +153,23 @@ def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
     return open_mpi(comm, timeout_seconds)
 
 
-def _late(job: Launched | None, seconds: float) -> str:
+def _watched(job: Launched | None, seconds: float = math.inf) -> AbstractContextManager[None]:
+    """Return what ends this process should its launcher end, or MPI's start take longer, meanwhile.
+
+    Companions look for the launcher from then on. Raises PeerError where it is gone already.
+    """
     who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
-    return (
+    late = (
         f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
         "another rank has ended before hvd.init(), or cannot be reached"
     )
+    orphaned = (
+        f"{who} (host {socket.gethostname()}, pid {os.getpid()}) cannot join the others: "
+        f"{job.launcher if job else 'the launcher'}, which started it, is gone"
+    )
+    if is_gone():
+        raise PeerError(orphaned)
+    return deadline(seconds, late, launcher=launcher(), orphaned=f"gtopk: {orphaned}")
 
 
 def _join_torch(

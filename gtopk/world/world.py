@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("gtopk")
+_FAILED_SECONDS: Final = 2.0  # what the others get to leave, too, where init() has failed
 _MOMENT_SECONDS: Final = 5.0
 
 
@@ -102,12 +103,19 @@ class World:
         recorded = self.recordings.asked or timeline.is_of_every_rank()
         self.clock: Offset
         self.began_unix_seconds: float
-        self.clock, self.began_unix_seconds = self.engine.submit(
+        init = self.engine.submit(
             "init",
             [f"gtopk {__version__}", f"{checked_messages.VARIABLE}={checks_messages:d}"],
             meet,
             vote=recorded,
-        ).wait()
+        )
+        try:
+            self.clock, self.began_unix_seconds = init.wait()
+        except HorovodInternalError:
+            # There is no world to leave later, and threads of the transport at the program's end
+            # would abort it.
+            self.engine.close("its init() failed", _FAILED_SECONDS)
+            raise
 
     def name_optimizer(self, names: Iterable[str], ranks: Sequence[int] | None = None) -> str:
         """Return a name for an optimizer of parameters with these names.

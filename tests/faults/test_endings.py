@@ -141,6 +141,37 @@ def test_a_killed_launcher_leaves_no_rank(launcher, tmp_path):
         job.assert_nothing_is_left(but_files=launcher == "mpirun")
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("late", [pytest.param(1, marks=pytest.mark.faults), None])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun",
+        *(pytest.param(other, marks=pytest.mark.faults) for other in ("mpirun", "own store")),
+    ],
+)
+def test_a_launcher_that_is_killed_before_the_ranks_have_met_leaves_none(launcher, late, tmp_path):
+    """While rank 1 is on its way and the others wait for it, or all are; then they arrive."""
+    variables = {"GTOPK_START_TIMEOUT": "120"}
+    if launcher == "own store":
+        launcher, variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "torchrun", "1"
+    ranks = 2 if late is None else RANKS
+    fault = {"rank": late, "phase": "start", "step": 0, "way": "waits"}
+    with start(launcher, ranks, "faulty_training.py", plan(tmp_path, fault), **variables) as job:
+        job.hear(r"rank \d+ is", times=ranks)
+        job.hear("fired at", times=ranks if late is None else 1)
+        if late is not None:
+            time.sleep(1)  # the others are in init by then, or come to it
+        since = time.time()
+        job.process.kill()
+        while late is not None and job.living() != [late]:
+            assert time.time() - since < PROMISED_SECONDS, f"{job.living()} live:\n{job.text()}"
+            time.sleep(0.02)
+        (tmp_path / "go").touch()
+        job.end(time.time())
+        job.assert_nothing_is_left(but_files=launcher == "mpirun")
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -181,12 +212,16 @@ def test_two_ranks_killed_at_once_are_named(launcher, tmp_path):
             assert any(named), job.text()
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.faults), "torchrun"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_is_killed_in_an_exchange_is_named_by_all_and_leaves_nothing(
     launcher, tmp_path
 ):
     fault = {"rank": 2, "phase": "exchange", "step": 3, "way": "killed"}
     with start(launcher, 3, "faulty_training.py", plan(tmp_path, fault)) as job:
         suffer(job, fault, random.Random(0))
+        if launcher == "torchrun":  # in its own report, of which the culprit is the root cause
+            report = job.text().partition("FAILED")[2]
+            assert re.search(r"Root Cause[^=]*rank +: 2 [^=]*exitcode +: -9", report), report
+            assert re.search(r"rank [01] of 3 .* at step 3.* rank 2 is lost", report), report
         with pytest.raises(Ended):
             job.hear("digest", seconds=1)

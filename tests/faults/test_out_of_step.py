@@ -21,3 +21,14 @@ def test_ranks_that_are_out_of_step_end_as_if_they_were_not(request, launcher):
     assert [line.split(" ")[1] for line in said] == ["1"], job.stderr
     assert "is lost" not in job.stderr
     assert "stopped for" not in job.stderr
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.faults)])
+def test_a_clock_that_jumps_by_hours_ends_nothing_and_warns_of_nobody(request, tmp_path, launcher):
+    start = request.getfixturevalue(launcher)
+    variables = {"GTOPK_HEARTBEAT_TIMEOUT": "2.5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "2"}
+    variables |= {"GTOPK_TIMEOUT": "20", "GTOPK_RUN": str(tmp_path / "run")}
+    job = start(2, "clock_jumps.py", str(tmp_path / "saved"), timeout=120, **variables)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("well") == 2
+    assert "gtopk: " not in job.stderr

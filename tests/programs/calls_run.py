@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
+from gtopk.runner.desk import SECRET
+from gtopk.world import world
 
 
 def trains(scale: float, *, states: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +44,26 @@ def dies_on(rank: int) -> None:
     hvd.barrier()
 
 
+def keeps_secrets() -> dict[str, list[str]]:
+    """Return the secrets that this rank knows, and the command lines of all processes."""
+    hvd.init()
+    guard = world._guard
+    assert guard is not None
+    assert guard._heartbeat is not None
+    assert guard._heartbeat._setting is not None
+    hvd.barrier()  # all companions are there
+    here = Path("/proc/self/environ").read_bytes().split(b"\0")
+    prefix = f"{SECRET}=".encode()
+    (desks,) = (line.removeprefix(prefix) for line in here if line.startswith(prefix))
+    said = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            said.append(path.read_text(errors="replace"))
+    hvd.barrier()  # and were, while each looked
+    assert any("heartbeat" in words for words in said)
+    return {"secrets": [guard._heartbeat._setting.secret, desks.decode()], "said": said}
+
+
 def error_of(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     try:
         call(*args, **kwargs)
@@ -65,6 +88,41 @@ def scene_trains() -> dict[str, Any]:
 
 def scene_fails() -> dict[str, Any]:
     return error_of(gtopk.run, fails_on, (1,), np=2, use_gloo=True)
+
+
+def scene_keeps_secrets() -> dict[str, Any]:
+    """Have everything written down that can be, what this process and the launcher say included."""
+    Path("kept").mkdir()
+    verbose = {"GTOPK_LOG": "debug", "GTOPK_RUN": "kept/run", "GTOPK_TIMELINE": "kept/timeline"}
+    os.environ.update(verbose)
+    errors = os.dup(2)
+    with open("kept/launcher", "w") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            results = gtopk.run(
+                keeps_secrets, np=2, use_gloo=True, verbose=True, output_filename="kept/printed"
+            )
+        finally:
+            os.dup2(errors, 2)
+            os.close(errors)
+    for name in verbose:
+        del os.environ[name]
+    secrets = {secret for result in results for secret in result["secrets"]}
+    forms = {form for secret in secrets for form in (secret.encode(), bytes.fromhex(secret))}
+    written = [path for path in Path("kept").rglob("*") if path.is_file()]
+    return {
+        "secrets": len(secrets),
+        "files": len(written),
+        "on_command_lines": [
+            words
+            for result in results
+            for words in result["said"]
+            if any(secret in words for secret in secrets)
+        ],
+        "written": [
+            str(path) for path in written if any(form in path.read_bytes() for form in forms)
+        ],
+    }
 
 
 def scene_dies() -> dict[str, Any]:

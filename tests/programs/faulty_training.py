@@ -14,7 +14,7 @@ Prints for each rank "rank R is PID", from which step it goes on, each step it h
 TIME" where the fault happens, and a digest of the parameters at the end.
 
     PHASE        where
-    start        before hvd.init
+    start        before hvd.init; WAY may be "waits" there: until the file "go" is in the folder
     backward     in the gradient's hook of the middle layer
     exchange     while gradients are exchanged; exits and exceptions: after backward, meanwhile
     checkpoint   after the file was written beside, before it is renamed
@@ -93,6 +93,9 @@ def end_by_way() -> None:
         subprocess.run(
             ["tc", "qdisc", "replace", "dev", "eth0", "root", *queue.split()], check=True
         )
+    elif way == "waits":
+        while not (Path(PLAN["folder"]) / "go").exists():
+            time.sleep(0.05)
     elif way == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     else:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
+from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Transport
 from collectives.transports.torch_distributed import connect, listen
 
@@ -37,6 +41,50 @@ def test_the_store_is_served_at_the_address_that_was_given() -> None:
     assert connect("127.0.0.1", store.port, 1, 10).get("key") == b"value"
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", store.port), 5)
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def test_a_store_that_nobody_serves_is_waited_for_as_long_as_is_said() -> None:
+    said = r"rank 1 could not reach 127\.0\.0\.1:\d+, where the ranks meet, in (.*) s: .* refused$"
+    begun = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match=said) as raised:
+        connect("127.0.0.1", closed_port(), 1, 2.0)
+    seconds = re.findall(said, str(raised.value))
+    assert 1.99 <= float(*seconds) <= time.monotonic() - begun + 0.01
+
+
+def test_a_store_that_comes_late_is_found() -> None:
+    port = closed_port()
+
+    def serve() -> object:
+        time.sleep(0.5)
+        return connect("127.0.0.1", port, 0, 30)
+
+    with ThreadPoolExecutor() as pool:
+        served = pool.submit(serve)
+        connect("127.0.0.1", port, 1, 30).set("key", "value")
+        assert served.result()
+
+
+def test_a_launcher_that_serves_the_store_no_more_is_missed_soon(monkeypatch) -> None:
+    monkeypatch.setattr("collectives.transports.torch_distributed._GONE_SECONDS", 0.2)
+    with pytest.raises(PeerError, match=r"refused; is the launcher, which serves it, gone\?$"):
+        connect("127.0.0.1", closed_port(), 1, 600, hosted=True)
+
+
+def test_a_store_that_takes_calls_and_does_not_answer_is_not_waited_for_for_ever() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as frozen,
+        pytest.raises(
+            PeerTimeoutError, match=r"in 1\.?\d* s: somebody listens there, and does not"
+        ),
+    ):
+        connect("127.0.0.1", frozen.getsockname()[1], 1, 1.0)
 
 
 def test_messages_are_the_hosts_whatever_the_default_device(

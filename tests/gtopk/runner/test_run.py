@@ -19,7 +19,7 @@ from gtopk.launch import LaunchError, find_mpirun
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests/programs/calls_run.py"
 
-pytestmark = pytest.mark.timeout(400)  # the first to ask waits for three jobs, one by one
+pytestmark = pytest.mark.timeout(400)  # the first to ask waits for four jobs, one by one
 
 HOROVODS = (
     "func, args=(), kwargs=None, num_proc=1, min_num_proc=None, max_num_proc=None, slots=None, "
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(folder: Path) -> dict[str, Any]:
     """What the program told, by scene."""
-    scenes = ["fails"]
+    scenes = ["fails", "keeps_secrets"]
     scenes += ["trains"] if find_mpirun() is not None else []
     scenes += ["dies"] if can_emulate_hosts else []
     # EMULATED hosts: in place of ssh, a shell on this machine under another host's name.
@@ -98,6 +98,16 @@ def test_an_exception_on_a_rank_is_one_error_with_its_traceback(told: dict[str, 
     assert len(frames) == 1
     assert "calls_run.py" in frames[0]
     assert "in fails_on" in frames[0]
+
+
+def test_no_secret_of_the_job_is_on_a_command_line_or_written_anywhere(
+    told: dict[str, Any],
+) -> None:
+    kept = told["keeps_secrets"]
+    assert kept["secrets"] == 2, "the desk's and the heartbeat's"
+    assert kept["files"] >= 2 * 2 + 2 * 2 + 1  # printed; run and timeline; the launcher's
+    assert kept["on_command_lines"] == []
+    assert kept["written"] == []
 
 
 @pytest.mark.skipif(not can_emulate_hosts, reason="hosts cannot be emulated: unshare --uts")
