@@ -15,11 +15,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 
+from collectives.transports import Transport
 from collectives.transports.transport import say
 
+from ...engine import Engine
 from ...engine.agreement import name_ranks
+from ...engine.operation import Operation
+from ...objects import decode, encode
+from ...world import world
 from ..functions import allgather_object, broadcast_object, broadcast_parameters
 from ..mpi_ops import rank, size
 from .errors import CheckpointError, DamagedError, FormatError
@@ -276,7 +282,11 @@ class Archive:
         Raises CheckpointError, on every rank alike, when a rank could not write its part; what the
         others wrote is removed.
         """
-        problems = allgather_object(_told(writing.outcome.result()), "checkpoint.written")
+        (problems,) = tell_outcomes(world.current().engine, [writing]).wait()
+        return self.conclude(writing, problems)
+
+    def conclude(self, writing: Writing, problems: Sequence[str]) -> Path:
+        """Do what `finish` does, once it is known what kept each rank from writing; or ""."""
         if not any(problems):
             self.number = writing.number
             self._whole = [*self._whole, writing.number][-self.kept :]
@@ -289,6 +299,20 @@ class Archive:
                 f"{last}"
             )
         return writing.path
+
+
+def tell_outcomes(engine: Engine, writings: Sequence[Writing]) -> Operation:
+    """Begin to tell all ranks what became of these, when it is known here; all call it together.
+
+    The result: of each, what kept each rank from writing, or "".
+    """
+    mine = encode([_told(writing.outcome.result()) for writing in writings])
+
+    def work(transport: Transport, votes: list[int]) -> list[list[str]]:
+        told = transport.allgather(np.frombuffer(mine, np.uint8))
+        return [list(each) for each in zip(*(decode(m.tobytes()) for m in told), strict=True)]
+
+    return engine.submit("checkpoint.written", [each.path.name for each in writings], work)
 
 
 def on_all(take: Callable[[], T], what: str) -> T:
