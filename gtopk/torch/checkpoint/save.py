@@ -16,6 +16,7 @@ import torch
 from ...engine import Engine
 from ...engine.operation import Operation
 from ...exceptions import HorovodInternalError
+from ...logs import EVERYWHERE
 from ...world import world
 from .archive import Archive, Writing, on_all, tell_outcomes
 from .errors import CheckpointError
@@ -73,10 +74,13 @@ class _Opened(NamedTuple):
     def settle(self) -> None:
         """Return when nothing is under way; all ranks call it together.
 
-        Raises CheckpointError, on every rank alike, when a rank could not write its part.
+        Raises CheckpointError, on every rank alike, when a rank could not write its part; not
+        again where `wait` has.
         """
         while self.under_way:
-            self.under_way.pop().wait()
+            saving = self.under_way.pop()
+            if saving.writing is not None:
+                saving.wait()
 
 
 class _Folders(dict[Path, _Opened]):
@@ -163,8 +167,8 @@ def save_checkpoint(
     or each host's own. No pickle is written unless GTOPK_ALLOW_PICKLE=1 and there is plain data of
     a type that gtopk.objects does not know.
     Raises CheckpointError, on every rank alike, when one cannot write: the checkpoint before is
-    still there, and training may go on. So it is where an asynchronous save before this one failed;
-    this one is written all the same. TypeError for a keep or step that is no integer, ValueError
+    still there, and training may go on. So it is where an asynchronous save before this one failed,
+    and `wait()` has not said so; this one is written all the same. TypeError for a keep or step that is no integer, ValueError
     for one out of its range, or a step that is not the same on all ranks.
     """
     step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
@@ -219,7 +223,10 @@ def load_latest(
     damaged, or lack files; ValueError where one does not hold what is asked for.
     """
     opened = _open(Path(folder))
-    opened.settle()
+    try:
+        opened.settle()
+    except CheckpointError as error:
+        _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
     opened.archive.look()
     found = opened.archive.find()
     if found is None:

@@ -327,6 +327,34 @@ def test_an_asynchronous_save_that_failed_is_said_by_the_next_which_is_written(r
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000002-step-2"]
 
 
+def test_what_wait_has_said_is_not_said_again(ranks, tmp_path):
+    def program(rank):
+        (tmp_path / "checkpoint-00000001-step-1").touch()
+        failing = save_checkpoint(tmp_path, None, None, step=1, asynchronous=True)
+        with pytest.raises(CheckpointError, match="checkpoint 1 cannot be written"):
+            failing.wait()
+        saving = save_checkpoint(tmp_path, None, None, step=2)
+        assert saving.wait().name == "checkpoint-00000002-step-2"
+
+    ranks(2, program)
+
+
+def test_one_that_failed_keeps_nobody_from_loading_what_is_whole(ranks, tmp_path, caplog):
+    def program(rank):
+        save_checkpoint(tmp_path, None, None, step=1)
+        (tmp_path / "checkpoint-00000002-step-2").touch()
+        hvd.barrier()
+        failing = save_checkpoint(tmp_path, None, None, step=2, asynchronous=True)
+        assert load_latest(tmp_path, None).step == 1
+        with pytest.raises(CheckpointError, match="checkpoint 2 cannot be written"):
+            failing.wait()
+
+    ranks(2, program)
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(said) == 2
+    assert re.search(r"^checkpoint 2 cannot .* 1 is whole; the newest that is whole is", said[0])
+
+
 def test_where_the_next_fails_too_both_are_said(ranks, tmp_path):
     def program(rank):
         for number in (1, 2):
