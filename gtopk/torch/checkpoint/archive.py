@@ -8,6 +8,7 @@ The folder may be one that all hosts share, or each host's own.
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -31,8 +32,10 @@ from ..mpi_ops import rank, size
 from .errors import CheckpointError, DamagedError, FormatError
 from .files import (
     ALL,
+    LAST_NUMBER,
     Content,
     Part,
+    absent_of,
     list_parts,
     name_of,
     parts_of,
@@ -111,7 +114,12 @@ class Archive:
         a whole one.
         """
         self._holders = self._list()
-        self._next = 1 + max((part.number for part in self._holders), default=0)
+        last = max((part.number for part in self._holders), default=0)
+        if last >= LAST_NUMBER:
+            raise CheckpointError(
+                f"{self.folder} has a checkpoint {last}, after which there is no number: remove it"
+            )
+        self._next = 1 + last
         self._attempt: str = broadcast_object(secrets.token_hex(8), name="checkpoint.attempt")
         self._whole = sorted(number for number, *_, absent in self._candidates() if not absent)
         # Never removed: where nothing is whole, lost files may be brought back; what cannot be
@@ -136,18 +144,27 @@ class Archive:
     def _candidates(self) -> list[tuple[int, int, int, list[Part]]]:
         """Return number, step, ranks and what is absent of all checkpoints, the newest first."""
         each = sorted({part[:3] for part in self._holders}, reverse=True)
-        return [(*of, [p for p in parts_of(*of) if p not in self._holders]) for of in each]
+        return [(*of, absent_of(*of, self._holders)) for of in each]
 
     def find(self) -> Found | None:
         """Return the newest checkpoint that is whole; None: none was ever finished.
 
         Raises CheckpointError, on every rank alike, where all that were are damaged, or lack files.
         """
-        found, problems = self._newest()
-        while found is None and self._list() != self._holders:
+        return self.find_and(lambda found: found)
+
+    def find_and(self, take: Callable[[Found], T]) -> T | None:
+        """Do what `find` does; return what `take` returns, which all ranks call together.
+
+        take: raises DamagedError, perhaps not on every rank, for a checkpoint that is to be passed
+            over like one that is damaged.
+        """
+        newest, problems = self._newest(take)
+        while newest is None and self._list() != self._holders:
             self.look()  # a job that writes here has finished newer ones, and removed these
-            found, problems = self._newest()
-        if found is not None:
+            newest, problems = self._newest(take)
+        if newest is not None:
+            found, taken = newest
             self.number = found.number
             if rank() == 0:
                 say(
@@ -155,7 +172,7 @@ class Archive:
                     f"{self.folder}, made by {found.ranks} rank{'s' * (found.ranks > 1)}, on "
                     f"{size()}"
                 )
-            return found
+            return taken
         self._spared = self._numbers()
         if problems := problems + self._lost():
             raise CheckpointError(
@@ -164,20 +181,29 @@ class Archive:
             )
         return None
 
-    def _newest(self) -> tuple[Found | None, list[str]]:
+    def set_aside(self, number: int) -> None:
+        """Have a checkpoint stay, and not count among those kept; all ranks call it together.
+
+        It could not be loaded, and may be by another version, host or script.
+        """
+        self._whole = [each for each in self._whole if each != number]
+        self._spared.add(number)
+
+    def _newest(self, take: Callable[[Found], T]) -> tuple[tuple[Found, T] | None, list[str]]:
         """Read the newest that is whole; or say what is damaged of those that have all parts."""
         damaged: list[str] = []
         for number, step, ranks, absent in self._candidates():
             if absent:
-                self._pass_over(number, f"{', '.join(part.file for part in absent[:3])} not there")
+                self._pass_over(number, f"{', '.join(part.file for part in absent)} not there")
                 continue
             found, problem = self._read(number, step, ranks)
-            if found is None:
-                self._pass_over(number, problem)
-                self._whole.remove(number)
-                damaged.append(problem)
-                continue
-            return found, []
+            if found is not None:
+                taken, problem = _take(take, found)
+                if not problem:
+                    return (found, cast(T, taken)), []
+            self._pass_over(number, problem)
+            self._whole = [each for each in self._whole if each != number]
+            damaged.append(problem)
         return None, damaged
 
     def _lost(self) -> list[str]:
@@ -200,7 +226,7 @@ class Archive:
         lost = [problems] if problems else []
         if any(before for before, _ in told):
             lost += [
-                f"checkpoint {number} lacks {', '.join(part.file for part in absent[:3])}"
+                f"checkpoint {number} lacks {', '.join(part.file for part in absent)}"
                 for (number, *_), absent in lacking.items()
             ]
         return lost
@@ -218,13 +244,15 @@ class Archive:
         mine |= {p: i for i, p in enumerate(owns) if _reader(i, self._holders[p]) == rank()}
         contents: dict[Part, Content] = {}
         owned: list[Owned] = []
-        problem = refusal = ""
+        problem = refusal = text = ""
         unread = False
         try:
             for part, place in mine.items():
                 contents[part] = content = read_part(self.folder, part)
-                if part is not everything:
-                    state = put_together(content.state.tree, content.state.tensors)
+                state = put_together(content.state.tree, content.state.tensors)
+                if part is everything:
+                    text = json.dumps(content.state.tree)
+                else:
                     owned.append(Owned(place, state))
         except FormatError as error:
             refusal = str(error)
@@ -239,14 +267,15 @@ class Archive:
         if any(unread for _, _, unread, _ in told):
             self._spared.add(number)
         if refusals := _by_rank([refusal for _, refusal, *_ in told]):
+            self.set_aside(number)
             raise CheckpointError(f"{refusals}; load it with the version of gtopk that saved it")
         if problems := _by_rank([problem for problem, *_ in told]):
             return None, problems
         if len({attempt for *_, attempts in told for attempt in attempts}) > 1:
             return None, f"the files of checkpoint {number} are of several attempts"
-        state = contents[everything].state if everything in contents else Taken(None, {})
-        tree = broadcast_object(state.tree, source, "checkpoint.tree")
-        tensors = state.tensors
+        # As text: it may be nested deeper than objects between ranks.
+        tree = json.loads(broadcast_object(text, source, "checkpoint.tree"))
+        tensors = contents[everything].state.tensors if everything in contents else {}
         if source != 0:  # each host has a folder of its own, and rank 0 sits on another than then
             tensors = spread(tensors, source)
         path = self.folder / everything.folder
@@ -328,6 +357,16 @@ def on_all(take: Callable[[], T], what: str) -> T:
     if problems := _by_rank(allgather_object(_told(problem), "checkpoint.problem")):
         raise CheckpointError(f"{what}: {problems}")
     return cast(T, taken)
+
+
+def _take(take: Callable[[Found], T], found: Found) -> tuple[T | None, str]:
+    """Return what is taken of a checkpoint, or what on any rank is damaged of it."""
+    problem, taken = "", None
+    try:
+        taken = take(found)
+    except DamagedError as error:
+        problem = str(error)
+    return taken, _by_rank(allgather_object(_told(problem), "checkpoint.taken"))
 
 
 def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:

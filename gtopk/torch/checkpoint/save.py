@@ -21,7 +21,7 @@ from ...world import world
 from .archive import Archive, Writing, on_all, tell_outcomes
 from .errors import CheckpointError
 from .files import whole_number
-from .state import put, should_agree, snapshot, take
+from .state import assemble, put, should_agree, snapshot, take
 
 _log = logging.getLogger("gtopk")
 
@@ -168,8 +168,9 @@ def save_checkpoint(
     a type that gtopk.objects does not know.
     Raises CheckpointError, on every rank alike, when one cannot write: the checkpoint before is
     still there, and training may go on. So it is where an asynchronous save before this one failed,
-    and `wait()` has not said so; this one is written all the same. TypeError for a keep or step that is no integer, ValueError
-    for one out of its range, or a step that is not the same on all ranks.
+    and `wait()` has not said so; this one is written all the same. TypeError for a keep or step
+    that is no integer, ValueError for one out of its range, or a step that is not the same on all
+    ranks.
     """
     step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
     if hasattr(loader, "drain"):
@@ -228,10 +229,15 @@ def load_latest(
     except CheckpointError as error:
         _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
     opened.archive.look()
-    found = opened.archive.find()
-    if found is None:
+    assembled = opened.archive.find_and(assemble)
+    if assembled is None:
         return None
-    values = put(found, model, optimizer, loader, others, generators)
+    found = assembled.found
+    try:
+        values = put(assembled, model, optimizer, loader, others, generators)
+    except Exception:  # of whatever it is loaded into
+        opened.archive.set_aside(found.number)
+        raise
     return Loaded(found.path, found.step, found.ranks, values)
 
 
