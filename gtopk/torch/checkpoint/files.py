@@ -281,16 +281,20 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
     path = folder / part.file
     with naming(path):
         record = unseal(read_file(path, _MOST_JSON_BYTES))
+        if not isinstance(record, dict):
+            raise DamagedError(f"it must hold a dict, got {type(record).__name__}")
+        before = record.get("before", 0)
+        if type(before) is not int:
+            raise DamagedError(f"its 'before' must be an integer, got {before!r}")
         try:
             if record["format"] != FORMAT:
                 raise FormatError(
                     f"its format is {record['format']!r}, and this version of gtopk reads {FORMAT}"
                 )
-            attempt, before = str(record["attempt"]), operator.index(record.get("before", 0))
-            content = Content(attempt, Taken(record["state"], {}), before)
+            content = Content(str(record["attempt"]), Taken(record["state"], {}), before)
             told = record["tensors"]
             of = Part(part.number, record["step"], record["ranks"], record["name"])
-        except (KeyError, TypeError) as error:
+        except KeyError as error:
             raise DamagedError(f"it lacks {error}") from None
         if of != part:
             raise DamagedError(f"it is {of.file}")

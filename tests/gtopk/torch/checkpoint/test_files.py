@@ -129,6 +129,24 @@ def test_a_file_of_another_format_is_told_from_a_damaged_one(tmp_path):
         read_part(tmp_path, PART)
 
 
+def test_what_is_wrong_with_a_record_is_said(tmp_path):
+    write_part(tmp_path, PART, content())
+    path = tmp_path / PART.file
+    whole = unseal(path.read_bytes())
+    lacking = {key: value for key, value in whole.items() if key != "step"}
+    for record, said in [
+        ([1, 2], "it must hold a dict, got list"),
+        (None, "it must hold a dict, got NoneType"),
+        ({**whole, "before": "4"}, "its 'before' must be an integer, got '4'"),
+        (lacking, "it lacks 'step'"),
+        ({**whole, "step": None}, "it is checkpoint-00000042-step-None/rank-1-of-2.json"),
+    ]:
+        path.write_bytes(seal(record))
+        with pytest.raises(DamagedError) as error:
+            read_part(tmp_path, PART)
+        assert str(error.value) == f"{PART.file}: {said}"
+
+
 def test_what_a_running_job_removes_meanwhile_is_not_there(tmp_path, monkeypatch):
     for number in (1, 2):
         write_part(tmp_path, PART._replace(number=number), content())
