@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -70,6 +71,7 @@ class Found(NamedTuple):
     tree: of what all ranks had alike, on every rank; tensors: the same, on rank 0 at least.
     owned: what ranks of that job had for their own, each on one rank of this one. Where the number
            of ranks is the same, a rank that sees its own has it.
+    missing: the ranks of that job of which that is lost.
     """
 
     path: Path
@@ -79,6 +81,7 @@ class Found(NamedTuple):
     tree: Json
     tensors: dict[str, torch.Tensor]
     owned: list[Owned]
+    missing: list[int]
 
 
 # How a rank runs its own writing: at once, or in a thread.
@@ -153,16 +156,25 @@ class Archive:
         """
         return self.find_and(lambda found: found)
 
-    def find_and(self, take: Callable[[Found], T]) -> T | None:
+    def find_and(
+        self, take: Callable[[Found], T], missing_ranks: str = "error", way_out: str = ""
+    ) -> T | None:
         """Do what `find` does; return what `take` returns, which all ranks call together.
 
         take: raises DamagedError, perhaps not on every rank, for a checkpoint that is to be passed
             over like one that is damaged.
+        missing_ranks: "report": where none is whole, find the one that lacks the fewest ranks' own
+            parts, of several the newest.
+        way_out: what the error ends with where that would find one.
         """
         newest, problems = self._newest(take)
         while newest is None and self._list() != self._holders:
             self.look()  # a job that writes here has finished newer ones, and removed these
             newest, problems = self._newest(take)
+        if newest is None:
+            self._spared = self._numbers()
+            if missing_ranks == "report":
+                newest = self._most_of_one(take)
         if newest is not None:
             found, taken = newest
             self.number = found.number
@@ -173,13 +185,29 @@ class Archive:
                     f"{size()}"
                 )
             return taken
-        self._spared = self._numbers()
         if problems := problems + self._lost():
+            ways = "Begin anew in another folder, or bring undamaged files back"
+            if self._without_some() and missing_ranks != "report":
+                ways += way_out
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(problems)}. Begin anew in "
-                "another folder, or bring undamaged files back"
+                f"no checkpoint in {self.folder} is whole: {'; '.join(problems)}. {ways}"
             )
         return None
+
+    def _most_of_one(self, take: Callable[[Found], T]) -> tuple[Found, T] | None:
+        """Read what is left of one, where none is whole."""
+        for number, step, ranks in self._without_some():
+            newest, problem = self._read_and(take, number, step, ranks, without_some=True)
+            if newest is not None:
+                return newest
+            self._pass_over(number, problem)
+        return None
+
+    def _without_some(self) -> list[tuple[int, int, int]]:
+        """Return number, step and ranks of what all ranks had alike, the most of them first."""
+        owned = Counter(part[:3] for part in self._holders)
+        shared = sorted((part[:3] for part in self._holders if part.name == ALL), reverse=True)
+        return sorted(shared, key=lambda of: of[2] - owned[of])
 
     def set_aside(self, number: int) -> None:
         """Have a checkpoint stay, and not count among those kept; all ranks call it together.
@@ -196,11 +224,9 @@ class Archive:
             if absent:
                 self._pass_over(number, f"{', '.join(part.file for part in absent)} not there")
                 continue
-            found, problem = self._read(number, step, ranks)
-            if found is not None:
-                taken, problem = _take(take, found)
-                if not problem:
-                    return (found, cast(T, taken)), []
+            newest, problem = self._read_and(take, number, step, ranks)
+            if newest is not None:
+                return newest, []
             self._pass_over(number, problem)
             self._whole = [each for each in self._whole if each != number]
             damaged.append(problem)
@@ -236,42 +262,71 @@ class Archive:
             what = f"checkpoint {number} in {self.folder} is not whole"
             say(f"{what}: {why}; looking for an older one")
 
-    def _read(self, number: int, step: int, ranks: int) -> tuple[Found | None, str]:
-        """Read a checkpoint, each part on one of its holders; or say what of it is damaged."""
+    def _read_and(
+        self,
+        take: Callable[[Found], T],
+        number: int,
+        step: int,
+        ranks: int,
+        without_some: bool = False,
+    ) -> tuple[tuple[Found, T] | None, str]:
+        """Read a checkpoint, and take what is taken of it; or say what is damaged."""
+        found, problem = self._read(number, step, ranks, without_some)
+        if found is None:
+            return None, problem
+        taken, problem = _take(take, found)
+        return (None, problem) if problem else ((found, cast(T, taken)), "")
+
+    def _read(
+        self, number: int, step: int, ranks: int, without_some: bool
+    ) -> tuple[Found | None, str]:
+        """Read a checkpoint, each part on one of its holders; or say what of it is damaged.
+
+        without_some: no matter which of the ranks' own parts are.
+        """
         everything, *owns = parts_of(number, step, ranks)
+        absent = [place for place, part in enumerate(owns) if part not in self._holders]
         source = _reader(0, self._holders[everything])
         mine = {everything: 0} if source == rank() else {}
-        mine |= {p: i for i, p in enumerate(owns) if _reader(i, self._holders[p]) == rank()}
+        mine |= {
+            part: place
+            for place, part in enumerate(owns)
+            if part in self._holders and _reader(place, self._holders[part]) == rank()
+        }
         contents: dict[Part, Content] = {}
         owned: list[Owned] = []
         problem = refusal = text = ""
         unread = False
-        try:
-            for part, place in mine.items():
-                contents[part] = content = read_part(self.folder, part)
+        for part, place in mine.items():
+            try:
+                content = read_part(self.folder, part)
                 state = put_together(content.state.tree, content.state.tensors)
                 if part is everything:
                     text = json.dumps(content.state.tree)
                 else:
                     owned.append(Owned(place, state))
-        except FormatError as error:
-            refusal = str(error)
-        except OSError as error:
-            problem, unread = str(error), True
-        except (DamagedError, RecursionError) as error:
-            problem = str(error)
+                contents[part] = content
+            except FormatError as error:
+                refusal = str(error)
+            except (OSError, DamagedError, RecursionError) as error:
+                if without_some and part is not everything:
+                    absent.append(place)
+                    continue
+                problem, unread = str(error), isinstance(error, OSError)
+            if refusal or problem:
+                break
         attempts = {content.attempt for content in contents.values()}
         told = allgather_object(
-            (_told(problem), _told(refusal), unread, sorted(attempts)), "checkpoint.read"
+            (_told(problem), _told(refusal), unread, sorted(attempts), absent), "checkpoint.read"
         )
-        if any(unread for _, _, unread, _ in told):
+        if any(unread for _, _, unread, *_ in told):
             self._spared.add(number)
         if refusals := _by_rank([refusal for _, refusal, *_ in told]):
             self.set_aside(number)
             raise CheckpointError(f"{refusals}; load it with the version of gtopk that saved it")
         if problems := _by_rank([problem for problem, *_ in told]):
             return None, problems
-        if len({attempt for *_, attempts in told for attempt in attempts}) > 1:
+        if len({attempt for *_, attempts, _ in told for attempt in attempts}) > 1:
             return None, f"the files of checkpoint {number} are of several attempts"
         # As text: it may be nested deeper than objects between ranks.
         tree = json.loads(broadcast_object(text, source, "checkpoint.tree"))
@@ -279,7 +334,8 @@ class Archive:
         if source != 0:  # each host has a folder of its own, and rank 0 sits on another than then
             tensors = spread(tensors, source)
         path = self.folder / everything.folder
-        return Found(path, number, step, ranks, tree, tensors, owned), ""
+        missing = sorted({place for *_, absent in told for place in absent})
+        return Found(path, number, step, ranks, tree, tensors, owned, missing), ""
 
     def write(self, snapshot: Snapshot, run: Run | None = None) -> Writing:
         """Begin to write a checkpoint; all ranks then call `finish`.

@@ -33,11 +33,12 @@ from .tree import DTYPES, Json, Taken
 
 ALL: Final = "all"
 FORMAT: Final = 1
-# Of names that others may have made: as many digits as the numbers of ours can have.
+# Of names that others may have made: as many digits as the numbers of ours can have; no job has as
+# many ranks.
 LAST_NUMBER: Final = 10**18 - 1
 LAST_STEP: Final = 2**63 - 1
 _FOLDER: Final = re.compile(r"checkpoint-([0-9]{8,18})-step-([0-9]{1,19})")
-_FILE: Final = re.compile(r"(all|rank-[0-9]{1,9})-of-([0-9]{1,9})\.json")
+_FILE: Final = re.compile(r"(all|rank-[0-9]{1,6})-of-([0-9]{1,6})\.json")
 _MOST_ABSENT: Final = 3  # that an error lists
 _BESIDE: Final = ".part"  # of a file that is being written
 # Of a JSON file: nobody's options are as long, and a sparse file could claim any length.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, Final, Literal, NamedTuple, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,12 +59,16 @@ class Saving:
 
 
 class Loaded(NamedTuple):
-    """What was loaded: the folder, the step it was saved at, by how many ranks, and plain data."""
+    """What was loaded: the folder, the step it was saved at, by how many ranks, and plain data.
+
+    missing: the ranks whose own part was lost, with what they held back.
+    """
 
     path: Path
     step: int
     ranks: int
     values: dict[str, Any]
+    missing: tuple[int, ...] = ()
 
 
 class _Opened(NamedTuple):
@@ -133,6 +137,11 @@ def _raise_all(failures: Iterable[str]) -> None:
 
 
 _opened: WeakKeyDictionary[world.World, _Folders] = WeakKeyDictionary()
+
+_WAY_OUT: Final = (
+    ", or go on without what the ranks held back whose own parts are missing: "
+    'load_latest(..., missing_ranks="report")'
+)
 
 # One file after the other.
 _writer = ThreadPoolExecutor(1, thread_name_prefix="gtopk-checkpoint")
@@ -208,6 +217,7 @@ def load_latest(
     loader: Any = None,
     *,
     generators: bool = True,
+    missing_ranks: Literal["error", "report"] = "error",
     **others: Any,
 ) -> Loaded | None:
     """Go on from the newest checkpoint that is whole; None: there is none, begin at the beginning.
@@ -216,6 +226,9 @@ def load_latest(
     where a rank's part of it is damaged, all pass it over, and say which file and why.
 
     generators: whether random numbers go on as they would have.
+    missing_ranks: "report": where none is whole, as a host is lost for good whose folder was its
+        own, go on from the one that lacks the fewest ranks' own parts, of several the newest. What
+        those ranks held back is lost: a warning and `missing` of what is returned name them.
     On as many ranks as saved it, the run goes on to the bit, but for what is chosen by measurement
     (`Compression.auto`, values="auto", batch sizes). On others every rank gets rank 0's
     state, and the sum over the ranks of what their optimizers hold back stays; the log says what
@@ -223,13 +236,15 @@ def load_latest(
     Raises CheckpointError, on every rank alike, where checkpoints were finished and all of them are
     damaged, or lack files; ValueError where one does not hold what is asked for.
     """
+    if missing_ranks not in ("error", "report"):
+        raise ValueError(f"missing_ranks must be 'error' or 'report', got {missing_ranks!r}")
     opened = _open(Path(folder))
     try:
         opened.settle()
     except CheckpointError as error:
         _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
     opened.archive.look()
-    assembled = opened.archive.find_and(assemble)
+    assembled = opened.archive.find_and(assemble, missing_ranks, _WAY_OUT)
     if assembled is None:
         return None
     found = assembled.found
@@ -238,7 +253,16 @@ def load_latest(
     except Exception:  # of whatever it is loaded into
         opened.archive.set_aside(found.number)
         raise
-    return Loaded(found.path, found.step, found.ranks, values)
+    if found.missing:
+        _log.warning(
+            "%s lacks the own parts of ranks %s of %d: what they held back is lost, and the run "
+            "goes on without it",
+            found.path,
+            found.missing,
+            found.ranks,
+            extra=EVERYWHERE,
+        )
+    return Loaded(found.path, found.step, found.ranks, values, tuple(found.missing))
 
 
 def _open(folder: Path, keep: int | None = None) -> _Opened:

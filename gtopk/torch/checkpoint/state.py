@@ -245,7 +245,8 @@ def _state_of(target: Any) -> Any:
 def _held(found: Found, name: str) -> Any | None:
     """Return what this rank's optimizer, or hook, of this name is to hold back."""
     parts = {each.rank: each.state["held"].get(name) for each in found.owned}
-    return share({r: part for r, part in parts.items() if part is not None}, found.ranks)
+    there = {r: part for r, part in parts.items() if part is not None}
+    return share(there, found.ranks, is_missing=rank() in found.missing)
 
 
 def _with(held: Any | None, saved: Any) -> Any:
