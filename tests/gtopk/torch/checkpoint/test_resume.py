@@ -46,6 +46,7 @@ def test_a_run_goes_on_to_the_bit(ranks, tmp_path, saved_at, adam, asynchronous)
     ("compression", "momentum"),
     [
         (hvd.Compression.none, 0.9),
+        (hvd.Compression.fp16, 0.9),
         (hvd.Compression.gtopk(density=0.1, momentum_correction=0.5, warmup_steps=6), 0.0),
         (hvd.Compression.oktopk(density=0.2, values="bf16"), 0.9),
         (hvd.Compression.gtopk(density=0.1, adam_correction=(0.9, 0.99)), 0.0),
