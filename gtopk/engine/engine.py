@@ -56,6 +56,9 @@ class Engine:
     sign: adds to why this rank leaves who and where it is; to be set by its owner.
     ranks_may_leave: the ranks go on without one that dies, for as long as they need no operation;
               to be set by who knows that they do.
+    finishes_later: tells whether the rank has something under way that it cannot finish with the
+              others yet; else begins that, before the rank leaves by itself; to be set by its
+              owner.
     """
 
     def __init__(self, transport: Transport, settings: Settings | None = None) -> None:
@@ -63,6 +66,7 @@ class Engine:
         self.sign: Callable[[str], str] = lambda how: how
         self.stand_in: StandIn | None = None
         self.ranks_may_leave = False
+        self.finishes_later: Callable[[], bool] = lambda: False
         self.cycles = 0
         self.settings = (settings or settings_from()).within(transport.timeout_seconds)
         self._limits = self.settings.cache_capacity, self.settings.fusion_threshold_bytes
@@ -286,7 +290,7 @@ class Engine:
         if threading.main_thread().is_alive() or self._owner.is_alive():
             return
         threads = [t for t in threading.enumerate() if t.is_alive() and not t.daemon]
-        if any(thread.ident in self._submitters for thread in threads):
+        if any(thread.ident in self._submitters for thread in threads) or self.finishes_later():
             return
         self._outlived = True
         self._closing = self.sign("its program ended")
@@ -318,7 +322,10 @@ class Engine:
     def _saying(self, submitted: Sequence[Operation], joins: bool, leaves: str | None) -> Saying:
         announced = [operation.announced for operation in submitted]
         saying = self._table.saying_of(announced, self.transport.rank)
-        expired = self._stalls.expired(self._said.values(), self._table)
+        # Who leaves waits for the others' end however long that takes.
+        expired = (
+            {} if self._said_leaving else self._stalls.expired(self._said.values(), self._table)
+        )
         stuck = None if submitted else self._stuck()
         if not (joins or leaves is not None or expired or stuck is not None or self.cycles == 0):
             return saying

@@ -43,6 +43,7 @@ class Member(Protocol):
     step: int
     advice: str
     told_here: bool
+    failures: list[Exception]
 
     def note_end(self, how: str) -> None: ...
 

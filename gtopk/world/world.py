@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
-from collectives.transports.transport import CHANNELS
+from collectives.transports.transport import CHANNELS, say
 
 from .. import __version__, logs
 from ..engine import Engine
@@ -34,6 +34,7 @@ from . import checked_messages
 from .guard import Guard, describe
 from .joining import join, left_apart
 from .leaving import Leaving
+from .unfinished import Unfinished
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -62,6 +63,8 @@ class World:
                 operations, they agree again.
     sets_made:  how many sets were made besides, those that were refused or removed included.
     is_homogeneous: whether every node has as many ranks.
+    unfinished: what all ranks have under way, to be finished before they leave.
+    failures:   of that, what went wrong; known once this rank has left.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -95,7 +98,11 @@ class World:
                 return Offset(), 0.0
             return clock_offset(transport), agree_on_now(transport)
 
+        self.unfinished: list[Unfinished] = []
+        self.failures: list[Exception] = []
+        self._endings: list[Callable[[], None]] = []
         self.engine = Engine(transport)
+        self.engine.finishes_later = self._finishes_later
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
         self.carried: set[int] = set()  # sets of the world before, which nobody has added again
@@ -166,14 +173,31 @@ class World:
     def close(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         """Leave the world; returns when every rank has left, or the job is at its end anyway.
 
+        What was unfinished is finished first; `failures` has what of it went wrong.
         patience_seconds: how long to wait for the others instead; returns who stays.
         """
+        self._begin_to_finish()
         for number in [number for number in self.sets if number]:
             self.close_set(number, reason)
         staying = self.engine.close(reason, patience_seconds)
         timeline.stop(self)
         recording.stop(self, reason)
+        for end in self._endings:
+            try:
+                end()
+            except Exception as error:  # of any kind: to be told once the rank has left
+                self.failures.append(error)
         return staying
+
+    def _begin_to_finish(self) -> None:
+        unfinished, self.unfinished = self.unfinished, []
+        self._endings += [each.begin(self.engine) for each in unfinished]
+
+    def _finishes_later(self) -> bool:
+        if not all(each.is_ready() for each in self.unfinished):
+            return True
+        self._begin_to_finish()
+        return False
 
     def resume(self, step: int) -> None:
         """Go on from this step of a run that was before this world."""
@@ -200,6 +224,7 @@ _handled: object = None
 _MARK: Final = "_gtopk_handled"
 _leaving: Leaving | None = None  # of the last world
 _forked_from: int | None = None
+_untold: list[Exception] = []  # what went wrong as this rank left, and no caller has heard of
 _of_thread = threading.local()
 
 
@@ -246,14 +271,17 @@ def shutdown() -> None:
     Returns when every rank has called it, or has ended its program. While an exception is handled
     that was raised after `init`, it returns at once: where the exception ends the program, it ends
     the job; else this rank leaves a moment later, and waits for the others when its program ends.
+    Raises what went wrong with what all ranks had under way, such as a CheckpointError.
     """
     global _process, _guard, _handled, _leaving
     if _process is None:
         return
     assert _guard is not None
+    failures: list[Exception] = []
     error = sys.exc_info()[1]
     if error is None or getattr(error, _MARK, None) is _handled or not _guard.needed:
         _process.close(_guard.farewell("called shutdown()"))
+        failures = _process.failures
         _guard.remove()
         atexit.unregister(_at_exit)
     else:
@@ -261,6 +289,8 @@ def shutdown() -> None:
         _leaving = Leaving(partial(_process.close, how), _guard)
     logs.fall_silent()
     _process = _guard = _handled = None
+    for failure in failures:
+        raise failure
 
 
 def finish_leaving() -> None:
@@ -268,6 +298,7 @@ def finish_leaving() -> None:
     global _leaving
     if _leaving is not None:
         _leaving.finish()
+        _untold.extend(_leaving.guard.member.failures)
         _leaving = None
         atexit.unregister(_at_exit)
 
@@ -300,6 +331,8 @@ def rejoin() -> None:
             + (f" ({failure})" if failure else "")
             + (f"; {here.advice}" if here.advice else "")
         )
+    for lost in here.failures:
+        _log.error("%s", lost)
     guard.remove()
     atexit.unregister(_at_exit)
     _process = _guard = None
@@ -318,6 +351,10 @@ def _at_exit() -> None:
     elif _process is not None and guard is not None:
         _process.close(guard.farewell("its program ended"))
         guard.close()
+    if guard is not None:
+        _untold.extend(guard.member.failures)
+    if _untold:
+        return
     if guard is not None and guard.member.engine.ranks_may_leave and guard.member.transport.lost():
         _end_without_mpi(guard.member.transport)
 
@@ -328,6 +365,21 @@ def _end_without_mpi(transport: Transport) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _end_by_what_went_wrong() -> None:
+    """Say what nobody was told, and end with exit code 1, which Python would not."""
+    if not _untold:
+        return
+    for failure in _untold:
+        say(f"exit code 1, not 0: {describe(failure)}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+# Before what a script registers: it runs after that.
+atexit.register(_end_by_what_went_wrong)
 
 
 def is_initialized() -> bool:
@@ -355,6 +407,7 @@ def _after_fork() -> None:
         return
     guard.forget()
     atexit.unregister(_at_exit)
+    _untold.clear()
     _forked_from = guard.member.transport.rank
     _process = _guard = _leaving = None
 
@@ -377,5 +430,7 @@ def entered(transport: Transport) -> Iterator[World]:
         raise
     else:
         _of_thread.world.close("its program ended")
+        for failure in _of_thread.world.failures:
+            raise failure
     finally:
         del _of_thread.world

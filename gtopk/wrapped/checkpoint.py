@@ -174,6 +174,16 @@ def is_part(value: object) -> bool:
     return isinstance(value, dict) and value.keys() >= _FIELDS
 
 
+def check_part(part: Any) -> None:
+    """Raise an error for what `save` does not return, and no state of a hook is."""
+    if not is_part(part):
+        raise ValueError(f"what a rank held back must have {', '.join(sorted(_FIELDS))}")
+    for held in part["held"].values():
+        for tensors in held.values():
+            if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+                raise ValueError("what a rank held back must be tensors")
+
+
 def frame(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part without what was held back: what every rank's part has alike."""
     return {**part, "held": {}}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import bz2
 import contextlib
+import functools
 import gzip
 import hashlib
 import io
@@ -20,6 +21,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import struct
 import sys
@@ -37,11 +39,17 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from collectives.transports import local_world
+from gtopk import load_latest, save_checkpoint
+from gtopk.compression import Compression
 from gtopk.objects import ObjectFormatError, decode, encode
 from gtopk.objects.format import HEADER, HEADER_BYTES
+from gtopk.optimizer import DistributedOptimizer
+from gtopk.torch.checkpoint import CheckpointError, Loaded
 from gtopk.torch.checkpoint.errors import DamagedError
 from gtopk.torch.checkpoint.files import read_tensors, seal, unseal
 from gtopk.torch.checkpoint.tree import put_together, take_apart
+from gtopk.world import world
 from models.data import classification
 from models.data.an4 import read_transcript
 from models.data.cifar10 import IMAGE_BYTES, read_binary_batch
@@ -85,12 +93,14 @@ class Target(NamedTuple):
     read:   reads bytes, by way of a file where it reads files; returns what it makes of them.
     errors: that it promises for what is not valid.
     sealed: puts damaged bytes under a checksum that fits, so that what lies behind it is reached.
+    cost:   how many times as long as others it takes for an input; it gets as many fewer.
     """
 
     some: Callable[[random.Random], bytes]
     read: Callable[[bytes, Path], Any]
     errors: tuple[type[Exception], ...]
     sealed: Callable[[bytes], bytes] = lambda content: content
+    cost: int = 1
 
 
 def some_object(dice: random.Random, depth: int = 0) -> Any:
@@ -126,6 +136,93 @@ def sealed_record(content: bytes) -> bytes:
     """Return the same text under its own checksum."""
     body = content[len('{"sha256": "') + 64 + len('", "part":\n') : -2]
     return b'{"sha256": "%b", "part":\n%b}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
+
+
+# Two checkpoints of one rank, by step; each file of the newer one may become what is fed.
+_OLDER, _NEWER = 1, 2
+
+
+@functools.cache
+def two_checkpoints() -> dict[str, bytes]:
+    """Return the files of a folder of checkpoints, by their paths in it."""
+    with tempfile.TemporaryDirectory() as folder, world.entered(local_world(1)[0]):
+        model = torch.nn.Linear(2, 2)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            Compression.gtopk(density=0.5),
+        )
+        for step in (_OLDER, _NEWER):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            save_checkpoint(folder, model, optimizer, step=step, plain={1: [0.5, (np.ones(2),)]})
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def some_part(dice: random.Random) -> bytes:
+    """Return a JSON file of the newer checkpoint."""
+    files = two_checkpoints()
+    return files[dice.choice([n for n in sorted(files) if f"step-{_NEWER}" in n and "json" in n])]
+
+
+def load_part(content: bytes, file: Path) -> Any:
+    """Load from a folder whose newer checkpoint has this file: one of the two comes back."""
+    name = "rank-0-of-1.json" if b'"name": "rank-0"' in content else "all-of-1.json"
+    folder = fresh_folder(file)
+    for path, held in two_checkpoints().items():
+        is_fed = path.endswith(f"step-{_NEWER}/{name}")
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(content if is_fed else held)
+    found = loaded_from(folder)
+    assert found is not None
+    if found.step == _OLDER:
+        raise DamagedError("the newer one was passed over")
+    assert found.step == _NEWER
+    return found
+
+
+def some_names(dice: random.Random) -> bytes:
+    """Return the paths of files in a folder of checkpoints, a line each."""
+    two_checkpoints()  # they are made outside the first input's seconds
+    numbers = [dice.randrange(1, 100) for _ in range(3)]
+    names = [f"{name}-of-2.json" for name in ("all", "rank-0", "rank-1")]
+    return "".join(
+        f"checkpoint-{n:08d}-step-{n}/{name}\n" for n in numbers for name in names
+    ).encode()
+
+
+def load_names(content: bytes, file: Path) -> Any:
+    """Load from a folder with a checkpoint that is whole, and empty files of these names."""
+    folder = fresh_folder(file)
+    for path, held in two_checkpoints().items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(held)
+    for line in content.split(b"\n"):
+        name, _, inner = line.partition(b"/")
+        with contextlib.suppress(OSError, ValueError):  # what no file can be called
+            place = os.path.join(os.fsencode(folder), name.replace(b"..", b""))
+            os.makedirs(place, exist_ok=True)
+            with open(os.path.join(place, inner.replace(b"/", b"")), "xb"):
+                pass
+    found = loaded_from(folder)
+    assert found is not None
+    assert found.step == _NEWER
+    return found
+
+
+def fresh_folder(file: Path) -> Path:
+    folder = file.with_name("checkpoints")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def loaded_from(folder: Path) -> Loaded | None:
+    """Load, and say nothing of what was passed over."""
+    with contextlib.redirect_stderr(io.StringIO()), world.entered(local_world(1)[0]):
+        return load_latest(folder, None)
 
 
 def sealed_object(content: bytes) -> bytes:
@@ -315,6 +412,10 @@ TARGETS = {
         sealed_object,
     ),
     "checkpoint_json": Target(some_record, read_record, (DamagedError,), sealed_record),
+    "checkpoint_loaded": Target(
+        some_part, load_part, (CheckpointError, DamagedError), sealed_record, cost=3
+    ),
+    "checkpoint_names": Target(some_names, load_names, (), cost=3),
     "checkpoint_tensors": Target(some_tensors, read_file_of_tensors, (DamagedError,)),
     "classification_npz": Target(some_npz, read_npz, (ValueError,), sealed_zip),
     "xml": Target(some_text, as_file(lambda f: read_xml(f, cache=False)), (ValueError,), repacked),
@@ -416,7 +517,7 @@ def fuzz(name: str, inputs: int, seed: int, file: Path) -> Counter[str]:
     valid += [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
     # Of a checkpoint's JSON not all: the arrays that it names are in another file.
     assert sum(attempt(name, content, file) == "read" for content in valid[:100]) > 50
-    for number in range(inputs):
+    for number in range(inputs // target.cost):
         dice = random.Random(f"{name}/{seed}/{number}")
         content = dice.choice(valid)
         for _ in range(dice.choice([1, 1, 1, 2, 3])):

@@ -8,25 +8,35 @@ The folder may be one that all hosts share, or each host's own.
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 
+from collectives.transports import Transport
 from collectives.transports.transport import say
 
+from ...engine import Engine
 from ...engine.agreement import name_ranks
+from ...engine.operation import Operation
+from ...objects import decode, encode
+from ...world import world
 from ..functions import allgather_object, broadcast_object, broadcast_parameters
 from ..mpi_ops import rank, size
 from .errors import CheckpointError, DamagedError, FormatError
 from .files import (
     ALL,
+    LAST_NUMBER,
     Content,
     Part,
+    absent_of,
     list_parts,
     name_of,
     parts_of,
@@ -61,6 +71,7 @@ class Found(NamedTuple):
     tree: of what all ranks had alike, on every rank; tensors: the same, on rank 0 at least.
     owned: what ranks of that job had for their own, each on one rank of this one. Where the number
            of ranks is the same, a rank that sees its own has it.
+    missing: the ranks of that job of which that is lost.
     """
 
     path: Path
@@ -70,6 +81,7 @@ class Found(NamedTuple):
     tree: Json
     tensors: dict[str, torch.Tensor]
     owned: list[Owned]
+    missing: list[int]
 
 
 # How a rank runs its own writing: at once, or in a thread.
@@ -105,7 +117,12 @@ class Archive:
         a whole one.
         """
         self._holders = self._list()
-        self._next = 1 + max((part.number for part in self._holders), default=0)
+        last = max((part.number for part in self._holders), default=0)
+        if last >= LAST_NUMBER:
+            raise CheckpointError(
+                f"{self.folder} has a checkpoint {last}, after which there is no number: remove it"
+            )
+        self._next = 1 + last
         self._attempt: str = broadcast_object(secrets.token_hex(8), name="checkpoint.attempt")
         self._whole = sorted(number for number, *_, absent in self._candidates() if not absent)
         # Never removed: where nothing is whole, lost files may be brought back; what cannot be
@@ -130,18 +147,36 @@ class Archive:
     def _candidates(self) -> list[tuple[int, int, int, list[Part]]]:
         """Return number, step, ranks and what is absent of all checkpoints, the newest first."""
         each = sorted({part[:3] for part in self._holders}, reverse=True)
-        return [(*of, [p for p in parts_of(*of) if p not in self._holders]) for of in each]
+        return [(*of, absent_of(*of, self._holders)) for of in each]
 
     def find(self) -> Found | None:
         """Return the newest checkpoint that is whole; None: none was ever finished.
 
         Raises CheckpointError, on every rank alike, where all that were are damaged, or lack files.
         """
-        found, problems = self._newest()
-        while found is None and self._list() != self._holders:
+        return self.find_and(lambda found: found)
+
+    def find_and(
+        self, take: Callable[[Found], T], missing_ranks: str = "error", way_out: str = ""
+    ) -> T | None:
+        """Do what `find` does; return what `take` returns, which all ranks call together.
+
+        take: raises DamagedError, perhaps not on every rank, for a checkpoint that is to be passed
+            over like one that is damaged.
+        missing_ranks: "report": where none is whole, find the one that lacks the fewest ranks' own
+            parts, of several the newest.
+        way_out: what the error ends with where that would find one.
+        """
+        newest, problems = self._newest(take)
+        while newest is None and self._list() != self._holders:
             self.look()  # a job that writes here has finished newer ones, and removed these
-            found, problems = self._newest()
-        if found is not None:
+            newest, problems = self._newest(take)
+        if newest is None:
+            self._spared = self._numbers()
+            if missing_ranks == "report":
+                newest = self._most_of_one(take)
+        if newest is not None:
+            found, taken = newest
             self.number = found.number
             if rank() == 0:
                 say(
@@ -149,29 +184,52 @@ class Archive:
                     f"{self.folder}, made by {found.ranks} rank{'s' * (found.ranks > 1)}, on "
                     f"{size()}"
                 )
-            return found
-        self._spared = self._numbers()
+            return taken
         if problems := problems + self._lost():
+            ways = "Begin anew in another folder, or bring undamaged files back"
+            if self._without_some() and missing_ranks != "report":
+                ways += way_out
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(problems)}. Begin anew in "
-                "another folder, or bring undamaged files back"
+                f"no checkpoint in {self.folder} is whole: {'; '.join(problems)}. {ways}"
             )
         return None
 
-    def _newest(self) -> tuple[Found | None, list[str]]:
+    def _most_of_one(self, take: Callable[[Found], T]) -> tuple[Found, T] | None:
+        """Read what is left of one, where none is whole."""
+        for number, step, ranks in self._without_some():
+            newest, problem = self._read_and(take, number, step, ranks, without_some=True)
+            if newest is not None:
+                return newest
+            self._pass_over(number, problem)
+        return None
+
+    def _without_some(self) -> list[tuple[int, int, int]]:
+        """Return number, step and ranks of what all ranks had alike, the most of them first."""
+        owned = Counter(part[:3] for part in self._holders)
+        shared = sorted((part[:3] for part in self._holders if part.name == ALL), reverse=True)
+        return sorted(shared, key=lambda of: of[2] - owned[of])
+
+    def set_aside(self, number: int) -> None:
+        """Have a checkpoint stay, and not count among those kept; all ranks call it together.
+
+        It could not be loaded, and may be by another version, host or script.
+        """
+        self._whole = [each for each in self._whole if each != number]
+        self._spared.add(number)
+
+    def _newest(self, take: Callable[[Found], T]) -> tuple[tuple[Found, T] | None, list[str]]:
         """Read the newest that is whole; or say what is damaged of those that have all parts."""
         damaged: list[str] = []
         for number, step, ranks, absent in self._candidates():
             if absent:
-                self._pass_over(number, f"{', '.join(part.file for part in absent[:3])} not there")
+                self._pass_over(number, f"{', '.join(part.file for part in absent)} not there")
                 continue
-            found, problem = self._read(number, step, ranks)
-            if found is None:
-                self._pass_over(number, problem)
-                self._whole.remove(number)
-                damaged.append(problem)
-                continue
-            return found, []
+            newest, problem = self._read_and(take, number, step, ranks)
+            if newest is not None:
+                return newest, []
+            self._pass_over(number, problem)
+            self._whole = [each for each in self._whole if each != number]
+            damaged.append(problem)
         return None, damaged
 
     def _lost(self) -> list[str]:
@@ -194,7 +252,7 @@ class Archive:
         lost = [problems] if problems else []
         if any(before for before, _ in told):
             lost += [
-                f"checkpoint {number} lacks {', '.join(part.file for part in absent[:3])}"
+                f"checkpoint {number} lacks {', '.join(part.file for part in absent)}"
                 for (number, *_), absent in lacking.items()
             ]
         return lost
@@ -204,47 +262,80 @@ class Archive:
             what = f"checkpoint {number} in {self.folder} is not whole"
             say(f"{what}: {why}; looking for an older one")
 
-    def _read(self, number: int, step: int, ranks: int) -> tuple[Found | None, str]:
-        """Read a checkpoint, each part on one of its holders; or say what of it is damaged."""
+    def _read_and(
+        self,
+        take: Callable[[Found], T],
+        number: int,
+        step: int,
+        ranks: int,
+        without_some: bool = False,
+    ) -> tuple[tuple[Found, T] | None, str]:
+        """Read a checkpoint, and take what is taken of it; or say what is damaged."""
+        found, problem = self._read(number, step, ranks, without_some)
+        if found is None:
+            return None, problem
+        taken, problem = _take(take, found)
+        return (None, problem) if problem else ((found, cast(T, taken)), "")
+
+    def _read(
+        self, number: int, step: int, ranks: int, without_some: bool
+    ) -> tuple[Found | None, str]:
+        """Read a checkpoint, each part on one of its holders; or say what of it is damaged.
+
+        without_some: no matter which of the ranks' own parts are.
+        """
         everything, *owns = parts_of(number, step, ranks)
+        absent = [place for place, part in enumerate(owns) if part not in self._holders]
         source = _reader(0, self._holders[everything])
         mine = {everything: 0} if source == rank() else {}
-        mine |= {p: i for i, p in enumerate(owns) if _reader(i, self._holders[p]) == rank()}
+        mine |= {
+            part: place
+            for place, part in enumerate(owns)
+            if part in self._holders and _reader(place, self._holders[part]) == rank()
+        }
         contents: dict[Part, Content] = {}
         owned: list[Owned] = []
-        problem = refusal = ""
+        problem = refusal = text = ""
         unread = False
-        try:
-            for part, place in mine.items():
-                contents[part] = content = read_part(self.folder, part)
-                if part is not everything:
-                    state = put_together(content.state.tree, content.state.tensors)
+        for part, place in mine.items():
+            try:
+                content = read_part(self.folder, part)
+                state = put_together(content.state.tree, content.state.tensors)
+                if part is everything:
+                    text = json.dumps(content.state.tree)
+                else:
                     owned.append(Owned(place, state))
-        except FormatError as error:
-            refusal = str(error)
-        except OSError as error:
-            problem, unread = str(error), True
-        except (DamagedError, RecursionError) as error:
-            problem = str(error)
+                contents[part] = content
+            except FormatError as error:
+                refusal = str(error)
+            except (OSError, DamagedError, RecursionError) as error:
+                if without_some and part is not everything:
+                    absent.append(place)
+                    continue
+                problem, unread = str(error), isinstance(error, OSError)
+            if refusal or problem:
+                break
         attempts = {content.attempt for content in contents.values()}
         told = allgather_object(
-            (_told(problem), _told(refusal), unread, sorted(attempts)), "checkpoint.read"
+            (_told(problem), _told(refusal), unread, sorted(attempts), absent), "checkpoint.read"
         )
-        if any(unread for _, _, unread, _ in told):
+        if any(unread for _, _, unread, *_ in told):
             self._spared.add(number)
         if refusals := _by_rank([refusal for _, refusal, *_ in told]):
+            self.set_aside(number)
             raise CheckpointError(f"{refusals}; load it with the version of gtopk that saved it")
         if problems := _by_rank([problem for problem, *_ in told]):
             return None, problems
-        if len({attempt for *_, attempts in told for attempt in attempts}) > 1:
+        if len({attempt for *_, attempts, _ in told for attempt in attempts}) > 1:
             return None, f"the files of checkpoint {number} are of several attempts"
-        state = contents[everything].state if everything in contents else Taken(None, {})
-        tree = broadcast_object(state.tree, source, "checkpoint.tree")
-        tensors = state.tensors
+        # As text: it may be nested deeper than objects between ranks.
+        tree = json.loads(broadcast_object(text, source, "checkpoint.tree"))
+        tensors = contents[everything].state.tensors if everything in contents else {}
         if source != 0:  # each host has a folder of its own, and rank 0 sits on another than then
             tensors = spread(tensors, source)
         path = self.folder / everything.folder
-        return Found(path, number, step, ranks, tree, tensors, owned), ""
+        missing = sorted({place for *_, absent in told for place in absent})
+        return Found(path, number, step, ranks, tree, tensors, owned, missing), ""
 
     def write(self, snapshot: Snapshot, run: Run | None = None) -> Writing:
         """Begin to write a checkpoint; all ranks then call `finish`.
@@ -276,7 +367,11 @@ class Archive:
         Raises CheckpointError, on every rank alike, when a rank could not write its part; what the
         others wrote is removed.
         """
-        problems = allgather_object(_told(writing.outcome.result()), "checkpoint.written")
+        (problems,) = tell_outcomes(world.current().engine, [writing]).wait()
+        return self.conclude(writing, problems)
+
+    def conclude(self, writing: Writing, problems: Sequence[str]) -> Path:
+        """Do what `finish` does, once it is known what kept each rank from writing; or ""."""
         if not any(problems):
             self.number = writing.number
             self._whole = [*self._whole, writing.number][-self.kept :]
@@ -289,6 +384,20 @@ class Archive:
                 f"{last}"
             )
         return writing.path
+
+
+def tell_outcomes(engine: Engine, writings: Sequence[Writing]) -> Operation:
+    """Begin to tell all ranks what became of these, when it is known here; all call it together.
+
+    The result: of each, what kept each rank from writing, or "".
+    """
+    mine = encode([_told(writing.outcome.result()) for writing in writings])
+
+    def work(transport: Transport, votes: list[int]) -> list[list[str]]:
+        told = transport.allgather(np.frombuffer(mine, np.uint8))
+        return [list(each) for each in zip(*(decode(m.tobytes()) for m in told), strict=True)]
+
+    return engine.submit("checkpoint.written", [each.path.name for each in writings], work)
 
 
 def on_all(take: Callable[[], T], what: str) -> T:
@@ -304,6 +413,16 @@ def on_all(take: Callable[[], T], what: str) -> T:
     if problems := _by_rank(allgather_object(_told(problem), "checkpoint.problem")):
         raise CheckpointError(f"{what}: {problems}")
     return cast(T, taken)
+
+
+def _take(take: Callable[[Found], T], found: Found) -> tuple[T | None, str]:
+    """Return what is taken of a checkpoint, or what on any rank is damaged of it."""
+    problem, taken = "", None
+    try:
+        taken = take(found)
+    except DamagedError as error:
+        problem = str(error)
+    return taken, _by_rank(allgather_object(_told(problem), "checkpoint.taken"))
 
 
 def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:

@@ -129,6 +129,8 @@ class Reader(StorageReader):
         """Return the values of a checkpoint by the names that DCP has for them."""
         content = read_part(self._folder, part)
         state = put_together(content.state.tree, content.state.tensors)
+        if not isinstance(state, dict) or not isinstance(state.get("others"), dict):
+            raise DamagedError(f"{part.file}: it holds what no save writes")
         ours = {name: state[name] for name in _OF_OURS if name in state}
         flattening = DefaultSavePlanner()
         flattening.set_up_planner({**ours, **state["others"]})

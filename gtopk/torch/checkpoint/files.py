@@ -18,9 +18,11 @@ import operator
 import os
 import re
 import shutil
+import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, SupportsIndex
 
@@ -31,8 +33,13 @@ from .tree import DTYPES, Json, Taken
 
 ALL: Final = "all"
 FORMAT: Final = 1
-_FOLDER: Final = re.compile(r"checkpoint-(\d+)-step-(\d+)")
-_FILE: Final = re.compile(r"(all|rank-\d+)-of-(\d+)\.json")
+# Of names that others may have made: as many digits as the numbers of ours can have; no job has as
+# many ranks.
+LAST_NUMBER: Final = 10**18 - 1
+LAST_STEP: Final = 2**63 - 1
+_FOLDER: Final = re.compile(r"checkpoint-([0-9]{8,18})-step-([0-9]{1,19})")
+_FILE: Final = re.compile(r"(all|rank-[0-9]{1,6})-of-([0-9]{1,6})\.json")
+_MOST_ABSENT: Final = 3  # that an error lists
 _BESIDE: Final = ".part"  # of a file that is being written
 # Of a JSON file: nobody's options are as long, and a sparse file could claim any length.
 _MOST_JSON_BYTES: Final = 1 << 30
@@ -72,7 +79,8 @@ class Content(NamedTuple):
 def whole_number(name: str, value: SupportsIndex, least: int) -> int:
     """Return an integer of Python, NumPy or torch as an int: a folder is found by its digits.
 
-    Raises TypeError for what is none, floats and bools among them; ValueError below `least`.
+    Raises TypeError for what is none, floats and bools among them; ValueError below `least`, or for
+    more than any folder has.
     """
     is_truth = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
     try:
@@ -85,6 +93,8 @@ def whole_number(name: str, value: SupportsIndex, least: int) -> int:
         )
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
+    if number > LAST_STEP:
+        raise ValueError(f"{name} must be at most {LAST_STEP}, got {number}")
     return number
 
 
@@ -95,7 +105,17 @@ def name_of(rank: int) -> str:
 
 def parts_of(number: int, step: int, ranks: int) -> list[Part]:
     """Return the parts of a whole checkpoint."""
-    return [Part(number, step, ranks, name) for name in (ALL, *map(name_of, range(ranks)))]
+    return [*_each_part(number, step, ranks)]
+
+
+def absent_of(number: int, step: int, ranks: int, there: Container[Part]) -> list[Part]:
+    """Return the first parts that are not there; a file's name alone may claim any number."""
+    return [*islice((p for p in _each_part(number, step, ranks) if p not in there), _MOST_ABSENT)]
+
+
+def _each_part(number: int, step: int, ranks: int) -> Iterator[Part]:
+    names = chain([ALL], map(name_of, range(ranks)))
+    return (Part(number, step, ranks, name) for name in names)
 
 
 def list_parts(folder: Path) -> list[Part]:
@@ -108,8 +128,10 @@ def list_parts(folder: Path) -> list[Part]:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
             continue  # the job has removed it: a newer one is whole
-        found = filter(None, map(_FILE.fullmatch, files))
-        parts += [Part(int(of[1]), int(of[2]), int(file[2]), file[1]) for file in found]
+        for file in filter(None, map(_FILE.fullmatch, files)):
+            part = Part(int(of[1]), int(of[2]), int(file[2]), file[1])
+            if part.file == f"{path.name}/{file[0]}":  # else its numbers begin with zeros
+                parts.append(part)
     return parts
 
 
@@ -117,7 +139,7 @@ def whole_ones(parts: Iterable[Part]) -> list[Part]:
     """Return the part "all" of each checkpoint that has all its parts, the newest first."""
     there = set(parts)
     shared = sorted((part for part in there if part.name == ALL), reverse=True)
-    return [part for part in shared if there.issuperset(parts_of(*part[:3]))]
+    return [part for part in shared if not absent_of(*part[:3], there)]
 
 
 def remove_checkpoints(folder: Path, unwanted: Callable[[int], bool]) -> None:
@@ -129,7 +151,9 @@ def remove_checkpoints(folder: Path, unwanted: Callable[[int], bool]) -> None:
 
 def _checkpoints(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
     for path in list(folder.iterdir()):
-        if (match := _FOLDER.fullmatch(path.name)) and path.is_dir():
+        match = _FOLDER.fullmatch(path.name)
+        is_ours = match and Part(int(match[1]), int(match[2]), 0, ALL).folder == path.name
+        if match and is_ours and path.is_dir():
             yield path, match
 
 
@@ -258,16 +282,20 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
     path = folder / part.file
     with naming(path):
         record = unseal(read_file(path, _MOST_JSON_BYTES))
+        if not isinstance(record, dict):
+            raise DamagedError(f"it must hold a dict, got {type(record).__name__}")
+        before = record.get("before", 0)
+        if type(before) is not int:
+            raise DamagedError(f"its 'before' must be an integer, got {before!r}")
         try:
             if record["format"] != FORMAT:
                 raise FormatError(
                     f"its format is {record['format']!r}, and this version of gtopk reads {FORMAT}"
                 )
-            attempt, before = str(record["attempt"]), operator.index(record.get("before", 0))
-            content = Content(attempt, Taken(record["state"], {}), before)
+            content = Content(str(record["attempt"]), Taken(record["state"], {}), before)
             told = record["tensors"]
             of = Part(part.number, record["step"], record["ranks"], record["name"])
-        except (KeyError, TypeError) as error:
+        except KeyError as error:
             raise DamagedError(f"it lacks {error}") from None
         if of != part:
             raise DamagedError(f"it is {of.file}")
@@ -293,22 +321,37 @@ def read_tensors(path: Path, told: dict[str, Any]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = load(content)
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedError(f"{type(error).__name__}: {error}") from None
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise DamagedError(f"{name!r} is of {tensor.dtype}, which is not written")
     return tensors
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return a file's content; raise DamagedError where it is longer than it can be."""
-    with open(path, "rb") as stream:
-        content = stream.read(min(most_bytes, os.fstat(stream.fileno()).st_size) + 1)
-    if len(content) > most_bytes:
-        raise DamagedError(f"it is longer than {most_bytes} bytes")
-    return content
+    """Return a file's content; raise DamagedError where it is longer than it can be, or no file."""
+    # A pipe of this name would else be waited for until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError("it is no regular file")
+        if status.st_size > most_bytes:
+            raise DamagedError(f"it is longer than {most_bytes} bytes")
+        if status.st_size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise MemoryError  # where memory is overcommitted, reading would end this process
+        return stream.read(status.st_size + 1)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let errors about the content of a file name it."""
+    """Let errors about the content of a file name it; one too large for the memory is an OSError.
+
+    On another host there may be enough.
+    """
     try:
         yield
+    except MemoryError:
+        why = "more than there is memory for"
+        raise OSError(errno.ENOMEM, why, f"{path.parent.name}/{path.name}") from None
     except (DamagedError, FormatError) as error:
         raise type(error)(f"{path.parent.name}/{path.name}: {error}") from None

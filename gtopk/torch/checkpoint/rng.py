@@ -22,6 +22,14 @@ def take_generators() -> dict[str, Any]:
     return state
 
 
+def check_generators(state: dict[str, Any]) -> None:
+    """Raise an error for what `put_generators` could not put in; nothing is changed."""
+    torch.Generator().set_state(state["torch"])
+    np.random.RandomState().set_state(state["numpy"])
+    version, words, gauss = state["python"]
+    random.Random().setstate((version, tuple(words.tolist()), gauss))
+
+
 def put_generators(state: dict[str, Any]) -> None:
     """Make the generators go on from a state."""
     torch.set_rng_state(state["torch"])

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, Final, Literal, NamedTuple, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import torch
 
+from ...engine import Engine
+from ...engine.operation import Operation
+from ...exceptions import HorovodInternalError
+from ...logs import EVERYWHERE
 from ...world import world
-from .archive import Archive, Writing, on_all
+from .archive import Archive, Writing, on_all, tell_outcomes
 from .errors import CheckpointError
 from .files import whole_number
-from .state import put, should_agree, snapshot, take
+from .state import assemble, put, should_agree, snapshot, take
+
+_log = logging.getLogger("gtopk")
 
 
 class Saving:
@@ -23,33 +31,44 @@ class Saving:
 
     def __init__(self, archive: Archive, writing: Writing) -> None:
         self._archive = archive
-        self._writing: Writing | None = writing
         self._problem: CheckpointError | None = None
         self.path = writing.path
+        self.writing: Writing | None = writing  # None: what became of it is known
 
     def wait(self) -> Path:
         """Return its folder when it is whole; all ranks call it together.
 
         Raises CheckpointError, on every rank alike, when a rank could not write its part.
         """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            try:
-                self._archive.finish(writing)
-            except CheckpointError as error:
-                self._problem = error
+        if self.writing is not None:
+            (problems,) = tell_outcomes(world.current().engine, [self.writing]).wait()
+            self.conclude(problems)
         if self._problem is not None:
             raise self._problem
         return self.path
 
+    def conclude(self, problems: Sequence[str]) -> CheckpointError | None:
+        """Return what `wait` raises, now that it is known what kept each rank from writing."""
+        writing, self.writing = self.writing, None
+        assert writing is not None
+        try:
+            self._archive.conclude(writing, problems)
+        except CheckpointError as error:
+            self._problem = error
+        return self._problem
+
 
 class Loaded(NamedTuple):
-    """What was loaded: the folder, the step it was saved at, by how many ranks, and plain data."""
+    """What was loaded: the folder, the step it was saved at, by how many ranks, and plain data.
+
+    missing: the ranks whose own part was lost, with what they held back.
+    """
 
     path: Path
     step: int
     ranks: int
     values: dict[str, Any]
+    missing: tuple[int, ...] = ()
 
 
 class _Opened(NamedTuple):
@@ -59,16 +78,72 @@ class _Opened(NamedTuple):
     def settle(self) -> None:
         """Return when nothing is under way; all ranks call it together.
 
-        Raises CheckpointError, on every rank alike, when a rank could not write its part.
+        Raises CheckpointError, on every rank alike, when a rank could not write its part; not
+        again where `wait` has.
         """
         while self.under_way:
-            self.under_way.pop().wait()
+            saving = self.under_way.pop()
+            if saving.writing is not None:
+                saving.wait()
 
 
-# Of each world, by folder, whatever path leads there: its numbers go on from save to save.
-_opened: WeakKeyDictionary[world.World, dict[Path, _Opened]] = WeakKeyDictionary()
+class _Folders(dict[Path, _Opened]):
+    """Those of a world, whatever path leads there: numbers in one go on from save to save.
 
-# One file after the other; Python waits for it at its end.
+    What is under way is finished before the ranks leave: the last save has no next one.
+    """
+
+    def is_ready(self) -> bool:
+        return all(writing.outcome.done() for _, writing in self._under_way())
+
+    def begin(self, engine: Engine) -> Callable[[], None]:
+        under_way = self._under_way()
+        if not under_way:
+            return lambda: None
+        writings = [writing for _, writing in under_way]
+        try:
+            told = tell_outcomes(engine, writings)
+        except HorovodInternalError as error:  # this rank has left by itself
+            return partial(_end_alone, under_way, error)
+        return partial(_end, under_way, told)
+
+    def _under_way(self) -> list[tuple[Saving, Writing]]:
+        savings = [saving for opened in self.values() for saving in opened.under_way]
+        return [(saving, saving.writing) for saving in savings if saving.writing is not None]
+
+
+def _end(under_way: Sequence[tuple[Saving, Writing]], told: Operation) -> None:
+    """Conclude what was under way as this rank left; raise CheckpointError where it failed."""
+    try:
+        outcomes = told.wait()
+    except HorovodInternalError as error:  # a rank is lost
+        _end_alone(under_way, error)
+        return
+    ended = [saving.conclude(each) for (saving, _), each in zip(under_way, outcomes, strict=True)]
+    _raise_all(str(failure) for failure in ended if failure)
+
+
+def _end_alone(under_way: Sequence[tuple[Saving, Writing]], why: HorovodInternalError) -> None:
+    """Do what can be done where the others do not say what became of their parts."""
+    for saving, _ in under_way:
+        _log.warning("whether all ranks have written %s is not known: %s", saving.path, why)
+    told = ((saving.path, writing.outcome.result()) for saving, writing in under_way)
+    _raise_all(f"{path} is not whole: {problem}" for path, problem in told if problem)
+
+
+def _raise_all(failures: Iterable[str]) -> None:
+    if text := "; ".join(failures):
+        raise CheckpointError(text)
+
+
+_opened: WeakKeyDictionary[world.World, _Folders] = WeakKeyDictionary()
+
+_WAY_OUT: Final = (
+    ", or go on without what the ranks held back whose own parts are missing: "
+    'load_latest(..., missing_ranks="report")'
+)
+
+# One file after the other.
 _writer = ThreadPoolExecutor(1, thread_name_prefix="gtopk-checkpoint")
 
 
@@ -93,16 +168,18 @@ def save_checkpoint(
     step: how far the training is, for `load_latest` to return; an integer, the same on all ranks.
     keep: how many checkpoints stay in the folder; at least 1.
     asynchronous: return once the state is copied, and write while training goes on. What became of
-        it is said by the next save, once that is written, or by `wait()` of what is returned.
+        it is said by the next save, once that is written, by `wait()` of what is returned, or when
+        the rank leaves: by `shutdown`, or the exit code. The log has it at once.
     others: further things by name: with state_dict() (schedulers, a GradScaler), or plain data.
 
     The generators of torch, NumPy and Python are saved, too. A folder may be shared by all hosts,
     or each host's own. No pickle is written unless GTOPK_ALLOW_PICKLE=1 and there is plain data of
     a type that gtopk.objects does not know.
     Raises CheckpointError, on every rank alike, when one cannot write: the checkpoint before is
-    still there, and training may go on. So it is where an asynchronous save before this one failed;
-    this one is written all the same. TypeError for a keep or step that is no integer, ValueError
-    for one out of its range, or a step that is not the same on all ranks.
+    still there, and training may go on. So it is where an asynchronous save before this one failed,
+    and `wait()` has not said so; this one is written all the same. TypeError for a keep or step
+    that is no integer, ValueError for one out of its range, or a step that is not the same on all
+    ranks.
     """
     step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
     if hasattr(loader, "drain"):
@@ -140,6 +217,7 @@ def load_latest(
     loader: Any = None,
     *,
     generators: bool = True,
+    missing_ranks: Literal["error", "report"] = "error",
     **others: Any,
 ) -> Loaded | None:
     """Go on from the newest checkpoint that is whole; None: there is none, begin at the beginning.
@@ -148,6 +226,9 @@ def load_latest(
     where a rank's part of it is damaged, all pass it over, and say which file and why.
 
     generators: whether random numbers go on as they would have.
+    missing_ranks: "report": where none is whole, as a host is lost for good whose folder was its
+        own, go on from the one that lacks the fewest ranks' own parts, of several the newest. What
+        those ranks held back is lost: a warning and `missing` of what is returned name them.
     On as many ranks as saved it, the run goes on to the bit, but for what is chosen by measurement
     (`Compression.auto`, values="auto", batch sizes). On others every rank gets rank 0's
     state, and the sum over the ranks of what their optimizers hold back stays; the log says what
@@ -155,18 +236,41 @@ def load_latest(
     Raises CheckpointError, on every rank alike, where checkpoints were finished and all of them are
     damaged, or lack files; ValueError where one does not hold what is asked for.
     """
+    if missing_ranks not in ("error", "report"):
+        raise ValueError(f"missing_ranks must be 'error' or 'report', got {missing_ranks!r}")
     opened = _open(Path(folder))
-    opened.settle()
+    try:
+        opened.settle()
+    except CheckpointError as error:
+        _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
     opened.archive.look()
-    found = opened.archive.find()
-    if found is None:
+    assembled = opened.archive.find_and(assemble, missing_ranks, _WAY_OUT)
+    if assembled is None:
         return None
-    values = put(found, model, optimizer, loader, others, generators)
-    return Loaded(found.path, found.step, found.ranks, values)
+    found = assembled.found
+    try:
+        values = put(assembled, model, optimizer, loader, others, generators)
+    except Exception:  # of whatever it is loaded into
+        opened.archive.set_aside(found.number)
+        raise
+    if found.missing:
+        _log.warning(
+            "%s lacks the own parts of ranks %s of %d: what they held back is lost, and the run "
+            "goes on without it",
+            found.path,
+            found.missing,
+            found.ranks,
+            extra=EVERYWHERE,
+        )
+    return Loaded(found.path, found.step, found.ranks, values, tuple(found.missing))
 
 
 def _open(folder: Path, keep: int | None = None) -> _Opened:
-    folders = _opened.setdefault(world.current(), {})
+    here = world.current()
+    if here not in _opened:
+        _opened[here] = _Folders()
+        here.unfinished.append(_opened[here])
+    folders = _opened[here]
     folder = Path(os.path.realpath(folder))  # Path.resolve raises where links go round in a circle
     if folder not in folders:
         on_all(
@@ -180,4 +284,9 @@ def _open(folder: Path, keep: int | None = None) -> _Opened:
 
 
 def _later(task: Callable[[], str]) -> Future[str]:
-    return _writer.submit(task)
+    def say_if_it_fails() -> str:
+        if problem := task():
+            _log.error("a checkpoint cannot be written: %s", problem)
+        return problem
+
+    return _writer.submit(say_if_it_fails)

@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -25,9 +25,10 @@ from ...wrapped.wrapping import Wrapping
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .archive import Found, Snapshot, spread
-from .files import bits_of
+from .errors import DamagedError
+from .files import bits_of, whole_number
 from .residuals import share
-from .rng import put_generators, take_generators
+from .rng import check_generators, put_generators, take_generators
 from .text_keys import keyed
 from .tree import Taken, put_together, take_apart
 
@@ -136,8 +137,65 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return digest.digest()[:16]
 
 
+class Assembled(NamedTuple):
+    """A checkpoint's state as it is for this rank; own: what this rank had for its own."""
+
+    found: Found
+    state: dict[str, Any]
+    own: dict[str, Any] | None
+
+
+def assemble(found: Found) -> Assembled:
+    """Return what is to be put in; all ranks call it together.
+
+    Raises DamagedError for what `snapshot` does not return.
+    """
+    tensors = spread(found.tensors, 0)
+    own = next((each.state for each in found.owned if each.rank == rank()), None)
+    try:
+        for each in found.owned:
+            _check_own(each.state)
+        tree = found.tree
+        if own is not None and found.ranks == size():
+            tree = tree if own["tree"] is None else json.loads(own["tree"])
+            tensors |= own["differing"]
+        else:
+            for name in tensors.keys() & set(_HELD_BY_LOADERS):
+                tensors[name] = _held_by_loader(found, name, tensors[name])
+        state = put_together(tree, tensors)
+        _check(state)
+    except Exception as error:  # of any kind: nobody knows what wrote it
+        what = str(error) if isinstance(error, DamagedError) else repr(error)[:200]
+        raise DamagedError(f"{found.path.name} holds what no save writes: {what}") from error
+    return Assembled(found, state, own)
+
+
+def _check(state: Any) -> None:
+    """Raise an error for what `take` does not return; what is loaded checks its own state."""
+    if not isinstance(state["others"], dict):
+        raise DamagedError("its others are no dict")
+    if not all(type(name) is str for name in state.get("held", [])):
+        raise DamagedError("its names of what was held back are no text")
+    whole_number("steps", state.get("steps", 0), least=0)
+
+
+def _check_own(own: Any) -> None:
+    """Raise an error for what is not of a rank's own."""
+    if lacking := NOTHING_OWN.keys() - own.keys():
+        raise DamagedError(f"a rank's own part lacks {', '.join(sorted(lacking))}")
+    if own["tree"] is not None:
+        json.loads(own["tree"])
+    if not all(isinstance(tensor, torch.Tensor) for tensor in own["differing"].values()):
+        raise DamagedError("a rank's own part has what differs otherwise than as tensors")
+    for part in own["held"].values():
+        if part is not None:
+            optimizer_checkpoint.check_part(part)
+    if own["generators"] is not None:
+        check_generators(own["generators"])
+
+
 def put(
-    found: Found,
+    assembled: Assembled,
     model: torch.nn.Module | None,
     optimizer: Any,
     loader: Any,
@@ -148,15 +206,7 @@ def put(
 
     Raises ValueError for what the checkpoint does not hold, and what load_state_dict raises.
     """
-    own = next((each.state for each in found.owned if each.rank == rank()), None)
-    tree, tensors = found.tree, spread(found.tensors, 0)
-    if own is not None and found.ranks == size():
-        tree = tree if own["tree"] is None else json.loads(own["tree"])
-        tensors |= own["differing"]
-    else:
-        for name in tensors.keys() & set(_HELD_BY_LOADERS):
-            tensors[name] = _held_by_loader(found, name, tensors[name])
-    state = put_together(tree, tensors)
+    found, state, own = assembled
     if "held" not in state:  # torch.distributed.checkpoint wrote it
         targets = {"model": model, "optimizer": optimizer, "loader": loader}
         like = {name: _state_of(target) for name, target in targets.items()}
@@ -195,7 +245,8 @@ def _state_of(target: Any) -> Any:
 def _held(found: Found, name: str) -> Any | None:
     """Return what this rank's optimizer, or hook, of this name is to hold back."""
     parts = {each.rank: each.state["held"].get(name) for each in found.owned}
-    return share({r: part for r, part in parts.items() if part is not None}, found.ranks)
+    there = {r: part for r, part in parts.items() if part is not None}
+    return share(there, found.ranks, is_missing=rank() in found.missing)
 
 
 def _with(held: Any | None, saved: Any) -> Any:

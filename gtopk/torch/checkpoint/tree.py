@@ -171,6 +171,8 @@ def put_together(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
         return _put(tree, tensors)
     except DamagedError:
         raise
+    except RecursionError:
+        raise DamagedError("it is nested too deep") from None
     except (ArithmeticError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedError(f"{type(error).__name__}: {str(error)[:200]}") from error
 

@@ -74,7 +74,7 @@ class Run:
             **options,
         )
 
-    def load(self, folder):
+    def load(self, folder, **options):
         return load_latest(
             folder,
             self.model,
@@ -82,6 +82,7 @@ class Run:
             self.loader,
             scheduler=self.scheduler,
             generators=False,  # ranks that are threads share them
+            **options,
         )
 
     def everything(self):

@@ -46,6 +46,7 @@ def test_a_run_goes_on_to_the_bit(ranks, tmp_path, saved_at, adam, asynchronous)
     ("compression", "momentum"),
     [
         (hvd.Compression.none, 0.9),
+        (hvd.Compression.fp16, 0.9),
         (hvd.Compression.gtopk(density=0.1, momentum_correction=0.5, warmup_steps=6), 0.0),
         (hvd.Compression.oktopk(density=0.2, values="bf16"), 0.9),
         (hvd.Compression.gtopk(density=0.1, adam_correction=(0.9, 0.99)), 0.0),
@@ -94,6 +95,86 @@ def test_on_another_number_of_ranks_the_sum_held_back_stays(ranks, tmp_path, cap
     for mine in listed:
         words = f"holds back what ranks [{', '.join(map(str, mine)) or 'none'}] of {before} did"
         assert any(words in text for text in said)
+
+
+def lose_own(folder, numbers="*"):
+    """Lose a host's own folder, or a file of it."""
+    for path in folder.glob(f"checkpoint-{numbers}-step-*/rank-3-of-4.json"):
+        path.unlink()
+
+
+def damage_own(folder):
+    for path in folder.glob("*/rank-3-of-4.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("lose", [lose_own, damage_own])
+@pytest.mark.parametrize("after", [3, 4, 1])
+def test_a_run_goes_on_without_a_lost_ranks_residual_where_it_is_asked_to(
+    ranks, tmp_path, caplog, after, lose
+):
+    """The sum of the others' stays, and who is missing is reported."""
+
+    def first(rank):
+        run = Run().steps(2)
+        run.save(tmp_path, 2)
+        run.steps(2).save(tmp_path, 4)
+        return held(run.optimizer).astype(np.float64), copy.deepcopy(run.model.state_dict())
+
+    def then(rank):
+        run = Run()
+        with pytest.raises(CheckpointError) as error:
+            run.load(tmp_path)
+        assert 'load_latest(..., missing_ranks="report")' in str(error.value)
+        found = run.load(tmp_path, missing_ranks="report")
+        assert (found.step, found.ranks, found.missing) == (4, 4, (3,))
+        residual = held(run.optimizer).astype(np.float64)
+        weight = run.model[0].weight.clone()
+        run.steps(2).save(tmp_path, 6)
+        again = Run()
+        assert again.load(tmp_path).missing == ()
+        return residual, weight, run.everything() == again.everything()
+
+    saved = ranks(4, first)
+    lose(tmp_path)
+    found = ranks(after, then)
+    total = sum(residual for residual, _ in saved[:3])
+    assert np.abs(total).max() > 0
+    assert np.abs(saved[3][0]).max() > 0
+    np.testing.assert_allclose(sum(held for held, *_ in found), total, rtol=1e-6, atol=1e-8)
+    assert all(torch.equal(weight, saved[0][1]["0.weight"]) for _, weight, _ in found)
+    assert all(is_same for *_, is_same in found)
+    said = [r.getMessage() for r in caplog.records if "lacks the own parts of" in r.getMessage()]
+    assert len(said) == after
+    assert said[0].endswith(
+        "lacks the own parts of ranks [3] of 4: what they held back is lost, and the run goes on "
+        "without it"
+    )
+
+
+def test_what_is_whole_is_taken_before_what_is_newer_and_lacks_ranks(ranks, tmp_path):
+    def first(rank):
+        save_checkpoint(tmp_path, None, None, step=1)
+        save_checkpoint(tmp_path, None, None, step=2)
+
+    def then(rank):
+        found = load_latest(tmp_path, None, generators=False, missing_ranks="report")
+        return found.step, found.missing
+
+    ranks(4, first)
+    lose_own(tmp_path, "00000002")
+    assert ranks(2, then) == [(1, ())] * 2
+    lose_own(tmp_path)
+    assert ranks(2, then) == [(2, (3,))] * 2
+    for path in tmp_path.glob("checkpoint-00000002-step-2/rank-[12]-of-4.json"):
+        path.unlink()  # its writing was broken off
+    assert ranks(2, then) == [(1, (3,))] * 2
+    for path in tmp_path.glob("checkpoint-*/all-of-4.json"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+        ranks(2, then)
+    with pytest.raises(ValueError, match="missing_ranks must be 'error' or 'report', got 'skip'"):
+        ranks(2, lambda rank: load_latest(tmp_path, None, missing_ranks="skip"))
 
 
 @pytest.mark.parametrize("after", [2, 3, 1])

@@ -1,0 +1,165 @@
+"""What somebody put into the folder: it is passed over, and the checkpoints that are whole stay."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from gtopk import CheckpointError, load_latest, save_checkpoint
+from gtopk.torch.checkpoint.files import FORMAT, LAST_NUMBER, LAST_STEP, seal
+from gtopk.torch.checkpoint.state import NOTHING_OWN
+
+NAMES = ("all", "rank-0", "rank-1")
+ALIKE = {"others": {}, "held": ["optimizer"], "steps": 1}
+
+
+def record(name, state, **more):
+    told = {"format": FORMAT, "attempt": "x", "before": 0, "step": 9, "ranks": 2, "name": name}
+    return {**told, "tensors": None, "state": state, **more}
+
+
+def write_all(folder, alike, own, **more):
+    for name in NAMES:
+        state = alike if name == "all" else own
+        (folder / f"{name}-of-2.json").write_bytes(seal(record(name, state, **more)))
+
+
+def nested_deep(folder):
+    """Write what only just is JSON that Python reads."""
+    for name in NAMES:
+        body = json.dumps(record(name, "here" if name == "all" else NOTHING_OWN)).encode()
+        body = body.replace(b'"here"', b"[" * 500 + b"]" * 500)
+        digest = hashlib.sha256(body).hexdigest().encode()
+        sealed = b'{"sha256": "%b", "part":\n%b}\n' % (digest, body)
+        (folder / f"{name}-of-2.json").write_bytes(sealed)
+
+
+def sparse(folder):
+    write_all(folder, ALIKE, NOTHING_OWN, tensors={"bytes": 1 << 40, "sha256": "0" * 64})
+    for name in NAMES:
+        with open(folder / f"{name}-of-2.safetensors", "wb") as file:
+            file.truncate(1 << 40)
+
+
+HELD = {"format": 1, "ranks": 2, "steps": 1, "lanes": [], "held": {"0": {"weight": 1}}}
+FAULTS = {
+    "pipes": lambda f: [os.mkfifo(f / f"{name}-of-2.json") for name in NAMES],
+    "folders": lambda f: [(f / f"{name}-of-2.json").mkdir() for name in NAMES],
+    "devices": lambda f: [(f / f"{name}-of-2.json").symlink_to("/dev/zero") for name in NAMES],
+    "larger than the memory": sparse,
+    "nested deep": nested_deep,
+    "a list": lambda f: [(f / f"{n}-of-2.json").write_bytes(seal([1, 2])) for n in NAMES],
+    "nothing own": lambda f: write_all(f, ALIKE, {}),
+    "own text": lambda f: write_all(f, ALIKE, "text"),
+    "nothing alike": lambda f: write_all(f, {}, NOTHING_OWN),
+    "alike text": lambda f: write_all(f, "text", NOTHING_OWN),
+    "an object": lambda f: write_all(f, {"$object": "AAAA"}, NOTHING_OWN),
+    "others": lambda f: write_all(f, {**ALIKE, "others": [1]}, NOTHING_OWN),
+    "steps": lambda f: write_all(f, {**ALIKE, "steps": "many"}, NOTHING_OWN),
+    "a tree": lambda f: write_all(f, ALIKE, {**NOTHING_OWN, "tree": "["}),
+    "a tensor": lambda f: write_all(f, {**ALIKE, "model": {"$tensor": "w"}}, NOTHING_OWN),
+    "generators": lambda f: write_all(f, ALIKE, {**NOTHING_OWN, "generators": {"torch": 1}}),
+    "held": lambda f: write_all(f, ALIKE, {**NOTHING_OWN, "held": {"optimizer": HELD}}),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_no_checkpoint_is_passed_over_and_pushes_none_out(ranks, tmp_path, fault, size):
+    def program(rank):
+        model = torch.nn.Linear(2, 2)
+        save_checkpoint(tmp_path, model, None, step=1)
+        hvd.barrier()
+        if rank == 0:
+            folder = tmp_path / "checkpoint-00000009-step-9"
+            folder.mkdir()
+            FAULTS[fault](folder)
+        hvd.barrier()
+        assert load_latest(tmp_path, model, generators=False).step == 1
+        save_checkpoint(tmp_path, model, None, step=10)
+
+    ranks(size, program)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {"checkpoint-00000001-step-1", "checkpoint-00000010-step-10"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint-00000009-step-9/all-of-99999999999.json",
+        "checkpoint-00000009-step-9/all-of-999999999.json",
+        "checkpoint-00000009-step-9/rank-\u0667-of-\u0669.json",
+        "checkpoint-00000009-step-9/all-of-02.json",
+        f"checkpoint-{10**40}-step-9/all-of-2.json",
+        f"checkpoint-00000009-step-{10**40}/all-of-2.json",
+        "checkpoint-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0669-step-\u0669/all-of-1.json",
+        "checkpoint-9-step-9/all-of-1.json",
+        "checkpoint-0000000009-step-9/all-of-1.json",
+        "checkpoint-00000009-step-09/all-of-1.json",
+    ],
+)
+def test_a_name_alone_costs_nothing(ranks, tmp_path, name):
+    def program(rank):
+        save_checkpoint(tmp_path, None, None, step=1)
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        hvd.barrier()
+        assert load_latest(tmp_path, None, generators=False).step == 1
+        save_checkpoint(tmp_path, None, None, step=2)
+        assert load_latest(tmp_path, None, generators=False).step == 2
+
+    ranks(2, program)
+
+
+def test_after_the_last_number_there_is_none(ranks, tmp_path):
+    folder = tmp_path / f"checkpoint-{LAST_NUMBER}-step-{LAST_STEP}"
+    folder.mkdir()
+    (folder / "all-of-1.json").touch()
+
+    def program(rank):
+        with pytest.raises(CheckpointError, match=f"has a checkpoint {LAST_NUMBER}, .*remove it"):
+            save_checkpoint(tmp_path, None, None)
+        with pytest.raises(ValueError, match=f"step must be at most {LAST_STEP}, got"):
+            save_checkpoint(tmp_path / "other", None, None, step=LAST_STEP + 1)
+        save_checkpoint(tmp_path / "other", None, None, step=LAST_STEP)
+        return load_latest(tmp_path / "other", None, generators=False).step
+
+    assert ranks(2, program) == [LAST_STEP] * 2
+
+
+def test_what_a_script_cannot_load_stays_and_pushes_none_out(ranks, tmp_path):
+    """It asks for something else, or the newest is of another model."""
+
+    def program(rank):
+        model = torch.nn.Linear(2, 2)
+        save_checkpoint(tmp_path, model, None, step=1)
+        save_checkpoint(tmp_path, torch.nn.Linear(3, 3), None, step=2)
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            load_latest(tmp_path, model, generators=False)
+        for step in (3, 4):
+            save_checkpoint(tmp_path, model, None, step=step, keep=2)
+
+    ranks(2, program)
+    steps = sorted(path.name[-1] for path in tmp_path.iterdir())
+    assert steps == ["2", "3", "4"]
+
+
+def test_dicts_in_dicts_come_back_however_many_marks_that_takes(ranks, tmp_path):
+    """As JSON they are nested three times as deep as objects between ranks may be."""
+    nested = {0: "x"}
+    for _ in range(45):
+        nested = {0: nested}
+
+    def program(rank):
+        save_checkpoint(tmp_path, None, None, nested=nested)
+        return load_latest(tmp_path, None, generators=False).values["nested"]
+
+    assert ranks(2, program) == [nested] * 2

@@ -1,0 +1,78 @@
+"""The last asynchronous save of a program has no next one: its end tells what became of it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gtopk import CheckpointError, save_checkpoint
+from tests.matrix import some_of
+
+WHOLE, LAST = "checkpoint-00000001-step-1", "checkpoint-00000002-step-2"
+WAYS = [
+    "its program ends",
+    "shutdown",
+    "termination",
+    "the writing takes longer",
+    "a thread of it lives on",
+    "an exception is handled",
+]
+
+
+def there(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("way", some_of(WAYS, "its program ends", "shutdown", "termination"))
+def test_where_one_rank_cannot_write_it_the_job_fails_and_nothing_of_it_stays(
+    mpirun, tmp_path, way
+):
+    job = mpirun(3, "saves_last.py", str(tmp_path), way, "2")
+    assert job.returncode == 1, job.stderr
+    assert there(tmp_path) == [WHOLE]
+    if way != "an exception is handled":  # the log may be closed by then
+        said = r"rank 2: a checkpoint cannot be written: .*No space left on device"
+        assert len(re.findall(said, job.stderr)) == 1  # as it happens
+    said = rf"CheckpointError: checkpoint 2 .* {tmp_path}: rank 2 .*No space.*checkpoint 1 is whole"
+    assert re.search(said, job.stderr), job.stderr
+
+
+@pytest.mark.parametrize("way", some_of(WAYS, "the writing takes longer"))
+def test_where_all_can_the_job_ends_well(mpirun, tmp_path, way):
+    job = mpirun(3, "saves_last.py", str(tmp_path), way, "-1")
+    assert job.returncode == (143 if way == "termination" else 0), job.stderr
+    assert "checkpoint" not in job.stderr
+    assert there(tmp_path) == [WHOLE, LAST]
+
+
+def test_who_ends_first_waits_for_the_others_without_a_limit(mpirun, tmp_path):
+    job = mpirun(2, "saves_last.py", str(tmp_path), "rank 0 takes longer", "1", GTOPK_TIMEOUT="2")
+    assert job.returncode == 1
+    assert "has waited" not in job.stderr
+    assert re.search("exit code 1, not 0: CheckpointError: checkpoint 2 .* rank 1 ", job.stderr)
+    assert there(tmp_path) == [WHOLE]
+
+
+def test_who_leaves_early_is_named_though_it_has_one_under_way(mpirun, tmp_path):
+    job = mpirun(3, "saves_last.py", str(tmp_path), "the others go on", "-1", timeout=60)
+    assert job.returncode != 0
+    assert re.search(r"rank 1 left \(its program ended at step 1; host .*waited for", job.stderr)
+
+
+def test_those_of_several_folders_are_all_told(ranks, tmp_path):
+    def program(rank):
+        for name in ("a", "b", "c"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            if rank == 1 and name != "b":
+                (tmp_path / name / LAST.replace("2", "1")).touch()
+        save_checkpoint(tmp_path / "b", None, None)  # no rank is ahead
+        for name in ("a", "b", "c"):
+            save_checkpoint(tmp_path / name, None, None, step=1, asynchronous=True)
+
+    with pytest.raises(CheckpointError) as error:
+        ranks(2, program)
+    assert re.search(
+        r"checkpoint 1 cannot be written to \S+/a: .*; checkpoint 1 cannot .*/c: ", str(error.value)
+    )
+    assert there(tmp_path / "b") == ["checkpoint-00000001-step-0", LAST.replace("step-2", "step-1")]
