@@ -278,14 +278,15 @@ def time_allreduce(
 
 
 def agree_on_mean(transport: Transport, seconds: float) -> float:
-    """Return the mean of every rank's number.
+    """Return the mean of every rank's number; NaN is none.
 
     Of what all ranks begin together, but for a latency at the most: as long as the first ones wait
     for messages, the last ones find theirs there.
     """
     mine = np.array([seconds], np.float64)
     everyones = transport.allgather(mine.view(np.uint8))
-    return statistics.fmean(float(message.view(np.float64)[0]) for message in everyones)
+    numbers = (float(message.view(np.float64)[0]) for message in everyones)
+    return statistics.fmean(number for number in numbers if not math.isnan(number))
 
 
 def agree_on_slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:

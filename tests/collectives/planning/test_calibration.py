@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from collectives import run_ranks
 from collectives.cost import Link
-from collectives.planning import Network, calibration, probes
+from collectives.planning import Network, probes
 from collectives.planning.calibration import (
     ALLREDUCE_SECONDS,
     BETWEEN_SECONDS,
@@ -22,7 +22,6 @@ from collectives.planning.calibration import (
     _partners,
     assumed,
     measure,
-    measure_calls,
     measure_network,
     measure_rates,
 )
@@ -34,9 +33,7 @@ from collectives.planning.probes import (
     link_of,
     seconds_per_unit,
 )
-from collectives.planning.rates import DEFAULT_RATES, CodingRate
 from collectives.transports import local_world
-from collectives.wire import EXACT
 
 FAST = Link(2e-6, 1e-10)
 ETHERNET = Link.of(1e9, 50e-6)
@@ -318,60 +315,6 @@ def test_a_machine_whose_clocks_stand_still_measures_no_time():
     rates = measure_rates(clock=lambda: 0.0, stopwatch=lambda: 0.0)
     assert rates.select_seconds == rates.pick_seconds == rates.merge_seconds == 0.0
     assert rates.sum_seconds == rates.copy_seconds == 0.0
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_what_a_reduction_of_few_entries_takes_beside_its_messages_are_its_calls(virtual, size):
-    world = virtual(size, ETHERNET, call_seconds=3e-4)
-    costless = DEFAULT_RATES._replace(
-        select_seconds=0.0,
-        merge_seconds=0.0,
-        sum_seconds=0.0,
-        coding={EXACT: CodingRate(0.0, 0.0)},
-    )
-    found = run_ranks(
-        world.world,
-        lambda t: measure_calls(t, Network(size, ETHERNET), costless, world.clock(t.rank)),
-    )
-    assert [rates.swap_seconds for rates in found] == [pytest.approx(3e-4, rel=0.01)] * size
-    # Its allgather has a message fewer for each list than there are rounds, and one swap.
-    rounds = size.bit_length() - 1
-    of_lists = max(0.0, (rounds - 1) * 3e-4 / (size - 1))
-    listed = [rates.list_seconds for rates in found]
-    assert listed == [pytest.approx(of_lists, rel=0.1, abs=1e-6)] * size
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("apart", [0.2, 0.9])
-def test_ranks_that_begin_apart_take_no_longer_in_calls(virtual, size, apart):
-    """By less than a latency, which is many times what calls take."""
-    link = Link(20e-3, 1e-9)
-    world = virtual(size, link, call_seconds=3e-4)
-    world.seconds[0] = apart * link.latency_seconds
-    found = run_ranks(
-        world.world,
-        lambda t: measure_calls(t, Network(size, link), DEFAULT_RATES, world.clock(t.rank)),
-    )
-    assert [rates.swap_seconds for rates in found] == [pytest.approx(3e-4, rel=0.3)] * size
-
-
-def test_reductions_whose_calls_are_timed_take_turns(monkeypatch):
-    seen = []
-
-    def noted(name, reduce):
-        def run(selected, k, transport, **options):
-            if transport.rank == 0:
-                seen.append(name)
-            return reduce(selected, k, transport, **options)
-
-        return run
-
-    each = {name: noted(name, reduce) for name, reduce in calibration.ALGORITHMS.items()}
-    monkeypatch.setattr(calibration, "ALGORITHMS", each)
-    run_ranks(local_world(2), lambda t: measure_calls(t, Network(2, ETHERNET), DEFAULT_RATES))
-    twice = ["gtopk", "gtopk", "topk-allgather", "topk-allgather"]
-    assert seen == twice * (len(seen) // 4)
-    assert len(seen) > 4
 
 
 def test_a_rank_alone_has_rates_but_no_links():
