@@ -87,6 +87,7 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
         network["segment_bytes"] = int(network["segment_bytes"])
         if network["segment_bytes"] < 1:
             raise ValueError("an allreduce needs bytes in a segment")
+    network["native_bytes"] = network["native_bytes"] and int(network["native_bytes"])
     if network["ranks"] < 1 or network["ranks_per_node"] < 1:
         raise ValueError("a network needs a rank")
     link = network["between"]

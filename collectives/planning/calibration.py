@@ -133,14 +133,21 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     allreduce = None
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
-        call = time_allreduce(transport, ALLREDUCE_SECONDS, clock, link.latency_seconds)
-        share = 2 * (size - 1) / size
-        if call is not None:
-            allreduce = Link(call.latency_seconds / messages, call.seconds_per_byte / share)
-    segment_bytes = transport.segment_bytes if transport.segment_bytes < sys.maxsize else None
+        allreduce = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
+    segment_bytes, native_bytes = (
+        size_bytes if size_bytes < sys.maxsize else None
+        for size_bytes in (transport.segment_bytes, transport.native_bytes())
+    )
     agreement_seconds = time_agreement(transport, clock)
     network = Network(
-        size, link, ranks_per_node, within, allreduce, segment_bytes, agreement_seconds
+        size,
+        link,
+        ranks_per_node,
+        within,
+        allreduce,
+        segment_bytes,
+        agreement_seconds,
+        native_bytes,
     )
     if not in_order:
         # Any message may leave its node, and share the link with those of the other ranks there.

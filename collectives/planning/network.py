@@ -14,6 +14,8 @@ class Network(NamedTuple):
     allreduce: the link of which an allreduce of this size makes the most, where one was measured;
                None: the links above, without loss.
     segment_bytes: of a longer vector an allreduce takes one part after the other; None: of none.
+    native_bytes: from here on an allreduce is the library's own: in one part, and no words answer
+                  its messages; None: none is.
     agreement_seconds: what it takes until all have heard a word of each, as they must before every
                        reduction of a training; None: ceil(log2 P) latencies.
     """
@@ -25,6 +27,7 @@ class Network(NamedTuple):
     allreduce: Link | None = None
     segment_bytes: int | None = None
     agreement_seconds: float | None = None
+    native_bytes: int | None = None
 
     @property
     def expected_agreement_seconds(self) -> float:

@@ -177,7 +177,13 @@ def modelled_network(plan: Plan, network: Network) -> tuple[Network, record.Link
         bandwidth_from="given" if plan.bandwidth else "measured",
         latency_from="measured" if plan.latency is None else "given",
     )
-    return Network(network.ranks, link, segment_bytes=network.segment_bytes), told
+    dense = Network(
+        network.ranks,
+        link,
+        segment_bytes=network.segment_bytes,
+        native_bytes=network.native_bytes,
+    )
+    return dense, told
 
 
 def count_hosts(transport: Transport) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from collectives.cost import Link
+from collectives.cost import Link, dense_bytes, rounds
 from collectives.transports import LocalTransport, Transport, local_world
 
 
@@ -47,6 +47,24 @@ class VirtualWorld:
     def clock(self, rank: int) -> Callable[[], float]:
         """Return the clock of a rank."""
         return lambda: self.seconds[rank]
+
+    def reduce_natively(self, link: Link, native_bytes: int = 0) -> None:
+        """Have an allreduce of as many bytes and more take what its messages take on a link."""
+        for transport in self.world:
+            self._reduce_natively(transport, link, native_bytes)
+
+    def _reduce_natively(self, transport: LocalTransport, link: Link, native_bytes: int) -> None:
+        size, by_messages = len(self.world), transport.allreduce
+
+        def allreduce(array: np.ndarray, reduction: str = "sum") -> None:
+            if array.nbytes < native_bytes:
+                by_messages(array, reduction)
+                return
+            sent_bytes = dense_bytes(array.size, size, array.itemsize)
+            seconds = 2 * rounds(size) * link.latency_seconds + sent_bytes * link.seconds_per_byte
+            self.seconds[transport.rank] += seconds
+
+        transport.allreduce, transport.native_bytes = allreduce, lambda: native_bytes
 
     def _beyond_bucket(self, rank: int, size: int, begun: float, link: Link) -> float:
         """Return how many bytes of a message its sender's bucket does not hold; take out the rest.

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from collectives import run_ranks
-from collectives.cost import Link
-from collectives.planning import Network, probes
+from collectives.cost import Link, rounds
+from collectives.planning import DEFAULT_RATES, Candidate, Network, predict, probes
 from collectives.planning.calibration import (
     ALLREDUCE_SECONDS,
     BETWEEN_SECONDS,
@@ -156,6 +156,48 @@ def test_words_and_segments_are_no_seconds_of_a_byte(virtual, size):
             found = network.allreduce
             assert found.latency_seconds == pytest.approx(link.latency_seconds, rel=0.02)
             assert found.seconds_per_byte == pytest.approx(link.seconds_per_byte, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize(
+    ("link", "native"),
+    [
+        (Link.of(100e9, 25e-6), Link.of(100e9, 3e-6)),
+        (Link.of(200e9, 40e-6), Link.of(200e9, 2e-6)),
+        (Link.of(10e9, 1e-3), Link.of(10e9, 1e-3)),
+        (Link.of(1e9, 10e-3), Link.of(1e9, 10e-3)),
+    ],
+    ids=repr,
+)
+def test_a_librarys_own_allreduce_has_neither_words_nor_segments(virtual, size, link, native):
+    world = virtual(size, link)
+    world.reduce_natively(native)
+    for transport in world.world:
+        transport.segment_bytes = 8 << 20
+    network, *_ = found_on(world)
+    assert network.native_bytes == 0
+    assert network.allreduce == pytest.approx(native, rel=1e-3)
+    for length in (1 << 18, 1 << 20, 25_000_000):
+        world.seconds[:] = [0.0] * size
+        world.world[0].allreduce(np.empty(length, np.float32))
+        found = predict(Candidate("dense"), length, network, DEFAULT_RATES)
+        assert found.communicate_seconds == pytest.approx(world.seconds[0], rel=1e-3)
+        assert found.rounds == 2 * rounds(size)
+
+
+def test_one_that_is_its_own_for_long_vectors_is_modelled_in_either_way(virtual):
+    """As gloo's is: the probe's largest is the smallest that has no words."""
+    size, native_bytes = 4, 1 << 24
+    world = virtual(size, ETHERNET)
+    world.reduce_natively(ETHERNET, native_bytes)
+    network, *_ = found_on(world)
+    assert network.native_bytes == native_bytes
+    for length, answered in ((native_bytes // 4 - size, True), (native_bytes // 4, False)):
+        world.seconds[:] = [begun := max(world.seconds) + 1.0] * size  # after a rest
+        run_ranks(world.world, lambda t, length=length: t.allreduce(np.zeros(length, np.float32)))
+        found = predict(Candidate("dense"), length, network, DEFAULT_RATES)
+        assert found.communicate_seconds == pytest.approx(max(world.seconds) - begun, rel=1e-2)
+        assert found.rounds == 2 * rounds(size) * (1 + answered)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
