@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 
-from ..cost import rounds
 from ..transports.transport import Transport
 from .calibration import Calibration
 from .prediction import Candidate, Prediction, predict
@@ -50,6 +49,6 @@ def still_holds(transport: Transport, calibration: Calibration, clock: Clock) ->
     # Most of it beyond what a token bucket lets pass at once.
     length = max(LONG_SECONDS / each if each else 0.0, 2 * network.between.burst_bytes)
     array = np.zeros(max(1, min(_MANY, round(length))), np.float32)
-    return is_right(
-        transport.barrier, rounds(network.ranks) * network.between.latency_seconds
-    ) and is_right(lambda: transport.allreduce(array), should_take(array.size).communicate_seconds)
+    return is_right(transport.barrier, network.expected_agreement_seconds) and is_right(
+        lambda: transport.allreduce(array), should_take(array.size).communicate_seconds
+    )
