@@ -47,7 +47,8 @@ def still_holds(transport: Transport, calibration: Calibration, clock: Clock) ->
     many = should_take(_MANY)
     each = (many.communicate_seconds - many.latency_seconds) / _MANY
     # Most of it beyond what a token bucket lets pass at once.
-    length = max(LONG_SECONDS / each if each else 0.0, 2 * network.between.burst_bytes)
+    past_burst = 2 * network.between.burst_bytes / np.float32().itemsize
+    length = max(LONG_SECONDS / each if each else 0.0, past_burst)
     array = np.zeros(max(1, min(_MANY, round(length))), np.float32)
     return is_right(transport.barrier, network.expected_agreement_seconds) and is_right(
         lambda: transport.allreduce(array), should_take(array.size).communicate_seconds

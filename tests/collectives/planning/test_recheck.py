@@ -111,6 +111,21 @@ def test_what_was_measured_holds_where_nothing_has_changed_and_not_farther_away(
         assert said == [holds] * size
 
 
+def test_a_reduction_is_twice_as_long_as_what_passes_at_once() -> None:
+    burst_bytes = 1 << 20
+    kept = Calibration(
+        Network(2, Link(2e-4, 8e-8, burst_bytes), agreement_seconds=2e-4), DEFAULT_RATES, "kept"
+    )
+    reduced: list[int] = []
+
+    def program(transport) -> bool:
+        transport.allreduce = lambda array: reduced.append(array.nbytes)
+        return still_holds(transport, kept, Durations(2e-4))
+
+    run_ranks(local_world(2, 30, node_size=1), program)
+    assert set(reduced) == {2 * burst_bytes}
+
+
 def test_within_a_host_nothing_is_asked() -> None:
     def no_clock() -> float:
         raise AssertionError
