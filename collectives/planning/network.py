@@ -30,12 +30,21 @@ class Network(NamedTuple):
     native_bytes: int | None = None
 
     @property
+    def is_one_node(self) -> bool:
+        """Tell whether no message leaves its node."""
+        return self.ranks <= self.ranks_per_node
+
+    @property
+    def farthest(self) -> Link:
+        """Return the link of a rank to those that are farthest away."""
+        return self.link(int(not self.is_one_node))
+
+    @property
     def expected_agreement_seconds(self) -> float:
         """Return what was measured, else what is to be expected of the links."""
         if self.agreement_seconds is not None:
             return self.agreement_seconds
-        leaving = self.ranks > self.ranks_per_node
-        return rounds(self.ranks) * self.link(int(leaving)).latency_seconds
+        return rounds(self.ranks) * self.farthest.latency_seconds
 
     def link(self, leaving: int) -> Link:
         """Return what a rank gets of the link when `leaving` ranks of its node use it at once."""

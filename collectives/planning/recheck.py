@@ -26,7 +26,7 @@ _MANY: Final = 1 << 22  # values
 def still_holds(transport: Transport, calibration: Calibration, clock: Clock) -> bool:
     """Tell whether reductions take what they should; every rank must call it, and is told alike."""
     network = calibration.network
-    if network.ranks <= network.ranks_per_node:
+    if network.is_one_node:
         return True
 
     def should_take(length: int) -> Prediction:

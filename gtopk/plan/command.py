@@ -126,15 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure_rates(EXACT_FORMATS),
             f"as measured on this machine now ({in_use()})",
         )
-    one_node = options.ranks == options.ranks_per_node
     network = Network(
         options.ranks,
         Link.of(options.bandwidth, options.latency),
         options.ranks_per_node,
         Link.of(options.node_bandwidth, options.node_latency),
         segment_bytes=MpiTransport.segment_bytes,
-        native_bytes=0 if one_node else None,
     )
+    if network.is_one_node:
+        network = network._replace(native_bytes=0)
     comparison = compare(Cluster(length, network, options.density, options.backward_ms), rates)
     content, lines = as_record(comparison, rates, origin), render(comparison, origin)
     if options.simulate:

@@ -77,6 +77,12 @@ def test_dense_goes_in_parts_between_nodes_as_it_does_over_mpi(capsys):
     assert inside["sent"]["messages"] == 2 * 4
 
 
+def test_ranks_of_one_node_have_its_own_link(capsys):
+    command = ["--elements", "1M", "--ranks", "4", "--ranks-per-node", "4", "--bandwidth", "1gbit"]
+    text = prose(said(capsys, *command, "--node-bandwidth", "20gbit", assumed))
+    assert "20 Gbit/s and 5 µs inside the node, density 0.001" in text
+
+
 def test_one_rank_has_nothing_to_compress(capsys):
     out = said(capsys, "--elements", "1M", "--ranks", "1", "--bandwidth", "1gbit", assumed)
     assert "nothing to compress" in out
