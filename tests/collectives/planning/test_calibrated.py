@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 
@@ -123,6 +124,26 @@ def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(mon
     assert "kept in" not in origin("aabb")
     assert "kept in" not in origin("abab")
     assert "kept in" in origin("aabb")
+
+
+def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
+    """As a view of all ranks has, whose reductions are made of messages."""
+    monkeypatch.setattr(calibrated, "measure", lambda *_: KEPT)
+    monkeypatch.setattr(calibrated, "still_holds", lambda *_: True)
+
+    def origin(native_bytes: int = sys.maxsize) -> str:
+        world = local_world(2, 30)
+        for transport in world:
+            transport.native_bytes = lambda: native_bytes
+        return run_ranks(world, calibrate)[0].origin
+
+    assert "kept in" not in origin()
+    assert "kept in" in origin()
+    assert "kept in" not in origin(native_bytes=0)
+    assert "kept in" not in origin(native_bytes=1 << 24)
+    assert "kept in" in origin(native_bytes=0)
+    monkeypatch.setattr(calibrated, "MODEL", calibrated.MODEL + 1)
+    assert "kept in" not in origin()
 
 
 def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
