@@ -52,7 +52,7 @@ def calibrate(
     elif transport.rank == 0:
         path = cache_path(known) if word in ("", "fresh") else Path(setting)
     if path is not None and word != "fresh":
-        found = load(path, known)
+        found = load(path, known, transport.size)
         if is_kept := found is not None:
             found = replace(found, origin=f"{found.origin}, kept in {path}")
     said = json.dumps([as_json(found) if found else None, is_kept]).encode()
