@@ -37,16 +37,19 @@ def cache_path(facts: Facts) -> Path | None:
     return Path(base, "gtopk", f"calibration-{digest.hexdigest()}.json")
 
 
-def load(path: Path, facts: Facts) -> Calibration | None:
-    """Return what was saved for these facts; None where there is nothing to be trusted."""
+def load(path: Path, facts: Facts, ranks: int) -> Calibration | None:
+    """Return what was saved for these facts and ranks; None where nothing is to be trusted."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         age_seconds = time.time() - record["saved"]
         if record["facts"] != dict(facts) or not 0 <= age_seconds < OLDEST_SECONDS:
             return None
-        return calibration_from(record["calibration"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        found = calibration_from(record["calibration"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         return None
+    except RecursionError:  # brackets in brackets
+        return None
+    return found if found.network.ranks == ranks else None
 
 
 def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
@@ -76,19 +79,27 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def calibration_from(record: Mapping[str, Any]) -> Calibration:
-    """Return what `as_json` wrote; raise ValueError, TypeError or KeyError for anything else."""
+    """Return what `as_json` wrote.
+
+    Raises ValueError, TypeError, KeyError, AttributeError or ArithmeticError for anything else.
+    """
     network, rates = dict(record["network"]), record["rates"]
     for name in ("between", "within", "allreduce"):
         if network[name] is not None:
             network[name] = Link(*map(_seconds, network[name]))
     if network["agreement_seconds"] is not None:
         network["agreement_seconds"] = _seconds(network["agreement_seconds"])
-    if network["segment_bytes"] is not None:
-        network["segment_bytes"] = int(network["segment_bytes"])
-        if network["segment_bytes"] < 1:
-            raise ValueError("an allreduce needs bytes in a segment")
-    if network["ranks"] < 1 or network["ranks_per_node"] < 1:
-        raise ValueError("a network needs a rank")
+    for name, least in (
+        ("ranks", 1),
+        ("ranks_per_node", 1),
+        ("segment_bytes", 1),
+        ("native_bytes", 0),
+    ):
+        is_none = name.endswith("bytes") and network[name] is None
+        if not is_none and (type(network[name]) is not int or network[name] < least):
+            raise ValueError(
+                f"{name} must be a whole number from {least} on, got {network[name]!r}"
+            )
     link = network["between"]
     if link is None or (link.burst_bytes and not link.seconds_per_byte):
         raise ValueError("a network needs a link, and a link with a burst a bandwidth")

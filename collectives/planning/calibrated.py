@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,9 @@ from .calibration import Calibration, assumed, measure
 from .probes import Clock
 from .recheck import still_holds
 
+# Of what the numbers of a calibration mean: one more whenever that of a field changes, or how it is
+# measured, so that what was kept by another meaning is measured anew.
+MODEL: Final = 1
 VARIABLE: Final = "GTOPK_CALIBRATION"  # rank 0's counts: off, fresh, or the path of a cache file
 
 
@@ -48,7 +52,7 @@ def calibrate(
     elif transport.rank == 0:
         path = cache_path(known) if word in ("", "fresh") else Path(setting)
     if path is not None and word != "fresh":
-        found = load(path, known)
+        found = load(path, known, transport.size)
         if is_kept := found is not None:
             found = replace(found, origin=f"{found.origin}, kept in {path}")
     said = json.dumps([as_json(found) if found else None, is_kept]).encode()
@@ -69,9 +73,11 @@ def calibrate(
 
 def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, str]) -> Facts:
     """Return what a calibration holds for, in words; every rank must call it."""
+    native_bytes = transport.native_bytes()
     host = np.frombuffer(socket.gethostname().encode(), np.uint8)
     hosts = [message.tobytes().decode() for message in transport.allgather(host)]
     return {
+        "model": str(MODEL),
         # In rank order: a, a, b, b is another network than a, b, a, b.
         "hosts": ", ".join(f"{len([*ranks])} x {host}" for host, ranks in groupby(hosts)),
         "transport": transport.name,
@@ -79,5 +85,7 @@ def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, s
         "kernels": in_use(),
         "formats": ", ".join("+".join(format) for format in formats),
         "messages": "checked" if transport.checks_messages else "as they are",
+        # A view of all ranks has another allreduce than they have.
+        "allreduce": "of messages" if native_bytes == sys.maxsize else f"own from {native_bytes} B",
         **more,
     }

@@ -9,7 +9,7 @@
                                                                    agree on its time
     agreement   all                                                9 log2 P latencies, 3 if long
     rates       each for itself                                    0.8
-    calls       all                                                0.4, and 0.4 to rest
+    calls       all                                                0.4, and 0.3 to rest
 
 The slowest way of the slowest pair and the slowest rank count: they are what a collective waits
 for. What is added is the latency of a few allgathers, and of a dozen goes of each probe where it is
@@ -19,7 +19,6 @@ long.
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,26 +28,19 @@ from typing import Final
 import numpy as np
 
 from .. import wire
-from ..algorithms import ALGORITHMS
-from ..algorithms.gtopk import reduce
 from ..algorithms.outcome import among, put_together
 from ..algorithms.rounding import rounding_error
-from ..algorithms.terms import Terms
 from ..cost import Link, dense_bytes, rounds
 from ..kernels import accumulate_and_select, all_finite, contains, merge, sum_by_index
-from ..transports.local import local_world
 from ..transports.transport import Transport
-from ..vector import SparseVector
 from ..wire import EXACT, Format
+from .calls import DENSITY, measure_calls, own_call_seconds, picks
 from .network import Network
-from .prediction import Candidate, predict
 from .probes import (
     NOT_MEASURED,
-    REPEATS,
     SMALLEST_ALLREDUCE_BYTES,
     Clock,
     Prepare,
-    agree_on_mean,
     agree_on_slowest,
     follow_swaps,
     lead_swaps,
@@ -57,12 +49,10 @@ from .probes import (
     time_allreduce,
 )
 from .rates import DEFAULT_RATES, CodingRate, Rates
-from .schedules import SCHEDULES, Order
 
 WITHIN_SECONDS: Final = 0.2
 BETWEEN_SECONDS: Final = 0.4
 ALLREDUCE_SECONDS: Final = 0.4
-CALLS_SECONDS: Final = 0.4
 SELECT_SECONDS: Final = 0.2
 COPY_SECONDS: Final = 0.1
 MERGE_SECONDS: Final = 0.1
@@ -70,12 +60,8 @@ SUM_SECONDS: Final = 0.1
 CODE_SECONDS: Final = 0.2  # all formats together
 
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
-_DENSITY: Final = 0.001
 _DENSE: Final = 0.1  # where what each entry takes can be told from what each element does
-_FEW: Final = 16  # entries
 _LISTS: Final = 8  # that are added up
-_REST_SECONDS: Final = 0.02
-_GOES: Final = 5  # of which the median counts
 # A link nobody has measured: Gigabit Ethernet.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
@@ -147,14 +133,21 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     allreduce = None
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
-        call = time_allreduce(transport, ALLREDUCE_SECONDS, clock, link.latency_seconds)
-        share = 2 * (size - 1) / size
-        if call is not None:
-            allreduce = Link(call.latency_seconds / messages, call.seconds_per_byte / share)
-    segment_bytes = transport.segment_bytes if transport.segment_bytes < sys.maxsize else None
+        allreduce = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
+    segment_bytes, native_bytes = (
+        size_bytes if size_bytes < sys.maxsize else None
+        for size_bytes in (transport.segment_bytes, transport.native_bytes())
+    )
     agreement_seconds = time_agreement(transport, clock)
     network = Network(
-        size, link, ranks_per_node, within, allreduce, segment_bytes, agreement_seconds
+        size,
+        link,
+        ranks_per_node,
+        within,
+        allreduce,
+        segment_bytes,
+        agreement_seconds,
+        native_bytes,
     )
     if not in_order:
         # Any message may leave its node, and share the link with those of the other ranks there.
@@ -251,7 +244,7 @@ def measure_rates(
 
     def merging(entries: int) -> Callable[[], object]:
         k = max(1, entries // 2)
-        a, b = _picks(k, random), _picks(k, random)
+        a, b = picks(k, random), picks(k, random)
 
         def go() -> None:
             merged, _ = merge(a, b, k)
@@ -261,12 +254,12 @@ def measure_rates(
         return go
 
     def summing(entries: int) -> Callable[[], object]:
-        lists = [_picks(max(1, entries // _LISTS), random) for _ in range(_LISTS)]
+        lists = [picks(max(1, entries // _LISTS), random) for _ in range(_LISTS)]
         return lambda: sum_by_index(lists)
 
     def encoding(format: Format) -> Prepare:
         def prepare(entries: int) -> Callable[[], object]:
-            vector = _picks(entries, random)
+            vector = picks(entries, random)
 
             def go() -> None:
                 rounded = wire.encode(vector, vector.entries, format).vector
@@ -279,7 +272,7 @@ def measure_rates(
 
     def decoding(format: Format) -> Prepare:
         def prepare(entries: int) -> Callable[[], object]:
-            vector = _picks(entries, random)
+            vector = picks(entries, random)
             message, _ = wire.encode(vector, vector.entries, format)
             return lambda: wire.decode(message, vector, vector.entries, 0, format)
 
@@ -288,100 +281,21 @@ def measure_rates(
     def rate(prepare: Prepare, largest: int, budget_seconds: float) -> float:
         return seconds_per_unit(prepare, _SMALLEST, largest, budget_seconds, clock, stopwatch)
 
-    most = round(_LARGEST * 16 * _DENSITY)  # entries: the k of 64 million elements
+    most = round(_LARGEST * 16 * DENSITY)  # entries: the k of 64 million elements
     each = CODE_SECONDS / 2 / len(formats)
     few, many = (
-        rate(selection(density), _LARGEST, SELECT_SECONDS / 2) for density in (_DENSITY, _DENSE)
+        rate(selection(density), _LARGEST, SELECT_SECONDS / 2) for density in (DENSITY, _DENSE)
     )
-    pick_seconds = max(0.0, many - few) / (_DENSE - _DENSITY)
+    pick_seconds = max(0.0, many - few) / (_DENSE - DENSITY)
     return Rates(
-        max(0.0, few - _DENSITY * pick_seconds),
+        max(0.0, few - DENSITY * pick_seconds),
         rate(merging, most, MERGE_SECONDS),
         {
             f: CodingRate(rate(encoding(f), most, each), rate(decoding(f), most, each))
             for f in formats
         },
-        *_call_seconds(stopwatch, random),
+        *own_call_seconds(stopwatch, random),
         rate(copying, _LARGEST, COPY_SECONDS),
         rate(summing, most, SUM_SECONDS) / math.log2(_LISTS),
         pick_seconds,
     )
-
-
-def _picks(k: int, random: np.random.Generator) -> SparseVector:
-    length = round(k / _DENSITY)
-    indices = np.unique(random.integers(0, length, k)).astype(np.int32)
-    return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
-
-
-def _call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float]:
-    """Return what a swap of two very short lists takes after a rest, and one list more.
-
-    A reduction comes after a backward pass, a swap after a wait: its calls find nothing of theirs
-    in the caches. Lists that are decoded one after the other do.
-    """
-    here, there = local_world(2)
-    mine = _picks(_FEW, random)
-    message = wire.encode(mine, mine.entries, EXACT, extra=Terms().stamp()).message
-
-    def swap() -> float:
-        there.send(message, 0)()
-        time.sleep(_REST_SECONDS)
-        begun = stopwatch()
-        reduce(mine, mine.entries, here)
-        there.receive(0)
-        return stopwatch() - begun
-
-    def read() -> float:
-        begun = stopwatch()
-        wire.decode(message, mine, mine.entries, 0, EXACT, Terms().stamp().size)
-        return stopwatch() - begun
-
-    def least(go: Callable[[], float]) -> float:
-        return min(go() for _ in range(REPEATS))  # what holds up a go makes it longer
-
-    return least(swap), least(read)
-
-
-def measure_calls(
-    transport: Transport, network: Network, rates: Rates, clock: Clock = time.perf_counter
-) -> Rates:
-    """Return the rates with what lists take in calls, by what reductions of a few entries take.
-
-    All ranks make them at once, after a rest; it is the median of some, less their messages and
-    entries. They take turns, so that what is in the way for a moment does not make most goes of one
-    longer. Every rank must call it, and gets the same. A rank that is alone keeps what it measured
-    of itself.
-
-    Ranks leave a barrier up to a latency apart: who is early waits, and is late after the next
-    messages. So two of a kind are one go, the second after a barrier more. The slowest rank counts,
-    less a latency for what is left of that, and not less than the mean.
-    """
-    if transport.size == 1:
-        return rates
-    mine = _picks(_FEW, np.random.default_rng(transport.rank))
-    format = next(iter(rates.coding))
-    counts = {"gtopk": ("swap_seconds", "swaps"), "topk-allgather": ("list_seconds", "others")}
-    goes: dict[str, list[float]] = {algorithm: [] for algorithm in counts}
-    while len(goes["gtopk"]) < _GOES and 2 * sum(map(sum, goes.values())) < CALLS_SECONDS:
-        for algorithm, seconds in goes.items():
-            took = 0.0
-            for barriers in (1, 2):
-                time.sleep(_REST_SECONDS)
-                for _ in range(barriers):
-                    transport.barrier()
-                begun = clock()
-                ALGORITHMS[algorithm](mine, _FEW, transport, format=format)
-                took += clock() - begun
-            (slowest,) = agree_on_slowest(transport, [took / 2])
-            mean = agree_on_mean(transport, took / 2)
-            seconds.append(max(mean, slowest - network.between.latency_seconds))
-    known = rates.without_calls()
-    for algorithm, (of_each, counted) in counts.items():
-        candidate = Candidate(algorithm, _FEW / mine.length, format)
-        expected = predict(candidate, mine.length, network, known).exchange_seconds
-        order = Order(mine.length, _FEW, network.ranks, network.ranks_per_node)
-        times = sum(step.times * getattr(step, counted) for step in SCHEDULES[algorithm](order))
-        took = statistics.median(goes[algorithm])
-        known = known._replace(**{of_each: max(0.0, took - expected) / times})
-    return known

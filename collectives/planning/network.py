@@ -14,6 +14,8 @@ class Network(NamedTuple):
     allreduce: the link of which an allreduce of this size makes the most, where one was measured;
                None: the links above, without loss.
     segment_bytes: of a longer vector an allreduce takes one part after the other; None: of none.
+    native_bytes: from here on an allreduce is the library's own: in one part, and no words answer
+                  its messages; None: none is.
     agreement_seconds: what it takes until all have heard a word of each, as they must before every
                        reduction of a training; None: ceil(log2 P) latencies.
     """
@@ -25,14 +27,24 @@ class Network(NamedTuple):
     allreduce: Link | None = None
     segment_bytes: int | None = None
     agreement_seconds: float | None = None
+    native_bytes: int | None = None
+
+    @property
+    def is_one_node(self) -> bool:
+        """Tell whether no message leaves its node."""
+        return self.ranks <= self.ranks_per_node
+
+    @property
+    def farthest(self) -> Link:
+        """Return the link of a rank to those that are farthest away."""
+        return self.link(int(not self.is_one_node))
 
     @property
     def expected_agreement_seconds(self) -> float:
         """Return what was measured, else what is to be expected of the links."""
         if self.agreement_seconds is not None:
             return self.agreement_seconds
-        leaving = self.ranks > self.ranks_per_node
-        return rounds(self.ranks) * self.link(int(leaving)).latency_seconds
+        return rounds(self.ranks) * self.farthest.latency_seconds
 
     def link(self, leaving: int) -> Link:
         """Return what a rank gets of the link when `leaving` ranks of its node use it at once."""

@@ -240,19 +240,17 @@ def time_agreement(transport: Transport, clock: Clock) -> float:
     return statistics.median(goes)
 
 
-def time_allreduce(
-    transport: Transport, budget_seconds: float, clock: Clock, latency_seconds: float
-) -> Link | None:
-    """Return seconds per call, and per byte, of the transport's allreduce.
+def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) -> Link | None:
+    """Return the link that the transport's allreduce makes of its messages and bytes.
 
     Up to as long again as the budget comes on top, for goes that are not the first of their size.
     None where only short ones fit the time: what they take says little about a gradient's. Every
     rank must call it; all are told the mean of their times.
 
-    latency_seconds: of a message. Long allreduces have more of them than short ones: words that
-                     answer them, and segments. What those take is left out; None, too, where that
-                     is most of it.
+    Long allreduces may have more messages than short ones: words that answer them, and segments.
+    Each is taken to wait as long as one of a short one; None, too, where they take most of it.
     """
+    share = 2 * (transport.size - 1) / transport.size  # of the bytes, to be sent by a rank
 
     def go(size: int) -> float:
         array = np.zeros(size // 4, np.float32)
@@ -261,7 +259,9 @@ def time_allreduce(
         return agree_on_mean(transport, clock() - begun)
 
     def messages(size: int) -> int:
-        order = Order(size // 4, 0, transport.size, segment_bytes=transport.segment_bytes)
+        order = Order(size // 4, 0, transport.size)._replace(
+            segment_bytes=transport.segment_bytes, native_bytes=transport.native_bytes()
+        )
         return sum(step.times for step in dense(order))
 
     samples = grow(go, SMALLEST_ALLREDUCE_BYTES, 4 * LARGEST_BYTES, budget_seconds, SLOWEST)
@@ -269,23 +269,26 @@ def time_allreduce(
     if largest < LONG_ALLREDUCE_BYTES:
         return None
     # The first long ones open TCP's windows: they took up to 1.5 times as long as what followed.
-    more = messages(largest) - messages(SMALLEST_ALLREDUCE_BYTES)
     long = [go(largest) for _ in range(GOES)]
-    if 2 * more * latency_seconds > statistics.median(long):
+    times = messages(largest) / messages(SMALLEST_ALLREDUCE_BYTES)
+    short = [times * seconds for seconds in samples[SMALLEST_ALLREDUCE_BYTES]]
+    if 2 * (times - 1) / times * min(short) > statistics.median(long):
         return None
-    samples[largest] = [seconds - more * latency_seconds for seconds in long]
-    return link_of(samples)
+    # So many short ones have as many messages as a long one.
+    call = link_of({round(times * SMALLEST_ALLREDUCE_BYTES): short, largest: long})
+    return Link(call.latency_seconds / messages(largest), call.seconds_per_byte / share)
 
 
 def agree_on_mean(transport: Transport, seconds: float) -> float:
-    """Return the mean of every rank's number.
+    """Return the mean of every rank's number; NaN is none.
 
     Of what all ranks begin together, but for a latency at the most: as long as the first ones wait
     for messages, the last ones find theirs there.
     """
     mine = np.array([seconds], np.float64)
     everyones = transport.allgather(mine.view(np.uint8))
-    return statistics.fmean(float(message.view(np.float64)[0]) for message in everyones)
+    numbers = (float(message.view(np.float64)[0]) for message in everyones)
+    return statistics.fmean(number for number in numbers if not math.isnan(number))
 
 
 def agree_on_slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:

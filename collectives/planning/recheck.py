@@ -11,7 +11,6 @@ from typing import Final
 
 import numpy as np
 
-from ..cost import rounds
 from ..transports.transport import Transport
 from .calibration import Calibration
 from .prediction import Candidate, Prediction, predict
@@ -27,7 +26,7 @@ _MANY: Final = 1 << 22  # values
 def still_holds(transport: Transport, calibration: Calibration, clock: Clock) -> bool:
     """Tell whether reductions take what they should; every rank must call it, and is told alike."""
     network = calibration.network
-    if network.ranks <= network.ranks_per_node:
+    if network.is_one_node:
         return True
 
     def should_take(length: int) -> Prediction:
@@ -48,8 +47,9 @@ def still_holds(transport: Transport, calibration: Calibration, clock: Clock) ->
     many = should_take(_MANY)
     each = (many.communicate_seconds - many.latency_seconds) / _MANY
     # Most of it beyond what a token bucket lets pass at once.
-    length = max(LONG_SECONDS / each if each else 0.0, 2 * network.between.burst_bytes)
+    past_burst = 2 * network.between.burst_bytes / np.float32().itemsize
+    length = max(LONG_SECONDS / each if each else 0.0, past_burst)
     array = np.zeros(max(1, min(_MANY, round(length))), np.float32)
-    return is_right(
-        transport.barrier, rounds(network.ranks) * network.between.latency_seconds
-    ) and is_right(lambda: transport.allreduce(array), should_take(array.size).communicate_seconds)
+    return is_right(transport.barrier, network.expected_agreement_seconds) and is_right(
+        lambda: transport.allreduce(array), should_take(array.size).communicate_seconds
+    )

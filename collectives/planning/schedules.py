@@ -79,7 +79,7 @@ class Order(NamedTuple):
 
     widening: entries of the update over k: gtopk's growth, oktopk's k_out / k.
     uneven:   whether picks lie where the rank that sends the most sends as much as any could.
-    segment_bytes: of a longer vector dense takes one part after the other.
+    segment_bytes, native_bytes: of dense, as in `Network`.
     """
 
     length: int
@@ -90,6 +90,7 @@ class Order(NamedTuple):
     widening: float = 1.0
     uneven: bool = False
     segment_bytes: int = sys.maxsize
+    native_bytes: int = sys.maxsize
 
     @property
     def wanted(self) -> int:
@@ -115,9 +116,14 @@ def dense(order: Order) -> Iterator[Round]:
     """Yield a reduce-scatter and an allgather in the fewest rounds and bytes there can be.
 
     After each round of long messages one of words: that they have come. (So it is where
-    `transports.reductions` reduces; a library's own allreduce is taken for one like it.)
+    `transports.reductions` reduces; a library's own allreduce is taken for one like it, in one part
+    and without words.)
     """
-    segments, rest_bytes = divmod(order.length * order.value_bytes, order.segment_bytes)
+    whole_bytes = order.length * order.value_bytes
+    if whole_bytes >= order.native_bytes:
+        yield from _dense_segments(order, whole_bytes, 1)
+        return
+    segments, rest_bytes = divmod(whole_bytes, order.segment_bytes)
     if segments:
         yield from _dense_segments(order, order.segment_bytes, segments)
     if rest_bytes:
@@ -138,7 +144,7 @@ def _dense_segments(order: Order, segment_bytes: int, segments: int) -> Iterator
         blocks = min(distance, ranks - distance)
         each = Round(ranks, outside, lists=0, plain_bytes=blocks * block_bytes, times=segments)
         yield each
-        if each.plain_bytes >= LONG_BYTES:
+        if each.plain_bytes >= LONG_BYTES and segment_bytes < order.native_bytes:
             yield each._replace(plain_bytes=0)
 
 

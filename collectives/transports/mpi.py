@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -234,6 +235,9 @@ class MpiTransport(Carrier):
         self.traffic.count(
             cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
         )
+
+    def native_bytes(self) -> int:
+        return sys.maxsize if self._reduces_itself or self.checks_messages else 0
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
         """Fill the others' parts in place; small ones of one size by MPI's own allgather.

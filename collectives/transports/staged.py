@@ -132,6 +132,9 @@ class StagedTransport(Transport):
     def checks_messages(self) -> bool:
         return self.host.checks_messages
 
+    def native_bytes(self) -> int:
+        return self.host.native_bytes()
+
     def check_messages(self) -> None:
         self.host.check_messages()
 

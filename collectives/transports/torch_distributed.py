@@ -222,7 +222,7 @@ class TorchDistributedTransport(Carrier):
         if self.size == 1:
             return
         ours = array.dtype not in (np.int32, np.int64, np.float32, np.float64)
-        if ours or array.nbytes < NATIVE_BYTES or self.checks_messages:
+        if ours or array.nbytes < self.native_bytes():
             super().allreduce(array, reduction)
             return
         self.barrier()  # everyone is here: gloo's cannot be given up when somebody left
@@ -249,6 +249,9 @@ class TorchDistributedTransport(Carrier):
         self.traffic.count(
             cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
         )
+
+    def native_bytes(self) -> int:
+        return sys.maxsize if self.checks_messages else NATIVE_BYTES
 
     def _explain_any(self, error: Exception) -> PeerError:
         """Return the error about the peer whose loss ended an allreduce, once it is known."""

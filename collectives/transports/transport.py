@@ -178,6 +178,13 @@ class Transport(Endpoint):
     def library(self) -> str:
         """Return name and version of what carries the messages."""
 
+    def native_bytes(self) -> int:
+        """Return from how many bytes on an allreduce is the library's own: no segments, no words.
+
+        sys.maxsize: all are made of messages. Equal on all ranks.
+        """
+        return sys.maxsize
+
     @abstractmethod
     def farewells(self) -> Mapping[int, Farewell]:
         """Return what those who resigned have said, as far as it is known here, by world rank."""

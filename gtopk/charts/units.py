@@ -48,7 +48,12 @@ def digits(value: float) -> str:
 
 
 def scaled(value: float, units: tuple[str, ...], written: Callable[[float], str] = digits) -> str:
-    """Return `value` as `written` writes it, in the largest of `units` (1000 apart) that fits."""
+    """Return `value` as `written` writes it, in the largest of `units` (1000 apart) that fits.
+
+    Infinity, as of a link on which bytes take no time, is "infinite".
+    """
+    if math.isinf(value):
+        return f"infinite{SPACE}{units[0]}"
     power = int(math.log10(value) / 3 + 1e-9) if value >= 1 else 0
     power = min(power, len(units) - 1)
     return f"{written(value / 1000**power)}{SPACE}{units[power]}"

@@ -15,6 +15,7 @@ from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Network, Prediction, Rates
 from collectives.planning.calibration import measure_rates
 from collectives.planning.formats import FORMATS
+from collectives.transports.mpi import MpiTransport
 
 from ..arguments import as_argument, number_in, share
 from ..replay.simulate import SimulationError
@@ -35,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser(
         prog="gtopk plan",
         description="Tell what a step's gradient exchange would take on a cluster, by a model of "
-        "its links, and whether compression would pay there.",
+        "its links, and whether compression would pay there. Dense is what a job over MPI does "
+        "between nodes without RDMA: in parts of 8 MiB, each with latencies of its own.",
         epilog="example:\n"
         "  gtopk plan --model resnet50 --ranks 32 --bandwidth 1gbit --latency 0.4ms\n\n"
         + "\n".join(["models:", *(f"  {name:18} {n:13,}" for name, n in PARAMETERS.items())]),
@@ -135,7 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Link.of(options.bandwidth, options.latency),
         options.ranks_per_node,
         Link.of(options.node_bandwidth, options.node_latency),
+        segment_bytes=MpiTransport.segment_bytes,
     )
+    if network.is_one_node:
+        network = network._replace(native_bytes=0)
     comparison = compare(Cluster(length, network, options.density, options.backward_ms), rates)
     content, lines = as_record(comparison, rates, origin), render(comparison, origin)
     if options.simulate:

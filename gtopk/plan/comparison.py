@@ -43,13 +43,13 @@ class Cluster:
     dense_buckets: int | None = None
 
     def on(self, link: Link) -> Cluster:
-        """Return the cluster with another link between its nodes.
+        """Return the cluster with another link between its nodes, or inside the only one.
 
         What the library's own allreduce takes for a byte beyond the link may be processors' work,
         which stays (1 ns on emulated links, docs/measured/forecasts.md), or its algorithm's, in
         proportion to the link's. It is taken for what makes the allreduce quicker there.
         """
-        here, allreduce = self.network.between, self.network.allreduce
+        here, allreduce = self.network.farthest, self.network.allreduce
         longer = _over(link.latency_seconds, here.latency_seconds)
         agreement_seconds = self.network.agreement_seconds
         if agreement_seconds is not None:
@@ -64,7 +64,10 @@ class Cluster:
                 ),
             )
         network = self.network._replace(
-            between=link, allreduce=allreduce, agreement_seconds=agreement_seconds
+            between=link,
+            within=link if self.network.is_one_node else self.network.within,
+            allreduce=allreduce,
+            agreement_seconds=agreement_seconds,
         )
         return replace(self, network=network)
 
@@ -158,7 +161,7 @@ def compare(cluster: Cluster, rates: Rates) -> Comparison:
     on = Calibration(cluster.network, rates, "")
     budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
     equal = choose(cluster.length, on, budget, [gtopk.candidate.format])[::-1]
-    latency_seconds = cluster.network.between.latency_seconds
+    latency_seconds = cluster.network.farthest.latency_seconds
     return Comparison(
         cluster,
         dense,

@@ -41,7 +41,7 @@ _EQUAL_HEADINGS = ("method", "density", "updates", "step", "speed")
 def render(comparison: Comparison, rates_origin: str) -> list[str]:
     """Return the lines; those of the cheapest method begin with ">"."""
     cluster, network = comparison.cluster, comparison.cluster.network
-    link = network.between
+    link, place = network.farthest, "inside the node" if network.is_one_node else "between nodes"
     where = f"{count_text(network.ranks)} rank{'s' * (network.ranks > 1)}"
     if network.ranks_per_node > 1:
         where += f", {network.ranks_per_node} a node"
@@ -52,7 +52,7 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
     lines = [
         *_wrapped(
             f"Modelled, not measured: {size}, {where}, {bandwidth_text(link.bits_per_second)} and "
-            f"{_time(link.latency_seconds)} between nodes, density {cluster.density:g}."
+            f"{_time(link.latency_seconds)} {place}, density {cluster.density:g}."
             f"{hidden} Selecting, coding, merging: {rates_origin}."
         ),
         "",

@@ -97,8 +97,8 @@ def _what(comparison: Comparison, others: int) -> str:
     beside = f" ({count_text(others)} more travel uncompressed either way)" if others else ""
     return (
         f"{count_text(comparison.cluster.length)} values{beside} on {network.ranks} ranks, "
-        f"links of {bandwidth_text(network.between.bits_per_second)} and "
-        f"{seconds_text(network.between.latency_seconds)}"
+        f"links of {bandwidth_text(network.farthest.bits_per_second)} and "
+        f"{seconds_text(network.farthest.latency_seconds)}"
     )
 
 
@@ -155,7 +155,7 @@ def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> Break
     return break_even(
         lambda link: cluster.on(link).reduced(DENSE, rates).seconds,
         runs_on,
-        cluster.network.between.latency_seconds,
+        cluster.network.farthest.latency_seconds,
     )
 
 

@@ -6,6 +6,8 @@ with checks, and the ranks in the midst of a reduction that has failed.
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from collectives import CollectiveError, MessageError, Transport, local_world, run_ranks
@@ -32,6 +34,7 @@ def check_checked_messages(transport: Transport) -> None:
     view = transport.channel(9).subset(range(transport.size))
     assert transport.checks_messages
     assert view.checks_messages
+    assert transport.native_bytes() == view.native_bytes() == sys.maxsize
 
     def in_threads(reference: LocalTransport) -> list[tuple[bytes, Traffic]]:
         reference.check_messages()

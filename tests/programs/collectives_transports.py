@@ -498,6 +498,22 @@ def check_large_allreduce(transport: Transport, length: int) -> None:
     assert counted.sent_messages == 2 * rounds(transport.size) + barrier.sent_messages
 
 
+def check_native(transport: Transport, is_native: bool) -> None:
+    """Check that allreduces are made of messages where the transport says so, and only there."""
+    from unittest import mock
+
+    from collectives.transports import transport as transports
+
+    for stream in (transport, transport.channel(11)):
+        native_bytes = stream.native_bytes()
+        assert (native_bytes < sys.maxsize) == (is_native and stream is transport)
+        for array_bytes in (1 << 14, 1 << 24):
+            with mock.patch.object(transports.reductions, "allreduce") as by_messages:
+                stream.allreduce(np.zeros(array_bytes // 4, np.float32))
+            if stream.size > 1:
+                assert by_messages.called == (array_bytes < native_bytes)
+
+
 COUNTING = [test_a_large_allreduce_is_counted_as_a_bandwidth_optimal_one]
 LARGE = [test_messages_beyond_a_mebibyte_arrive]
 LAWS = [law for name, law in list(globals().items()) if name.startswith("test_")]
@@ -509,6 +525,7 @@ def check_torch_distributed(transport: Transport) -> None:
     for law in LAWS:
         law(transport)
     check_large_allreduce(transport, torch_distributed.NATIVE_BYTES // 4 + 1)
+    check_native(transport, True)
     assert "gloo of torch" in transport.library()
     check_checked(transport)
 
@@ -532,6 +549,9 @@ def check_mpi(transport: Transport) -> None:
                 if not other_count and not too_many_pieces:
                     law(transport)
     check_large_allreduce(transport, blocking_from // 4 + 1)
+    check_native(transport, True)
+    with mock.patch.object(transport, "_reduces_itself", True):
+        check_native(transport, False)
     piece_sizes = mpi.piece_sizes
 
     def between_hosts(same_host: bool) -> Iterator[int]:

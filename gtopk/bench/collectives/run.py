@@ -14,12 +14,8 @@ import numpy as np
 from collectives.cost import Link
 from collectives.cost import rounds as rounds_of
 from collectives.planning import Calibration, Format, Network
-from collectives.planning.calibration import (
-    agree_on_rates,
-    measure_calls,
-    measure_network,
-    measure_rates,
-)
+from collectives.planning.calibration import agree_on_rates, measure_network, measure_rates
+from collectives.planning.calls import measure_calls
 from collectives.transports import Transport
 
 from ...machine import load, this_machine
@@ -181,7 +177,13 @@ def modelled_network(plan: Plan, network: Network) -> tuple[Network, record.Link
         bandwidth_from="given" if plan.bandwidth else "measured",
         latency_from="measured" if plan.latency is None else "given",
     )
-    return Network(network.ranks, link, segment_bytes=network.segment_bytes), told
+    dense = Network(
+        network.ranks,
+        link,
+        segment_bytes=network.segment_bytes,
+        native_bytes=network.native_bytes,
+    )
+    return dense, told
 
 
 def count_hosts(transport: Transport) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from collectives.cost import Link
-from collectives.transports import LocalTransport, local_world
+from collectives.cost import Link, dense_bytes, rounds
+from collectives.transports import LocalTransport, Transport, local_world
 
 
 class VirtualWorld:
@@ -36,7 +36,7 @@ class VirtualWorld:
         self._gone = [0.0] * size  # when the last message of a rank had left it
         self._come = [0.0] * size  # when the last message to a rank had reached it
         self._buckets = [between.burst_bytes] * size
-        self._flights: dict[tuple[int, int], deque[tuple[float, float]]] = defaultdict(deque)
+        self._flights: dict[tuple[int, int, int], deque[tuple[float, float]]] = defaultdict(deque)
         for transport in self.world:
             self._slow_down(transport)
 
@@ -47,6 +47,24 @@ class VirtualWorld:
     def clock(self, rank: int) -> Callable[[], float]:
         """Return the clock of a rank."""
         return lambda: self.seconds[rank]
+
+    def reduce_natively(self, link: Link, native_bytes: int = 0) -> None:
+        """Have an allreduce of as many bytes and more take what its messages take on a link."""
+        for transport in self.world:
+            self._reduce_natively(transport, link, native_bytes)
+
+    def _reduce_natively(self, transport: LocalTransport, link: Link, native_bytes: int) -> None:
+        size, by_messages = len(self.world), transport.allreduce
+
+        def allreduce(array: np.ndarray, reduction: str = "sum") -> None:
+            if array.nbytes < native_bytes:
+                by_messages(array, reduction)
+                return
+            sent_bytes = dense_bytes(array.size, size, array.itemsize)
+            seconds = 2 * rounds(size) * link.latency_seconds + sent_bytes * link.seconds_per_byte
+            self.seconds[transport.rank] += seconds
+
+        transport.allreduce, transport.native_bytes = allreduce, lambda: native_bytes
 
     def _beyond_bucket(self, rank: int, size: int, begun: float, link: Link) -> float:
         """Return how many bytes of a message its sender's bucket does not hold; take out the rest.
@@ -61,29 +79,29 @@ class VirtualWorld:
         return max(0.0, size - held)
 
     def _slow_down(self, transport: LocalTransport) -> None:
-        rank, send, receive = transport.rank, transport.send, transport.receive
+        rank, send, receive = transport.rank, transport.send_on, transport.receive_on
         first = rank // self.ranks_per_node * self.ranks_per_node
         size = len(self.world)
 
         def neighbours() -> list[int]:
             return list(range(first, min(first + self.ranks_per_node, size)))
 
-        def slow_send(message: np.ndarray, to: int) -> Callable[[], None]:
+        def slow_send(stream: Transport, message: np.ndarray, to: int) -> Callable[[], None]:
             link = self.link(rank, to)
             begun = max(self.seconds[rank], self._gone[rank])
             taken = self._beyond_bucket(rank, message.size, begun, link) * link.seconds_per_byte
             self._gone[rank] = begun + taken
-            self._flights[rank, to].append((begun + link.latency_seconds, taken))
-            return send(message, to)
+            self._flights[stream.tag, rank, to].append((begun + link.latency_seconds, taken))
+            return send(stream, message, to)
 
-        def slow_receive(source: int) -> np.ndarray:
-            message = receive(source)
-            first_byte, taken = self._flights[source, rank].popleft()
+        def slow_receive(stream: Transport, source: int) -> np.ndarray:
+            message = receive(stream, source)
+            first_byte, taken = self._flights[stream.tag, source, rank].popleft()
             self._come[rank] = max(first_byte, self._come[rank]) + taken
             self.seconds[rank] = max(self.seconds[rank], self._come[rank]) + self.call_seconds
             return message
 
-        transport.send, transport.receive = slow_send, slow_receive
+        transport.send_on, transport.receive_on = slow_send, slow_receive
         transport.neighbours = neighbours
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +20,7 @@ from collectives.transports import local_world
 
 FACTS = {"hosts": "2 x a", "kernels": "fast"}
 KEPT = Calibration(
-    Network(2, Link(1e-5, 1e-9), 2, Link(1e-6, 1e-10), None, 8 << 20, 3e-5),
+    Network(2, Link(1e-5, 1e-9), 2, Link(1e-6, 1e-10), None, 8 << 20, 3e-5, 1 << 24),
     Rates(1e-9, 2e-8, {Format(): CodingRate(1e-9, 2e-9)}),
     "measured once",
 )
@@ -38,7 +40,7 @@ def on_ranks(size: int, **options) -> list[Calibration]:
 def test_what_is_saved_is_loaded(tmp_path):
     path = tmp_path / "deep" / "kept.json"
     assert cache.save(path, FACTS, KEPT)
-    assert cache.load(path, FACTS) == KEPT
+    assert cache.load(path, FACTS, 2) == KEPT
     assert [entry.name for entry in path.parent.iterdir()] == ["kept.json"]
 
 
@@ -62,7 +64,18 @@ def test_what_is_saved_is_loaded(tmp_path):
         lambda text: text.replace("3e-05", "NaN"),
         lambda text: text.replace("8388608", "0"),
         lambda text: text.replace("8388608", "NaN"),
+        lambda text: text.replace("8388608", "Infinity"),
+        lambda text: text.replace("8388608", "1.5"),
+        lambda text: text.replace("16777216", "-1"),
+        lambda text: text.replace("16777216", '"7"'),
+        lambda text: re.sub(r',\s*"native_bytes": 16777216', "", text),  # as it was written once
+        lambda text: text.replace("3e-05", "1" + 400 * "0"),
         lambda text: text.replace('"ranks": 2', '"ranks": 0'),
+        lambda text: text.replace('"ranks": 2', '"ranks": 2.0'),
+        lambda text: text.replace('"ranks": 2', '"ranks": 3'),
+        lambda text: text.replace('"ranks_per_node": 2', '"ranks_per_node": 2.5'),
+        lambda text: text.replace('"ranks_per_node": 2', '"ranks_per_node": true'),
+        lambda text: 100_000 * "[",
         lambda text: re.sub(r'"between": \[[^\]]*\]', '"between": null', text),
         lambda text: re.sub(r'"between": \[[^\]]*\]', '"between": [0.001, 0, 1000]', text),
         lambda text: "\udcff",
@@ -75,18 +88,18 @@ def test_a_damaged_file_is_as_good_as_none(tmp_path, damage):
     damaged = damage(text)
     assert damaged != text
     path.write_bytes(damaged.encode(errors="surrogateescape"))
-    assert cache.load(path, FACTS) is None
+    assert cache.load(path, FACTS, 2) is None
 
 
 def test_a_file_for_other_facts_or_from_long_ago_is_as_good_as_none(tmp_path):
     path = tmp_path / "kept.json"
     cache.save(path, FACTS, KEPT)
-    assert cache.load(path, {**FACTS, "hosts": "2 x b"}) is None
+    assert cache.load(path, {**FACTS, "hosts": "2 x b"}, 2) is None
     record = json.loads(path.read_text())
     for saved in (time.time() - cache.OLDEST_SECONDS - 1, time.time() + 1000):
         path.write_text(json.dumps({**record, "saved": saved}))
-        assert cache.load(path, FACTS) is None
-    assert cache.load(tmp_path / "nothing.json", FACTS) is None
+        assert cache.load(path, FACTS, 2) is None
+    assert cache.load(tmp_path / "nothing.json", FACTS, 2) is None
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path):
@@ -110,7 +123,8 @@ def test_the_second_run_finds_what_the_first_one_measured():
 def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(monkeypatch):
     host = threading.local()
     monkeypatch.setattr(calibrated.socket, "gethostname", lambda: host.name)
-    monkeypatch.setattr(calibrated, "measure", lambda *_: KEPT)
+    four = replace(KEPT, network=KEPT.network._replace(ranks=4))
+    monkeypatch.setattr(calibrated, "measure", lambda *_: four)
     monkeypatch.setattr(calibrated, "still_holds", lambda *_: True)
 
     def origin(hosts: str) -> str:
@@ -123,6 +137,26 @@ def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(mon
     assert "kept in" not in origin("aabb")
     assert "kept in" not in origin("abab")
     assert "kept in" in origin("aabb")
+
+
+def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
+    """As a view of all ranks has, whose reductions are made of messages."""
+    monkeypatch.setattr(calibrated, "measure", lambda *_: KEPT)
+    monkeypatch.setattr(calibrated, "still_holds", lambda *_: True)
+
+    def origin(native_bytes: int = sys.maxsize) -> str:
+        world = local_world(2, 30)
+        for transport in world:
+            transport.native_bytes = lambda: native_bytes
+        return run_ranks(world, calibrate)[0].origin
+
+    assert "kept in" not in origin()
+    assert "kept in" in origin()
+    assert "kept in" not in origin(native_bytes=0)
+    assert "kept in" not in origin(native_bytes=1 << 24)
+    assert "kept in" in origin(native_bytes=0)
+    monkeypatch.setattr(calibrated, "MODEL", calibrated.MODEL + 1)
+    assert "kept in" not in origin()
 
 
 def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from collectives import run_ranks
-from collectives.cost import Link
-from collectives.planning import Network, calibration, probes
+from collectives.cost import Link, rounds
+from collectives.planning import DEFAULT_RATES, Candidate, Network, predict, probes
 from collectives.planning.calibration import (
     ALLREDUCE_SECONDS,
     BETWEEN_SECONDS,
@@ -22,7 +22,6 @@ from collectives.planning.calibration import (
     _partners,
     assumed,
     measure,
-    measure_calls,
     measure_network,
     measure_rates,
 )
@@ -34,9 +33,7 @@ from collectives.planning.probes import (
     link_of,
     seconds_per_unit,
 )
-from collectives.planning.rates import DEFAULT_RATES, CodingRate
 from collectives.transports import local_world
-from collectives.wire import EXACT
 
 FAST = Link(2e-6, 1e-10)
 ETHERNET = Link.of(1e9, 50e-6)
@@ -159,6 +156,48 @@ def test_words_and_segments_are_no_seconds_of_a_byte(virtual, size):
             found = network.allreduce
             assert found.latency_seconds == pytest.approx(link.latency_seconds, rel=0.02)
             assert found.seconds_per_byte == pytest.approx(link.seconds_per_byte, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize(
+    ("link", "native"),
+    [
+        (Link.of(100e9, 25e-6), Link.of(100e9, 3e-6)),
+        (Link.of(200e9, 40e-6), Link.of(200e9, 2e-6)),
+        (Link.of(10e9, 1e-3), Link.of(10e9, 1e-3)),
+        (Link.of(1e9, 10e-3), Link.of(1e9, 10e-3)),
+    ],
+    ids=repr,
+)
+def test_a_librarys_own_allreduce_has_neither_words_nor_segments(virtual, size, link, native):
+    world = virtual(size, link)
+    world.reduce_natively(native)
+    for transport in world.world:
+        transport.segment_bytes = 8 << 20
+    network, *_ = found_on(world)
+    assert network.native_bytes == 0
+    assert network.allreduce == pytest.approx(native, rel=1e-3)
+    for length in (1 << 18, 1 << 20, 25_000_000):
+        world.seconds[:] = [0.0] * size
+        world.world[0].allreduce(np.empty(length, np.float32))
+        found = predict(Candidate("dense"), length, network, DEFAULT_RATES)
+        assert found.communicate_seconds == pytest.approx(world.seconds[0], rel=1e-3)
+        assert found.rounds == 2 * rounds(size)
+
+
+def test_one_that_is_its_own_for_long_vectors_is_modelled_in_either_way(virtual):
+    """As gloo's is: the probe's largest is the smallest that has no words."""
+    size, native_bytes = 4, 1 << 24
+    world = virtual(size, ETHERNET)
+    world.reduce_natively(ETHERNET, native_bytes)
+    network, *_ = found_on(world)
+    assert network.native_bytes == native_bytes
+    for length, answered in ((native_bytes // 4 - size, True), (native_bytes // 4, False)):
+        world.seconds[:] = [begun := max(world.seconds) + 1.0] * size  # after a rest
+        run_ranks(world.world, lambda t, length=length: t.allreduce(np.zeros(length, np.float32)))
+        found = predict(Candidate("dense"), length, network, DEFAULT_RATES)
+        assert found.communicate_seconds == pytest.approx(max(world.seconds) - begun, rel=1e-2)
+        assert found.rounds == 2 * rounds(size) * (1 + answered)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -318,60 +357,6 @@ def test_a_machine_whose_clocks_stand_still_measures_no_time():
     rates = measure_rates(clock=lambda: 0.0, stopwatch=lambda: 0.0)
     assert rates.select_seconds == rates.pick_seconds == rates.merge_seconds == 0.0
     assert rates.sum_seconds == rates.copy_seconds == 0.0
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_what_a_reduction_of_few_entries_takes_beside_its_messages_are_its_calls(virtual, size):
-    world = virtual(size, ETHERNET, call_seconds=3e-4)
-    costless = DEFAULT_RATES._replace(
-        select_seconds=0.0,
-        merge_seconds=0.0,
-        sum_seconds=0.0,
-        coding={EXACT: CodingRate(0.0, 0.0)},
-    )
-    found = run_ranks(
-        world.world,
-        lambda t: measure_calls(t, Network(size, ETHERNET), costless, world.clock(t.rank)),
-    )
-    assert [rates.swap_seconds for rates in found] == [pytest.approx(3e-4, rel=0.01)] * size
-    # Its allgather has a message fewer for each list than there are rounds, and one swap.
-    rounds = size.bit_length() - 1
-    of_lists = max(0.0, (rounds - 1) * 3e-4 / (size - 1))
-    listed = [rates.list_seconds for rates in found]
-    assert listed == [pytest.approx(of_lists, rel=0.1, abs=1e-6)] * size
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("apart", [0.2, 0.9])
-def test_ranks_that_begin_apart_take_no_longer_in_calls(virtual, size, apart):
-    """By less than a latency, which is many times what calls take."""
-    link = Link(20e-3, 1e-9)
-    world = virtual(size, link, call_seconds=3e-4)
-    world.seconds[0] = apart * link.latency_seconds
-    found = run_ranks(
-        world.world,
-        lambda t: measure_calls(t, Network(size, link), DEFAULT_RATES, world.clock(t.rank)),
-    )
-    assert [rates.swap_seconds for rates in found] == [pytest.approx(3e-4, rel=0.3)] * size
-
-
-def test_reductions_whose_calls_are_timed_take_turns(monkeypatch):
-    seen = []
-
-    def noted(name, reduce):
-        def run(selected, k, transport, **options):
-            if transport.rank == 0:
-                seen.append(name)
-            return reduce(selected, k, transport, **options)
-
-        return run
-
-    each = {name: noted(name, reduce) for name, reduce in calibration.ALGORITHMS.items()}
-    monkeypatch.setattr(calibration, "ALGORITHMS", each)
-    run_ranks(local_world(2), lambda t: measure_calls(t, Network(2, ETHERNET), DEFAULT_RATES))
-    twice = ["gtopk", "gtopk", "topk-allgather", "topk-allgather"]
-    assert seen == twice * (len(seen) // 4)
-    assert len(seen) > 4
 
 
 def test_a_rank_alone_has_rates_but_no_links():

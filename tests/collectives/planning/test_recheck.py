@@ -10,6 +10,7 @@ from collectives import run_ranks
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Calibration, Network, calibrate
 from collectives.planning.calibrated import VARIABLE
+from collectives.planning.calibration import measure_network
 from collectives.planning.recheck import LONG_SECONDS, still_holds
 from collectives.transports import local_world
 
@@ -86,6 +87,43 @@ def test_a_narrower_link_is_seen_whose_latencies_take_as_long() -> None:
             ),
         )
         assert said == [holds] * 2
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (3, 1), (5, 1), (2, 8), (3, 4)])
+def test_what_was_measured_holds_where_nothing_has_changed_and_not_farther_away(
+    virtual, nodes: int, ranks_per_node: int
+) -> None:
+    """Of many ranks on a host few messages leave it: they agree in less than log2 P latencies."""
+    size, within = nodes * ranks_per_node, Link(5e-6, 1e-10)
+
+    def world_of(latency_seconds: float):
+        return virtual(size, Link.of(1e9, latency_seconds), within, ranks_per_node)
+
+    world = world_of(10e-3)
+    network, _ = run_ranks(world.world, lambda t: measure_network(t, world.clock(t.rank)))[0]
+    kept = Calibration(network, DEFAULT_RATES, "kept")
+    for latency_seconds, holds in ((10e-3, True), (25e-3, False), (3e-3, False)):
+        world = world_of(latency_seconds)
+        said = run_ranks(
+            world.world,
+            lambda t, world=world: still_holds(t, kept, world.clock(t.rank)),
+        )
+        assert said == [holds] * size
+
+
+def test_a_reduction_is_twice_as_long_as_what_passes_at_once() -> None:
+    burst_bytes = 1 << 20
+    kept = Calibration(
+        Network(2, Link(2e-4, 8e-8, burst_bytes), agreement_seconds=2e-4), DEFAULT_RATES, "kept"
+    )
+    reduced: list[int] = []
+
+    def program(transport) -> bool:
+        transport.allreduce = lambda array: reduced.append(array.nbytes)
+        return still_holds(transport, kept, Durations(2e-4))
+
+    run_ranks(local_world(2, 30, node_size=1), program)
+    assert set(reduced) == {2 * burst_bytes}
 
 
 def test_within_a_host_nothing_is_asked() -> None:

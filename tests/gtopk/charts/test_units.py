@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from gtopk.charts.units import (
@@ -22,6 +24,7 @@ from gtopk.charts.units import (
         (bytes_text(999_999), "1,000 kB"),
         (bandwidth_text(9.93e9), "9.93 Gbit/s"),
         (bandwidth_text(1e8), "100 Mbit/s"),
+        (bandwidth_text(math.inf), "infinite bit/s"),  # as a Link says it
         (seconds_text(0), "0 µs"),
         (seconds_text(50e-6), "50 µs"),
         (seconds_text(0.00235), "2.35 ms"),
@@ -41,6 +44,7 @@ def test_three_digits_and_the_largest_unit_that_fits(text: str, expected: str) -
         (2.04e9, "about 2 Gbit/s"),
         (234e6, "about 230 Mbit/s"),
         (999e6, "about 1 Gbit/s"),
+        (math.inf, "about infinite bit/s"),
         (37_499, "about 37 kbit/s"),
     ],
 )

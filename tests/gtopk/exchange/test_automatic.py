@@ -427,7 +427,7 @@ def test_a_transport_is_calibrated_once(monkeypatch, tmp_path):
     assert also
     record = json.loads((tmp_path / "kept.json").read_text())
     assert "gtopk" in record["facts"]
-    assert cache.load(tmp_path / "kept.json", record["facts"]).rates == first.rates
+    assert cache.load(tmp_path / "kept.json", record["facts"], 2).rates == first.rates
 
 
 def test_the_backward_pass_is_timed(threads):

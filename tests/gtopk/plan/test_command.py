@@ -7,10 +7,14 @@ import sys
 
 import pytest
 
+from collectives.cost import Link
+from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
+from collectives.transports.mpi import MpiTransport
 from gtopk.cli import main
 from gtopk.plan.models import PARAMETERS
 
 SLOW = ["--model", "resnet50", "--ranks", "32", "--bandwidth", "1gbit", "--latency", "0.4ms"]
+BACKWARD = ["--backward-ms", "200"]  # in which dense's latencies hide
 FAST = ["--model", "resnet50", "--ranks", "4", "--bandwidth", "800gbit", "--latency", "2us"]
 assumed = "--no-measure"
 
@@ -27,7 +31,7 @@ def prose(out: str) -> str:
 
 
 def test_on_a_slow_network_it_names_what_pays_and_up_to_where(capsys):
-    out = said(capsys, *SLOW, assumed)
+    out = said(capsys, *SLOW, *BACKWARD, assumed)
     text = prose(out)
     assert "Modelled, not measured: 25,557,032 float32 values (102 MB), 32 ranks," in text
     assert "1 Gbit/s and 400 µs between nodes, density 0.001" in text
@@ -58,6 +62,25 @@ def test_dense_hides_behind_backward(capsys):
     out = prose(said(capsys, *args, "--backward-ms", "200"))
     assert "Do not compress here: dense adds 0 µs to a step" in out
     assert "Dense hides behind 200 ms of backward" in out
+
+
+def test_dense_goes_in_parts_between_nodes_as_it_does_over_mpi(capsys):
+    """Each with latencies of its own: on long links they take as long as the bytes."""
+    links = ["--bandwidth", "1gbit", "--latency", "10ms", "--node-latency", "10ms"]
+    command = ["--model", "resnet50", "--ranks", "16", *links, assumed, "--json", "-"]
+    dense = json.loads(said(capsys, *command))["methods"][0]
+    network = Network(16, Link.of(1e9, 10e-3), segment_bytes=MpiTransport.segment_bytes)
+    expected = predict(Candidate("dense"), PARAMETERS["resnet50"], network, DEFAULT_RATES)
+    assert dense["communicate_seconds"] == pytest.approx(expected.communicate_seconds)
+    assert dense["communicate_seconds"] > 2 * dense["sent"]["bytes"] * 8 / 1e9
+    inside = json.loads(said(capsys, *command, "--ranks-per-node", "16"))["methods"][0]
+    assert inside["sent"]["messages"] == 2 * 4
+
+
+def test_ranks_of_one_node_have_its_own_link(capsys):
+    command = ["--elements", "1M", "--ranks", "4", "--ranks-per-node", "4", "--bandwidth", "1gbit"]
+    text = prose(said(capsys, *command, "--node-bandwidth", "20gbit", assumed))
+    assert "20 Gbit/s and 5 µs inside the node, density 0.001" in text
 
 
 def test_one_rank_has_nothing_to_compress(capsys):
@@ -93,9 +116,9 @@ def test_at_equal_bytes_the_allgather_updates_more(capsys):
 
 def test_the_figures_are_the_same_as_json(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    said(capsys, *SLOW, assumed, "--json", str(path))
+    said(capsys, *SLOW, *BACKWARD, assumed, "--json", str(path))
     record = json.loads(path.read_text())
-    assert record == json.loads(said(capsys, *SLOW, assumed, "--json", "-"))
+    assert record == json.loads(said(capsys, *SLOW, *BACKWARD, assumed, "--json", "-"))
     assert record["modelled"]
     assert record["cheapest"] == "gtopk"
     assert record["pays"] == "below"
@@ -108,7 +131,7 @@ def test_the_figures_are_the_same_as_json(capsys, tmp_path):
     for each in sparse:
         total = sum(each[f"{part}_seconds"] for part in parts)
         assert each["exposed_seconds"] == pytest.approx(total)
-        assert each["speedup"] == pytest.approx(dense["exposed_seconds"] / total)
+        assert each["speedup"] == pytest.approx((0.2 + dense["exposed_seconds"]) / (0.2 + total))
 
 
 def test_the_rates_are_this_machines_unless_told_otherwise(capsys):

@@ -87,6 +87,23 @@ def test_ranks_of_one_node_agree_by_its_own_links():
     assert network._replace(ranks_per_node=4).expected_agreement_seconds == pytest.approx(3 * 10e-3)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_on_one_node_the_break_even_is_of_its_own_link(ranks):
+    """It is the only one: where no message leaves the node, between nodes nothing pays."""
+    between, within = Link.of(1e6, 1.0), Link.of(2e11, 5e-6)
+    network = Network(ranks, between, ranks, within, native_bytes=0)
+    alike = Network(ranks, within, ranks, native_bytes=0)
+    found, expected = (compare(Cluster(10**6, n, 0.001), DEFAULT_RATES) for n in (network, alike))
+    assert found.break_even == expected.break_even
+    edge = found.break_even.bits_per_second
+    if ranks == 1:
+        assert edge is None
+        return
+    for factor, pays in ((0.99, True), (1.01, False)):
+        here = found.cluster.on(Link.of(factor * edge, within.latency_seconds))
+        assert compare(here, DEFAULT_RATES).pays == pays
+
+
 def test_an_agreement_takes_as_much_longer_as_another_links_latency():
     here = Cluster(10**6, Network(4, Link.of(1e9, 10e-3), agreement_seconds=7e-3), 0.001)
     there = here.on(Link.of(1e8, 20e-3))

@@ -1,0 +1,152 @@
+"""Calls: what a list takes however short it is, by reductions of a few entries.
+
+Where each node has one rank, all of them reduce together, else those of each node, all nodes at the
+same time. Ranks leave a barrier up to a latency apart, which is many times what calls take, and
+late where they share cores. So it is asked by how much later they are done, in the mean, if a
+reduction comes behind one more wait for each other. That mean says it where nobody ends before the
+others, which guests and hosts of `gtopk` do; on a circle ranks end as far apart as they began:
+
+    4 ranks     swaps with the rank 1 beyond       then 2 beyond
+                0 <-> 1     2 <-> 3                0 <-> 2     1 <-> 3
+    a circle    to the rank 1 ahead                then 2 ahead, as it comes from behind
+                0 -> 1 -> 2 -> 3 -> 4 -> 0         0 -> 2 -> 4 -> 1 -> 3 -> 0
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final, cast
+
+import numpy as np
+
+from .. import wire
+from ..algorithms import ALGORITHMS
+from ..algorithms.gtopk import reduce
+from ..algorithms.terms import Terms
+from ..transports.endpoint import Endpoint
+from ..transports.local import local_world
+from ..transports.transport import Transport
+from ..vector import Array, SparseVector
+from ..wire import EXACT
+from .network import Network
+from .prediction import Candidate, predict
+from .probes import REPEATS, Clock, agree_on_mean
+from .rates import Rates
+from .schedules import SCHEDULES, Order
+
+CALLS_SECONDS: Final = 0.4
+DENSITY: Final = 0.001
+
+_FEW: Final = 16  # entries
+_REST_SECONDS: Final = 0.02
+_GOES: Final = 5  # of which the median counts
+
+
+def picks(k: int, random: np.random.Generator) -> SparseVector:
+    """Return k entries or a few less, as a selection leaves them."""
+    length = round(k / DENSITY)
+    indices = np.unique(random.integers(0, length, k)).astype(np.int32)
+    return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
+
+
+def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float]:
+    """Return what a swap of two very short lists takes after a rest, and one list more.
+
+    A reduction comes after a backward pass, a swap after a wait: its calls find nothing of theirs
+    in the caches. Lists that are decoded one after the other do.
+    """
+    here, there = local_world(2)
+    mine = picks(_FEW, random)
+    message = wire.encode(mine, mine.entries, EXACT, extra=Terms().stamp()).message
+
+    def swap() -> float:
+        there.send(message, 0)()
+        time.sleep(_REST_SECONDS)
+        begun = stopwatch()
+        reduce(mine, mine.entries, here)
+        there.receive(0)
+        return stopwatch() - begun
+
+    def read() -> float:
+        begun = stopwatch()
+        wire.decode(message, mine, mine.entries, 0, EXACT, Terms().stamp().size)
+        return stopwatch() - begun
+
+    def least(go: Callable[[], float]) -> float:
+        return min(go() for _ in range(REPEATS))  # what holds up a go makes it longer
+
+    return least(swap), least(read)
+
+
+def measure_calls(
+    transport: Transport, network: Network, rates: Rates, clock: Clock = time.perf_counter
+) -> Rates:
+    """Return the rates with what lists take in calls where all ranks make them, after a rest.
+
+    It is the median of a few goes, less what their messages and entries take. Ways take turns, so
+    that what is in the way for a moment does not make most goes of one longer. Every rank must call
+    it, and gets the same. A rank that is alone keeps what it measured of itself.
+    """
+    if transport.size == 1:
+        return rates
+    inside = network.ranks_per_node > 1
+    group = transport.subset(transport.neighbours()) if inside else transport
+    size = network.ranks_per_node if inside else network.ranks
+    is_full = group.size == size  # else of a node with fewer ranks than others
+    circle = _Circle(group)
+    mine = picks(_FEW, np.random.default_rng(transport.rank))
+    format = next(iter(rates.coding))
+
+    def go(algorithm: str = "", among: Transport = group) -> float:
+        time.sleep(_REST_SECONDS)
+        transport.barrier()
+        begun = clock()
+        group.barrier()
+        if algorithm and is_full:
+            ALGORITHMS[algorithm](mine, _FEW, among, format=format)
+        return agree_on_mean(transport, clock() - begun if is_full else math.nan)
+
+    goes: list[list[float]] = []
+    while len(goes) < _GOES and sum(map(sum, goes)) < CALLS_SECONDS:
+        goes.append([go(), go("gtopk", cast("Transport", circle)), go("topk-allgather")])
+    waited, swapped, gathered = map(statistics.median, zip(*goes, strict=True))
+    link, known = network.link(int(not inside)), rates.without_calls()
+    for algorithm, took, ranks, of_each, counted in (
+        ("gtopk", swapped, _paired(size), "swap_seconds", "swaps"),
+        ("topk-allgather", gathered, size, "list_seconds", "others"),
+    ):
+        candidate = Candidate(algorithm, _FEW / mine.length, format)
+        expected = predict(candidate, mine.length, Network(ranks, link), known).exchange_seconds
+        steps = SCHEDULES[algorithm](Order(mine.length, _FEW, ranks))
+        lists = sum(step.times * getattr(step, counted) for step in steps)
+        known = known._replace(**{of_each: max(0.0, took - waited - expected) / lists})
+    return known
+
+
+def _paired(size: int) -> int:
+    """Return how many of so many ranks `gtopk` pairs."""
+    return 1 << (size.bit_length() - 1)
+
+
+class _Circle(Endpoint):
+    """As many ranks as `gtopk` pairs, where each of a group takes itself for rank 0.
+
+    To send to rank d is to send to the one d places ahead, to receive from it from d places behind.
+    """
+
+    def __init__(self, group: Transport) -> None:
+        self.rank, self.size = 0, _paired(group.size)
+        self.ranks = range(self.size)
+        self._group = group
+
+    def send(self, message: Array, to: int) -> Callable[[], None]:
+        return self._group.send(message, (self._group.rank + to) % self._group.size)
+
+    def receive(self, source: int) -> Array:
+        return self._group.receive((self._group.rank - source) % self._group.size)
+
+    exchange_all = Transport.exchange_all
+    _receive_each = Transport._receive_each

@@ -1,0 +1,109 @@
+"""What lists take in calls is found however far ranks are, and however apart they begin."""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from collectives import run_ranks
+from collectives.cost import Link, rounds
+from collectives.planning import Network, Rates, calls
+from collectives.planning.calls import CALLS_SECONDS, measure_calls
+from collectives.planning.rates import DEFAULT_RATES, CodingRate
+from collectives.transports import local_world
+from collectives.wire import EXACT
+
+CALL_SECONDS = 3e-4
+WITHIN = Link(5e-6, 1e-10)
+COSTLESS = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)})
+LATENCIES = (5e-5, 5e-4, 5e-3, 20e-3)
+ONE_EACH = [(size, 1) for size in (2, 3, 4, 5, 6, 7, 8, 12)]
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep no seconds of the real world in a virtual one."""
+    monkeypatch.setattr(calls, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+
+def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: list[float]) -> Rates:
+    """Return the rates that are found where ranks begin as many latencies late."""
+    within = WITHIN if ranks_per_node > 1 else None
+    link = Link(latency, 1e-9)
+    world = virtual(size, link, within, ranks_per_node, CALL_SECONDS)
+    world.seconds[:] = [latency * each for each in apart]
+    network = Network(size, link, ranks_per_node, within)
+    found = run_ranks(
+        world.world, lambda t: measure_calls(t, network, COSTLESS, world.clock(t.rank))
+    )
+    assert found == [found[0]] * size
+    return found[0]
+
+
+@pytest.mark.parametrize("latency", LATENCIES)
+@pytest.mark.parametrize(("size", "ranks_per_node"), [*ONE_EACH, (4, 2), (6, 3), (8, 4), (16, 8)])
+def test_what_few_entries_take_beside_their_messages_are_their_calls(
+    virtual, size, ranks_per_node, latency
+):
+    """Swaps take one each here; an allgather one a round, the first of them its swap."""
+    group = ranks_per_node if ranks_per_node > 1 else size
+    lists_seconds = (rounds(group) - 1) * CALL_SECONDS
+    uniform = random.Random(size)
+    for apart in (
+        [0.0] * size,
+        [0.9, *[0.0] * (size - 1)],
+        *([uniform.random() for _ in range(size)] for _ in range(3)),
+    ):
+        found = found_on(virtual, size, ranks_per_node, latency, apart)
+        assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.05), apart
+        assert found.list_seconds * (group - 1) == pytest.approx(
+            lists_seconds, rel=0.05, abs=0.05 * CALL_SECONDS
+        ), apart
+
+
+def test_a_node_with_fewer_ranks_does_not_count(virtual):
+    found = found_on(virtual, 5, 4, 5e-3, [0.0] * 5)
+    assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.05)
+
+
+def test_ways_take_turns_as_long_as_there_is_time(virtual, monkeypatch):
+    seen: list[str] = []
+
+    def noted(name, reduce):
+        def run(selected, k, transport, **options):
+            if threading.current_thread().name == "rank 0":
+                seen.append(name)
+            return reduce(selected, k, transport, **options)
+
+        return run
+
+    each = {name: noted(name, reduce) for name, reduce in calls.ALGORITHMS.items()}
+    monkeypatch.setattr(calls, "ALGORITHMS", each)
+
+    def seen_at(latency: float) -> list[str]:
+        world = virtual(2, Link(latency, 0.0))
+
+        def program(transport) -> Rates:
+            if transport.rank == 0:
+                threading.current_thread().name = "rank 0"
+            clock = world.clock(transport.rank)
+            return measure_calls(transport, Network(2, WITHIN), DEFAULT_RATES, clock)
+
+        seen.clear()
+        run_ranks(world.world, program)
+        return seen
+
+    turn = ["gtopk", "topk-allgather"]
+    assert seen_at(0.0) == 5 * turn
+    assert seen_at(CALLS_SECONDS / 8) == 2 * turn  # a wait, and two with a swap: five latencies
+    assert seen_at(CALLS_SECONDS) == turn
+
+
+def test_a_rank_alone_keeps_its_own():
+    (found,) = run_ranks(
+        local_world(1), lambda t: measure_calls(t, Network(1, WITHIN), DEFAULT_RATES)
+    )
+    assert found == DEFAULT_RATES
