@@ -114,7 +114,7 @@ def test_ranks_whose_mpi_is_not_their_launchers_get_an_error(rank: str) -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_mpi_under_torchrun_is_an_error_that_says_what_to_do(rank: str) -> None:
-    with pytest.raises(RuntimeError, match="unset GTOPK_TRANSPORT .*, or start .*: mpirun -n 2 "):
+    with pytest.raises(RuntimeError, match=r"unset GTOPK_TRANSPORT .*, or .*: mpirun -n 2 "):
         left_apart(1, TORCHRUN | {"RANK": rank, "GTOPK_TRANSPORT": "mpi"})
 
 
