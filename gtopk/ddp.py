@@ -17,7 +17,7 @@ held back of a frozen one waits until it is thawed.
 
 # DDP looks at the hook's annotations: they must be no strings.
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from .exchange.exchange import Progress
 from .hooked.bucket_lanes import BucketLanes, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
+from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import NOT_FINITE, TOLD, OneStep
 from .lanes.held import Held, fits
 from .lanes.held_names import plain_name, strangers, under_known_names
@@ -57,7 +58,8 @@ class GTopKState:
     Of one model: each needs a state of its own, and a step is one backward pass of that model.
 
     density: of every bucket; `options` are the others of Compression.gtopk. With
-        momentum_correction the optimizer's own momentum must be 0.
+        momentum_correction the optimizer's own momentum must be 0: its first step is else an error,
+        as it is of Adam and its kin with adam_correction.
     process_group: DDP's; None: of all ranks. Another one must be a process set, too:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
     scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
@@ -97,8 +99,10 @@ class GTopKState:
         self.progress = Progress()
         self._lanes = BucketLanes(self._open_lane)
         self._skips = HookSkips(self._lanes.parameters)
+        look_at_optimizers(self._skips, self.compression, says=self._rank == 0)
         self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
+        self._failures: list[Exception] = []  # of the pass
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
         self._told: set[int] = set()  # in the step, which ranks to end: the engine's thread's own
@@ -138,10 +142,14 @@ class GTopKState:
             vote=told | (0 if lane.all_finite() else NOT_FINITE),
         )
         self._steps.submitted(number, operation)
-        _write_what_ddp_does_not(bucket.parameters(), buffer)
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
         self._finisher.submit(self._finish, operation, lane, buffer, future, bucket.is_last())
+        if torch._C._current_graph_task_id() == -1:
+            # This rank has joined (DDP.join): the gradients are zeros, and nobody's.
+            return future.then(self._value_or_failure)
+        _after_ddp(self._raise_failure)  # an exception in the future is to DDP no tensor
+        _write_what_ddp_does_not(bucket.parameters(), buffer)
         return future
 
     def _open_lane(self, whole: torch.nn.Parameter) -> Lane:
@@ -178,7 +186,7 @@ class GTopKState:
         future: torch.futures.Future[torch.Tensor],
         is_last: bool,
     ) -> None:
-        """Tell DDP that a bucket is done, or why it is not: backward raises that."""
+        """Tell DDP that a bucket is done; where it failed, `_raise_failure` says so."""
         try:
             operation.wait()
             if is_last:  # and so are all before it
@@ -186,10 +194,19 @@ class GTopKState:
                 self._steps.close(self._skips.counted, overlapped=True)
                 self._world.hear([*self._told])
         except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
-            return
+            self._failures.append(error)
         with lane.bucket.on_stream():
             future.set_result(buffer)
+
+    def _raise_failure(self) -> None:
+        """Raise why a bucket of the pass failed, if one did; DDP has waited for all of them."""
+        failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0]
+
+    def _value_or_failure(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        self._raise_failure()
+        return done.value()
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return what this rank holds back of the model's parameters, by name, in their shapes.
@@ -282,8 +299,6 @@ def _write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.T
     DDP leaves the .grad of such a parameter alone: with find_unused_parameters, or a static graph.
     But what was held back of it is sent in that step as in any other.
     """
-    if torch._C._current_graph_task_id() == -1:
-        return  # this rank has joined (DDP.join): the gradients are zeros, and nobody's
     before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
     def write() -> None:
@@ -297,9 +312,14 @@ def _write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.T
             elif update.any():
                 parameter.grad = torch.empty_like(parameter).copy_(update)
 
+    _after_ddp(write)
+
+
+def _after_ddp(call: Callable[[], None]) -> None:
+    """Call this once DDP has ended the backward pass that goes on; backward raises what it does."""
     # DDP's own callback is queued after its last bucket; one queued by a callback comes after it.
     queue = Variable._execution_engine.queue_callback
-    queue(partial(queue, write))
+    queue(partial(queue, call))
 
 
 def _process_set_of(group: ProcessGroup | None) -> ProcessSet:

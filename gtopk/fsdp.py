@@ -45,6 +45,7 @@ from .hooked.bucket_lanes import BucketLanes
 from .hooked.fsdp_units import Unit, require_shape, stand_in
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
+from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import NOT_FINITE, OneStep
 from .lanes.held import Held
 from .lanes.held_names import plain_name, strangers
@@ -78,7 +79,8 @@ def replicate(
     model: fully_shard was applied to it, or to modules in it, on a mesh of one dimension.
     replicas: the mesh, of one dimension, of the ranks that hold the same shard as this one.
     density: of every sharded module's gradients; `options` are the others of Compression.gtopk.
-        With momentum_correction the optimizer's own momentum must be 0.
+        With momentum_correction the optimizer's own momentum must be 0: its first step is else an
+        error, as it is of Adam and its kin with adam_correction.
     scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
         changes.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
@@ -210,6 +212,7 @@ class ReplicaState:
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters)
+        look_at_optimizers(self._skips, compression, says=self._world.rank == 0)
         self._spoilt: list[torch.Tensor] = []  # whose gradients the last pass made NaN
         self._pass = -1  # autograd's number of the one whose end is awaited
 

@@ -13,21 +13,15 @@ import torch
 
 from .adasum import distribute_adasum
 from .buckets.parameters import name_parameters, require_trained
-from .compression import Compression, ErrorFeedback
+from .compression import Compression
 from .logs import EVERYWHERE
 from .recording import looks
 from .reductions import Adasum, Average
 from .replicas.check import ReplicaCheck
 from .step.grad_scaler import RECIPE, loss_scale, require_no_fused_unscaling, require_scaled
 from .step.listener import Listener
-from .step.options import (
-    Groups,
-    Options,
-    more_weight_decay,
-    tell_of_momentum,
-    warn_of_few_entries,
-    warn_of_second_moments,
-)
+from .step.momentum import require_one_momentum, tell_of_optimizer
+from .step.options import Groups, Options, warn_of_few_entries
 from .step.reducer import Reducer
 from .step.samples import Samples
 from .step.skipped_steps import SkippedSteps
@@ -65,8 +59,7 @@ class _DistributedOptimizer(Readings):
         self.set_backward_passes_per_step(backward_passes_per_step)
         if self._world.rank == 0:
             warn_of_few_entries(options, elements)
-            warn_of_second_moments(options, self.param_groups)
-            tell_of_momentum(options, self)
+            tell_of_optimizer(self._wrapped, options.compression)
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
@@ -375,33 +368,7 @@ def DistributedOptimizer(
         if process_set is not global_process_set:
             raise ValueError("op=Adasum is for all ranks: it takes no process_set")
         return distribute_adasum(optimizer, named_parameters, compression, backward_passes_per_step)
-    _require_one_momentum(optimizer, options.feedback)
+    require_one_momentum(optimizer, options.feedback)
     distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed
-
-
-def _require_one_momentum(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback | None) -> None:
-    """Raise ValueError for an optimizer whose momentum would be taken twice."""
-    if feedback is None or not feedback.corrects:
-        return
-    adam = feedback.adam_correction
-    correction = (
-        f"adam_correction={adam}" if adam else f"momentum_correction={feedback.momentum_correction}"
-    )
-    momentum = max(float(group.get("momentum", 0.0)) for group in optimizer.param_groups)
-    if momentum:
-        more = "" if adam else more_weight_decay(momentum, optimizer.param_groups)
-        raise ValueError(
-            f"{correction} takes the momentum before selection: wrap an "
-            f"optimizer with momentum=0, not {momentum}{more}"
-        )
-    if any("betas" in group for group in optimizer.param_groups):
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"{correction} makes Adam's steps, and {kind} would make them again: wrap "
-            "torch.optim.SGD with the same lr and weight_decay"
-            if adam
-            else f"{correction} is for SGD; {kind} has a momentum of its own: leave "
-            "momentum_correction at 0, or wrap SGD and give adam_correction"
-        )

@@ -285,9 +285,11 @@ class BalancedLoader:
         self.decisions.append(Decision(step, list(sizes), seconds))
         if self._world.rank == 0:
             _log.info(
-                "adaptive batches: from step %d on batches of %s samples; they took %s ms",
+                "adaptive batches: from step %d on batch sizes are %s (ranks 0 to %d); in the last "
+                "window the ranks took %s ms",
                 step,
                 ", ".join(map(str, sizes)),
+                len(sizes) - 1,
                 ", ".join(f"{1e3 * each:.3g}" for each in seconds),
             )
 

@@ -39,7 +39,7 @@ from .operation import Operation, StandIn, Work
 from .saying import Announcement, Intention, Saying, exchange
 from .settings import Settings, settings_from
 from .stalls import Stalls
-from .table import Outcome, Ready, Table
+from .table import PROGRAM_ENDED, Outcome, Ready, Table
 
 _PATIENCE_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
@@ -293,7 +293,7 @@ class Engine:
         if any(thread.ident in self._submitters for thread in threads) or self.finishes_later():
             return
         self._outlived = True
-        self._closing = self.sign("its program ended")
+        self._closing = self.sign(PROGRAM_ENDED)
 
     def _cycle(self) -> None:
         with self._changed:

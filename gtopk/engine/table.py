@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
@@ -278,7 +278,8 @@ class Table:
             self._bits = [own & ~union for own in self._bits]
             for name in names:
                 self._open.pop(name, None)
-                refused.append((name, PeerError(f"{who} {name}: gtopk has been shut down there")))
+                why = f"{who} {name}: gtopk has been shut down there{_way_out(reason)}"
+                refused.append((name, PeerError(why)))
         return refused
 
     def _untangle(self, sayings: Sequence[Saying]) -> list[tuple[str, CollectiveError]]:
@@ -361,6 +362,17 @@ class Table:
 
 
 _NOTHING = Saying()
+PROGRAM_ENDED: Final = "its program ended"  # why a rank leaves that was done
+
+
+def _way_out(reason: str) -> str:
+    """Return what to do where a rank was done before the others, and did not fail."""
+    if not reason.startswith(PROGRAM_ENDED):
+        return ""
+    return (
+        "; give all ranks as many batches (drop_last=True, a DistributedSampler), or have each "
+        "call hvd.join() when it is done"
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -132,8 +132,8 @@ class AutomaticExchange:
         self._run(judge, agreed(judge.begin(-fastest), transport), bucket)
         if transport.rank == 0:
             _log.info(
-                "compression of %s elements begins with %s, expected to take %.3g ms a step%s, in a "
-                "training of %s steps (Compression.auto(steps=...)); links and rates: %s",
+                "compression of %s elements begins with %s, expected to take %.3g ms a step%s, in "
+                "a training of %s steps (Compression.auto(steps=...)); links and rates: %s",
                 f"{bucket.length:,}",
                 judge.chosen.candidate,
                 1e3 * judge.chosen.seconds,

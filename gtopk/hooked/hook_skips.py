@@ -23,7 +23,7 @@ class HookSkips:
     """
 
     def __init__(self, parameters: Callable[[], Collection[torch.Tensor]]) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self.skipped = 0
         self.counted = True  # the last pass
         self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
@@ -42,8 +42,8 @@ class HookSkips:
         if self.counted or self._dropped.get(optimizer) == self.skipped:
             return
         self._dropped[optimizer] = self.skipped  # what it has later is of no such pass
-        others = set[torch.Tensor]().union(*(each._parameters() for each in _everyones))
-        kept = others.difference(self._parameters())
+        others = set[torch.Tensor]().union(*(each.parameters() for each in _everyones))
+        kept = others.difference(self.parameters())
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in kept:

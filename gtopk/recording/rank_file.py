@@ -20,12 +20,14 @@ class RankFile:
     """A rank's file, which may hold several runs, one after the other.
 
     attempts: the lines from each "begin" on: of the last run, and of what it went on from.
+    earlier_runs: how many the file holds before them.
     recent_steps: None: all of them; else of an attempt's steps so many, the last, and those that
                   were skipped, and of what else was noted the last of its kind, with all values.
     """
 
     def __init__(self, path: Path, recent_steps: int | None = None) -> None:
         self.attempts: list[list[Line]] = []
+        self.earlier_runs = 0
         self._before: list[list[Line]] = []  # until its first step the last one may be of their run
         self._path, self._recent_steps = path, recent_steps
         self._inode = self._read_bytes = 0
@@ -38,7 +40,7 @@ class RankFile:
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._read_bytes:
-                self.attempts, self._before = [], []
+                self.attempts, self._before, self.earlier_runs = [], [], 0
                 self._inode, self._read_bytes = status.st_ino, 0
             file.seek(self._read_bytes)
             while texts := file.readlines(_BLOCK_BYTES):
@@ -83,7 +85,20 @@ class RankFile:
         if what == "resumed":
             self.attempts = self._before + self.attempts
         if what in ("resumed", "step"):
+            self.earlier_runs += what == "step" and bool(self._before)
             self._before = []
+
+
+def has_ended(path: Path) -> bool:
+    """Tell whether the last of the runs in a rank's file, if there is one, says how it left."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _BLOCK_BYTES))
+            texts = file.read().splitlines()
+    except OSError:
+        return False
+    line = _parsed(texts[-1]) if texts else None
+    return line is not None and line["what"] == "end"
 
 
 def _parsed(text: bytes) -> Line | None:

@@ -80,10 +80,12 @@ class Run:
 
     ranks: those that wrote something, in order.
     began_unix_seconds: when it did.
+    earlier_runs: how many the folder holds besides, which are none of it.
     """
 
     ranks: list[RankRecord]
     began_unix_seconds: float
+    earlier_runs: int = 0
 
     @property
     def first(self) -> RankRecord:
@@ -134,14 +136,17 @@ class Reader:
         if not self._files:
             raise ValueError(
                 f"'{self._folder}' must hold a run's record, files named {_PATTERN}, and has none: "
-                "record a run with GTOPK_RUN=FOLDER in its environment"
+                "record a run with `gtopk run --record FOLDER`, or with GTOPK_RUN=FOLDER in its "
+                "environment"
             )
         if not found:
             raise ValueError(
                 f"'{self._folder}' must hold a run's record, and has only files without a whole "
                 f"first line, empty or damaged: {_listed(path.name for path in self._files)}"
             )
-        return _put_together(found)
+        run = _put_together(found)
+        run.earlier_runs = max(file.earlier_runs for file in self._files.values())
+        return run
 
 
 def read_run(folder: Path) -> Run:

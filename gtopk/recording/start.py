@@ -9,7 +9,8 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 from collectives.transports import Transport
 
@@ -20,11 +21,13 @@ from ..machine import processor
 from .endpoint import Address, Endpoint
 from .files import LineFile
 from .lines import FORMAT, Line, path_of
+from .rank_file import has_ended
 from .recorder import Recorder, Sink
 from .scalars import Scalars
 from .settings import Settings
 
 _log = logging.getLogger("gtopk")
+_written: Final[set[Path]] = set()
 
 
 class Recorded(Protocol):
@@ -51,11 +54,13 @@ def start(world: Recorded, settings: Settings) -> None:
     Raises OSError where a file or an endpoint cannot be opened, ImportError without tensorboard.
     """
     stop(world, "it is recorded elsewhere from now on")
+    _tell_of_earlier_run(world, settings)
     _record(world, settings, [opening() for opening in _openings(world, settings).values()])
 
 
 def start_if_asked(world: Recorded, settings: Settings) -> None:
     """Record what the environment asks for; where that cannot be, say so and train."""
+    _tell_of_earlier_run(world, settings)
     sinks = []
     for variable, opening in _openings(world, settings).items():
         try:
@@ -77,6 +82,20 @@ def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sin
     if settings.tensorboard and world.rank == 0:
         found["GTOPK_TENSORBOARD"] = partial(Scalars, settings.tensorboard)
     return found
+
+
+def _tell_of_earlier_run(world: Recorded, settings: Settings) -> None:
+    """Say, on rank 0, that a folder holds a run that is over; not of what this process wrote."""
+    path = path_of(settings.run, world.rank) if settings.run else None
+    if world.rank or world.step or path is None or path in _written:
+        return
+    _written.add(path)
+    if has_ended(path):
+        _log.info(
+            "'%s' holds the record of an earlier run; this one is added, and `gtopk report` shows "
+            "the last: give each run a folder of its own to see both",
+            settings.run,
+        )
 
 
 def _record(world: Recorded, settings: Settings, sinks: list[Sink]) -> None:

@@ -129,10 +129,13 @@ def how_it_left(rank: RankRecord, run: Run) -> str | None:
 def happenings(run: Run) -> list[tuple[str, str]]:
     """Return what happened, as (when and where, what).
 
-    Whose record is missing first, ends out of order, then what was said.
+    Whose record is missing first, other runs, ends out of order, then what was said.
     """
     lacks = run.lacks()
     found = [] if lacks is None else [lacks]
+    if count := run.earlier_runs:
+        runs = "an earlier run" if count == 1 else f"{count} earlier runs"
+        found.append(("this folder", f"holds {runs}, too: shown is the last one"))
     found += [
         (f"rank {rank.rank}", said)
         for rank in run.ranks

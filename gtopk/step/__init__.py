@@ -1,6 +1,6 @@
 """A step: gradients become what all ranks agreed on, while backward goes on.
 
-options.py          what may be asked of it
+options.py          what may be asked of it; momentum.py: of an optimizer's momentum beside it
 reducer.py          the whole of it, from the first gradient to the last
 hooks.py            which gradients are there
 samples.py          of how many samples; weights.py: so, what they weigh

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -178,71 +179,14 @@ def warn_of_few_entries(options: Options, elements: int) -> None:
     if density is None:
         return
     if selected(density, elements) < FEW_ENTRIES < elements:
+        digits = 1 - math.floor(math.log10(FEW_ENTRIES / elements))
+        enough = math.ceil(FEW_ENTRIES / elements * 10**digits) / 10**digits  # to two digits, up
         _log.warning(
-            "density=%g leaves %d of %d entries a step; under about %d accuracy suffers: "
-            "density=%.2g has as many",
+            "density=%g leaves %s of %s entries a step; under about %d accuracy suffers: "
+            "use density=%g or more",
             density,
-            selected(density, elements),
-            elements,
+            f"{selected(density, elements):,}",
+            f"{elements:,}",
             FEW_ENTRIES,
-            FEW_ENTRIES / elements,
+            enough,
         )
-
-
-def warn_of_second_moments(options: Options, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warn of Adam and its kin behind a selection, and say the two ways out."""
-    betas = next((each["betas"] for each in groups if "betas" in each), None)
-    compression = options.compression
-    if betas is None or not isinstance(compression, ErrorFeedback):
-        return
-    times = ""
-    if isinstance(compression, SparseCompression):
-        updated = min(1.0, compression.density * compression.widening())
-        times = f", by up to {updated**-0.5:.2g} times"
-    _log.warning(
-        "Adam and its kin divide by the size of past updates, which are gathered in few entries "
-        "and zero in most: accuracy is lost. Raise the lr%s; or, where layers differ as a "
-        "transformer's do, make Adam's steps before entries are selected: adam_correction=(%s) in "
-        "the compression, and SGD without momentum in Adam's place, of its weight_decay and up to "
-        "3 times its lr (docs/tuning.md)",
-        times,
-        ", ".join(f"{float(beta):g}" for beta in betas),
-    )
-
-
-def tell_of_momentum(options: Options, optimizer: torch.optim.Optimizer) -> None:
-    """Say, where SGD takes its momentum of what was selected, how it is taken before.
-
-    Of plain momentum alone: `momentum_correction` is neither Nesterov's nor dampened.
-    """
-    compression = options.compression
-    if not isinstance(compression, ErrorFeedback) or compression.corrects:
-        return
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    plain = [
-        group
-        for group in optimizer.param_groups
-        if group["momentum"] and not group["nesterov"] and not group["dampening"]
-    ]
-    if not plain:
-        return
-    momentum = float(plain[0]["momentum"])
-    _log.info(
-        "SGD's momentum of %g is taken of what was selected. Before the selection it mostly ended "
-        "nearer to dense: momentum_correction=%g in the compression, and in SGD momentum=0%s "
-        "(docs/tuning.md)",
-        momentum,
-        momentum,
-        more_weight_decay(momentum, plain),
-    )
-
-
-def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> str:
-    """Return, in words to add to "momentum=0", what weight decay does the same without it.
-
-    SGD adds it to the gradient before its momentum, which makes 1 / (1 - momentum) of it.
-    """
-    if momentum >= 1 or not any(group.get("weight_decay") for group in groups):
-        return ""
-    return f", and {1 / (1 - momentum):.3g} times the weight_decay"

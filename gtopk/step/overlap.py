@@ -38,17 +38,17 @@ class Overlap:
         self._awaited[index].discard(parameter)
         return not self._awaited[index] and index < len(self._awaited) - 1
 
-    def stop(self, why: str, peers: Peers) -> None:
-        """Exchange lanes after backward from now on."""
+    def stop(self, peers: Peers) -> None:
+        """Exchange lanes after backward from now on, as gradients change after it, or weights."""
         if not self.is_on:
             return
         self.is_on = False
         _log.log(
             logging.WARNING if self._hides else logging.INFO,
-            "rank %d: %s: from now on %s are exchanged after backward, without overlap%s; "
-            "change them between synchronize() and step() to have it back%s",
+            "rank %d: %s or their samples changed between backward() and step() (clipping by hand, "
+            "say): they are exchanged after backward from now on, without overlap%s; call "
+            "optimizer.synchronize() before changing them%s",
             peers.world.rank,
-            why,
             peers.name,
             ", and hide_behind_backward=True hides nothing" if self._hides else "",
             ", or give density= or bytes_per_step=" if self._hides else "",

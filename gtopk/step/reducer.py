@@ -163,10 +163,7 @@ class Reducer:
                 return round
             round.drop()
             if round.changed:
-                self.overlap.stop(
-                    "gradients are changed or dropped, or their samples told, after backward()",
-                    self.peers,
-                )
+                self.overlap.stop(self.peers)
             if round.unplanned:
                 self._plan(order)
             round = None

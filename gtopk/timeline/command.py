@@ -92,8 +92,9 @@ def read_traces(folder: Path) -> list[Trace]:
     paths = sorted(folder.glob(_PATTERN))
     if not paths:
         raise ValueError(
-            f"'{folder}' must hold ranks' traces, files named {_PATTERN}, and has none: set "
-            "GTOPK_TIMELINE=FOLDER in the job's environment"
+            f"'{folder}' must hold ranks' traces, files named {_PATTERN}, and has none: "
+            "write them with `gtopk run --timeline FOLDER`, or with GTOPK_TIMELINE=FOLDER in the "
+            "job's environment"
         )
     return [_read(path) for path in paths]
 

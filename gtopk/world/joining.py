@@ -69,20 +69,28 @@ def left_apart(size: int, environ: Mapping[str, str] = os.environ) -> str | None
     """Return what is amiss where fewer ranks have joined than were launched, to rank 0.
 
     size: of the world that all of them were to be in.
+    Raises RuntimeError, on each, where each is alone and nobody has asked for that: they would
+    train as many models. GTOPK_TRANSPORT=local asks for it.
     """
     job = launched_by(environ)
-    if job is None or job.rank > 0 or job.size <= size:
+    if job is None or job.size <= size:
         return None
+    wanted = environ.get("GTOPK_TRANSPORT")
     who, way_out = "gtopk has made", "`gtopk doctor` knows of launchers that do not fit together"
-    if wanted := environ.get("GTOPK_TRANSPORT"):
+    if wanted:
         who, way_out = (
             f"GTOPK_TRANSPORT={wanted} makes",
             "unset GTOPK_TRANSPORT to have them train one",
         )
-    return (
+    if wanted == "mpi":
+        way_out += f", or start the ranks with: mpirun -n {job.size} python ..."
+    amiss = (
         f"{who} a world of {size} in each of the {job.size} processes that {job.launcher} has "
         f"started ({job.variables[1]}={job.size}): each trains a model of its own; {way_out}"
     )
+    if size == 1 and wanted != "local":
+        raise RuntimeError(amiss)
+    return amiss if job.rank == 0 else None
 
 
 def join_over(name: str) -> Transport:

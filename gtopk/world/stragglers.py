@@ -7,7 +7,8 @@
 
 So 1 is the fastest, and a rank of score 0.25 takes four times as long: the others wait for it. The
 votes are an operation of their own, beside the steps, which waits for nothing and sends no arrays.
-Where programs share cores a rank may be slow now and then: it is told of once a minute at most.
+A rank may be slow now and then where programs share cores: it is warned of after three votes in a
+row, once a minute at most, and never where the ranks of its host outnumber the cores they may use.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ import logging
 import socket
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from collectives.transports import Transport
 
 from ..engine.agreement import gather_words
+from ..launch import allowed_cores, usable_cores
 
 if TYPE_CHECKING:
     from ..engine import Engine, Operation
     from .world import World
 
 _log = logging.getLogger("gtopk")
-_EVERY: Final = 6  # steps: with the window, what slows down is told of within ten
+_EVERY: Final = 6  # steps: no two windows share one
 _WINDOW: Final = 5  # one step that evaluates or saves is no straggler
+_IN_A_ROW: Final = 3  # votes: what slows down is told of within 22 steps
 SLOW: Final = 0.25
 CAUGHT_UP: Final = 0.5
 _LEAST_SECONDS: Final = 0.01  # the noise of shorter steps is nobody's delay
@@ -41,12 +44,15 @@ class Told(NamedTuple):
     """What all ranks know after a vote.
 
     seconds: by place among the ranks; 0 where a rank had none.
-    slow:    the places of those that are, and hosts: of all, where these are others than before.
+    slow:    the places of those that are, after several votes in a row.
+    hosts:   of all, where others are slow than before.
+    crowded: those of the hosts whose ranks outnumber the cores.
     """
 
     seconds: list[float]
     slow: list[int]
     hosts: list[str]
+    crowded: set[str]
 
     def scores(self) -> list[float | None]:
         """Return every rank's score; None where it had no seconds."""
@@ -67,8 +73,11 @@ class Stragglers:
         self._name = f"{name}.speed"
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._telling: Operation | None = None
-        self._slow: list[int] = []  # the engine's thread's own; equal on all ranks
+        # The engine's thread's own; equal on all ranks.
+        self._slow: list[int] = []
+        self._in_a_row: Counter[int] = Counter()  # votes that found a rank slow, by its place
         self._hosts: list[str] = []
+        self._crowded: set[str] = set()
         self._warned: set[int] = set()  # of these, and not yet that they have caught up
         self._quiet_until: dict[int, float] = {}
 
@@ -94,23 +103,32 @@ class Stragglers:
 
     def _take(self, transport: Transport, votes: Sequence[int]) -> Told:
         """Run on the engine's thread, on all ranks alike."""
-        told = Told([vote / 1e6 for vote in votes], [], [])
+        told = Told([vote / 1e6 for vote in votes], [], [], set())
         for place, score in enumerate(told.scores()):
             is_slow = place in self._slow
             if score is not None and is_slow:
                 is_slow = score < CAUGHT_UP
             elif score is not None:
-                is_slow = score <= SLOW and told.seconds[place] >= _LEAST_SECONDS
+                if score <= SLOW and told.seconds[place] >= _LEAST_SECONDS:
+                    self._in_a_row[place] += 1
+                else:
+                    self._in_a_row[place] = 0
+                is_slow = self._in_a_row[place] >= _IN_A_ROW
             if is_slow:
+                self._in_a_row[place] = 0
                 told.slow.append(place)
         if told.slow != self._slow:
-            told.hosts.extend(host for (host,) in gather_words(transport, [socket.gethostname()]))
+            mine = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
+            said = gather_words(transport, mine)
+            told.hosts.extend(host for host, *_ in said)
+            told.crowded.update(crowded(said))
         self._slow = told.slow
         return told
 
     def _hear(self, told: Told) -> None:
         self.scores = told.scores()
-        self._hosts = told.hosts or self._hosts
+        if told.hosts:
+            self._hosts, self._crowded = told.hosts, told.crowded
         score = self.scores[self._engine.transport.rank]
         if (recorder := self._world.recorder) is not None and score is not None:
             recorder.note_score(score)
@@ -120,29 +138,51 @@ class Stragglers:
     def _say(self, told: Told) -> None:
         """Warn of who is slow, and of who no more."""
         ranks, scores, now = self._engine.transport.ranks, told.scores(), time.monotonic()
+        fastest = 1e3 * min((each for each in told.seconds if each), default=0.0)
         for place in told.slow:
-            waits = now < self._quiet_until.get(place, now) or scores[place] is None
-            if place in self._warned or waits:
+            score = scores[place]
+            waits = now < self._quiet_until.get(place, now) or score is None
+            if place in self._warned or waits or self._hosts[place] in self._crowded:
                 continue
+            assert score is not None
             self._warned.add(place)
             self._quiet_until[place] = now + QUIET_SECONDS
             _log.warning(
-                "rank %d (host %s) slows the others down: straggler score %.2g at step %d, it "
-                "computes for %.3g ms where the fastest rank does for %.3g ms; give each rank what "
-                "it can do (loader = hvd.adapt(loader, optimizer)), or see what else runs there",
+                "rank %d (host %s) computes %.3g ms per step, the fastest rank %.3g ms (%.2g times "
+                "slower, at step %d): the others wait for it. Give each rank what it can do "
+                "(loader = hvd.adapt(loader, optimizer)), or see what else runs there",
                 ranks[place],
                 self._hosts[place],
-                scores[place],
-                self._world.step,
                 1e3 * told.seconds[place],
-                1e3 * min(each for each in told.seconds if each),
+                fastest,
+                1 / score,
+                self._world.step,
             )
         for place in sorted(self._warned.difference(told.slow)):
             self._warned.remove(place)
             _log.warning(
-                "rank %d (host %s) has caught up: straggler score %.2g at step %d",
+                "rank %d (host %s) has caught up: it computes %.3g ms per step, the fastest rank "
+                "%.3g ms (at step %d)",
                 ranks[place],
                 self._hosts[place],
-                scores[place],
+                1e3 * told.seconds[place],
+                fastest,
                 self._world.step,
             )
+
+
+def crowded(said: Sequence[Sequence[str]]) -> set[str]:
+    """Return the hosts whose ranks outnumber the cores that they may use.
+
+    said: of each rank, its host, how many cores it may use, and their names.
+    """
+    ranks = Counter(host for host, *_ in said)
+    found = set()
+    for host in ranks:
+        theirs = [(int(usable), names) for h, usable, *names in said if h == host]
+        cores = set().union(*(names for _, names in theirs))
+        # Ranks that share all of them may have a container's share of their time only.
+        share = min(usable if len(names) == len(cores) else len(cores) for usable, names in theirs)
+        if share < ranks[host]:
+            found.add(host)
+    return found

@@ -237,14 +237,17 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
         group, rank 0 of those launched must be among them: the others meet at it.
     Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
     until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
-    does not say enough or a rank does not come, ValueError for another comm.
+    does not say enough, a rank does not come or the transport leaves each of them alone, ValueError
+    for another comm.
     """
     global _communicator
     if _process is None:
         finish_leaving()
-        init_on(join(comm))
+        transport = join(comm)
+        amiss = left_apart(transport.size) if comm is None else None
+        init_on(transport)
         _communicator = comm
-        if comm is None and (amiss := left_apart(current().size)) is not None:
+        if amiss is not None:
             _log.warning(amiss)
 
 
@@ -395,7 +398,9 @@ def current() -> World:
             f"this process was forked from rank {_forked_from}: only the rank itself communicates"
         )
     if world is None:
-        raise InvalidCallError("Horovod has not been initialized; use hvd.init().")
+        raise InvalidCallError(
+            "gtopk has not been initialized: call hvd.init() first (import gtopk.torch as hvd)"
+        )
     return world
 
 

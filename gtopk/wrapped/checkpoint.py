@@ -159,13 +159,14 @@ def _share_of(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Held]
         )
     held: dict[str, Held]
     if "of" in part:
-        (held,), what = part["held"].values(), _said(*part["of"])
+        sources, saved = part["of"]
+        (held,), what = part["held"].values(), _said(sources, saved, rank, ranks)
     else:
         parts = {int(saver): held for saver, held in part["held"].items()}  # DCP has text for keys
         held, what = _share(parts, int(part["ranks"]), rank, ranks)
     if what:
         level = logging.WARNING if "lost" in what else logging.INFO
-        _log.log(level, "rank %d of %d %s", rank, ranks, what)
+        _log.log(level, "rank %d %s", rank, what)
     return held
 
 
@@ -207,24 +208,34 @@ def _share(
 ) -> tuple[dict[str, Held], str]:
     """Return what this rank holds back of what all ranks did, and what that was, in words.
 
-    No words where there is nothing to tell: dense optimizers hold nothing back, on any rank.
+    No words where there is nothing to tell: dense optimizers hold nothing back, on any rank, and
+    on as many ranks as before each goes on with its own.
     """
     if not any(parts.values()):
         return {}, ""
     if len(parts) == saved:
         mine = [source for source in range(saved) if source % ranks == rank]
-        return _sum([parts[source] for source in mine]), _said(mine, saved)
+        return _sum([parts[source] for source in mine]), _said(mine, saved, rank, ranks)
     if rank in parts and saved == ranks:
-        return _sum([parts[rank]]), f"holds back what it did as rank {rank} of {saved}"
+        return _sum([parts[rank]]), ""
     there = ", ".join(map(str, parts))
     return {}, (
-        f"holds back nothing: the checkpoint has what rank {there} of {saved} held back, and the "
-        "others' is lost; save what gather_state returns, or let every rank save its own"
+        f"of {ranks} holds back nothing: the checkpoint has what rank {there} of {saved} held "
+        "back, and the others' is lost; save what gather_state returns, or let every rank save its "
+        "own"
     )
 
 
-def _said(ranks: Sequence[int], saved: int) -> str:
-    return f"holds back what ranks [{', '.join(map(str, ranks)) or 'none'}] of {saved} did"
+def _said(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
+    """Return in words whose residuals a rank has now, where these are not its own alone."""
+    if saved == ranks and [*sources] == [rank]:
+        return ""
+    if not sources:
+        return f"begins without a residual: other ranks have those of the {saved} old ones"
+    *others, last = map(str, sources)
+    if not others:
+        return f"takes over the residual of old rank {last}"
+    return f"takes over the residuals of old ranks {', '.join(others)} and {last}"
 
 
 def _sum(parts: list[Mapping[str, Held]]) -> dict[str, Held]:

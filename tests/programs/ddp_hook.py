@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from checks import BETAS, run_tests, train_beside_adamw
+from checks import BETAS, logged, raises, run_tests, same_everywhere, train_beside_adamw
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gtopk
 import gtopk.torch as hvd
 from gtopk.ddp import GTopKState, gtopk_hook
+from gtopk.exceptions import HorovodInternalError
 from gtopk.world import world
 
 torch.distributed.init_process_group("gloo")
@@ -445,6 +446,48 @@ def test_a_state_is_of_one_model() -> None:
         train(second, range(1))
     train(first, range(2, 4))
     assert state.progress.steps == 4
+
+
+def test_ranks_that_disagree_get_gtopks_own_error_and_may_go_on() -> None:
+    if SIZE == 1:
+        return
+    other = wrapped(GTopKState(0.05 if RANK else 0.1))
+    text = raises(HorovodInternalError, lambda: train(other, range(1)), "the ranks disagree about")
+    assert "density=0.1" in text
+    assert same_everywhere(text)
+    model = wrapped(GTopKState(0.05))
+    train(model, range(2))
+    assert_alike(model)
+
+
+def test_a_momentum_that_would_be_taken_twice_is_refused_in_the_first_step() -> None:
+    for options, kind, parts in (
+        ({"momentum_correction": 0.9}, torch.optim.SGD, ["momentum_correction=0.9", "not 0.9"]),
+        ({"adam_correction": BETAS}, torch.optim.AdamW, ["AdamW would make them again"]),
+    ):
+        model = wrapped(GTopKState(0.5, **options))
+        own = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(model.parameters(), lr=0.1, **own)
+        model(batch(0)).square().mean().backward()
+        before = weights(model)
+        raises(ValueError, optimizer.step, *parts)
+        assert torch.equal(weights(model), before)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        strangers = torch.nn.Linear(2, 2)  # of no hook: nobody's business
+        kind(strangers.parameters(), lr=0.1, **own).step()
+
+
+def test_rank_0_says_what_is_better_done_before_the_selection() -> None:
+    model = wrapped(GTopKState(0.5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for step in range(2):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+
+    said = [text for text in logged(steps) if "AdamW after compression" in text]
+    assert len(said) == (RANK == 0)
 
 
 def test_a_rank_that_is_told_to_end_tells_the_others_in_its_next_step() -> None:

@@ -80,11 +80,11 @@ def test_a_slow_rank_and_one_that_keeps_pythons_lock_change_no_bit() -> None:
 
 
 def test_a_rank_that_is_slow_in_every_step_is_scored() -> None:
-    begin, slow_steps = 4, 10
+    begin, slow_steps = 4, 22
 
     def be_slow(step: int) -> None:
         if step >= begin and RANK == LAST:
-            time.sleep(0.2)
+            time.sleep(0.15)
 
     optimizer = train(be_slow, batches=begin + slow_steps)[1]
     scores = optimizer.straggler_scores

@@ -214,7 +214,14 @@ def put(
         state = keyed(state, like)
     held = {name: _held(found, name) for name in state.get("held", ["optimizer"])}
     if model is not None:
-        model.load_state_dict(_of(state, "model", found))
+        saved = _of(state, "model", found)
+        try:
+            model.load_state_dict(saved)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{found.path}: this checkpoint is of another model; load it into one like that, "
+                f"or use another folder: {error}"
+            ) from error
     if optimizer is not None:
         saved = _of(state, "optimizer", found)
         optimizer.load_state_dict(_with(held["optimizer"], saved))

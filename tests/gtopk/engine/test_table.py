@@ -31,6 +31,17 @@ def test_a_name_has_a_slot_from_the_first_time_it_was_done():
     assert done(table, Saying(ready=0b10), Saying()) == ["a"]
 
 
+def test_a_rank_that_ran_out_of_batches_is_told_of_with_a_way_out():
+    for reason, has_way_out in (("its program ended at step 8", True), ("failed at step 8", False)):
+        table = Table(range(2), capacity=2)
+        table.take([fresh("a"), Saying()])
+        ((name, error),) = table.take([Saying(), Saying(leaves=reason)]).refused
+        assert name == "a"
+        assert f"rank 1 left ({reason}) and was waited for in a" in str(error)
+        assert ("give all ranks as many batches" in str(error)) == has_way_out
+        assert ("hvd.join()" in str(error)) == has_way_out
+
+
 def test_the_name_that_was_used_least_recently_makes_way():
     table = Table(range(2), capacity=2)
     for name in "ab":

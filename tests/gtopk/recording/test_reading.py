@@ -219,7 +219,7 @@ def test_attempts_of_an_earlier_version_are_paired_from_the_last_one_on(tmp_path
 
 
 def test_a_folder_without_a_record_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="record a run with GTOPK_RUN=FOLDER"):
+    with pytest.raises(ValueError, match="`gtopk run --record FOLDER`, or with GTOPK_RUN=FOLDER"):
         read_run(tmp_path)
 
 

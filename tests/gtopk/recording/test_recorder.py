@@ -18,6 +18,7 @@ import gtopk
 import gtopk.torch as hvd
 from collectives.vector import SparseVector
 from gtopk.exchange.residual import Residual, Withheld
+from gtopk.recording import start
 from gtopk.recording.endpoint import Address, Endpoint, parse_address
 from gtopk.recording.files import LineFile
 from gtopk.recording.lines import as_text, path_of, report_of, step_line
@@ -25,6 +26,7 @@ from gtopk.recording.looks import is_due, look
 from gtopk.recording.reading import read_run
 from gtopk.recording.recorder import Recorder
 from gtopk.recording.settings import Settings, settings_from
+from gtopk.run_report.words import happenings
 from gtopk.telemetry import batch
 from gtopk.world import world
 from tests.gtopk.made_runs import begin, report
@@ -198,6 +200,32 @@ def test_a_run_that_goes_on_from_a_checkpoint_or_a_failure_is_one_run_in_the_rec
         train(hvd.elastic.TorchState(model, distribute(), attempts=0))
         hvd.shutdown()
     assert recorded() == list(range(10))
+
+
+def test_a_second_run_into_one_folder_is_said_at_its_start_and_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
+
+    def run() -> None:
+        hvd.init()
+        model = torch.nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        hvd.shutdown()
+
+    with caplog.at_level("INFO", "gtopk"):
+        for _ in range(2):
+            assert "earlier run" not in caplog.text
+            run()
+            start._written.clear()  # as in another process
+        assert "earlier run" in caplog.text
+    found = read_run(tmp_path / "run")
+    assert found.earlier_runs == 1
+    assert ("this folder", "holds an earlier run, too: shown is the last one") in happenings(found)
 
 
 def test_a_record_that_cannot_be_written_ends_no_job(

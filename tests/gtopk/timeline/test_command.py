@@ -106,7 +106,10 @@ def test_each_rank_writes_where_the_environment_says(
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(None, "set GTOPK_TIMELINE=FOLDER"), ("[\n{}\n]\n", "does not say whose trace it is")],
+    [
+        (None, "`gtopk run --timeline FOLDER`, or with GTOPK_TIMELINE=FOLDER"),
+        ("[\n{}\n]\n", "does not say whose trace it is"),
+    ],
 )
 def test_what_cannot_be_put_together_says_why(
     tmp_path: Path, capsys, content: str | None, text: str

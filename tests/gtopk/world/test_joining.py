@@ -89,7 +89,7 @@ def test_what_sends_for_gpus_lies_over_the_launchers_transport(monkeypatch, over
         ({}, 1, None),
     ],
 )
-def test_ranks_that_a_transport_leaves_apart_are_warned_once(
+def test_ranks_that_local_leaves_apart_are_warned_once(
     environ: dict[str, str], size: int, launcher: str | None
 ) -> None:
     first = {name: "0" if name.endswith("RANK") else value for name, value in environ.items()}
@@ -104,11 +104,18 @@ def test_ranks_that_a_transport_leaves_apart_are_warned_once(
     assert left_apart(size, environ | {"GTOPK_TRANSPORT": "local"}) is None  # of rank 1
 
 
-def test_ranks_whose_mpi_is_not_their_launchers_are_warned() -> None:
-    said = left_apart(1, {"PMI_RANK": "0", "PMI_SIZE": "4"})
-    assert said is not None
-    assert "a world of 1 in each of the 4 processes that a PMI launcher has started" in said
-    assert "gtopk doctor" in said
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_ranks_whose_mpi_is_not_their_launchers_get_an_error(rank: str) -> None:
+    with pytest.raises(RuntimeError, match="gtopk doctor") as caught:
+        left_apart(1, {"PMI_RANK": rank, "PMI_SIZE": "4"})
+    said = "a world of 1 in each of the 4 processes that a PMI launcher has started"
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_mpi_under_torchrun_is_an_error_that_says_what_to_do(rank: str) -> None:
+    with pytest.raises(RuntimeError, match=r"unset GTOPK_TRANSPORT .*, or .*: mpirun -n 2 "):
+        left_apart(1, TORCHRUN | {"RANK": rank, "GTOPK_TRANSPORT": "mpi"})
 
 
 def test_without_cupy_nccl_says_what_to_install(monkeypatch) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from collectives.transports import LocalTransport
+from collectives.transports import LocalTransport, local_world
 from gtopk.world import world
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK")
@@ -46,7 +46,7 @@ def test_optimizers_of_some_ranks_are_numbered_by_themselves(threads):
 
 
 def test_before_init_there_is_no_world():
-    with pytest.raises(ValueError, match=r"Horovod has not been initialized; use hvd.init\(\)."):
+    with pytest.raises(ValueError, match=r"gtopk has not been initialized: call hvd.init\(\)"):
         world.current()
 
 
@@ -69,6 +69,16 @@ def test_a_world_of_one_among_several_ranks_is_warned_of(monkeypatch, caplog):
         world.shutdown()
     (said,) = caplog.messages
     assert "each trains a model of its own" in said
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_their_transport_leaves_alone_do_not_train_as_many_models(monkeypatch, rank):
+    for name, value in {"WORLD_SIZE": "2", "RANK": rank, "GTOPK_TRANSPORT": "mpi"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "join", lambda comm: local_world(1)[0])
+    with pytest.raises(RuntimeError, match=r"each trains a model of its own; unset GTOPK_TRANS"):
+        world.init()
+    assert not world.is_initialized()
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])

@@ -89,12 +89,31 @@ def test_on_another_number_of_ranks_the_sum_held_back_stays(ranks, tmp_path, cap
     np.testing.assert_allclose(sum(residual for residual, _ in found), total, rtol=1e-6, atol=1e-8)
     for _, state in found:
         assert all(torch.equal(state[name], saved[0][1][name]) for name in state)
-    said = [r.getMessage() for r in caplog.records if "holds back" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if " residual" in r.getMessage()]
     assert len(said) == after
-    listed = [[r for r in range(before) if r % after == rank] for rank in range(after)]
-    for mine in listed:
-        words = f"holds back what ranks [{', '.join(map(str, mine)) or 'none'}] of {before} did"
-        assert any(words in text for text in said)
+    for rank in range(after):
+        mine = [str(r) for r in range(before) if r % after == rank]
+        s = "s" * (len(mine) > 1)
+        words = f"rank {rank} takes over the residual{s} of old rank{s} {' and '.join(mine)}"
+        if not mine:
+            words = f"rank {rank} begins without a residual: other ranks have those of the {before}"
+        assert any(words in text for text in said), said
+
+
+def test_a_checkpoint_of_another_model_is_said_to_be_one(ranks, tmp_path):
+    def program(rank):
+        for wide in (4, 5):
+            model = torch.nn.Linear(wide, 1)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            if wide == 4:
+                save_checkpoint(tmp_path, model, optimizer, step=1)
+                continue
+            with pytest.raises(RuntimeError, match="this checkpoint is of another model") as caught:
+                load_latest(tmp_path, model, optimizer)
+            assert str(tmp_path) in str(caught.value)
+            assert "size mismatch" in str(caught.value)
+
+    ranks(2, program)
 
 
 def lose_own(folder, numbers="*"):
