@@ -23,7 +23,7 @@ class HogbatchOptions(Options):
         batch_size, from what a probe finds. Slow classes begin with the smallest, fast ones with
         the largest; mode "hogbatch" stays there.
     alpha: what a batch is divided by or multiplied with at once.
-    beta: the share of an update in place that counts for the balance; "measured": that of the
+    beta: the share of a slow class's update that counts for the balance; "measured": that of the
         updates which no other worker can have overwritten a part of.
     merge_every: samples of all nodes between two merges of their models; None: ten an epoch.
     nodes: the ranks of each node; None: by their hosts.

@@ -90,7 +90,8 @@ def states_of(
     """
     if optimizer.state:
         return [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
-    stand_ins = [torch.nn.Parameter(torch.zeros_like(p)) for p in parameters]
+    # On the host, where workers of every device step.
+    stand_ins = [torch.nn.Parameter(torch.zeros_like(p, device="cpu")) for p in parameters]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     groups = [
         {
@@ -163,19 +164,27 @@ class SharedModel:
             own = states[place.parameter][place.key] if place.key else parameters[place.parameter]
             tensor.copy_(own.detach())
 
-    def map_into(
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters, without the optimizer's state."""
+        places = zip(self.layout.places, self.tensors, strict=True)
+        return [tensor for place, tensor in places if not place.key]
+
+    def map_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Let a worker's parameters be this memory."""
+        for parameter, tensor in zip(parameters, self.parameters, strict=True):
+            parameter.data = tensor
+
+    def map_state(
         self,
         parameters: Sequence[torch.nn.Parameter],
         states: Sequence[dict[str, Any]],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Let a worker's parameters, and its optimizer's state, be this memory."""
+        """Let a worker's optimizer have its state in this memory."""
         for parameter, state in zip(parameters, states, strict=True):
             if state:
                 optimizer.state[parameter] = state
         for place, tensor in zip(self.layout.places, self.tensors, strict=True):
-            parameter = parameters[place.parameter]
             if place.key:
-                optimizer.state[parameter][place.key] = tensor
-            else:
-                parameter.data = tensor
+                optimizer.state[parameters[place.parameter]][place.key] = tensor

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from gtopk.adaptive.hogbatch.batch_in_hand import all_finite
+from gtopk.adaptive.hogbatch.skipped_updates import all_finite
 
 
 def test_large_gradients_in_16_bits_are_finite() -> None:
