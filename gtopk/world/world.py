@@ -191,6 +191,7 @@ _guard: Guard | None = None
 _handled: object = None
 _MARK: Final = "_gtopk_handled"
 _leaving: Leaving | None = None  # of the last world
+_bereft: Guard | None = None  # of a world that was left, and that a rank had died in that might
 _forked_from: int | None = None
 _of_thread = threading.local()
 
@@ -247,7 +248,7 @@ def shutdown() -> None:
     if error is None or getattr(error, _MARK, None) is _handled or not _guard.needed:
         _process.close(_guard.farewell("called shutdown()"))
         _guard.remove()
-        atexit.unregister(_at_exit)
+        _let_the_program_end(_guard)
     else:
         how = _guard.farewell(f"called shutdown() while it handled {describe(error)}")
         _leaving = Leaving(partial(_process.close, how), _guard)
@@ -260,8 +261,8 @@ def finish_leaving() -> None:
     global _leaving
     if _leaving is not None:
         _leaving.finish()
+        _let_the_program_end(_leaving.guard)
         _leaving = None
-        atexit.unregister(_at_exit)
 
 
 def misses_a_rank() -> bool:
@@ -302,24 +303,37 @@ def rejoin() -> None:
     current().told_here, current().told = here.told_here, here.told
 
 
+def _let_the_program_end(guard: Guard) -> None:
+    """Have the program end as if there had been no world, where MPI can end with it."""
+    global _bereft
+    if _lacks_a_rank(guard):
+        _bereft = guard
+    else:
+        atexit.unregister(_at_exit)
+
+
+def _lacks_a_rank(guard: Guard) -> bool:
+    """Tell whether a rank has died that might, which MPI's own end would wait for."""
+    return guard.member.engine.ranks_may_leave and bool(guard.member.transport.lost())
+
+
 def _at_exit() -> None:
-    guard = _guard
+    guard = _guard or _bereft
     if _leaving is not None:
         guard = _leaving.guard
         _leaving.finish()
     elif _process is not None and guard is not None:
         _process.close(guard.farewell("its program ended"))
         guard.close()
-    if guard is not None and guard.member.engine.ranks_may_leave and guard.member.transport.lost():
-        _end_without_mpi(guard.member.transport)
+    if guard is not None and _lacks_a_rank(guard) and guard.member.transport.name == "mpi":
+        _end_without_mpi()
 
 
-def _end_without_mpi(transport: Transport) -> None:
-    """End this process where MPI's own end would wait for a rank that has died."""
-    if transport.name == "mpi":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+def _end_without_mpi() -> None:
+    """End this process, with exit code 1 where an exception has ended its program."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(getattr(sys, "last_value", None) is not None))
 
 
 def is_initialized() -> bool:
@@ -341,14 +355,14 @@ def current() -> World:
 
 def _after_fork() -> None:
     """Make a forked child (a DataLoader's worker) no rank: its parent's engine is not in it."""
-    global _process, _guard, _leaving, _forked_from
-    guard = _guard if _leaving is None else _leaving.guard
+    global _process, _guard, _leaving, _bereft, _forked_from
+    guard = _leaving.guard if _leaving is not None else _guard or _bereft
     if guard is None:
         return
     guard.forget()
     atexit.unregister(_at_exit)
     _forked_from = guard.member.transport.rank
-    _process = _guard = _leaving = None
+    _process = _guard = _leaving = _bereft = None
 
 
 os.register_at_fork(after_in_child=_after_fork)
