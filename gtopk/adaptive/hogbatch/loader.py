@@ -25,6 +25,7 @@ from .batch_in_hand import BatchInHand
 from .board import now_nanoseconds
 from .check import check
 from .claimed_batches import ClaimedBatches
+from .class_sizes import ClassSizes
 from .device_classes import NAMES, class_of
 from .evaluation import BATCH, evaluates, mean_loss
 from .node import join_node
@@ -79,7 +80,8 @@ class HogbatchLoader:
         most = min(job.loader.batch_size or 1, options.max_batch or 1 << 40)
         default = checked(Thresholds(options.min_batch, most), "this rank")
         said = options.thresholds().get(self._class.name)
-        self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default)
+        of_class = ClassSizes(self._node.memory, self._board, self._class)
+        self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default, of_class)
         self._board["kind"] = NAMES.index(self._class.name)
         self._board["size"] = self._sizer.size
         world.engine.ranks_may_leave |= options.ranks_may_leave

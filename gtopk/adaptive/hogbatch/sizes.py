@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from .class_sizes import ClassSizes
 from .device_classes import class_named
 from .probe import Probe, fits
 
@@ -72,7 +73,7 @@ def checked(thresholds: Thresholds, whose: str) -> Thresholds:
 
 
 class Sizer:
-    """One worker's sizes.
+    """One worker's sizes; those that are not said are its class's.
 
     thresholds: None until they are known: where they are not said, a probe finds the smallest.
     size: of its next batch.
@@ -85,9 +86,11 @@ class Sizer:
         alpha: float,
         said: Thresholds | None,
         default: Thresholds,
+        of_class: ClassSizes | None = None,
     ) -> None:
+        """of_class: where there are other workers; it hears of what is said, too."""
         self._is_fast, self._adapts, self._alpha = is_fast, adapts, alpha
-        self._default = default
+        self._default, self._of_class = default, of_class
         self._fitted = 0  # the largest batch that memory had room for
         self.probe: Probe | None = None
         self.thresholds: Thresholds | None = None
@@ -99,12 +102,23 @@ class Sizer:
             self.probe = Probe(default.smallest, default.largest)
             self.size = self.probe.size
 
+        if self.thresholds is not None:
+            self._agree(self.thresholds.smallest)
+
     def _settle(self, thresholds: Thresholds) -> None:
         self.thresholds = thresholds
         self.size = thresholds.largest if self._is_fast else thresholds.smallest
 
+    def _agree(self, smallest: int) -> int:
+        return smallest if self._of_class is None else self._of_class.agree(smallest)
+
+    def _found(self, smallest: int) -> Thresholds:
+        return Thresholds(self._default.clip(smallest), self._default.largest)
+
     def next(self, updates: float, others: Sequence[float]) -> int:
         """Return the size to ask for, from everybody's updates."""
+        if self.thresholds is None and self._of_class is not None and self._of_class.found:
+            self._settle(self._found(self._of_class.found))
         if self.thresholds is None:
             assert self.probe is not None
             self.size = self.probe.size
@@ -117,7 +131,7 @@ class Sizer:
         if self.thresholds is None and self.probe is not None:
             self.probe.note(size, seconds)
             if self.probe.found is not None:
-                self._settle(Thresholds(self.probe.found, self._default.largest))
+                self._settle(self._found(self._agree(self.probe.found)))
 
     def resume(self, smallest: int, size: int) -> None:
         """Go on from what the probe of a worker of the same class has found, and from its size.
@@ -125,8 +139,7 @@ class Sizer:
         Nothing changes where sizes are said, or need no probe.
         """
         if self.probe is not None:
-            largest = self._default.largest
-            self.thresholds = Thresholds(min(smallest, largest), largest)
+            self.thresholds = self._found(self._agree(smallest))
             self.size = self.thresholds.clip(size)
 
     def note_memory(self, size: int, took_bytes: int, free_bytes: int) -> None:

@@ -63,7 +63,7 @@ def test_what_is_not_said_is_probed_or_the_largest() -> None:
         size = slow.next(0, [])
         tried.append(size)
         slow.note(size, 10.0 + size)  # a batch costs as much as ten samples
-    assert tried == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32]
+    assert tried == [1] * 3 + [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3 + [32] * 6
     assert slow.thresholds == (16, 512)
     assert slow.next(0, []) == 16
 
