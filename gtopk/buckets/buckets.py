@@ -80,7 +80,7 @@ class Bucket:
         self.share = weight * scale  # the gradients have the scale, and are means of samples
         if gradients is None:
             for parameter in self.parameters:
-                if parameter.grad is not None and _is_expanded(parameter.grad):
+                if parameter.grad is not None and is_expanded(parameter.grad):
                     parameter.grad = parameter.grad.clone()  # the update has to be written there
             gradients = [p.grad for p in self.parameters]
         self.gradients = [
@@ -275,7 +275,7 @@ def _is_finite(gradient: torch.Tensor) -> bool:
     return bool(gradient.isfinite().all())
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
+def is_expanded(tensor: torch.Tensor) -> bool:
     """Tell whether elements share their memory, as `expand` has them."""
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)

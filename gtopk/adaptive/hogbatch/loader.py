@@ -32,7 +32,7 @@ from .node import join_node
 from .options import HogbatchOptions
 from .periods import Periods
 from .report import Report, report_of
-from .shared_model import SharedModel, layout_of, states_of
+from .shared_model import SharedModel, layout_of, require_shareable, states_of
 from .sizes import Sizer, Thresholds, checked
 from .writer import Writer
 
@@ -58,10 +58,11 @@ class HogbatchLoader:
         self._epochs = Epochs(job.loader)
 
         names = optimizer._parameter_names
+        require_shareable(names)
         trained = [parameter for parameter in names if parameter.requires_grad]
         self._class = class_of(trained, options.device_class)
         states = states_of(optimizer, trained)
-        layout = layout_of(trained, [names[p] for p in trained], states)
+        layout = layout_of(trained, states)
         self._steps = OwnSteps(world, optimizer, "period")
         self._node = join_node(job, self._mode, self._class, layout, trained, states, self._steps)
         self._board, self._ledger = self._node.board, self._node.ledger

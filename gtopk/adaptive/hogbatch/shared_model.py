@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from collectives.vector import Array
+
+from ...buckets.buckets import is_expanded
 
 _ALIGNMENT: Final = 64
 # What an optimizer's state has before its first step, where a step without a gradient changes it.
@@ -44,22 +46,50 @@ class Layout(NamedTuple):
         ]
 
 
-def layout_of(
-    parameters: Sequence[torch.Tensor], names: Sequence[str], states: Sequence[dict[str, Any]]
-) -> Layout:
-    """Return the places of parameters and of the tensors in their states.
-
-    Raises ValueError for a parameter that cannot be shared.
-    """
+def layout_of(parameters: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> Layout:
+    """Return the places of parameters and of the tensors in their states."""
     places, first = [], 0
-    for number, (parameter, name, state) in enumerate(zip(parameters, names, states, strict=True)):
-        check(parameter, name)
+    for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
         tensors = {"": parameter, **{k: v for k, v in state.items() if torch.is_tensor(v)}}
         for key, tensor in tensors.items():
             size = tensor.numel() * tensor.element_size()
             places.append(Place(number, key, tensor.shape, tensor.dtype, first, size))
             first += -(-size // _ALIGNMENT) * _ALIGNMENT
     return Layout(places, first)
+
+
+def require_shareable(names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raise ValueError, with its name, for a trained parameter that cannot be shared.
+
+    names: of the frozen ones, too.
+    """
+    for parameter, name in names.items():
+        if parameter.requires_grad:
+            check(parameter, name)
+    require_apart([p for p in names if p.layout is torch.strided and p.numel()], names)
+
+
+def require_apart(
+    parameters: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]
+) -> None:
+    """Raise ValueError where a trained parameter lies in another one's memory.
+
+    In the shared memory each has a place of its own: what was one would be two.
+    """
+    ends: dict[torch.device, tuple[int, Any]] = {}  # the furthest so far, and whose it is
+    for parameter in sorted(parameters, key=torch.Tensor.data_ptr):
+        end, other = ends.get(parameter.device, (0, None))
+        if parameter.data_ptr() < end and (parameter.requires_grad or other.requires_grad):
+            raise ValueError(
+                f"parameters {names[other]!r} and {names[parameter]!r} lie in the same memory, and "
+                "hogbatch moves each into memory of its own: tie them by the same Parameter "
+                "(b.weight = a.weight), not by its data"
+            )
+        reach = sum(
+            (n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        own_end = parameter.data_ptr() + (reach + 1) * parameter.element_size()
+        ends[parameter.device] = max((end, other), (own_end, parameter), key=lambda each: each[0])
 
 
 def check(parameter: torch.Tensor, name: str) -> None:
@@ -73,6 +103,8 @@ def check(parameter: torch.Tensor, name: str) -> None:
         reason = f"it is on the device '{parameter.device}'"
     elif parameter.is_quantized:
         reason = "it is quantized"
+    elif is_expanded(parameter):
+        reason = "elements of it share their memory, as expand has them (clone it)"
     if reason is not None:
         raise ValueError(
             f"parameter '{name}' cannot be shared by the workers of a node: {reason}; hogbatch "

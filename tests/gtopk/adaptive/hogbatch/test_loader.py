@@ -419,6 +419,26 @@ def test_sizes_of_another_class_are_not_taken_over() -> None:
     on_ranks(1, program)
 
 
+def test_tied_parameters_stay_tied() -> None:
+    def program(here: World) -> None:
+        model = network()
+        model[2].weight = model[0].bias_of = torch.nn.Parameter(model[2].weight.detach())
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+        loader = hvd.adapt(
+            DataLoader(data(), BATCH), optimizer, "hogbatch", device_class=classes(here)
+        )
+        train(loader, model, optimizer)
+        loader.drain()
+        assert model[2].weight is model[0].bias_of
+        assert model[2].weight.data_ptr() == model[0].bias_of.data_ptr()
+        model[2].weight = torch.nn.Parameter(model[2].weight.detach())
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+        with pytest.raises(ValueError, match=r"'0.bias_of' and '2.weight' lie in the same memory"):
+            hvd.adapt(DataLoader(data(), BATCH), optimizer, "hogbatch")
+
+    on_ranks(2, program)
+
+
 def test_what_is_shared_no_more_is_an_error() -> None:
     def program(here: World) -> None:
         loader, model, optimizer = adapted(make=momentum, device_class=classes(here))

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from gtopk.adaptive.hogbatch.device_copy import DeviceCopy
-from gtopk.adaptive.hogbatch.shared_model import Layout, SharedModel, layout_of, states_of
+from gtopk.adaptive.hogbatch.shared_model import (
+    Layout,
+    SharedModel,
+    layout_of,
+    require_shareable,
+    states_of,
+)
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -35,7 +41,7 @@ def share(
 ) -> tuple[SharedModel, list[Any], list[Any]]:
     parameters = list(made.parameters())
     states = states_of(optimizer, parameters)
-    layout = layout_of(parameters, [str(n) for n in range(len(parameters))], states)
+    layout = layout_of(parameters, states)
     shared = SharedModel(np.zeros(layout.size_bytes, np.uint8), layout)
     shared.fill(parameters, states)
     return shared, parameters, states
@@ -148,15 +154,40 @@ def test_tensors_lie_in_lines_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameter", "reason"),
+    ("tensor", "reason"),
     [
         (torch.eye(3).to_sparse(), "its layout is torch.sparse_coo"),
         (torch.empty(3, device="meta"), "it is on the device 'meta'"),
-        (torch.nn.UninitializedParameter(), "it is a UninitializedParameter"),
+        (torch.zeros(3, 1).expand(3, 3), "elements of it share their memory"),
     ],
 )
-def test_a_parameter_that_cannot_be_shared_is_an_error(
-    parameter: torch.Tensor, reason: str
-) -> None:
+def test_a_parameter_that_cannot_be_shared_is_an_error(tensor: torch.Tensor, reason: str) -> None:
+    names = {torch.nn.Parameter(torch.zeros(2)): "bias", torch.nn.Parameter(tensor): "weight"}
     with pytest.raises(ValueError, match=f"parameter 'weight' cannot be shared.*: {reason}"):
-        layout_of([parameter], ["weight"], [{}])
+        require_shareable(names)
+
+
+def test_parameters_of_one_memory_are_an_error() -> None:
+    """Once, each got memory of its own, and what had been one was two."""
+    memory = torch.zeros(4, 6)
+    a, b = torch.nn.Parameter(memory), torch.nn.Parameter(memory.view(-1)[20:])
+    for trained, other in ((a, b), (b, a)):
+        other.requires_grad_(False)
+        with pytest.raises(ValueError, match="parameters 'a' and 'b' lie in the same memory"):
+            require_shareable({b: "b", a: "a"})
+        trained.requires_grad_(False)
+        require_shareable({a: "a", b: "b"})
+        trained.requires_grad_()
+        other.requires_grad_()
+
+
+def test_parameters_side_by_side_in_one_memory_are_shared() -> None:
+    """As the weights of an LSTM on a GPU are."""
+    first, second = torch.zeros(24).split([10, 14])
+    require_shareable(
+        {
+            torch.nn.Parameter(first.view(2, 5)): "a",
+            torch.nn.Parameter(second.view(2, 7).t()): "b",
+            torch.nn.Parameter(torch.zeros(0)): "empty",
+        }
+    )
