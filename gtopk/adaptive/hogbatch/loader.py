@@ -33,7 +33,7 @@ from .options import HogbatchOptions
 from .periods import Periods
 from .report import Report, report_of
 from .shared_model import SharedModel, layout_of, require_shareable, states_of
-from .sizes import Sizer, Thresholds, checked
+from .sizes import Sizer, default_thresholds
 from .writer import Writer
 
 
@@ -78,8 +78,8 @@ class HogbatchLoader:
         )
         self._trained = trained
 
-        most = min(job.loader.batch_size or 1, options.max_batch or 1 << 40)
-        default = checked(Thresholds(options.min_batch, most), "this rank")
+        batch_size = job.loader.batch_size or 1
+        default = default_thresholds(options.min_batch, batch_size, options.max_batch)
         said = options.thresholds().get(self._class.name)
         of_class = ClassSizes(self._node.memory, self._board, self._class)
         self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default, of_class)

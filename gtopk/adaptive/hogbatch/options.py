@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -55,8 +56,8 @@ class HogbatchOptions(Options):
             raise ValueError(f"hogbatch has batches of any size: grain must be 1, got {self.grain}")
         if self.min_batch < 1:
             raise ValueError(f"min_batch must be at least 1, got {self.min_batch}")
-        if not self.alpha > 1:
-            raise ValueError(f"alpha must be above 1, got {self.alpha}")
+        if not (isinstance(self.alpha, float | int) and 1 < self.alpha < math.inf):
+            raise ValueError(f"alpha must be a number above 1, got {self.alpha!r}")
         if self.beta != "measured" and not (isinstance(self.beta, float | int) and self.beta > 0):
             raise ValueError(f"beta must lie in 0..1, or be 'measured', got {self.beta!r}")
         if self.beta != "measured" and self.beta > 1:

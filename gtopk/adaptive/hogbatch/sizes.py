@@ -10,6 +10,7 @@ updates; who has made more, a larger one:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 from .class_sizes import ClassSizes
@@ -45,18 +46,24 @@ def next_size(
 def thresholds_of(sizes: Mapping[str, int | Sequence[int]] | None) -> dict[str, Thresholds]:
     """Return the thresholds that are said, by device class: a pair of sizes, or one for both.
 
-    Raises ValueError for an unknown class, and for thresholds that are crossed or out of range.
+    Raises ValueError for an unknown class, and for thresholds that are no whole numbers, crossed or
+    out of range.
     """
+    if sizes is not None and not isinstance(sizes, Mapping):
+        raise ValueError(
+            'sizes must say them by device class, {"cpu": (4, 64), "gpu": 256}, say, got '
+            f"{sizes!r}"
+        )
     found = {}
     for name, said in (sizes or {}).items():
         class_named(name)
-        pair = (said, said) if isinstance(said, int) else tuple(said)
-        if len(pair) != 2:
+        pair = tuple(said) if isinstance(said, Sequence) else (said, said)
+        if len(pair) != 2 or not all(map(is_whole, pair)):
             raise ValueError(
                 f"sizes[{name!r}] must be the smallest and the largest batch, or one for both, "
-                f"got {said!r}"
+                f"whole numbers, got {said!r}"
             )
-        found[name] = checked(Thresholds(*pair), f"device class {name!r}")
+        found[name] = checked(Thresholds(*map(int, pair)), f"device class {name!r}")
     return found
 
 
@@ -70,6 +77,24 @@ def checked(thresholds: Thresholds, whose: str) -> Thresholds:
     if thresholds.smallest < 1:
         raise ValueError(f"the batches of {whose} must be at least 1, got {thresholds.smallest}")
     return thresholds
+
+
+def is_whole(value: object) -> bool:
+    """Tell whether a value is a whole number; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def default_thresholds(min_batch: int, batch_size: int, max_batch: int | None) -> Thresholds:
+    """Return a worker's thresholds where none are said; raise ValueError where they are crossed."""
+    largest = min(batch_size, max_batch or batch_size)
+    if min_batch > largest:
+        bound = f"batch_size={batch_size} of the DataLoader"
+        if largest < batch_size:
+            bound = f"max_batch={max_batch}"
+        raise ValueError(
+            f"min_batch={min_batch} is above {bound}: no batch of this rank would be allowed"
+        )
+    return Thresholds(min_batch, largest)
 
 
 class Sizer:
