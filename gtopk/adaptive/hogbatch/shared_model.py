@@ -118,7 +118,7 @@ def states_of(
     """Return the state that an optimizer has, or will have made in its first step, by parameter.
 
     Where it has none yet, a copy of it steps with parameters and gradients of zero to tell: the
-    state is that of an optimizer which has not stepped.
+    state is that of an optimizer which has not stepped. Raises ValueError where such a step fails.
     """
     if optimizer.state:
         return [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
@@ -136,7 +136,14 @@ def states_of(
     torch.optim.Optimizer.__init__(probe, [g for g in groups if g["params"]], optimizer.defaults)
     for stand_in in stand_ins:
         stand_in.grad = torch.zeros_like(stand_in)
-    probe.step()
+    try:
+        probe.step()
+    except Exception as error:
+        raise ValueError(
+            f"{type(probe).__name__} cannot step a model that workers share: it must take dense "
+            f"gradients, and, for GPU ranks too, step on the CPU, and its first step there fails: "
+            f"{error}"
+        ) from error
     states = [dict(probe.state.get(stand_in, {})) for stand_in in stand_ins]
     for state in states:
         for key in _UNTOUCHED.keys() & state.keys():

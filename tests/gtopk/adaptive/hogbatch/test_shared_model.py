@@ -143,6 +143,19 @@ def test_a_state_that_is_there_already_goes_on() -> None:
     assert torch.equal(train(made, optimizers[1]), train(plain, optimizers[0]))
 
 
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torch.optim.SparseAdam, "SparseAdam cannot step .* does not support dense gradients"),
+        (lambda p: torch.optim.Adam(p, capturable=True), "Adam cannot step .* capturable=True"),
+    ],
+)
+def test_an_optimizer_that_cannot_step_there_is_an_error(make: Any, reason: str) -> None:
+    parameters = list(model().parameters())
+    with pytest.raises(ValueError, match=reason):
+        states_of(make(parameters), parameters)
+
+
 def test_tensors_lie_in_lines_of_their_own() -> None:
     shared, *_ = share(made := model(), OPTIMIZERS["adam"](made.parameters()))
     layout: Layout = shared.layout
