@@ -116,7 +116,7 @@ class Bucket:
         if self.device.type == "cpu":
             if self._parts is not None:
                 return all(map(all_finite, self._parts))
-            return all(map(_is_finite, self.gradients))
+            return all(map(is_finite, self.gradients))
         largest = torch._foreach_norm([g for g in self.gradients if g.numel()], math.inf)
         return bool(torch.stack(largest).isfinite().all())  # the one wait, for all of them
 
@@ -269,7 +269,8 @@ def _torchs(dtype: np.dtype[Any]) -> torch.dtype:
     return own
 
 
-def _is_finite(gradient: torch.Tensor) -> bool:
+def is_finite(gradient: torch.Tensor) -> bool:
+    """Tell whether a dense tensor holds neither NaN nor infinity."""
     if gradient.is_contiguous() and not gradient.is_cuda:
         return all_finite(view_array(gradient))
     return bool(gradient.isfinite().all())

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from ...buckets.buckets import is_finite
 from ...step.in_a_row import InARow
 
 _LOST_AFTER: Final = 3  # updates in a row; no later one mends a model that is not finite
@@ -43,11 +44,13 @@ def own(parameter: torch.Tensor) -> list[torch.Tensor]:
     return [] if parameter.grad is None else [parameter.grad]
 
 
-def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Tell whether gradients hold neither NaN nor infinity."""
-    flags = [
-        # No sum in 16 bits: of finite elements it would not be finite.
-        each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).isfinite()
-        for each in gradients
-    ]
-    return not flags or bool(torch.stack(flags).all())
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether tensors hold neither NaN nor infinity; of GPUs', all are looked at at once."""
+    on_gpu = []
+    for each in tensors:
+        values = each.coalesce().values() if each.is_sparse else each
+        if values.is_cuda:
+            on_gpu.append(values.isfinite().all())
+        elif not is_finite(values):
+            return False
+    return not on_gpu or bool(torch.stack(on_gpu).all())
