@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
 from gtopk.arguments import as_argument, output_file
+from models.data.batches import as_batch
 from models.fully_connected import fully_connected
-from mpi_scripts.tables import TABLES, Table, open_table
+from mpi_scripts.tables import TABLES, File, Table, open_table
 from mpi_scripts.unlike_ranks import REJECTED, flaws
 
 MODES = ("sync", "slow-only", "fast-only", "hogbatch", "adaptive-hogbatch")
@@ -86,7 +87,11 @@ class Worker:
 
     def open_table(self, seed: int) -> Table:
         """Return the data; the seed says which fifth of it is held out."""
-        return open_table(self.arguments.data, seed, self.arguments.rows, self.arguments.file)
+        arguments = self.arguments
+        file = arguments.file
+        if file is not None:
+            file = File(file, arguments.label_base, arguments.feature_base)
+        return open_table(arguments.data, seed, arguments.rows, file)
 
     def new_model(self, seed: int) -> torch.nn.Module:
         """Return a model; of one seed all are alike."""
@@ -102,7 +107,7 @@ class Worker:
 
     def calibrate(self) -> list[float]:
         """Return what each of some batches takes, in seconds."""
-        x, y = self.table.train[: self.arguments.batch]
+        x, y = self.table.train.__getitems__(range(self.arguments.batch))
         model, seconds = self.new_model(0), []
         for _ in range(self.arguments.calibration):
             begun = time.perf_counter()
@@ -118,11 +123,16 @@ def train(mode: str, seed: int, worker: Worker) -> Run:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), arguments.lr), model.named_parameters()
     )
-    loader: Any = DataLoader(data.train, arguments.batch // hvd.size(), shuffle=True)
     hog = mode != "sync"
+    loader: Any = DataLoader(
+        data.train,  # type: ignore[arg-type]
+        arguments.batch if hog else arguments.batch // hvd.size(),
+        shuffle=True,
+        collate_fn=as_batch,
+    )
     if hog:
         loader = hvd.adapt(
-            DataLoader(data.train, arguments.batch, shuffle=True),
+            loader,
             optimizer,
             "adaptive-hogbatch" if mode == "adaptive-hogbatch" else "hogbatch",
             global_batch=arguments.batch,
@@ -172,9 +182,7 @@ def train(mode: str, seed: int, worker: Worker) -> Run:
 def evaluate(model: torch.nn.Module, data: Table, loader: Any) -> tuple[float, float]:
     """Return the mean loss of the training samples, and the accuracy on the others."""
     loader.drain()
-    x, y = data.train[:]
-    loss = float(data.loss(model(x), y))
-    return hvd.broadcast_object((loss, data.accuracy(model)))  # type: ignore[no-any-return]
+    return hvd.broadcast_object((data.mean_loss(model), data.accuracy(model)))  # type: ignore[no-any-return]
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -195,7 +203,19 @@ def parse() -> argparse.Namespace:
         f"data of the dimensions of {', '.join(TABLES)}",
     )
     add("--rows", type=int, default=4000, help="of synthetic data")
-    add("--file", type=Path, help="LIBSVM's, in place of synthetic data: covtype, w8a, real-sim")
+    add(
+        "--file",
+        type=Path,
+        help="in place of synthetic data: LIBSVM's, or, of delicious, the Extreme Classification "
+        "Repository's, with its header",
+    )
+    add(
+        "--label-base",
+        type=int,
+        choices=(0, 1),
+        help="what labels count from in a file of delicious that has no header",
+    )
+    add("--feature-base", type=int, choices=(0, 1), default=1, help="and what features do there")
     add("--hidden", type=int, nargs="+", default=[512] * 8, help="widths of the hidden layers")
     add("--batch", type=int, default=256, help="what the learning rate is that of")
     add("--slow", type=pair, default=(8, 64), help="smallest and largest batch of slow workers")
@@ -208,6 +228,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.file and options.data not in TABLES:
         parser.error(f"--file is of --data {', '.join(TABLES)}, got --data {options.data}")
+    if options.label_base is not None and (options.data != "delicious" or not options.file):
+        parser.error("--label-base is of a --file of --data delicious")
     return options
 
 

@@ -1,23 +1,41 @@
-"""Tables: what fully connected networks are trained on, as dense tensors, by the set's name."""
+"""Tables: what fully connected networks are trained on, by the set's name.
+
+Batches are dense, and made of rows that stay sparse: real-sim, whole, would be 6 GB.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import TensorDataset
 
 from models.data import load
-from models.data.catalogue import SHAPES, read_libsvm, shape_of
+from models.data.batches import DenseDataset
+from models.data.catalogue import Shape, read_libsvm, shape_of
 from models.data.classification import TEST_SHARE
+from models.data.labelled import TensorSet
+from models.data.libsvm import read_multilabel
 from models.data.rows import LabelledRows
 from models.data.synthetic_tables import synthesise_table
 from models.data.synthetic_xml import synthesise
+from models.data.xml import read_xml
 
 TABLES = ("covtype", "w8a", "real-sim", "delicious")  # those of Ma and Rusu 2020
+_AT_ONCE: Final = 1024  # rows that are evaluated: 86 MB of real-sim
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Samples(Protocol):
+    """Batches by their samples' numbers: a data set for a DataLoader with `as_batch`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, numbers: Sequence[int]) -> Batch: ...
 
 
 class Table(NamedTuple):
@@ -26,8 +44,8 @@ class Table(NamedTuple):
     origin: where they are from, in words that belong beside every figure.
     """
 
-    train: TensorDataset
-    test: TensorDataset
+    train: Samples
+    test: Samples
     features: int
     outputs: int
     origin: str
@@ -39,49 +57,86 @@ class Table(NamedTuple):
         return F.cross_entropy(scores, targets)
 
     @torch.no_grad()
-    def accuracy(self, model: torch.nn.Module) -> float:
+    def mean_loss(self, model: torch.nn.Module, device: str = "cpu") -> float:
+        """Return the mean loss of the training samples."""
+        batches = in_parts(self.train, device)
+        total = sum(float(self.loss(model(x), y)) * len(x) for x, y in batches)
+        return total / len(self.train)
+
+    @torch.no_grad()
+    def accuracy(self, model: torch.nn.Module, device: str = "cpu") -> float:
         """Return the share of test samples whose highest score is of their class, or a label."""
-        x, targets = self.test[:]
-        highest = model(x).argmax(1)
-        if targets.is_floating_point():
-            return float(targets[torch.arange(len(x)), highest].mean())
-        return float((highest == targets).float().mean())
+        right = 0.0
+        for x, targets in in_parts(self.test, device):
+            highest = model(x).argmax(1)
+            if targets.is_floating_point():
+                right += float(targets.gather(1, highest[:, None]).sum())
+            else:
+                right += float((highest == targets).sum())
+        return right / len(self.test)
 
 
-def open_table(name: str, seed: int, rows: int, file: Path | None = None) -> Table:
+def in_parts(samples: Samples, device: str) -> Iterator[Batch]:
+    """Yield all samples, some at a time, on a device."""
+    for first in range(0, len(samples), _AT_ONCE):
+        x, y = samples.__getitems__(range(first, min(first + _AT_ONCE, len(samples))))
+        yield x.to(device), y.to(device)
+
+
+class File(NamedTuple):
+    """A file in place of synthetic samples.
+
+    label_base: of delicious: what labels count from, 0 or 1, in a file without a header; None: it
+        has one, as the Extreme Classification Repository's has.
+    feature_base: what features count from there; others are LIBSVM's, and count from 1.
+    """
+
+    path: Path
+    label_base: int | None = None
+    feature_base: int = 1
+
+    def read(self, shape: Shape) -> LabelledRows:
+        """Return its rows; raise ValueError for one of another set."""
+        if shape.classes:
+            return read_libsvm(shape.name, self.path)
+        if self.label_base is not None:
+            return read_multilabel(
+                self.path,
+                features=shape.features,
+                feature_base=self.feature_base,
+                labels=shape.labels,
+                label_base=self.label_base,
+            )
+        found = read_xml(self.path)
+        widths = found.features.width, found.labels.width
+        if widths != (shape.features, shape.labels):
+            raise ValueError(
+                f"{self.path}: {shape.name} has {shape.features} features and {shape.labels} "
+                f"labels, and the header says {widths[0]} and {widths[1]}"
+            )
+        return found
+
+
+def open_table(name: str, seed: int, rows: int, file: File | None = None) -> Table:
     """Return a table: one of TABLES, or what `models.data.load` knows.
 
     rows: of the synthetic samples in place of a published set, where no file of it is given.
     seed: which fifth of the samples is held out.
+    Raises as the readers of files.
     """
     if name not in TABLES:
         data = load(name, seed)
-        return Table(data.train, data.test, data.features, data.classes, name)
+        return Table(TensorSet(data.train), TensorSet(data.test), data.features, data.classes, name)
     shape = shape_of(name)
     if file is not None:
-        found = read_libsvm(name, file)
+        found = file.read(shape)
     elif shape.classes:
         found = synthesise_table(shape, rows)
     else:
         found = synthesise(shape, rows)
-    x = torch.from_numpy(found.features.to_dense())
-    y = targets_of(found, multilabel=not shape.classes)
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(x)))
-    tested, trained = order.tensor_split([round(len(x) * TEST_SHARE)])
-    return Table(
-        TensorDataset(x[trained], y[trained]),
-        TensorDataset(x[tested], y[tested]),
-        SHAPES[name].features,
-        SHAPES[name].labels,
-        found.origin,
+    order = np.random.default_rng(seed).permutation(len(found))
+    tested, trained = np.split(order, [round(len(order) * TEST_SHARE)])
+    train, test = (
+        DenseDataset(found.take(part), multilabel=not shape.classes) for part in (trained, tested)
     )
-
-
-def targets_of(rows: LabelledRows, *, multilabel: bool) -> torch.Tensor:
-    """Return each row's class, int64 [n], or 0 and 1 for all labels, float32 [n, labels]."""
-    labels = torch.from_numpy(rows.labels.indices.astype(np.int64))
-    if not multilabel:
-        return labels
-    targets = torch.zeros(len(rows), rows.labels.width)
-    targets[torch.from_numpy(rows.labels.row_of_entry()), labels] = 1
-    return targets
+    return Table(train, test, shape.features, shape.labels, found.origin)

@@ -80,7 +80,7 @@ class Bucket:
         self.share = weight * scale  # the gradients have the scale, and are means of samples
         if gradients is None:
             for parameter in self.parameters:
-                if parameter.grad is not None and _is_expanded(parameter.grad):
+                if parameter.grad is not None and is_expanded(parameter.grad):
                     parameter.grad = parameter.grad.clone()  # the update has to be written there
             gradients = [p.grad for p in self.parameters]
         self.gradients = [
@@ -116,7 +116,7 @@ class Bucket:
         if self.device.type == "cpu":
             if self._parts is not None:
                 return all(map(all_finite, self._parts))
-            return all(map(_is_finite, self.gradients))
+            return all(map(is_finite, self.gradients))
         largest = torch._foreach_norm([g for g in self.gradients if g.numel()], math.inf)
         return bool(torch.stack(largest).isfinite().all())  # the one wait, for all of them
 
@@ -269,13 +269,14 @@ def _torchs(dtype: np.dtype[Any]) -> torch.dtype:
     return own
 
 
-def _is_finite(gradient: torch.Tensor) -> bool:
+def is_finite(gradient: torch.Tensor) -> bool:
+    """Tell whether a dense tensor holds neither NaN nor infinity."""
     if gradient.is_contiguous() and not gradient.is_cuda:
         return all_finite(view_array(gradient))
     return bool(gradient.isfinite().all())
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
+def is_expanded(tensor: torch.Tensor) -> bool:
     """Tell whether elements share their memory, as `expand` has them."""
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)

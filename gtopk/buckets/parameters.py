@@ -8,6 +8,7 @@ from itertools import chain, count
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 
 class ParameterNames(dict[torch.nn.Parameter, str]):
@@ -90,7 +91,8 @@ def name_parameters(
 def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Parameter]:
     """Return the parameters that require a gradient.
 
-    Raises ValueError where there is none, where all of them are empty, and for complex ones.
+    Raises ValueError where there is none, where all of them are empty, and for complex and lazy
+    ones.
     """
     trained = [parameter for parameter in names if parameter.requires_grad]
     if not trained:
@@ -99,6 +101,7 @@ def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Pa
             f"{len(names)} are frozen: thaw one (requires_grad_()), or step the plain optimizer"
         )
     refuse_complex(trained, names)
+    refuse_lazy(trained, names)
     if not any(parameter.numel() for parameter in trained):
         raise ValueError(
             f"there is nothing to train: the {len(trained)} parameters that require a gradient "
@@ -141,6 +144,18 @@ def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Para
         for p in group["params"]
         if p.requires_grad or p.grad is not None
     ]
+
+
+def refuse_lazy(
+    parameters: Iterable[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]
+) -> None:
+    """Raise ValueError, with its name, for a parameter that has no size yet."""
+    for parameter in parameters:
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter '{names[parameter]}' has no size yet: have a batch pass through the "
+                "lazy modules of the model before you make its optimizer"
+            )
 
 
 def refuse_complex(

@@ -223,6 +223,7 @@ _guard: Guard | None = None
 _handled: object = None
 _MARK: Final = "_gtopk_handled"
 _leaving: Leaving | None = None  # of the last world
+_bereft: Guard | None = None  # of a world that was left, and that a rank had died in that might
 _forked_from: int | None = None
 _untold: list[Exception] = []  # what went wrong as this rank left, and no caller has heard of
 _of_thread = threading.local()
@@ -286,7 +287,7 @@ def shutdown() -> None:
         _process.close(_guard.farewell("called shutdown()"))
         failures = _process.failures
         _guard.remove()
-        atexit.unregister(_at_exit)
+        _let_the_program_end(_guard)
     else:
         how = _guard.farewell(f"called shutdown() while it handled {describe(error)}")
         _leaving = Leaving(partial(_process.close, how), _guard)
@@ -302,8 +303,8 @@ def finish_leaving() -> None:
     if _leaving is not None:
         _leaving.finish()
         _untold.extend(_leaving.guard.member.failures)
+        _let_the_program_end(_leaving.guard)
         _leaving = None
-        atexit.unregister(_at_exit)
 
 
 def misses_a_rank() -> bool:
@@ -346,8 +347,22 @@ def rejoin() -> None:
     current().told_here, current().told = here.told_here, here.told
 
 
+def _let_the_program_end(guard: Guard) -> None:
+    """Have the program end as if there had been no world, where MPI can end with it."""
+    global _bereft
+    if _lacks_a_rank(guard):
+        _bereft = guard
+    else:
+        atexit.unregister(_at_exit)
+
+
+def _lacks_a_rank(guard: Guard) -> bool:
+    """Tell whether a rank has died that might, which MPI's own end would wait for."""
+    return guard.member.engine.ranks_may_leave and bool(guard.member.transport.lost())
+
+
 def _at_exit() -> None:
-    guard = _guard
+    guard = _guard or _bereft
     if _leaving is not None:
         guard = _leaving.guard
         _leaving.finish()
@@ -358,16 +373,15 @@ def _at_exit() -> None:
         _untold.extend(guard.member.failures)
     if _untold:
         return
-    if guard is not None and guard.member.engine.ranks_may_leave and guard.member.transport.lost():
-        _end_without_mpi(guard.member.transport)
+    if guard is not None and _lacks_a_rank(guard) and guard.member.transport.name == "mpi":
+        _end_without_mpi()
 
 
-def _end_without_mpi(transport: Transport) -> None:
-    """End this process where MPI's own end would wait for a rank that has died."""
-    if transport.name == "mpi":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+def _end_without_mpi() -> None:
+    """End this process, with exit code 1 where an exception has ended its program."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(getattr(sys, "last_value", None) is not None))
 
 
 def _end_by_what_went_wrong() -> None:
@@ -406,15 +420,15 @@ def current() -> World:
 
 def _after_fork() -> None:
     """Make a forked child (a DataLoader's worker) no rank: its parent's engine is not in it."""
-    global _process, _guard, _leaving, _forked_from
-    guard = _guard if _leaving is None else _leaving.guard
+    global _process, _guard, _leaving, _bereft, _forked_from
+    guard = _leaving.guard if _leaving is not None else _guard or _bereft
     if guard is None:
         return
     guard.forget()
     atexit.unregister(_at_exit)
     _untold.clear()
     _forked_from = guard.member.transport.rank
-    _process = _guard = _leaving = None
+    _process = _guard = _leaving = _bereft = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

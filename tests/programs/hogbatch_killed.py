@@ -1,6 +1,7 @@
 """A worker ends as it is told to in the middle of an epoch; the others do its samples, too.
 
-Run with: the rank that ends, and how ("killed" or "exception"), and a folder to leave results in.
+Run with: the rank that ends, and how ("killed" or "exception"), a folder to leave results in, and
+whether the others call shutdown() ("yes" or "no").
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import gtopk.torch as hvd
 LENGTH, EPOCHS, ENDS_IN_EPOCH = 200, 3, 1
 
 
-def main(rank: int, how: str, folder: Path) -> None:
+def main(rank: int, how: str, folder: Path, shuts_down: str) -> None:
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -50,6 +51,8 @@ def main(rank: int, how: str, folder: Path) -> None:
     again = sum(worker.again for worker in report.workers)
     text = f"rank {hvd.rank()} is done; {report.updates} updates; computed again: {again}"
     print(f"{text}\n", end="", flush=True)
+    if shuts_down == "yes":
+        hvd.shutdown()
 
 
-main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4])

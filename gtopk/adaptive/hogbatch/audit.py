@@ -26,22 +26,10 @@ class Audit:
 
     def __init__(self, shared: SharedModel, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        places = zip(shared.layout.places, shared.tensors, strict=True)
-        self._at = [number for number, place in enumerate(shared.layout.places) if not place.key]
-        self._shared = [tensor for place, tensor in places if not place.key]
+        self._shared = shared.parameters
         self._begin = [tensor.double().clone() for tensor in self._shared]
         self._steps = [torch.zeros_like(each) for each in self._begin]
         self._distance = 0.0
-
-    @torch.no_grad()
-    def note(self, steps: Sequence[torch.Tensor]) -> None:
-        """Take in what was added to each tensor of the layout."""
-        self._add([steps[place] for place in self._at])
-
-    def _add(self, steps: Sequence[torch.Tensor]) -> None:
-        for total, step in zip(self._steps, steps, strict=True):
-            total.add_(step)
-            self._distance += float(step.double().abs().sum())
 
     @torch.no_grad()
     def in_place(self, apply: Callable[[], None]) -> None:
@@ -55,7 +43,9 @@ class Audit:
         for parameter, tensor, step in zip(self._parameters, shared, steps, strict=True):
             parameter.data = tensor
             tensor.add_(step)
-        self._add(steps)
+        for total, step in zip(self._steps, steps, strict=True):
+            total.add_(step)
+            self._distance += float(step.double().abs().sum())
 
     def lost(self, world: World) -> float:
         """Return the lost share of all steps, in L1; all ranks call it together."""

@@ -2,13 +2,13 @@
 
 hand-over    fast classes: its own copy becomes what the shared model is
 script       forward, backward
-step         in place (slow classes), or on the copy, and what it changed is added (fast)
+step         in place, with the gradients of the shared model (slow) or of the copy (fast)
 let go       the ledger notes it as done, and the sizes what it took
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from .node import Node
 from .options import HogbatchOptions
 from .probe import memory_of
 from .sizes import Sizer
+from .skipped_updates import SkippedUpdates, all_finite
 from .writer import Writer
 
 
@@ -44,6 +45,8 @@ class BatchInHand:
         self._rank = job.world.rank
         self._node, self._board, self._ledger = node, node.board, node.ledger
         self._trained, self._device = trained, trained[0].device
+        self._names = job.optimizer._parameter_names
+        self._skipped = SkippedUpdates(job.optimizer._options.max_skipped_steps)
         self._writer, self._sizer = writer, sizer
         self._memory = Memory(self._rank, trained)
         self._rate = LearningRate(job.optimizer, job.options.lr_scaling, job.options.global_batch)
@@ -97,8 +100,10 @@ class BatchInHand:
         if all_finite(gradients):
             self._writer.update(self._apply)
             self._board.add("samples", samples)
+            self._skipped.end_row()
         else:
             self._board.add("skipped", 1)
+            self._skipped.note(self._rank, self._trained, self._names)
         self._let_go()
         self._node.merging.poll()
         return loss
@@ -120,13 +125,3 @@ class BatchInHand:
         self._sizer.note(size, spent / 1e9)
         if self._options.lock_step:
             self._ledger.pass_turn()
-
-
-def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Tell whether gradients hold neither NaN nor infinity."""
-    flags = [
-        # No sum in 16 bits: of finite elements it would not be finite.
-        each.sum(dtype=torch.promote_types(each.dtype, torch.float32)).isfinite()
-        for each in gradients
-    ]
-    return not flags or bool(torch.stack(flags).all())

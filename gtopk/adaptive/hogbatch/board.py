@@ -15,10 +15,12 @@ import numpy as np
 
 from collectives.transports.node_memory import NodeMemory
 
+from .device_classes import CLASSES
+
 HEAD: Final = np.dtype(
     {
-        "names": ["prepared", "next", "end", "base", "turn", "merged"],
-        "formats": ["i8"] * 6,
+        "names": ["prepared", "next", "end", "base", "turn", "merged", "smallest"],
+        "formats": ["i8"] * 6 + [f"({len(CLASSES)},)i8"],  # the last: a batch, by device class
         "itemsize": 256,
     }
 )

@@ -11,8 +11,8 @@ import torch
 class DeviceClass(NamedTuple):
     """A kind of worker.
 
-    is_fast: it computes on a replica, in large batches, and evaluates losses; else it updates the
-        shared model in place, after small ones.
+    is_fast: it computes on a copy of the parameters, in large batches, and evaluates losses; else
+        on the shared model itself, in small ones.
     """
 
     name: str

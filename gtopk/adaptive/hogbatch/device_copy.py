@@ -1,17 +1,19 @@
-"""DeviceCopy: a fast worker's own copy of the shared model, on its device.
+"""DeviceCopy: a fast worker's own copy of the shared parameters, on its device.
 
-    shared   ----x------------ x' = x + others' updates -------- x' + (y - x) ---->
-                  \\                                              /
-    own copy      x ---- forward, backward, step ---- y ---- y - x
+    shared   ----x------------- x' = x + others' updates --- a step of x' with g ---->
+                  \\                                          /
+    own copy      x ---- forward, backward ---------------- g
 
-What a step changed is added to what the model is by then. To write y over it would undo what all
-others did meanwhile.
+What comes back is the gradient, and the optimizer steps with it in place, on the host, as a slow
+worker's does. To write a stepped copy over the model would undo what all others did meanwhile. Nor
+is what a step of the copy changed to be added: others may have decayed a second moment n times
+since, and (1-b)g^2 - (1-b)v, right for the old v, leaves less than nothing of it where b^n < 1-b.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,47 +21,41 @@ from .shared_model import SharedModel
 
 
 class DeviceCopy:
-    """Parameters and optimizer state beside the shared ones.
+    """Parameters beside the shared ones; the optimizer's state is the shared one.
 
-    tensors: the worker's own, in the order of the layout.
+    tensors: the worker's own parameters, and the shared state, in the order of the layout.
     """
 
-    def __init__(
-        self,
-        shared: SharedModel,
-        parameters: Sequence[torch.nn.Parameter],
-        states: Sequence[dict[str, Any]],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        self._shared = shared
-        self.tensors: list[torch.Tensor] = []
-        for parameter, state in zip(parameters, states, strict=True):
-            if state:
-                optimizer.state[parameter] = state
-        for place in shared.layout.places:
-            parameter = parameters[place.parameter]
-            own = optimizer.state[parameter][place.key] if place.key else parameter.data
-            self.tensors.append(own)
-        self._before = [torch.empty_like(own) for own in self.tensors]
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Become what the shared model is."""
-        for own, before, shared in zip(
-            self.tensors, self._before, self._shared.tensors, strict=True
-        ):
-            own.copy_(shared)
-            before.copy_(own)  # what was read: others may have written since
-
-    @torch.no_grad()
-    def steps(self) -> list[torch.Tensor]:
-        """Return what changed since `refresh`, on the host."""
-        return [
-            (own - before).to("cpu") for own, before in zip(self.tensors, self._before, strict=True)
+    def __init__(self, shared: SharedModel, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._shared = shared.parameters
+        self._own = [parameter.data for parameter in parameters]
+        self.tensors = [
+            tensor if place.key else self._own[place.parameter]
+            for place, tensor in zip(shared.layout.places, shared.tensors, strict=True)
         ]
 
     @torch.no_grad()
-    def add(self, steps: Sequence[torch.Tensor]) -> None:
-        """Add what changed to the shared model."""
-        for shared, step in zip(self._shared.tensors, steps, strict=True):
-            shared.add_(step)
+    def refresh(self) -> None:
+        """Become what the shared parameters are."""
+        for own, shared in zip(self._own, self._shared, strict=True):
+            own.copy_(shared)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Have the parameters be the shared ones, and their gradients on the host, for a step."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        on_host = [None if gradient is None else gradient.to("cpu") for gradient in gradients]
+        self._put(self._shared, on_host)
+        try:
+            yield
+        finally:
+            self._put(self._own, gradients)
+
+    def _put(
+        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        for parameter, tensor, gradient in zip(self._parameters, tensors, gradients, strict=True):
+            parameter.grad = None  # one on another device than its parameter's is an error
+            parameter.data = tensor
+            parameter.grad = gradient

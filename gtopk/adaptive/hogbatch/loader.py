@@ -25,14 +25,15 @@ from .batch_in_hand import BatchInHand
 from .board import now_nanoseconds
 from .check import check
 from .claimed_batches import ClaimedBatches
+from .class_sizes import ClassSizes
 from .device_classes import NAMES, class_of
 from .evaluation import BATCH, evaluates, mean_loss
 from .node import join_node
 from .options import HogbatchOptions
 from .periods import Periods
 from .report import Report, report_of
-from .shared_model import SharedModel, layout_of, states_of
-from .sizes import Sizer, Thresholds, checked
+from .shared_model import SharedModel, layout_of, require_shareable, states_of
+from .sizes import Sizer, default_thresholds
 from .writer import Writer
 
 
@@ -57,10 +58,11 @@ class HogbatchLoader:
         self._epochs = Epochs(job.loader)
 
         names = optimizer._parameter_names
+        require_shareable(names)
         trained = [parameter for parameter in names if parameter.requires_grad]
         self._class = class_of(trained, options.device_class)
         states = states_of(optimizer, trained)
-        layout = layout_of(trained, [names[p] for p in trained], states)
+        layout = layout_of(trained, states)
         self._steps = OwnSteps(world, optimizer, "period")
         self._node = join_node(job, self._mode, self._class, layout, trained, states, self._steps)
         self._board, self._ledger = self._node.board, self._node.ledger
@@ -76,10 +78,11 @@ class HogbatchLoader:
         )
         self._trained = trained
 
-        most = min(job.loader.batch_size or 1, options.max_batch or 1 << 40)
-        default = checked(Thresholds(options.min_batch, most), "this rank")
+        batch_size = job.loader.batch_size or 1
+        default = default_thresholds(options.min_batch, batch_size, options.max_batch)
         said = options.thresholds().get(self._class.name)
-        self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default)
+        of_class = ClassSizes(self._node.memory, self._board, self._class)
+        self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default, of_class)
         self._board["kind"] = NAMES.index(self._class.name)
         self._board["size"] = self._sizer.size
         world.engine.ranks_may_leave |= options.ranks_may_leave

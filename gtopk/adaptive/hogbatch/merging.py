@@ -7,8 +7,8 @@
     node 1   ...updates...| snapshot o_1 = x_1 - z |...updates... | + (z' + o_1' - snapshot) |...
 
 The first worker of each node does it, in the offset form of `adaptive.apart.replica`: what top-k
-does not send stays in the node's model. What a merge changed is added to what the model is by then,
-as a fast worker's step is; so no update is lost, and none waits.
+does not send stays in the node's model. What a merge changed is added to what the model is by then;
+so no update is lost, and none waits.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ class Merging:
         self._name = f"hogbatch.{world.sets_made}"
         engine = self._engine = world.sets[world.sets_made].engine
         assert engine is not None
-        places = zip(self._shared.layout.places, self._shared.tensors, strict=True)
-        self._tensors = [tensor for place, tensor in places if not place.key]
+        self._tensors = self._shared.parameters
         self._snapshot = [torch.nn.Parameter(tensor.clone()) for tensor in self._tensors]
         self._replica = Replica(self._snapshot, compression)
         if advises:

@@ -62,7 +62,7 @@ class Node:
         self.merging: Merging
 
     def weighted_updates(self, beta: float | str) -> list[float]:
-        """Return every worker's updates; those in place count for the share that survives."""
+        """Return every worker's updates; a slow one's count for the share that survives."""
         found = []
         for row in self.board.rows:
             updates = float(row["updates"])

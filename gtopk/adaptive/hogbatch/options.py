@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -23,7 +24,7 @@ class HogbatchOptions(Options):
         batch_size, from what a probe finds. Slow classes begin with the smallest, fast ones with
         the largest; mode "hogbatch" stays there.
     alpha: what a batch is divided by or multiplied with at once.
-    beta: the share of an update in place that counts for the balance; "measured": that of the
+    beta: the share of a slow class's update that counts for the balance; "measured": that of the
         updates which no other worker can have overwritten a part of.
     merge_every: samples of all nodes between two merges of their models; None: ten an epoch.
     nodes: the ranks of each node; None: by their hosts.
@@ -55,8 +56,8 @@ class HogbatchOptions(Options):
             raise ValueError(f"hogbatch has batches of any size: grain must be 1, got {self.grain}")
         if self.min_batch < 1:
             raise ValueError(f"min_batch must be at least 1, got {self.min_batch}")
-        if not self.alpha > 1:
-            raise ValueError(f"alpha must be above 1, got {self.alpha}")
+        if not (isinstance(self.alpha, float | int) and 1 < self.alpha < math.inf):
+            raise ValueError(f"alpha must be a number above 1, got {self.alpha!r}")
         if self.beta != "measured" and not (isinstance(self.beta, float | int) and self.beta > 0):
             raise ValueError(f"beta must lie in 0..1, or be 'measured', got {self.beta!r}")
         if self.beta != "measured" and self.beta > 1:

@@ -1,7 +1,8 @@
 """Probe: the smallest batch that a device computes at nearly its full speed.
 
-In the first batches of the first epoch sizes double, two batches of each, until twice the size
-gives less than a quarter more samples a second:
+In the first batches of the first epoch sizes double, three batches of each, until twice the size
+gives less than a quarter more samples a second, in three more, too; other work on the machine makes
+batches slower, and none quicker, so that the quickest of them tell:
 
     samples/s                        ___----
                             __---'''
@@ -17,7 +18,7 @@ from typing import Final
 import torch
 
 GAIN: Final = 1.25
-_BATCHES: Final = 2  # of a size; the first of them is often slow
+_BATCHES: Final = 3  # of a size
 MEMORY_SHARE: Final = 0.8
 
 
@@ -47,8 +48,11 @@ class Probe:
         if len(self._seconds) < _BATCHES:
             return
         speed = size / max(min(self._seconds), 1e-9)
+        pays = self._before is None or speed >= GAIN * self._before
+        if not pays and len(self._seconds) < 2 * _BATCHES:
+            return
         self._seconds.clear()
-        if self._before is not None and speed < GAIN * self._before:
+        if not pays:
             self.found = size // 2
         elif 2 * size > self._largest:
             self.found = size

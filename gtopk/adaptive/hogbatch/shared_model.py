@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from collectives.vector import Array
+
+from ...buckets.buckets import is_expanded
 
 _ALIGNMENT: Final = 64
 # What an optimizer's state has before its first step, where a step without a gradient changes it.
@@ -44,22 +46,50 @@ class Layout(NamedTuple):
         ]
 
 
-def layout_of(
-    parameters: Sequence[torch.Tensor], names: Sequence[str], states: Sequence[dict[str, Any]]
-) -> Layout:
-    """Return the places of parameters and of the tensors in their states.
-
-    Raises ValueError for a parameter that cannot be shared.
-    """
+def layout_of(parameters: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> Layout:
+    """Return the places of parameters and of the tensors in their states."""
     places, first = [], 0
-    for number, (parameter, name, state) in enumerate(zip(parameters, names, states, strict=True)):
-        check(parameter, name)
+    for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
         tensors = {"": parameter, **{k: v for k, v in state.items() if torch.is_tensor(v)}}
         for key, tensor in tensors.items():
             size = tensor.numel() * tensor.element_size()
             places.append(Place(number, key, tensor.shape, tensor.dtype, first, size))
             first += -(-size // _ALIGNMENT) * _ALIGNMENT
     return Layout(places, first)
+
+
+def require_shareable(names: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raise ValueError, with its name, for a trained parameter that cannot be shared.
+
+    names: of the frozen ones, too.
+    """
+    for parameter, name in names.items():
+        if parameter.requires_grad:
+            check(parameter, name)
+    require_apart([p for p in names if p.layout is torch.strided and p.numel()], names)
+
+
+def require_apart(
+    parameters: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]
+) -> None:
+    """Raise ValueError where a trained parameter lies in another one's memory.
+
+    In the shared memory each has a place of its own: what was one would be two.
+    """
+    ends: dict[torch.device, tuple[int, Any]] = {}  # the furthest so far, and whose it is
+    for parameter in sorted(parameters, key=torch.Tensor.data_ptr):
+        end, other = ends.get(parameter.device, (0, None))
+        if parameter.data_ptr() < end and (parameter.requires_grad or other.requires_grad):
+            raise ValueError(
+                f"parameters {names[other]!r} and {names[parameter]!r} lie in the same memory, and "
+                "hogbatch moves each into memory of its own: tie them by the same Parameter "
+                "(b.weight = a.weight), not by its data"
+            )
+        reach = sum(
+            (n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        own_end = parameter.data_ptr() + (reach + 1) * parameter.element_size()
+        ends[parameter.device] = max((end, other), (own_end, parameter), key=lambda each: each[0])
 
 
 def check(parameter: torch.Tensor, name: str) -> None:
@@ -73,6 +103,8 @@ def check(parameter: torch.Tensor, name: str) -> None:
         reason = f"it is on the device '{parameter.device}'"
     elif parameter.is_quantized:
         reason = "it is quantized"
+    elif is_expanded(parameter):
+        reason = "elements of it share their memory, as expand has them (clone it)"
     if reason is not None:
         raise ValueError(
             f"parameter '{name}' cannot be shared by the workers of a node: {reason}; hogbatch "
@@ -86,11 +118,12 @@ def states_of(
     """Return the state that an optimizer has, or will have made in its first step, by parameter.
 
     Where it has none yet, a copy of it steps with parameters and gradients of zero to tell: the
-    state is that of an optimizer which has not stepped.
+    state is that of an optimizer which has not stepped. Raises ValueError where such a step fails.
     """
     if optimizer.state:
         return [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
-    stand_ins = [torch.nn.Parameter(torch.zeros_like(p)) for p in parameters]
+    # On the host, where workers of every device step.
+    stand_ins = [torch.nn.Parameter(torch.zeros_like(p, device="cpu")) for p in parameters]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     groups = [
         {
@@ -103,7 +136,14 @@ def states_of(
     torch.optim.Optimizer.__init__(probe, [g for g in groups if g["params"]], optimizer.defaults)
     for stand_in in stand_ins:
         stand_in.grad = torch.zeros_like(stand_in)
-    probe.step()
+    try:
+        probe.step()
+    except Exception as error:
+        raise ValueError(
+            f"{type(probe).__name__} cannot step a model that workers share: it must take dense "
+            f"gradients, and, for GPU ranks too, step on the CPU, and its first step there fails: "
+            f"{error}"
+        ) from error
     states = [dict(probe.state.get(stand_in, {})) for stand_in in stand_ins]
     for state in states:
         for key in _UNTOUCHED.keys() & state.keys():
@@ -163,19 +203,27 @@ class SharedModel:
             own = states[place.parameter][place.key] if place.key else parameters[place.parameter]
             tensor.copy_(own.detach())
 
-    def map_into(
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters, without the optimizer's state."""
+        places = zip(self.layout.places, self.tensors, strict=True)
+        return [tensor for place, tensor in places if not place.key]
+
+    def map_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Let a worker's parameters be this memory."""
+        for parameter, tensor in zip(parameters, self.parameters, strict=True):
+            parameter.data = tensor
+
+    def map_state(
         self,
         parameters: Sequence[torch.nn.Parameter],
         states: Sequence[dict[str, Any]],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Let a worker's parameters, and its optimizer's state, be this memory."""
+        """Let a worker's optimizer have its state in this memory."""
         for parameter, state in zip(parameters, states, strict=True):
             if state:
                 optimizer.state[parameter] = state
         for place, tensor in zip(self.layout.places, self.tensors, strict=True):
-            parameter = parameters[place.parameter]
             if place.key:
-                optimizer.state[parameter][place.key] = tensor
-            else:
-                parameter.data = tensor
+                optimizer.state[parameters[place.parameter]][place.key] = tensor

@@ -10,8 +10,10 @@ updates; who has made more, a larger one:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
+from .class_sizes import ClassSizes
 from .device_classes import class_named
 from .probe import Probe, fits
 
@@ -44,18 +46,24 @@ def next_size(
 def thresholds_of(sizes: Mapping[str, int | Sequence[int]] | None) -> dict[str, Thresholds]:
     """Return the thresholds that are said, by device class: a pair of sizes, or one for both.
 
-    Raises ValueError for an unknown class, and for thresholds that are crossed or out of range.
+    Raises ValueError for an unknown class, and for thresholds that are no whole numbers, crossed or
+    out of range.
     """
+    if sizes is not None and not isinstance(sizes, Mapping):
+        raise ValueError(
+            'sizes must say them by device class, {"cpu": (4, 64), "gpu": 256}, say, got '
+            f"{sizes!r}"
+        )
     found = {}
     for name, said in (sizes or {}).items():
         class_named(name)
-        pair = (said, said) if isinstance(said, int) else tuple(said)
-        if len(pair) != 2:
+        pair = tuple(said) if isinstance(said, Sequence) else (said, said)
+        if len(pair) != 2 or not all(map(is_whole, pair)):
             raise ValueError(
                 f"sizes[{name!r}] must be the smallest and the largest batch, or one for both, "
-                f"got {said!r}"
+                f"whole numbers, got {said!r}"
             )
-        found[name] = checked(Thresholds(*pair), f"device class {name!r}")
+        found[name] = checked(Thresholds(*map(int, pair)), f"device class {name!r}")
     return found
 
 
@@ -71,8 +79,26 @@ def checked(thresholds: Thresholds, whose: str) -> Thresholds:
     return thresholds
 
 
+def is_whole(value: object) -> bool:
+    """Tell whether a value is a whole number; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def default_thresholds(min_batch: int, batch_size: int, max_batch: int | None) -> Thresholds:
+    """Return a worker's thresholds where none are said; raise ValueError where they are crossed."""
+    largest = min(batch_size, max_batch or batch_size)
+    if min_batch > largest:
+        bound = f"batch_size={batch_size} of the DataLoader"
+        if largest < batch_size:
+            bound = f"max_batch={max_batch}"
+        raise ValueError(
+            f"min_batch={min_batch} is above {bound}: no batch of this rank would be allowed"
+        )
+    return Thresholds(min_batch, largest)
+
+
 class Sizer:
-    """One worker's sizes.
+    """One worker's sizes; those that are not said are its class's.
 
     thresholds: None until they are known: where they are not said, a probe finds the smallest.
     size: of its next batch.
@@ -85,9 +111,11 @@ class Sizer:
         alpha: float,
         said: Thresholds | None,
         default: Thresholds,
+        of_class: ClassSizes | None = None,
     ) -> None:
+        """of_class: where there are other workers; it hears of what is said, too."""
         self._is_fast, self._adapts, self._alpha = is_fast, adapts, alpha
-        self._default = default
+        self._default, self._of_class = default, of_class
         self._fitted = 0  # the largest batch that memory had room for
         self.probe: Probe | None = None
         self.thresholds: Thresholds | None = None
@@ -99,12 +127,23 @@ class Sizer:
             self.probe = Probe(default.smallest, default.largest)
             self.size = self.probe.size
 
+        if self.thresholds is not None:
+            self._agree(self.thresholds.smallest)
+
     def _settle(self, thresholds: Thresholds) -> None:
         self.thresholds = thresholds
         self.size = thresholds.largest if self._is_fast else thresholds.smallest
 
+    def _agree(self, smallest: int) -> int:
+        return smallest if self._of_class is None else self._of_class.agree(smallest)
+
+    def _found(self, smallest: int) -> Thresholds:
+        return Thresholds(self._default.clip(smallest), self._default.largest)
+
     def next(self, updates: float, others: Sequence[float]) -> int:
         """Return the size to ask for, from everybody's updates."""
+        if self.thresholds is None and self._of_class is not None and self._of_class.found:
+            self._settle(self._found(self._of_class.found))
         if self.thresholds is None:
             assert self.probe is not None
             self.size = self.probe.size
@@ -117,7 +156,7 @@ class Sizer:
         if self.thresholds is None and self.probe is not None:
             self.probe.note(size, seconds)
             if self.probe.found is not None:
-                self._settle(Thresholds(self.probe.found, self._default.largest))
+                self._settle(self._found(self._agree(self.probe.found)))
 
     def resume(self, smallest: int, size: int) -> None:
         """Go on from what the probe of a worker of the same class has found, and from its size.
@@ -125,8 +164,7 @@ class Sizer:
         Nothing changes where sizes are said, or need no probe.
         """
         if self.probe is not None:
-            largest = self._default.largest
-            self.thresholds = Thresholds(min(smallest, largest), largest)
+            self.thresholds = self._found(self._agree(smallest))
             self.size = self.thresholds.clip(size)
 
     def note_memory(self, size: int, took_bytes: int, free_bytes: int) -> None:

@@ -1,12 +1,16 @@
 """Writer: how a worker's steps reach the shared model.
 
-slow classes    its parameters are the shared ones: a step is one in place
-fast classes    a step of its own copy, and what that has changed is added
+slow classes    its parameters are the shared ones
+fast classes    they are its own copy, and the shared ones for a step
+
+So every step is one in place, of the model and the optimizer's state as they are by then, whatever
+the optimizer makes of both; what is old in it is the gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,14 +39,13 @@ class Writer:
         copies: bool,
         audits: bool,
     ) -> None:
-        """Let the parameters, and the optimizer's state, be shared, or `copies` of what is."""
+        """Let the optimizer's state be shared, and the parameters, or `copies` of what is."""
         self._shared, self._board = shared, board
         self._trained, self._optimizer = trained, optimizer
-        self._copy: DeviceCopy | None = None
-        if copies:
-            self._copy = DeviceCopy(shared, trained, states, optimizer)
-        else:
-            shared.map_into(trained, states, optimizer)
+        shared.map_state(trained, states, optimizer)
+        self._copy = DeviceCopy(shared, trained) if copies else None
+        if self._copy is None:
+            shared.map_parameters(trained)
         self._audit = Audit(shared, trained) if audits else None
         self._seen = 0  # updates of the model, at the last hand-over
         self.last_staleness = 0
@@ -63,20 +66,12 @@ class Writer:
             self._copy.refresh()
 
     def update(self, apply: Callable[[], None]) -> None:
-        """Update the model by a step, which `apply` makes of this worker's parameters."""
+        """Update the model by a step, which `apply` makes of the shared parameters."""
         board = self._board
-        if self._copy is not None:
-            apply()
-            steps = self._copy.steps()
-            with board.writing():
-                self._copy.add(steps)
+        with self._copy.lent() if self._copy is not None else nullcontext(), board.writing():
             if self._audit is not None:
-                self._audit.note(steps)
-        elif self._audit is not None:
-            with board.writing():
                 self._audit.in_place(apply)
-        else:
-            with board.writing():
+            else:
                 apply()
         self.last_staleness = board.total("updates") - self._seen
         board.add("staleness", self.last_staleness)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gtopk.buckets.parameters import name_parameters
+from gtopk.buckets.parameters import name_parameters, require_trained
 
 
 def test_each_double_name_is_told_once() -> None:
@@ -49,3 +49,12 @@ def test_names_that_torchs_optimizer_was_given_are_taken() -> None:
     optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1)))
     names = name_parameters(optimizer, None)
     assert list(names.values()) == ["weight", "bias", "noname.0.2"]
+
+
+def test_a_parameter_without_a_size_is_an_error_with_its_name() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"parameter '1.weight' has no size yet: have a batch"):
+        require_trained(names)
+    model(torch.zeros(1, 2))
+    assert len(require_trained(names)) == 4

@@ -7,6 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -260,6 +261,43 @@ def test_what_is_not_finite_never_reaches_the_model() -> None:
     assert report.updates > 10
 
 
+def test_a_model_that_is_not_finite_is_an_error_soon() -> None:
+    """Once, every later update was skipped, without a word, for as many epochs as there were."""
+
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted(device_class=classes(here))
+        if here.rank == 0:
+            model[2].weight.data[0, 0] = math.inf
+        here.transport.barrier()
+        message = rf"rank {here.rank}: the shared model is not finite any more, in '2.weight'"
+        with pytest.raises(FloatingPointError, match=message):
+            train(loader, model, optimizer)
+        assert loader.report().workers[here.rank].skipped == 3
+
+    on_ranks(2, program)
+
+
+def test_gradients_that_are_never_finite_are_an_error() -> None:
+    def program(here: World) -> None:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), max_skipped_steps=4
+        )
+        loader = hvd.adapt(
+            DataLoader(data(), BATCH), optimizer, "hogbatch", device_class="slow", sizes={"slow": 4}
+        )
+        message = "rank 0: 5 updates in a row were skipped, .* gradient of '0.weight' is not finite"
+        for number, (_, x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            (loss_of(model, x, y) * (1 if number < 3 else math.nan)).backward()
+            with pytest.raises(FloatingPointError, match=message) if number == 7 else nullcontext():
+                optimizer.step()
+            if number == 7:
+                break
+
+    on_ranks(1, program)
+
+
 def test_a_batch_without_a_step_is_done_and_counted() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted()
@@ -381,6 +419,26 @@ def test_sizes_of_another_class_are_not_taken_over() -> None:
     on_ranks(1, program)
 
 
+def test_tied_parameters_stay_tied() -> None:
+    def program(here: World) -> None:
+        model = network()
+        model[2].weight = model[0].bias_of = torch.nn.Parameter(model[2].weight.detach())
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+        loader = hvd.adapt(
+            DataLoader(data(), BATCH), optimizer, "hogbatch", device_class=classes(here)
+        )
+        train(loader, model, optimizer)
+        loader.drain()
+        assert model[2].weight is model[0].bias_of
+        assert model[2].weight.data_ptr() == model[0].bias_of.data_ptr()
+        model[2].weight = torch.nn.Parameter(model[2].weight.detach())
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+        with pytest.raises(ValueError, match=r"'0.bias_of' and '2.weight' lie in the same memory"):
+            hvd.adapt(DataLoader(data(), BATCH), optimizer, "hogbatch")
+
+    on_ranks(2, program)
+
+
 def test_what_is_shared_no_more_is_an_error() -> None:
     def program(here: World) -> None:
         loader, model, optimizer = adapted(make=momentum, device_class=classes(here))
@@ -403,8 +461,12 @@ def test_what_is_shared_no_more_is_an_error() -> None:
         ({"device_class": "tpu"}, "a device class must be one of cpu, gpu, slow, fast, got 'tpu'"),
         ({"device_class": "gpu"}, "'gpu' must have its parameters on a GPU, and they are on cpu"),
         ({"sizes": {"slow": (8, 4)}}, "thresholds of device class 'slow' are crossed"),
-        ({"min_batch": 20}, "thresholds of this rank are crossed"),
-        ({"alpha": 1.0}, "alpha must be above 1"),
+        ({"min_batch": 20}, "min_batch=20 is above batch_size=16 of the DataLoader"),
+        ({"min_batch": 9, "max_batch": 8}, "min_batch=9 is above max_batch=8"),
+        ({"alpha": 1.0}, "alpha must be a number above 1, got 1.0"),
+        ({"alpha": math.inf}, "alpha must be a number above 1, got inf"),
+        ({"alpha": math.nan}, "alpha must be a number above 1, got nan"),
+        ({"alpha": "2"}, "alpha must be a number above 1, got '2'"),
         ({"beta": 0.0}, "beta must lie in 0..1, or be 'measured', got 0.0"),
         ({"beta": 1.5}, "beta must lie in 0..1"),
         ({"grain": 8}, "grain must be 1, got 8"),

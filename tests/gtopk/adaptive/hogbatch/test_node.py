@@ -30,7 +30,7 @@ def start_alone(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
     program = ROOT / "tests" / "programs" / "hogbatch_killed.py"
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
     return subprocess.Popen(
-        [sys.executable, str(program), str(KILLED), "killed", str(folder)],
+        [sys.executable, str(program), str(KILLED), "killed", str(folder), "yes"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -72,12 +72,14 @@ def test_a_killed_process_does_not_stop_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_mpirun_that_recovers_lets_the_others_finish(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shuts_down", ["yes", "no"])
+def test_mpirun_that_recovers_lets_the_others_finish(tmp_path: Path, shuts_down: str) -> None:
+    """Once, a rank that called shutdown() ended by MPI_Finalize, which waited for the dead one."""
     program = ROOT / "tests" / "programs" / "hogbatch_killed.py"
     job = subprocess.run(
         [
             *(str(require_mpirun()), "-n", str(RANKS), "--enable-recovery"),
-            *(sys.executable, str(program), str(KILLED), "killed", str(tmp_path)),
+            *(sys.executable, str(program), str(KILLED), "killed", str(tmp_path), shuts_down),
         ],
         env={**os.environ, **rank_environment(RANKS), "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -21,17 +21,30 @@ def test_twice_the_found_size_gains_little(overhead: float) -> None:
     assert probe.found == 1 or speed(probe.found) >= GAIN * speed(probe.found // 2)
 
 
-def test_the_slower_one_of_two_batches_tells_nothing() -> None:
+def test_the_slower_ones_of_three_batches_tell_nothing() -> None:
     probe = Probe(1, 64)
-    for seconds in (9.0, 1.0, 1.0, 9.0):
+    for seconds in (9.0, 1.0, 9.0, 9.0, 9.0, 1.0):
         probe.note(probe.size, seconds)
     assert probe.found is None
     assert probe.size == 4
 
 
+def test_a_size_is_given_up_after_three_more_batches() -> None:
+    for later in ([9.0, 9.0, 1.0], [9.0, 9.0, 9.0]):
+        probe = Probe(1, 64)
+        for seconds in (1.0, 1.0, 1.0, 9.0, 9.0, 9.0):  # the machine was busy
+            probe.note(probe.size, seconds)
+        assert (probe.found, probe.size) == (None, 2)
+        for seconds in later:
+            if probe.found is None and probe.size == 2:
+                probe.note(2, seconds)
+        assert (probe.found, probe.size) == ((None, 4) if 1.0 in later else (1, 1))
+
+
 def test_a_batch_of_another_size_tells_nothing() -> None:
     probe = Probe(4, 64)
     probe.note(3, 1.0)  # the last one of an epoch
+    probe.note(4, 1.0)
     probe.note(4, 1.0)
     assert probe.size == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,13 @@ import pytest
 import torch
 
 from gtopk.adaptive.hogbatch.device_copy import DeviceCopy
-from gtopk.adaptive.hogbatch.shared_model import Layout, SharedModel, layout_of, states_of
+from gtopk.adaptive.hogbatch.shared_model import (
+    Layout,
+    SharedModel,
+    layout_of,
+    require_shareable,
+    states_of,
+)
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -34,7 +41,7 @@ def share(
 ) -> tuple[SharedModel, list[Any], list[Any]]:
     parameters = list(made.parameters())
     states = states_of(optimizer, parameters)
-    layout = layout_of(parameters, [str(n) for n in range(len(parameters))], states)
+    layout = layout_of(parameters, states)
     shared = SharedModel(np.zeros(layout.size_bytes, np.uint8), layout)
     shared.fill(parameters, states)
     return shared, parameters, states
@@ -50,9 +57,8 @@ def train(
         optimizer.zero_grad()
         x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
         made(x).square().mean().backward()
-        optimizer.step()
-        if copy is not None:
-            copy.add(copy.steps())
+        with copy.lent() if copy is not None else nullcontext():
+            optimizer.step()
     if copy is not None:
         copy.refresh()
     return torch.cat([parameter.detach().reshape(-1) for parameter in made.parameters()])
@@ -64,41 +70,66 @@ def test_training_in_place_is_training_as_ever_to_the_bit(name: str) -> None:
     expected = train(plain, OPTIMIZERS[name](plain.parameters()))
     optimizer = OPTIMIZERS[name](made.parameters())
     shared, parameters, states = share(made, optimizer)
-    shared.map_into(parameters, states, optimizer)
+    shared.map_state(parameters, states, optimizer)
+    shared.map_parameters(parameters)
     assert torch.equal(train(made, optimizer), expected)
-    inside = [
-        t for place, t in zip(shared.layout.places, shared.tensors, strict=True) if not place.key
-    ]
-    assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in inside]), expected)
+    assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in shared.parameters]), expected)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_a_copy_and_adding_its_steps_is_training_as_ever(name: str) -> None:
+def test_training_by_a_copy_is_training_as_ever_to_the_bit(name: str) -> None:
     plain, made = model(), model()
     expected = train(plain, OPTIMIZERS[name](plain.parameters()))
     optimizer = OPTIMIZERS[name](made.parameters())
     shared, parameters, states = share(made, optimizer)
-    copy = DeviceCopy(shared, parameters, states, optimizer)
-    torch.testing.assert_close(train(made, optimizer, copy), expected, rtol=1e-11, atol=1e-13)
+    shared.map_state(parameters, states, optimizer)
+    assert torch.equal(train(made, optimizer, DeviceCopy(shared, parameters)), expected)
 
 
-def test_a_copy_never_undoes_what_others_did_meanwhile() -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_as_old_as_can_be_is_the_optimizers_own_step(name: str) -> None:
+    """Once, what a step of the copy had changed was added, 600 updates later: v < 0, and NaN."""
+    plain, slow, fast = model(), model(), model()
+    oracle, *optimizers = (OPTIMIZERS[name](each.parameters()) for each in (plain, slow, fast))
+    shared, in_place, states = share(slow, optimizers[0])
+    shared.map_state(in_place, states, optimizers[0])
+    shared.map_parameters(in_place)
+    beside = list(fast.parameters())
+    shared.map_state(beside, [dict(state) for state in states], optimizers[1])
+    copy = DeviceCopy(shared, beside)
+
+    def step(optimizer: torch.optim.Optimizer, size: float) -> None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = torch.full_like(parameter, size)
+        optimizer.step()
+
+    for size in (1.0, *[1e-3] * 600, 0.01):
+        if size == 1.0:
+            copy.refresh()
+        step(oracle, size)
+        with copy.lent() if size == 0.01 else nullcontext():
+            step(optimizers[size == 0.01], size)
+    assert all(map(torch.equal, shared.parameters, plain.parameters()))
+    for parameter, other in zip(plain.parameters(), beside, strict=True):
+        expected, found = oracle.state[parameter], optimizers[1].state[other]
+        assert all(
+            torch.equal(found[key], expected[key]) for key in expected if expected[key] is not None
+        )
+
+
+def test_a_copy_is_the_workers_own_again_after_a_step() -> None:
     made = model()
     optimizer = OPTIMIZERS["momentum"](made.parameters())
     shared, parameters, states = share(made, optimizer)
-    copy = DeviceCopy(shared, parameters, states, optimizer)
-    copy.refresh()
-    before = [tensor.clone() for tensor in shared.tensors]
-    for tensor in shared.tensors:  # another worker's update
-        tensor.add_(10)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    steps = copy.steps()
-    copy.add(steps)
-    for tensor, old, step in zip(shared.tensors, before, steps, strict=True):
-        torch.testing.assert_close(tensor, old + 10 + step)
-        assert step.abs().sum() > 0
+    shared.map_state(parameters, states, optimizer)
+    copy = DeviceCopy(shared, parameters)
+    own = [parameter.data_ptr() for parameter in parameters]
+    made(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    gradients = [parameter.grad for parameter in parameters]
+    with copy.lent():
+        assert not set(own) & {parameter.data_ptr() for parameter in parameters}
+    assert [parameter.data_ptr() for parameter in parameters] == own
+    assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True))
 
 
 def test_a_state_that_is_there_already_goes_on() -> None:
@@ -107,8 +138,22 @@ def test_a_state_that_is_there_already_goes_on() -> None:
     train(plain, optimizers[0])
     train(made, optimizers[1])
     shared, parameters, states = share(made, optimizers[1])
-    shared.map_into(parameters, states, optimizers[1])
+    shared.map_state(parameters, states, optimizers[1])
+    shared.map_parameters(parameters)
     assert torch.equal(train(made, optimizers[1]), train(plain, optimizers[0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torch.optim.SparseAdam, "SparseAdam cannot step .* does not support dense gradients"),
+        (lambda p: torch.optim.Adam(p, capturable=True), "Adam cannot step .* capturable=True"),
+    ],
+)
+def test_an_optimizer_that_cannot_step_there_is_an_error(make: Any, reason: str) -> None:
+    parameters = list(model().parameters())
+    with pytest.raises(ValueError, match=reason):
+        states_of(make(parameters), parameters)
 
 
 def test_tensors_lie_in_lines_of_their_own() -> None:
@@ -122,15 +167,40 @@ def test_tensors_lie_in_lines_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameter", "reason"),
+    ("tensor", "reason"),
     [
         (torch.eye(3).to_sparse(), "its layout is torch.sparse_coo"),
         (torch.empty(3, device="meta"), "it is on the device 'meta'"),
-        (torch.nn.UninitializedParameter(), "it is a UninitializedParameter"),
+        (torch.zeros(3, 1).expand(3, 3), "elements of it share their memory"),
     ],
 )
-def test_a_parameter_that_cannot_be_shared_is_an_error(
-    parameter: torch.Tensor, reason: str
-) -> None:
+def test_a_parameter_that_cannot_be_shared_is_an_error(tensor: torch.Tensor, reason: str) -> None:
+    names = {torch.nn.Parameter(torch.zeros(2)): "bias", torch.nn.Parameter(tensor): "weight"}
     with pytest.raises(ValueError, match=f"parameter 'weight' cannot be shared.*: {reason}"):
-        layout_of([parameter], ["weight"], [{}])
+        require_shareable(names)
+
+
+def test_parameters_of_one_memory_are_an_error() -> None:
+    """Once, each got memory of its own, and what had been one was two."""
+    memory = torch.zeros(4, 6)
+    a, b = torch.nn.Parameter(memory), torch.nn.Parameter(memory.view(-1)[20:])
+    for trained, other in ((a, b), (b, a)):
+        other.requires_grad_(False)
+        with pytest.raises(ValueError, match="parameters 'a' and 'b' lie in the same memory"):
+            require_shareable({b: "b", a: "a"})
+        trained.requires_grad_(False)
+        require_shareable({a: "a", b: "b"})
+        trained.requires_grad_()
+        other.requires_grad_()
+
+
+def test_parameters_side_by_side_in_one_memory_are_shared() -> None:
+    """As the weights of an LSTM on a GPU are."""
+    first, second = torch.zeros(24).split([10, 14])
+    require_shareable(
+        {
+            torch.nn.Parameter(first.view(2, 5)): "a",
+            torch.nn.Parameter(second.view(2, 7).t()): "b",
+            torch.nn.Parameter(torch.zeros(0)): "empty",
+        }
+    )

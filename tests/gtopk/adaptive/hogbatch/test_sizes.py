@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +64,7 @@ def test_what_is_not_said_is_probed_or_the_largest() -> None:
         size = slow.next(0, [])
         tried.append(size)
         slow.note(size, 10.0 + size)  # a batch costs as much as ten samples
-    assert tried == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32]
+    assert tried == [1] * 3 + [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3 + [32] * 6
     assert slow.thresholds == (16, 512)
     assert slow.next(0, []) == 16
 
@@ -96,6 +97,11 @@ def test_memory_limits_what_has_not_been_tried() -> None:
     assert sizes == [16, 20, 20, 20]
 
 
+def test_a_size_may_be_any_kind_of_whole_number() -> None:
+    said = {"cpu": [np.int64(4), 8], "gpu": np.int32(64)}
+    assert thresholds_of(said) == {"cpu": (4, 8), "gpu": (64, 64)}
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -103,6 +109,12 @@ def test_memory_limits_what_has_not_been_tried() -> None:
         ({"cpu": (64, 4)}, "thresholds of device class 'cpu' are crossed.*got 64 and 4"),
         ({"cpu": 0}, "must be at least 1, got 0"),
         ({"cpu": (1, 2, 3)}, "the smallest and the largest batch, or one for both"),
+        ({"cpu": (1.5, 4)}, r"whole numbers, got \(1.5, 4\)"),
+        ({"cpu": 2.5}, r"sizes\['cpu'\] must be .* whole numbers, got 2.5"),
+        ({"cpu": "ab"}, "whole numbers, got 'ab'"),
+        ({"cpu": True}, "whole numbers, got True"),
+        ({"cpu": None}, "whole numbers, got None"),
+        ([1, 2], r"sizes must say them by device class, .* got \[1, 2\]"),
     ],
 )
 def test_sizes_that_make_no_sense_are_errors(sizes: dict[str, object], message: str) -> None:

@@ -1,0 +1,78 @@
+"""The workers of a device class have one smallest batch, and slow ones none above fast ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from collectives.transports import LocalTransport
+from gtopk.adaptive.hogbatch.board import Board
+from gtopk.adaptive.hogbatch.class_sizes import ClassSizes
+from gtopk.adaptive.hogbatch.device_classes import CLASSES
+from gtopk.adaptive.hogbatch.sizes import Sizer, Thresholds
+
+DEFAULT = Thresholds(1, 64)
+
+
+def sizers(threads: Callable[..., Any], adapts: bool, **said: Any) -> list[Sizer]:
+    """Return those of two slow workers and two fast ones."""
+
+    def program(transport: LocalTransport) -> Sizer:
+        memory = transport.shared_memory(Board.size_bytes(transport.size))
+        kind = CLASSES["slow" if transport.rank < 2 else "fast"]
+        of_class = ClassSizes(memory, Board(memory), kind)
+        return Sizer(kind.is_fast, adapts, 2.0, said.get(kind.name), DEFAULT, of_class)
+
+    found: list[Sizer] = threads(4, program)
+    return found
+
+
+def probe(sizer: Sizer, overhead: float) -> None:
+    """Have a worker compute until it has its sizes."""
+    while sizer.thresholds is None:
+        size = sizer.next(0, [])
+        sizer.note(size, overhead + size)
+
+
+def test_the_first_one_finds_it_for_its_class(threads: Callable[..., Any]) -> None:
+    one, other, *fast = sizers(threads, adapts=True)
+    other.note(other.next(0, []), 1.0)  # it has begun
+    probe(one, 10)
+    assert one.thresholds == (16, 64)
+    assert other.next(0, []) == 16
+    assert other.thresholds == (16, 64)
+    assert fast[0].thresholds is None
+
+
+def test_who_finds_it_later_takes_what_was_found(threads: Callable[..., Any]) -> None:
+    one, other, *_ = sizers(threads, adapts=True)
+    alike = [size for size in (1, 2, 4, 8, 16, 32, 64) for _ in range(3)]
+    for size in alike[:-1]:
+        other.note(size, 1.0)
+    probe(one, 10)
+    other.note(alike[-1], 1.0)  # by itself it would have 64
+    assert one.thresholds == other.thresholds == (16, 64)
+
+
+@pytest.mark.parametrize("fast_is_first", [True, False])
+def test_slow_ones_have_no_larger_one_than_fast_ones(
+    threads: Callable[..., Any], fast_is_first: bool
+) -> None:
+    slow, _, fast, _ = sizers(threads, adapts=True)
+    overheads = {fast: 3, slow: 30}
+    for sizer in sorted(overheads, key=overheads.get, reverse=not fast_is_first):
+        probe(sizer, overheads[sizer])
+    assert slow.thresholds == fast.thresholds == ((8, 64) if fast_is_first else (64, 64))
+
+
+def test_nor_than_what_is_said_of_fast_ones(threads: Callable[..., Any]) -> None:
+    slow, *_ = sizers(threads, adapts=False, fast=Thresholds(4, 4))
+    probe(slow, 30)
+    assert slow.thresholds == (4, 64)
+
+
+def test_what_is_said_of_a_class_is_what_it_has(threads: Callable[..., Any]) -> None:
+    slow, *_, fast = sizers(threads, adapts=False, slow=Thresholds(32, 32), fast=Thresholds(4, 4))
+    assert (slow.size, fast.size) == (32, 4)

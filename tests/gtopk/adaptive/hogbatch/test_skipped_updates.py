@@ -1,0 +1,52 @@
+"""A step is taken with gradients that are finite, and with no others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from gtopk.adaptive.hogbatch.skipped_updates import SkippedUpdates, all_finite
+
+LARGE = {
+    torch.float16: 60_000.0,
+    torch.bfloat16: 3e38,
+    torch.float32: 3e38,
+    torch.float64: 1e308,
+}
+
+
+@pytest.mark.parametrize("dtype", LARGE, ids=str)
+def test_large_gradients_are_finite(dtype: torch.dtype) -> None:
+    """Once, sums were looked at: of finite elements one may not be finite."""
+    gradients = [torch.full(shape, LARGE[dtype], dtype=dtype) for shape in ((16, 8), (16,), ())]
+    assert all_finite([*gradients, gradients[0].t(), gradients[0].to_sparse()])
+    for spoilt in gradients:
+        for value in (math.inf, -math.inf, math.nan):
+            before = spoilt.clone()
+            spoilt.view(-1)[-1] = value
+            assert not all_finite(gradients)
+            spoilt.copy_(before)
+    gradients[0][3, 4] = math.nan
+    assert not all_finite([gradients[0].t()])
+    assert not all_finite([gradients[0].to_sparse()])
+    assert all_finite([])
+
+
+def test_too_many_in_a_row_are_an_error_and_so_is_a_model_that_is_lost() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([math.nan, 0])
+    other = torch.nn.Parameter(torch.zeros(2))
+    names = {other: "b", parameter: "a"}
+    skipped = SkippedUpdates(4)
+    for number in range(8):
+        skipped.note(7, [other, parameter], names)
+        if number == 3:
+            skipped.end_row()
+    with pytest.raises(FloatingPointError, match=r"rank 7: 5 updates .* gradient of 'a' is not"):
+        skipped.note(7, [other, parameter], names)
+    other.data.fill_(-math.inf)
+    with pytest.raises(FloatingPointError, match=r"rank 7: .* not finite any more, in 'b'"):
+        skipped.note(7, [other, parameter], names)
+    assert skipped.count == 10
