@@ -1,4 +1,4 @@
-"""Time the kernels on a GPU with CUDA events, beside a copy of the same bytes and beside others.
+"""Time each kernel on a GPU with CUDA events, beside a copy of the same bytes.
 
 One residual goes on from step to step, as error feedback has it; its gradients are normal numbers
 (synthetic). Each round times every row once, in turn, so that ratios are of one run.
@@ -7,7 +7,7 @@ One residual goes on from step to step, as error feedback has it; its gradients 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,16 +68,8 @@ def seconds_of(work: Callable[[], object]) -> float:
     return float(cupy().cuda.get_elapsed_time(before, after)) / 1e3
 
 
-def measure(
-    length: int,
-    k: int,
-    rounds: int = 20,
-    others: Mapping[str, Callable[[Array, Array, int], object]] | None = None,
-) -> list[Row]:
-    """Return the rows of one size: float32 [length], k entries.
-
-    others: what else to time, by name: (residual, gradient, k), which it may change.
-    """
+def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
+    """Return the rows of one size: float32 [length], k entries."""
     arrays = cupy()
     stream = arrays.cuda.Stream(non_blocking=True)  # the null stream cannot be captured
     with stream:
@@ -107,9 +99,6 @@ def measure(
                 selection.accumulate_and_select, scratch, spare, gradient, k, threshold
             )
             note("step, launched and waited for", seconds_of(launched))
-            for name, work in (others or {}).items():
-                again()
-                note(name, seconds_of(partial(work, spare, gradient, k)))
 
             watched.launches.clear()
             picked, threshold = selection.accumulate_and_select(

@@ -3,6 +3,7 @@
 round    gradient g   residual e
          method 1:  copy of e, timed: += g, select, clear
          method 2:  copy of e, timed: ...                       every one is checked
+         ...        on a GPU, too, where there is one: the same e and g
          e += g, less the exact picks, which the network applies
 """
 
@@ -10,17 +11,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from collectives import SparseVector
 from collectives.kernels import host, reference, why_not_compiled
-from collectives.kernels.host import threads
 
 from .gradients import Array, Source
-from .methods import FLOOR, Method
+from .places import Place
 
 
 class Spread(NamedTuple):
@@ -36,15 +37,17 @@ class Spread(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One method on one kind of data.
+    """One method on one kind of data, on one device.
 
-    clock:      "cpu" seconds of the one thread, or "wall" seconds where there are several.
-    over_floor: time over that of `a += g` on the same clock, in the same round.
+    clock:      "cpu" seconds of the one thread, "wall" seconds where there are several, or "gpu".
+    over_floor: time over that of `a += g` on the same device and clock, in the same round.
     exact:      whether it selected k entries, and no other was larger, in every round.
     selected:   how many entries it selected, the median.
     """
 
     method: str
+    device: str
+    torch: str
     data: str
     n: int
     k: int
@@ -56,61 +59,67 @@ class Record(NamedTuple):
     selected: int
 
 
+class _Row(NamedTuple):
+    """What one method did, round by round."""
+
+    seconds: list[float]
+    over_floor: list[float]
+    right: list[bool]
+    selected: list[int]
+
+
 def measure(
     source: Source,
     density: float,
-    methods: Sequence[Method],
+    places: Mapping[Place, Sequence[str]],
     rounds: int,
     warm_up: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Record]:
-    """Return a record for each method; the first of them must be the floor."""
+    """Return a record for each method of each place; the first of a place must be its floor."""
     k = max(1, round(source.length * density))
     residual = np.zeros(source.length, np.float32)
-    copy = np.empty_like(residual)
     threshold = 0.0
-    cpu: dict[str, list[float]] = {method.name: [] for method in methods}
-    wall: dict[str, list[float]] = {method.name: [] for method in methods}
-    right: dict[str, list[bool]] = {method.name: [] for method in methods}
-    selected: dict[str, list[int]] = {method.name: [] for method in methods}
+    rows = {
+        (place, name): _Row([], [], [], []) for place, names in places.items() for name in names
+    }
     for number in range(warm_up + rounds):
         gradient = source.next_gradient()
         if number >= warm_up - 3:  # long enough before for thresholds to settle
             right_answer = Answer(residual + gradient, k)
             progress(f"{source.label}: round {number - warm_up + 1} of {rounds}")
-            for method in methods:
-                np.copyto(copy, residual)
-                with threads.using(method.threads):
-                    begun, began = time.thread_time(), time.perf_counter()
-                    picked = method.step(copy, gradient, k)
-                    seconds = time.thread_time() - begun, time.perf_counter() - began
-                if number >= warm_up:
-                    cpu[method.name].append(seconds[0])
-                    wall[method.name].append(seconds[1])
-                    selected[method.name].append(picked.entries)
-                    right[method.name].append(right_answer.is_given_by(picked))
+            for place, names in places.items():
+                place.begin_round(residual, gradient, k)
+                floor: dict[str, float] = {}
+                for name in names:
+                    timed = place.time(name)
+                    floor = floor or timed.seconds
+                    if number >= warm_up:
+                        row, clock = rows[place, name], place.clock(name)
+                        row.seconds.append(timed.seconds[clock])
+                        row.over_floor.append(timed.seconds[clock] / floor[clock])
+                        row.right.append(right_answer.is_given_by(timed.picked))
+                        row.selected.append(timed.picked.entries)
         picked, threshold = reference.accumulate_and_select(residual, gradient, k, threshold)
         reference.clear_at(residual, picked.indices)
         source.apply(picked)
-    records = []
-    for method in methods:
-        times = cpu if method.threads == 1 else wall
-        pairs = zip(times[method.name], times[FLOOR], strict=True)
-        records.append(
-            Record(
-                method=method.name,
-                data=source.label,
-                n=source.length,
-                k=k,
-                density=density,
-                clock="cpu" if method.threads == 1 else "wall",
-                seconds=Spread.of(times[method.name]),
-                over_floor=Spread.of([seconds / base for seconds, base in pairs]),
-                exact=all(right[method.name]),
-                selected=round(statistics.median(selected[method.name])),
-            )
+    return [
+        Record(
+            method=name,
+            device=place.device,
+            torch=torch.__version__,
+            data=source.label,
+            n=source.length,
+            k=k,
+            density=density,
+            clock=place.clock(name),
+            seconds=Spread.of(row.seconds),
+            over_floor=Spread.of(row.over_floor),
+            exact=all(row.right),
+            selected=round(statistics.median(row.selected)),
         )
-    return records
+        for (place, name), row in rows.items()
+    ]
 
 
 class Answer:

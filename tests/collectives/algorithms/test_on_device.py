@@ -51,18 +51,8 @@ def library(shared_folder: Path) -> Any:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch, library: Any) -> Iterator[Any]:
     """A machine with 8 GPUs, on which nothing may go wrong."""
-    caches = (cuda_machine.cupy, cuda_machine._load)
-    for cache in caches:
-        cache.cache_clear()
-    cuda = fake_cuda.Cuda(gpus=8)
-    cuda.library = library
-    fake_cuda.install(monkeypatch, cuda)
-    yield cuda
-    cuda.off.set()
-    cuda.change()
-    for cache in caches:
-        cache.cache_clear()
-    assert cuda.wrongs == []
+    with fake_cuda.with_kernels(monkeypatch, library) as cuda:
+        yield cuda
 
 
 def up(vector: SparseVector) -> SparseVector:
