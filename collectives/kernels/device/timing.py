@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...vector import Array, SparseVector
+from ..reference_codes import blocks_capacity
 from . import entries, packing, selection, sums
 from .cuda import CudaMachine, cupy
 from .machine import Scratch
@@ -131,13 +132,14 @@ def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float
     positions = cupy().concatenate((cupy().ones(1, np.bool_), apart))
     theirs = SparseVector(moved[positions], picked.values[positions], picked.length + 1)
     ours = SparseVector(picked.indices, picked.values, picked.length + 1)
+    room = cupy().empty(blocks_capacity(picked.entries, picked.length), np.uint8)
     return {
         "merge, waited for": seconds_of(lambda: sums.merge(scratch, ours, theirs, k)),
-        "pack offsets": seconds_of(
-            lambda: packing.pack_offsets(scratch, picked.indices, picked.length)
+        "pack blocks, waited for": seconds_of(
+            lambda: packing.pack_blocks(scratch, picked.indices, picked.length, room)
         ),
-        "round to bfloat16": seconds_of(
-            lambda: packing.round_values(scratch, picked.values, np.uint16)
+        "round to bf16, waited for": seconds_of(
+            lambda: packing.pack_floats(scratch, "bf16", picked.values, room[: 2 * picked.entries])
         ),
     }
 
