@@ -27,6 +27,7 @@ from .gradients import open_source
 from .measure import MergeRecord, Record, measure, measure_merges
 from .methods import COPY, FLOOR, all_methods
 from .places import Host, Place, wanted
+from .rescans import count_rescans
 
 DATA = ("training", "gaussian", "laplace")
 OURS = ("gtopk-compiled", "gtopk-reference", "gtopk-cuda")
@@ -58,6 +59,13 @@ def parser() -> argparse.ArgumentParser:
         "--threads", type=int, default=usable_cores(), help="of the threaded one; default: cores"
     )
     described.add_argument(
+        "--rescans",
+        type=as_argument(whole_number),
+        metavar="STEPS",
+        help="time nothing: count over so many steps, with changes of density and drops of the "
+        "learning rate, those that read the residual again",
+    )
+    described.add_argument(
         "--json", type=as_argument(output_file), help="file to write the records to"
     )
     return described
@@ -79,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     machine = describe()
     print(", ".join(f"{name}: {value}" for name, value in machine.items()))
+    if options.rescans:
+        return _rescans(options, machine)
     print("times are medians of rounds, with the lowest and the highest of the ratios")
     print(f"{no_gpu}\n" if no_gpu else "")
     records: list[Record] = []
@@ -113,6 +123,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(
             json.dumps(as_json(machine, records, merges, rows), indent=1) + "\n"
         )
+        print(f"written to {options.json}")
+    return 0
+
+
+def _rescans(options: argparse.Namespace, machine: dict[str, str]) -> int:
+    """Count, print and write what --rescans asks for."""
+    counted = [
+        record
+        for elements in options.elements
+        for name in options.data
+        for record in count_rescans(
+            open_source(name, elements), options.density, options.rescans, tell
+        )
+    ]
+    tell()
+    for record in counted:
+        right = "exact" if record.exact else "NOT EXACT"
+        print(
+            f"{record.data}, n = {record.n:,}, density {record.density:g}, {record.method}: "
+            f"{record.rescans} of {record.steps:,} steps read the residual again "
+            f"({record.share:.2%}), {record.at_changes} of them just after one of "
+            f"{record.density_changes} changes of density and {record.rate_drops} drops; {right}"
+        )
+    if options.json:
+        fields = [record._asdict() | {"share": record.share} for record in counted]
+        options.json.write_text(json.dumps({"machine": machine, "rescans": fields}, indent=1))
         print(f"written to {options.json}")
     return 0
 
