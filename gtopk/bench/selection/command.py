@@ -22,6 +22,7 @@ from ...arguments import as_argument, output_file, share, whole_number
 from ...launch import usable_cores
 from ..progress import tell
 from ..words import add_words, one_of
+from .cases import measure_cases
 from .gpu import MAKERS, open_gpu, why_no_gpu
 from .gradients import open_source
 from .measure import MergeRecord, Record, measure, measure_merges
@@ -29,7 +30,9 @@ from .methods import COPY, FLOOR, all_methods
 from .places import Host, Place, wanted
 from .rescans import count_rescans
 
-DATA = ("training", "gaussian", "laplace")
+SOURCES = ("training", "gaussian", "laplace")
+ADVERSE = "adverse"
+DATA = (*SOURCES, ADVERSE)
 OURS = ("gtopk-compiled", "gtopk-reference", "gtopk-cuda")
 
 
@@ -48,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument(
         "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
     )
-    data = f"of {', '.join(DATA)}; default: all"
+    data = f"of {', '.join(DATA)} (wrong guesses, strange values); default: all"
     add_words(described, "--data", one_of(DATA), DATA, help=data)
     add_words(described, "--methods", str, help="default: all")
     described.add_argument("--rounds", type=int, default=7, help="timed; default: %(default)s")
@@ -95,7 +98,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merges: list[MergeRecord] = []
     rows: list[Row] = []
     for elements in options.elements:
+        if ADVERSE in options.data:
+            device = machine["processor"]
+            for found in measure_cases(
+                elements, options.density, device, options.methods, options.rounds, tell
+            ):
+                tell()
+                print(table(found))
+                records += found
         for name in options.data:
+            if name == ADVERSE:
+                continue
             places: list[Place] = [Host(machine["processor"], methods)]
             places += [] if no_gpu else [open_gpu()]
             chosen = {place: wanted(place.names, options.methods) for place in places}
@@ -133,6 +146,7 @@ def _rescans(options: argparse.Namespace, machine: dict[str, str]) -> int:
         record
         for elements in options.elements
         for name in options.data
+        if name != ADVERSE
         for record in count_rescans(
             open_source(name, elements), options.density, options.rescans, tell
         )

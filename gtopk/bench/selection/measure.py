@@ -68,6 +68,9 @@ class _Row(NamedTuple):
     selected: list[int]
 
 
+Rows = dict[tuple[Place, str], _Row]
+
+
 def measure(
     source: Source,
     density: float,
@@ -80,36 +83,51 @@ def measure(
     k = max(1, round(source.length * density))
     residual = np.zeros(source.length, np.float32)
     threshold = 0.0
-    rows = {
-        (place, name): _Row([], [], [], []) for place, names in places.items() for name in names
-    }
+    rows = rows_of(places)
     for number in range(warm_up + rounds):
         gradient = source.next_gradient()
         if number >= warm_up - 3:  # long enough before for thresholds to settle
-            right_answer = Answer(residual + gradient, k)
             progress(f"{source.label}: round {number - warm_up + 1} of {rounds}")
-            for place, names in places.items():
-                place.begin_round(residual, gradient, k)
-                floor: dict[str, float] = {}
-                for name in names:
-                    timed = place.time(name)
-                    floor = floor or timed.seconds
-                    if number >= warm_up:
-                        row, clock = rows[place, name], place.clock(name)
-                        row.seconds.append(timed.seconds[clock])
-                        row.over_floor.append(timed.seconds[clock] / floor[clock])
-                        row.right.append(right_answer.is_given_by(timed.picked))
-                        row.selected.append(timed.picked.entries)
+            run_round(rows, residual, gradient, k, note=number >= warm_up)
         picked, threshold = reference.accumulate_and_select(residual, gradient, k, threshold)
         reference.clear_at(residual, picked.indices)
         source.apply(picked)
+    return records_of(rows, source.label, source.length, k, density)
+
+
+def rows_of(places: Mapping[Place, Sequence[str]]) -> Rows:
+    """Return an empty row for each method of each place."""
+    return {
+        (place, name): _Row([], [], [], []) for place, names in places.items() for name in names
+    }
+
+
+def run_round(rows: Rows, residual: Array, gradient: Array, k: int, note: bool) -> None:
+    """Run every method once; what it takes, over its place's first, and gives, is noted."""
+    right_answer = Answer(residual + gradient, k)
+    floors: dict[Place, dict[str, float]] = {}
+    for (place, name), row in rows.items():
+        if place not in floors:
+            place.begin_round(residual, gradient, k)
+        timed = place.time(name)
+        floor = floors.setdefault(place, timed.seconds)
+        if note:
+            clock = place.clock(name)
+            row.seconds.append(timed.seconds[clock])
+            row.over_floor.append(timed.seconds[clock] / floor[clock])
+            row.right.append(right_answer.is_given_by(timed.picked))
+            row.selected.append(timed.picked.entries)
+
+
+def records_of(rows: Rows, data: str, length: int, k: int, density: float) -> list[Record]:
+    """Return the rows of one kind of data as records."""
     return [
         Record(
             method=name,
             device=place.device,
             torch=torch.__version__,
-            data=source.label,
-            n=source.length,
+            data=data,
+            n=length,
             k=k,
             density=density,
             clock=place.clock(name),
@@ -123,20 +141,23 @@ def measure(
 
 
 class Answer:
-    """The k largest magnitudes of a sum, whichever of equal ones."""
+    """The k largest magnitudes of a sum, whichever of equal ones; NaN counts as the largest."""
 
     def __init__(self, total: Array, k: int) -> None:
         self.k = k
-        self.magnitudes = np.abs(total)
-        self.at_k = np.partition(self.magnitudes, total.size - k)[total.size - k]
+        self.keys = reference.keys(total)
+        self.at_k = np.partition(self.keys, total.size - k)[total.size - k]
+        # Zeros may be selected or not.
+        self.least = k if self.at_k else int(np.count_nonzero(self.keys))
 
     def is_given_by(self, picked: SparseVector) -> bool:
-        """Tell whether these are k entries of the sum, and no other is larger."""
-        chosen = self.magnitudes[picked.indices]
+        """Tell whether these are k entries of the sum, but for zeros, and no other is larger."""
+        chosen = self.keys[picked.indices]
         return (
-            picked.entries == self.k == np.unique(picked.indices).size
+            np.unique(picked.indices).size == picked.entries <= self.k
+            and int(np.count_nonzero(chosen)) == self.least
             and bool((chosen >= self.at_k).all())
-            and bool((chosen == np.abs(picked.values)).all())
+            and bool((chosen == reference.keys(picked.values)).all())
         )
 
 

@@ -190,6 +190,21 @@ def test_a_threshold_that_misleads_costs_one_scan_more(random: np.random.Generat
         assert scans(values[name], 1000, 1e-30) == 2
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_search_that_stopped_goes_on_from_there(count: int, random: np.random.Generator) -> None:
+    # Larger and larger ones, behind a start that must not be forgotten; in one part, or in all.
+    for begin in (0, 0.4, 0.9):
+        dense = np.linspace(0, 1, 1_000_000, dtype=np.float32)
+        dense[: int(begin * dense.size)] = 0
+        dense[random.choice(dense.size, 700, replace=False)] *= -2
+        gradient = random.standard_normal(dense.size).astype(np.float32) * 1e-7
+        expected, _ = reference.select(dense + gradient, 1000)
+        with using(count):
+            picked, report = selection.search(dense, gradient, 1000, 0.5)
+        assert report.scans == 2
+        assert_same(picked, expected)
+
+
 def test_without_enough_nonzeros_there_is_nothing_to_scan_again() -> None:
     dense = np.zeros(100_000, np.float32)
     dense[:3] = 1
