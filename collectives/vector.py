@@ -88,7 +88,10 @@ class SparseVector(NamedTuple):
         return SparseVector(kind.asarray(self.indices), kind.asarray(self.values), self.length)
 
     def minus(self, other: SparseVector) -> SparseVector:
-        """Return the nonzero differences to a vector of the same indices."""
+        """Return the nonzero differences to a vector of the same indices.
+
+        On a GPU CuPy takes those of float32 below 2^-126 for zeros.
+        """
         difference = self.values - other.values
         return self._replace(values=difference).where(difference != 0)
 

@@ -24,6 +24,7 @@ from ..errors import NonFiniteError
 from ..transports.transport import Transport
 from ..vector import SparseVector, check, is_on_device
 from ..wire import EXACT, Format
+from ..wire.format import ON_DEVICE as FORMATS_ON_DEVICE
 from ..wire.format import check as check_format
 from . import dense, gtopk, gtopk_tree, hierarchical, oktopk, topk_allgather
 from .by_host import Reduction, by_host
@@ -81,7 +82,8 @@ def reduce(
 
     Vectors of CuPy arrays, on every rank, give vectors of CuPy arrays on the same GPU. They stay
     there where the transport sends from it (NCCL, once connected), by the algorithms `ON_DEVICE` in
-    the format EXACT; else they go by way of the host, where ranks without a GPU may take part.
+    a format that a GPU codes: indices raw or in blocks, values exact or in 16 bits. Else they go by
+    way of the host, where ranks without a GPU may take part.
 
     Raises ValueError for an unknown algorithm, option or format, an option out of bounds, k outside
     1..length, more than k entries, or a `selected` that is no SparseVector; TypeError where its
@@ -109,7 +111,8 @@ def where_it_works(
     if not is_on_device(selected.values):
         return reduction(selected)
     with selected.values.device:  # type: ignore[attr-defined]
-        stays = algorithm in ON_DEVICE and format == EXACT and transport.sends_from_device
+        codes_there = algorithm in ON_DEVICE and format in FORMATS_ON_DEVICE
+        stays = codes_there and transport.sends_from_device
         return reduction(selected) if stays else by_host(reduction, selected)
 
 

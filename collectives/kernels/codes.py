@@ -6,7 +6,8 @@ bytes, and refuse the same ones.
 `pack_...` writes into a buffer, uint8, of at least `..._capacity` or exactly `..._bytes` bytes.
 `unpack_...` reads what anyone may have sent: ValueError says what is wrong with it.
 
-A GPU's arrays have `in_order` here, and `seal` and `open_sealed`, which are theirs alone.
+A GPU's arrays have `in_order`, the blocks and the 16-bit floats here, and `seal` and `open_sealed`,
+which are theirs alone.
 """
 
 from __future__ import annotations

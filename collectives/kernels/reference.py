@@ -68,8 +68,23 @@ def accumulate_and_select(
     weight: float = 1.0,
 ) -> tuple[SparseVector, float]:
     """Add to `residual` in place and select from the sum."""
+    picked, following, _ = search(residual, gradient, k, threshold, momentum, weight)
+    return picked, following
+
+
+def search(
+    residual: Array,
+    gradient: Gradient,
+    k: int,
+    threshold: float = 0.0,
+    momentum: Momentum | None = None,
+    weight: float = 1.0,
+) -> tuple[SparseVector, float, int]:
+    """Do what `accumulate_and_select` does, and tell how often the residual was read for it."""
     parts = gradient_parts(residual, gradient, k, momentum)
-    return _select(_Search(residual, k), _addends(residual, parts, momentum, weight), threshold)
+    looking = _Search(residual, k)
+    picked, following = _select(looking, _addends(residual, parts, momentum, weight), threshold)
+    return picked, following, looking.scans
 
 
 def _starts(dense: Array) -> range:
@@ -106,6 +121,7 @@ def _select(
         for start, addend in chunks:
             if addend is not None:
                 search.dense[start : start + addend.size] += addend
+        search.scans += 1
     if search.count < search.k:
         search.scan_again(_sampled_threshold(search.dense, search.k))
     if search.count < search.k:
@@ -145,6 +161,7 @@ class _Search:
         room = -(-min(CHUNK, dense.size) // 8) * 8
         self.below, self.above = np.empty((2, room), np.bool_)
         self.count = 0
+        self.scans = 0
 
     def scan_again(self, threshold: float) -> None:
         """Collect anew, from what the dense vector now holds."""
@@ -152,6 +169,7 @@ class _Search:
 
     def scan(self, chunks: Iterator[tuple[int, Array | None]], threshold: float) -> None:
         """Collect the nonzero entries not under the threshold, adding the addends first."""
+        self.scans += 1
         self.pieces: list[tuple[Array, Array]] = []
         self.count = 0
         self.threshold = self._at_least(threshold)

@@ -17,6 +17,11 @@ class Format(NamedTuple):
 
 EXACT: Final = Format()
 
+# What a GPU writes and reads itself; its vectors travel in other formats by way of the host.
+ON_DEVICE: Final = frozenset(
+    Format(indices, values) for indices in ("raw", "blocks") for values in ("exact", "bf16", "fp16")
+)
+
 # A code's number in the header is its place here.
 _INDEX_NAMES: Final = tuple(INDEX_CODES)
 _VALUE_NAMES: Final = tuple(VALUE_CODES)

@@ -49,7 +49,8 @@ def encode(
 
     extra: uint8 [m] that travels behind the values and comes out of `decode` unchanged.
 
-    A GPU's vector, in the format EXACT, gives a message there; the host waits for nothing.
+    A GPU's vector gives a message there, in the formats ON_DEVICE; for a code that is not EXACT's
+    the host waits for a few numbers.
 
     vector.values - encoded.vector.values, the rounding error, is exact in the values' dtype.
     """

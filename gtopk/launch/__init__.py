@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .cores import allowed_cores, core_quota, usable_cores
+from collectives.cores import allowed_cores, core_quota, usable_cores
+
 from .errors import LaunchError, LaunchTimeoutError
 from .launched import Launched, carried_by, launched_by, launchers
 from .mpirun import (

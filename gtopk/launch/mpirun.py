@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from .cores import usable_cores
+from collectives.cores import usable_cores
+
 from .errors import LaunchError, LaunchTimeoutError
 from .job import job, refuse_inside_a_job
 

@@ -24,9 +24,12 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
+
+from collectives.kernels.device import cuda as cuda_machine
 
 LATE_SECONDS = 0.0005  # a kernel's, so that nothing is right by luck
 OPERATORS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
@@ -741,3 +744,22 @@ def install(monkeypatch: Any, cuda: Cuda) -> None:
     """Let `import cupy` find this machine."""
     for name, module in cuda.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
+
+
+@contextmanager
+def with_kernels(monkeypatch: Any, library: Any, gpus: int = 8) -> Iterator[Cuda]:
+    """A machine that runs the library's kernels, compiled for the host; nothing may go wrong."""
+    caches = (cuda_machine.cupy, cuda_machine._load)
+    for cache in caches:
+        cache.cache_clear()
+    cuda = Cuda(gpus)
+    cuda.library = library
+    install(monkeypatch, cuda)
+    try:
+        yield cuda
+    finally:
+        cuda.off.set()
+        cuda.change()
+        for cache in caches:
+            cache.cache_clear()
+    assert cuda.wrongs == []

@@ -10,8 +10,8 @@ sum_by_index, all_finite, squared_norm). The others only launch, and so does `St
     selection.py  select and split: the sequence of launches
     sums.py       merge and sum_by_index
     entries.py    single entries, and a vector in one number
+    codes.py      what the wire asks: the twin of reference_codes
     packing.py    16-bit offsets and values
-    codes.py      a message's checksum, and the order of its indices
     step.py       a selection for CUDA graphs
     timing.py     what each of them takes
 """
@@ -19,11 +19,10 @@ sum_by_index, all_finite, squared_norm). The others only launch, and so does `St
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ...vector import Array, SparseVector
 from ..gradients import Gradient, Momentum
-from . import codes, cuda, entries, packing, selection, sums
+from . import codes, cuda, entries, selection, sums
 from .cuda import cupy, from_dlpack, on_stream
 from .step import Step
 
@@ -38,17 +37,11 @@ __all__ = [
     "cupy",
     "from_dlpack",
     "merge",
-    "new_step",
     "on_stream",
-    "pack_offsets",
     "put_at",
-    "round_values",
     "select",
     "squared_norm",
     "sum_by_index",
-    "take_at",
-    "unpack_offsets",
-    "widen_values",
 ]
 
 
@@ -102,11 +95,6 @@ def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
     entries.put_at(cuda.scratch(vector.values), parts, vector)
 
 
-def take_at(dense: Array, indices: Array) -> Array:
-    """Return the elements at unique indices, and leave zeros in their place."""
-    return entries.take_at(cuda.scratch(dense), dense, indices)
-
-
 def all_finite(array: Array) -> bool:
     """Tell whether a one-dimensional array holds neither NaN nor infinity."""
     return entries.all_finite(cuda.scratch(array), array)
@@ -115,28 +103,3 @@ def all_finite(array: Array) -> bool:
 def squared_norm(array: Array) -> float:
     """Return the sum of squares of a one-dimensional array, in float64."""
     return entries.squared_norm(cuda.scratch(array), array)
-
-
-def pack_offsets(indices: Array, length: int) -> tuple[Array, Array]:
-    """Return how many indices lie in each block of 64Ki elements, and their offsets in it."""
-    return packing.pack_offsets(cuda.scratch(indices), indices, length)
-
-
-def unpack_offsets(counts: Array, offsets: Array, length: int) -> Array:
-    """Return the indices that `pack_offsets` packed."""
-    return packing.unpack_offsets(cuda.scratch(offsets), counts, offsets, length)
-
-
-def round_values(values: Array, dtype: Any) -> Array:
-    """Return float32 values in 16 bits: float16, or bfloat16's bits as uint16."""
-    return packing.round_values(cuda.scratch(values), values, dtype)
-
-
-def widen_values(narrow: Array) -> Array:
-    """Return float16 values, or bfloat16's bits as uint16, as float32; exact."""
-    return packing.widen_values(cuda.scratch(narrow), narrow)
-
-
-def new_step(residual: Array, k: int) -> Step:
-    """Return a step for vectors like the residual, for CUDA graphs."""
-    return Step(cuda.machine(), residual.size, k, residual.dtype)

@@ -1,18 +1,35 @@
-// Round float32 values to 16 bits, to nearest and ties to even, and widen them again.
+// Values of a message as 16-bit floats, scaled by one power of two, and back; as
+// reference_codes/floats.py says what the bits are.
 //
 // launch: any number of blocks, a value a thread, strided.
+//
+//   value = 16-bit float * 2^exponent      in two factors: 2^exponent may be no number of this type
 #include "block.cuh"
 
-template <class Narrow>
+template <class Narrow> struct Nan;
+template <> struct Nan<Half> { static constexpr u16 BITS = 0x7e00; };
+template <> struct Nan<Bfloat> { static constexpr u16 BITS = 0x7fc0; };
+
+// beyond: the bits, without the sign, of what would decode as infinity by having rounded up: it
+// becomes the number below. More than 16 bits where there is none.
+template <class Narrow, class Real>
 __global__ __launch_bounds__(THREADS) void round_values(
-    const float* values_k, u64 k, Narrow* narrow_k) {
-  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS)
-    narrow_to(narrow_k[at], values_k[at]);
+    const Real* values_k, u64 k, Real first, Real second, u32 beyond, Narrow* narrow_k) {
+  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS) {
+    const Real value = values_k[at];
+    Narrow narrow;
+    narrow_to(narrow, multiplied(multiplied(value, first), second));
+    if (Keys<Real>::of(value) > Keys<Real>::INFINITE) narrow.bits = Nan<Narrow>::BITS;
+    if ((narrow.bits & 0x7fffu) == beyond) --narrow.bits;
+    narrow_k[at] = narrow;
+  }
 }
 
-template <class Narrow>
+template <class Narrow, class Real>
 __global__ __launch_bounds__(THREADS) void widen_values(
-    const Narrow* narrow_k, u64 k, float* values_k) {
-  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS)
-    values_k[at] = widened(narrow_k[at]);
+    const Narrow* narrow_k, u64 k, Real first, Real second, Real* values_k) {
+  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS) {
+    const Real value = narrowed<Real>(in_double(widened(narrow_k[at])));
+    values_k[at] = multiplied(multiplied(value, first), second);
+  }
 }

@@ -1,13 +1,17 @@
-"""What the wire asks of a GPU: a message's checksum, and whether its indices are in order."""
+"""What the wire asks of a GPU: a message's checksum, its indices in order, and 16-bit codes.
+
+Function for function as in `reference_codes`, which has more of them: `packed` indices and `int8`
+values are coded on the host.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from ...vector import Array
-from . import cuda
+from . import cuda, packing
 from .machine import Scratch, blocks_for
 from .source import instance
 
@@ -32,6 +36,43 @@ def open_sealed(message: Array) -> tuple[Array, int]:
 def in_order(indices: Array, length: int) -> bool:
     """Tell whether 0 <= indices[0] < indices[1] < ... < length. Waits for the answer."""
     return in_order_with(cuda.scratch(indices), indices, length)
+
+
+def pack_blocks(indices: Array, length: int, out: Array) -> int:
+    """Write the indices, int32 or int64 [k], into `out`, uint8. Waits for the blocks' counts."""
+    return packing.pack_blocks(cuda.scratch(indices), indices, length, out)
+
+
+def unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
+    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took.
+
+    Waits for the account of the blocks, and for whether the indices are in order.
+    """
+    scratch = cuda.scratch(data)
+    indices, used = packing.unpack_blocks(scratch, data, count, length)
+    if not in_order_with(scratch, indices, length):
+        raise ValueError(f"indices must be strictly increasing, in 0..{length - 1}")
+    return indices, used
+
+
+def pack_bf16(values: Array, out: Array) -> int:
+    """Write the values, float32 or float64 [k], into uint8 [2 k]. Waits for their exponent."""
+    return packing.pack_floats(cuda.scratch(values), "bf16", values, out)
+
+
+def unpack_bf16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+    """Return the values, of the dtype, [count]."""
+    return packing.unpack_floats(cuda.scratch(data), "bf16", data, count, exponent, dtype)
+
+
+def pack_fp16(values: Array, out: Array) -> int:
+    """Write the values, float32 or float64 [k], into uint8 [2 k]. Waits for their exponent."""
+    return packing.pack_floats(cuda.scratch(values), "fp16", values, out)
+
+
+def unpack_fp16(data: Array, count: int, exponent: int, dtype: Any) -> Array:
+    """Return the values, of the dtype, [count]."""
+    return packing.unpack_floats(cuda.scratch(data), "fp16", data, count, exponent, dtype)
 
 
 def seal_with(scratch: Scratch, message: Array, head: Array) -> None:

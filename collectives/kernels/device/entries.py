@@ -55,22 +55,6 @@ def clear_at(scratch: Scratch, dense: Array, indices: Array) -> None:
         )
 
 
-def take_at(scratch: Scratch, dense: Array, indices: Array) -> Array:
-    """Return the elements at unique indices, and leave zeros in their place."""
-    machine = scratch.machine
-    values = machine.empty(indices.size, dense.dtype)
-    if indices.size:
-        machine.launch(
-            instance("take_at", dense.dtype, indices.dtype),
-            blocks_for(machine, indices.size),
-            dense,
-            indices,
-            values,
-            np.uint64(indices.size),
-        )
-    return values
-
-
 def put_at(scratch: Scratch, parts: Sequence[Array], vector: SparseVector) -> None:
     """Set the vector's entries in the arrays that it lies in, one after the other."""
     require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")

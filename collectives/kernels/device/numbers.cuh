@@ -50,6 +50,12 @@ static __device__ __forceinline__ u16 float_to_half(float value) {
   return bits;
 }
 
+static __device__ __forceinline__ u16 double_to_half(double value) {
+  u16 bits;
+  asm("cvt.rn.f16.f64 %0, %1;" : "=h"(bits) : "d"(value));
+  return bits;
+}
+
 // CuPy compiles with -ftz=true: every operator and cast would take a subnormal float for zero, and
 // make it one. These do not.
 static __device__ __forceinline__ float added(float a, float b) {
@@ -94,6 +100,16 @@ static __device__ __forceinline__ void narrow_to(Bfloat& narrow, float value) {
   const u32 bits = __float_as_uint(value);
   const bool nan = (bits & 0x7fffffffu) > Keys<float>::INFINITE;
   narrow.bits = (u16)((nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// Of a double the nearest half, and by way of a float the bfloat: as the reference rounds.
+static __device__ __forceinline__ void narrow_to(Half& narrow, double value) {
+  narrow.bits = double_to_half(value);
+}
+static __device__ __forceinline__ void narrow_to(Bfloat& narrow, double value) {
+  float single;
+  narrow_to(single, value);
+  narrow_to(narrow, single);
 }
 
 template <class Real> static __device__ __forceinline__ Real narrowed(double value) {

@@ -2,8 +2,9 @@
 //
 // launch: any number of blocks, an entry (or a 64Ki block) a thread, strided.
 //
-//   indices   3  9  70000            counts    2  1        of block 0, block 1
-//   offsets   3  9   4464            starts    0  2        their running sum, before each block
+//   indices   3  9  200000            counts    2  0  0  1        of blocks 0, 1, 2, 3
+//   offsets   3  9    3392            runs      0  2              where a block's entries begin,
+//                                               0  3              and which block it is
 #include "sorted.cuh"
 
 template <class Index>
@@ -24,12 +25,13 @@ __global__ __launch_bounds__(THREADS) void count_blocks(
   }
 }
 
+// starts, blocks: of the r blocks that have entries.
 template <class Index>
 __global__ __launch_bounds__(THREADS) void unpack_offsets(
-    const u16* offsets_k, u64 k, const u32* starts_b, u64 b, Index* indices_k) {
+    const u16* offsets_k, u64 k, const u64* starts_r, const u64* blocks_r, u64 r,
+    Index* indices_k) {
   for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS) {
-    // The last block that starts here or before; empty ones before it start here too.
-    const u64 block = smaller(starts_b, b, (u32)at + 1) - 1;
-    indices_k[at] = (Index)(block << 16 | offsets_k[at]);
+    const u64 run = smaller(starts_r, r, at + 1) - 1;
+    indices_k[at] = (Index)(blocks_r[run] << 16 | offsets_k[at]);
   }
 }

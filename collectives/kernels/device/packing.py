@@ -1,4 +1,8 @@
-"""What goes on the wire, made on a GPU: 16-bit offsets, and values in 16 bits."""
+"""Indices and values as the wire has them, made on a GPU: the bytes of `reference_codes`.
+
+The host sees no entries. It waits for the counts of the blocks to say them in bytes, and for the
+largest |value| to choose the power of two by which values are scaled.
+"""
 
 from __future__ import annotations
 
@@ -7,76 +11,122 @@ from typing import Any, Final
 import numpy as np
 
 from ...vector import Array, index_dtype
+from ..reference_codes.blocks import BLOCK_BITS, read_runs, write_runs
+from ..reference_codes.floats import rounds_to_infinity
+from ..reference_codes.scale import common_exponent, scale_factors
 from .machine import Scratch, blocks_for, ceil_divide
 from .source import instance
 
-BLOCK: Final = 1 << 16
+BLOCK: Final = 1 << BLOCK_BITS
+
+# How the wire calls them, and the dtypes of their bits.
+NARROW: Final = {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16)}
+
+_NOTHING: Final = 1 << 16  # bits that no 16-bit float has
 
 
-def pack_offsets(scratch: Scratch, indices: Array, length: int) -> tuple[Array, Array]:
-    """Return how many indices lie in each block of 64Ki elements, and their offsets in it.
-
-    Counts are uint32 [ceil(length / 64Ki)], offsets uint16 [k].
-    """
-    machine, blocks = scratch.machine, ceil_divide(length, BLOCK)
-    counts = machine.empty(blocks, np.uint32)
-    offsets = machine.empty(indices.size, np.uint16)
+def pack_blocks(scratch: Scratch, indices: Array, length: int, out: Array) -> int:
+    """Write the indices, int32 or int64 [k], into `out` (uint8); return the bytes taken."""
+    machine, blocks, count = scratch.machine, ceil_divide(length, BLOCK), indices.size
+    if not count:
+        return 0
+    machine.launch(
+        instance("pack_offsets", indices.dtype),
+        blocks_for(machine, count),
+        indices,
+        np.uint64(count),
+        out[: 2 * count].view(np.uint16),
+    )
+    counts_of_blocks = machine.empty(blocks, np.uint32)
     machine.launch(
         instance("count_blocks", indices.dtype),
         blocks_for(machine, blocks),
         indices,
-        np.uint64(indices.size),
-        counts,
+        np.uint64(count),
+        counts_of_blocks,
         np.uint64(blocks),
     )
-    if indices.size:
-        machine.launch(
-            instance("pack_offsets", indices.dtype),
-            blocks_for(machine, indices.size),
-            indices,
-            np.uint64(indices.size),
-            offsets,
-        )
-    return counts, offsets
+    counts = machine.fetch(counts_of_blocks)
+    filled = np.flatnonzero(counts)
+    tail = write_runs(filled, counts[filled])
+    used = 2 * count + tail.size
+    out[2 * count : used] = machine.put(tail)
+    return used
 
 
-def unpack_offsets(scratch: Scratch, counts: Array, offsets: Array, length: int) -> Array:
-    """Return the indices; `counts` must add up to the number of offsets."""
+def unpack_blocks(scratch: Scratch, data: Array, count: int, length: int) -> tuple[Array, int]:
+    """Return the indices [count] and the bytes of `data` they took; their order is not looked at.
+
+    Raises ValueError where the blocks are not of `count` entries within the length.
+    """
     machine = scratch.machine
-    indices = machine.empty(offsets.size, index_dtype(length))
-    if offsets.size:
-        starts = (counts.cumsum(dtype=np.uint32) - counts).astype(np.uint32)
+    indices = machine.empty(count, index_dtype(length))
+    if not count:
+        return indices, 0
+    if data.size < 2 * count:
+        raise ValueError(f"{count} offsets take {2 * count} bytes, there are {data.size}")
+    blocks, counts, used = read_runs(machine.fetch(data[2 * count :]), count, length)
+    machine.launch(
+        instance("unpack_offsets", indices.dtype),
+        blocks_for(machine, count),
+        data[: 2 * count].view(np.uint16),
+        np.uint64(count),
+        machine.put((np.cumsum(counts) - counts).astype(np.uint64)),
+        machine.put(blocks.astype(np.uint64)),
+        np.uint64(blocks.size),
+        indices,
+    )
+    return indices, 2 * count + used
+
+
+def pack_floats(scratch: Scratch, code: str, values: Array, out: Array) -> int:
+    """Write the values, float32 or float64 [k], into uint8 [2 k]; return their exponent."""
+    machine, narrow = scratch.machine, NARROW[code]
+    exponent = common_exponent(code, _largest(scratch, values))
+    beyond = rounds_to_infinity(code, exponent, values.dtype)
+    if values.size:
         machine.launch(
-            instance("unpack_offsets", indices.dtype),
-            blocks_for(machine, offsets.size),
-            offsets,
-            np.uint64(offsets.size),
-            starts,
-            np.uint64(counts.size),
-            indices,
+            instance("round_values", narrow, values.dtype),
+            blocks_for(machine, values.size),
+            values,
+            np.uint64(values.size),
+            *scale_factors(-exponent, values.dtype),
+            np.uint32(_NOTHING if beyond is None else beyond),
+            out.view(narrow),
         )
-    return indices
+    return exponent
 
 
-def round_values(scratch: Scratch, values: Array, dtype: Any) -> Array:
-    """Return float32 values in 16 bits: float16, or bfloat16's bits as uint16."""
-    narrow = scratch.machine.empty(values.size, dtype)
-    return _cast(scratch, "round_values", values, narrow, narrow.dtype)
-
-
-def widen_values(scratch: Scratch, narrow: Array) -> Array:
-    """Return float16 values, or bfloat16's bits as uint16, as float32; exact."""
-    values = scratch.machine.empty(narrow.size, np.float32)
-    return _cast(scratch, "widen_values", narrow, values, narrow.dtype)
-
-
-def _cast(scratch: Scratch, kernel: str, source: Array, to: Array, narrow: np.dtype[Any]) -> Array:
-    if source.size:
-        scratch.machine.launch(
-            instance(kernel, narrow),
-            blocks_for(scratch.machine, source.size),
-            source,
-            np.uint64(source.size),
-            to,
+def unpack_floats(
+    scratch: Scratch, code: str, data: Array, count: int, exponent: int, dtype: Any
+) -> Array:
+    """Return the values, of the dtype, [count]."""
+    machine, narrow = scratch.machine, NARROW[code]
+    values = machine.empty(count, dtype)
+    if count:
+        machine.launch(
+            instance("widen_values", narrow, values.dtype),
+            blocks_for(machine, count),
+            data.view(narrow),
+            np.uint64(count),
+            *scale_factors(exponent, values.dtype),
+            values,
         )
-    return to
+    return values
+
+
+def _largest(scratch: Scratch, values: Array) -> Array:
+    """Return the largest |value| in the host's memory, [1], or [0] where there is none."""
+    machine = scratch.machine
+    if not values.size:
+        return np.empty(0, values.dtype)
+    key = machine.zeros(1, np.uint64)
+    machine.launch(
+        instance("find_largest", values.dtype),
+        blocks_for(machine, values.size),
+        values,
+        np.uint64(values.size),
+        key,
+    )
+    bits = np.uint32 if values.dtype == np.float32 else np.uint64
+    return machine.fetch(key).astype(bits).view(values.dtype)

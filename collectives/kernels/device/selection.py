@@ -85,17 +85,24 @@ def _select(
     return SparseVector(indices[:kept], values[:kept], dense.size), following
 
 
-class Buffers(NamedTuple):
-    """The device memory of one selection; m is the capacity of the list of candidates."""
+class ListSearch(NamedTuple):
+    """The device memory of a search among the m entries of a list."""
 
     search: Array  # uint64 [SEARCH_WORDS]
     histogram: Array  # uint32 [BINS]
-    bits: Array  # uint32: one bit for each element, whole tiles
-    tallies: Array  # uint32 [TALLY_WORDS]: for each tile of the vector, or of the list
-    groups: Array  # uint32 [TALLY_WORDS]: for each group of tiles, first the vector's
-    list_groups: Array  # a part of groups: the list's
+    tallies: Array  # uint32 [TALLY_WORDS]: for each tile of the list
+    groups: Array  # uint32 [TALLY_WORDS]: for each group of the list's tiles
     indices: Array  # [m]
     values: Array  # [m]
+
+
+class Buffers(NamedTuple):
+    """The device memory of one selection: of the pass over the vector, and of its candidates."""
+
+    bits: Array  # uint32: one bit for each element, whole tiles
+    tallies: Array  # uint32 [TALLY_WORDS]: for each tile of the vector
+    groups: Array  # uint32 [TALLY_WORDS]: for each group of tiles, the vector's and then the list's
+    candidates: ListSearch  # its tallies are those of the vector, which is done with them by then
 
 
 def buffers(scratch: Scratch, length: int, k: int, dtype: np.dtype[Any]) -> Buffers:
@@ -109,16 +116,16 @@ def buffers(scratch: Scratch, length: int, k: int, dtype: np.dtype[Any]) -> Buff
     groups = TALLY_WORDS * ceil_divide(tiles, threads)
     list_groups = TALLY_WORDS * ceil_divide(list_tiles, threads)
     both = scratch.array("groups", groups + list_groups, np.uint32)
-    return Buffers(
+    tallies = scratch.array("tallies", TALLY_WORDS * max(tiles, list_tiles), np.uint32)
+    candidates = ListSearch(
         scratch.array("search", SEARCH_WORDS, np.uint64),
         scratch.array("histogram", BINS, np.uint32),
-        scratch.array("bits", tiles * threads, np.uint32),
-        scratch.array("tallies", TALLY_WORDS * max(tiles, list_tiles), np.uint32),
-        both,
+        tallies,
         both[groups:],
         scratch.array("list", capacity, index_dtype(length)),
         scratch.array("list", capacity, dtype),
     )
+    return Buffers(scratch.array("bits", tiles * threads, np.uint32), tallies, both, candidates)
 
 
 def _tiles(length: int, threads: int) -> int:
@@ -143,13 +150,15 @@ def launch_selection(
     """
     machine, n, real = scratch.machine, dense.size, dense.dtype
     index = indices.dtype
-    of = buffers(scratch, n, k, real)
+    memory = buffers(scratch, n, k, real)
+    candidates = memory.candidates
+    search, histogram = candidates.search, candidates.histogram
     tiles = _tiles(n, machine.threads)
     length = np.uint64(n)
     sources = 0 if not parts else 1 if momentum is None else 2
     addend = parts[0].dtype if parts else real
 
-    _begin(machine, of.search, of.histogram, of.groups, k, of.indices.size, 0, guess, real)
+    _begin(machine, candidates, memory.groups, k, 0, guess)
     machine.launch(
         instance("mark", real, addend, sources),
         min(machine.blocks, tiles),
@@ -161,38 +170,38 @@ def launch_selection(
         np.float64(weight),
         np.float64(0.0 if momentum is None else momentum.factor),
         length,
-        of.search,
-        of.histogram,
-        of.bits,
-        of.tallies,
-        of.groups,
+        search,
+        histogram,
+        memory.bits,
+        memory.tallies,
+        memory.groups,
     )
-    _search(machine, of.search, of.histogram, dense, over_list=False)
+    _search(machine, search, histogram, dense, over_list=False)
     machine.launch(
         instance("remark", real),
         min(machine.blocks, tiles),
         dense,
         length,
-        of.search,
-        of.bits,
-        of.tallies,
-        of.groups,
+        search,
+        memory.bits,
+        memory.tallies,
+        memory.groups,
     )
     machine.launch(
         instance("expand", real, index),
         min(machine.blocks, tiles),
         dense,
-        of.search,
+        search,
         np.uint64(tiles),
-        of.bits,
-        of.tallies,
-        of.groups,
-        of.indices,
-        of.values,
+        memory.bits,
+        memory.tallies,
+        memory.groups,
+        candidates.indices,
+        candidates.values,
     )
-    _search(machine, of.search, of.histogram, of.values, over_list=True)
-    _count_and_split(machine, of, indices, values, None, None)
-    return of.search
+    _search(machine, search, histogram, candidates.values, over_list=True)
+    _count_and_split(machine, candidates, indices, values, None, None)
+    return search
 
 
 def launch_split(
@@ -207,49 +216,40 @@ def launch_split(
 
     kept, rest: memory for the most there can be; rest None where it is not wanted.
     """
-    machine, m, real = scratch.machine, list_indices.size, list_values.dtype
+    machine, m = scratch.machine, list_indices.size
     tiles = ceil_divide(m, machine.threads)
     groups = scratch.array(
         "split groups", TALLY_WORDS * ceil_divide(tiles, machine.threads), np.uint32
     )
-    of = Buffers(
+    entries = ListSearch(
         scratch.array("split search", SEARCH_WORDS, np.uint64),
         scratch.array("histogram", BINS, np.uint32),
-        groups,
         scratch.array("tallies", TALLY_WORDS * tiles, np.uint32),
-        groups,
         groups,
         list_indices,
         list_values,
     )
-    _begin(machine, of.search, of.histogram, of.groups, k, m, m, 0.0, real)
+    _begin(machine, entries, groups, k, m, 0.0)
     if k < m:
-        _search(machine, of.search, of.histogram, list_values, over_list=True)
+        _search(machine, entries.search, entries.histogram, list_values, over_list=True)
     rest_indices, rest_values = (None, None) if rest is None else (rest.indices, rest.values)
-    _count_and_split(machine, of, kept.indices, kept.values, rest_indices, rest_values)
-    return of.search
+    _count_and_split(machine, entries, kept.indices, kept.values, rest_indices, rest_values)
+    return entries.search
 
 
 def _begin(
-    machine: Machine,
-    search: Array,
-    histogram: Array,
-    groups: Array,
-    k: int,
-    capacity: int,
-    entries: int,
-    guess: float,
-    real: np.dtype[Any],
+    machine: Machine, of: ListSearch, groups: Array, k: int, entries: int, guess: float
 ) -> None:
+    """Clear the search and all groups. entries: of the list by now."""
     machine.launch(
-        instance("begin", real),
+        instance("begin", of.values.dtype),
         1,
-        search,
-        histogram,
+        of.search,
+        of.histogram,
         groups,
         np.uint32(groups.size // TALLY_WORDS),
         np.uint64(k),
-        np.uint64(capacity),
+        np.uint64(of.indices.size),
         np.uint64(entries),
         np.float64(guess),
     )
@@ -272,7 +272,7 @@ def _search(
 
 def _count_and_split(
     machine: Machine,
-    of: Buffers,
+    of: ListSearch,
     kept_indices: Array,
     kept_values: Array,
     rest_indices: Array | None,
@@ -280,7 +280,7 @@ def _count_and_split(
 ) -> None:
     blocks = blocks_for(machine, of.values.size)
     machine.launch(
-        instance("count", of.values.dtype), blocks, of.values, of.search, of.tallies, of.list_groups
+        instance("count", of.values.dtype), blocks, of.values, of.search, of.tallies, of.groups
     )
     machine.launch(
         instance("split", of.values.dtype, of.indices.dtype),
@@ -289,7 +289,7 @@ def _count_and_split(
         of.values,
         of.search,
         of.tallies,
-        of.list_groups,
+        of.groups,
         kept_indices,
         kept_values,
         rest_indices,

@@ -31,6 +31,7 @@ FILES: Final = {
     "count_blocks": "offsets.cu",
     "expand": "expand.cu",
     "find_disorder": "order.cu",
+    "find_largest": "largest.cu",
     "find_nonfinite": "finite.cu",
     "interleave": "interleave.cu",
     "mark": "mark.cu",
@@ -42,7 +43,6 @@ FILES: Final = {
     "split": "split.cu",
     "sum_runs": "sum_runs.cu",
     "sum_squares": "norm.cu",
-    "take_at": "entries.cu",
     "unpack_offsets": "offsets.cu",
     "widen_values": "cast.cu",
 }
@@ -103,13 +103,13 @@ def instances() -> list[str]:
         for element in elements
         for index in indices
     ]
-    for kernel in ("begin", "count", "remark", "search_level", "sum_squares"):
+    for kernel in ("begin", "count", "find_largest", "remark", "search_level", "sum_squares"):
         names += [instance(kernel, real) for real in reals]
     names += [instance("find_nonfinite", dtype) for dtype in (*narrow, *reals)]
-    for kernel in ("add_at", "clear_at", "expand", "interleave", "split", "sum_runs", "take_at"):
+    for kernel in ("add_at", "clear_at", "expand", "interleave", "split", "sum_runs"):
         names += [instance(kernel, real, index) for real in reals for index in indices]
     for kernel in ("contains", "count_blocks", "find_disorder", "pack_offsets", "unpack_offsets"):
         names += [instance(kernel, index) for index in indices]
     for kernel in ("round_values", "widen_values"):
-        names += [instance(kernel, dtype) for dtype in narrow]
+        names += [instance(kernel, dtype, real) for dtype in narrow for real in reals]
     return sorted([*names, "checksum"])

@@ -32,7 +32,7 @@ class Step:
     def __init__(self, machine: Machine, length: int, k: int, dtype: Any) -> None:
         self.k = k
         self._scratch = Scratch(machine)
-        self._search = buffers(self._scratch, length, k, dtype).search
+        self._search = buffers(self._scratch, length, k, dtype).candidates.search
         self.indices: Array = machine.empty(k, index_dtype(length))
         self.values: Array = machine.empty(k, dtype)
         self.kept: Array = self._search[:OUTCOME_WORDS][:1]  # uint64 [1], on the device

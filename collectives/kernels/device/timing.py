@@ -1,4 +1,4 @@
-"""Time the kernels on a GPU with CUDA events, beside a copy of the same bytes and beside others.
+"""Time each kernel on a GPU with CUDA events, beside a copy of the same bytes.
 
 One residual goes on from step to step, as error feedback has it; its gradients are normal numbers
 (synthetic). Each round times every row once, in turn, so that ratios are of one run.
@@ -7,13 +7,14 @@ One residual goes on from step to step, as error feedback has it; its gradients 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...vector import Array, SparseVector
+from ..reference_codes import blocks_capacity
 from . import entries, packing, selection, sums
 from .cuda import CudaMachine, cupy
 from .machine import Scratch
@@ -68,16 +69,8 @@ def seconds_of(work: Callable[[], object]) -> float:
     return float(cupy().cuda.get_elapsed_time(before, after)) / 1e3
 
 
-def measure(
-    length: int,
-    k: int,
-    rounds: int = 20,
-    others: Mapping[str, Callable[[Array, Array, int], object]] | None = None,
-) -> list[Row]:
-    """Return the rows of one size: float32 [length], k entries.
-
-    others: what else to time, by name: (residual, gradient, k), which it may change.
-    """
+def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
+    """Return the rows of one size: float32 [length], k entries."""
     arrays = cupy()
     stream = arrays.cuda.Stream(non_blocking=True)  # the null stream cannot be captured
     with stream:
@@ -107,9 +100,6 @@ def measure(
                 selection.accumulate_and_select, scratch, spare, gradient, k, threshold
             )
             note("step, launched and waited for", seconds_of(launched))
-            for name, work in (others or {}).items():
-                again()
-                note(name, seconds_of(partial(work, spare, gradient, k)))
 
             watched.launches.clear()
             picked, threshold = selection.accumulate_and_select(
@@ -142,13 +132,14 @@ def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float
     positions = cupy().concatenate((cupy().ones(1, np.bool_), apart))
     theirs = SparseVector(moved[positions], picked.values[positions], picked.length + 1)
     ours = SparseVector(picked.indices, picked.values, picked.length + 1)
+    room = cupy().empty(blocks_capacity(picked.entries, picked.length), np.uint8)
     return {
         "merge, waited for": seconds_of(lambda: sums.merge(scratch, ours, theirs, k)),
-        "pack offsets": seconds_of(
-            lambda: packing.pack_offsets(scratch, picked.indices, picked.length)
+        "pack blocks, waited for": seconds_of(
+            lambda: packing.pack_blocks(scratch, picked.indices, picked.length, room)
         ),
-        "round to bfloat16": seconds_of(
-            lambda: packing.round_values(scratch, picked.values, np.uint16)
+        "round to bf16, waited for": seconds_of(
+            lambda: packing.pack_floats(scratch, "bf16", picked.values, room[: 2 * picked.entries])
         ),
     }
 

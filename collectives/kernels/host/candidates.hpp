@@ -52,8 +52,9 @@ class Candidates {
  public:
   // block: the most hits that one `append` brings.
   // threshold: the smallest key to collect, at least 1.
-  // prunes: how often to prune before the threshold counts as hopeless; then, or without memory to
-  //         prune in, nothing more is collected, and `overrun` is true.
+  // prunes: how often to prune before the threshold counts as hopeless: then the k largest so far
+  //         are all there is, and `stopped` is true. Without memory to prune in, `failed` is, and
+  //         there is nothing.
   void begin(std::size_t k, std::size_t length, std::size_t block, Key<T> threshold, int prunes) {
     k_ = k;
     block_ = block;
@@ -62,8 +63,17 @@ class Candidates {
     values_ = value_memory_.reserve(limit_);
     count_ = 0;
     prunes_left_ = prunes;
-    overrun = false;
+    stopped = failed = false;
+    from = 0;
     floor = threshold - 1;
+  }
+
+  // Collect again, from where this stopped; a part that did not stop has nothing left to scan.
+  void go_on(Key<T> threshold) {
+    if (!stopped) from = std::numeric_limits<std::int64_t>::max();
+    floor = std::max(stopped ? floor_of_kept_ : floor, threshold - 1);
+    stopped = false;
+    prunes_left_ = std::numeric_limits<int>::max();
   }
 
   // Take the hits of a block: `dense` is where the block begins, at index `start`.
@@ -74,7 +84,13 @@ class Candidates {
       values_[count_ + j] = dense[offsets[j]];
     }
     count_ += hits;
-    if (count_ + block_ > limit_) prune();
+    if (count_ + block_ <= limit_) return;
+    prune();
+    if (--prunes_left_ > 0 || failed) return;
+    stopped = true;
+    from = start + static_cast<std::int64_t>(block_);
+    floor_of_kept_ = floor;
+    floor = LARGEST<T>;
   }
 
   // Put those of a later part behind these.
@@ -90,17 +106,20 @@ class Candidates {
   const T* values() const { return values_; }
 
   Key<T> floor = 0;  // only larger keys are candidates
-  bool overrun = false;
+  bool stopped = false, failed = false;
+  std::int64_t from = 0;  // where the next scan begins, if that is later than the part does
 
  private:
   // Keep the k largest so far; from here on only a larger |value| can displace one of them.
   void prune() {
-    if (prunes_left_-- == 0) return give_up();
     typename Ranking<T>::Place at_k;
     try {
       at_k = Ranking<T>(values_, count_).at(k_);
     } catch (const std::bad_alloc&) {  // the scan goes on: it adds the gradient, too
-      return give_up();
+      failed = true;
+      floor = LARGEST<T>;
+      count_ = 0;
+      return;
     }
     Cut<T> cut(k_, at_k);
     std::size_t kept = 0;
@@ -111,12 +130,6 @@ class Candidates {
     }
     count_ = k_;
     floor = at_k.key;
-  }
-
-  void give_up() {
-    overrun = true;
-    floor = LARGEST<T>;
-    count_ = 0;
   }
 
   void grow(std::size_t room) {
@@ -136,6 +149,7 @@ class Candidates {
   I* indices_ = nullptr;
   T* values_ = nullptr;
   std::size_t k_ = 0, block_ = 0, limit_ = 0, count_ = 0;
+  Key<T> floor_of_kept_ = 0;
   int prunes_left_ = 0;
 };
 

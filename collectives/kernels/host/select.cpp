@@ -1,8 +1,11 @@
 // Select: accumulate and collect candidates in one pass over memory, then rank the few candidates.
 //
 //   first scan    adds the gradient; its threshold is the caller's guess, from the step before
-//   second scan   when fewer than k were found, or far too many; its threshold is sampled
+//   second scan   when fewer than k were found; its threshold is sampled
 //   third scan    when the sample misled; without a threshold, pruned on the way
+//
+// Where larger and larger entries keep coming, a scan stops collecting, with the k largest so far;
+// the next one goes on from there, by a sampled threshold.
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -23,8 +26,8 @@ namespace {
 constexpr double AIM = 2.2;
 constexpr std::size_t AIM_AT_LEAST = 256;
 
-// On values in no order the threshold rises 20-fold in rank with each prune: enough for k of 1e7 k.
-constexpr int PRUNES = 6;
+// On values in no order the threshold rises 20-fold in rank with each prune: enough for k of 6e5 k.
+constexpr int PRUNES = 4;
 
 constexpr std::int64_t THREAD_BLOCKS = 128;  // what is worth waking a thread for
 
@@ -44,7 +47,9 @@ class Search {
     scan(gradient, threshold > 0 ? key(static_cast<T>(threshold)) : 1, PRUNES);
     if (misled()) scan(nullptr, sampled_threshold(), PRUNES);
     if (misled()) scan(nullptr, 1, INT_MAX);
-    if (overrun_) throw std::bad_alloc();  // INT_MAX prunes are never used up: memory was
+    if (any(&Candidates<T, I>::stopped)) go_on(sampled_threshold());
+    if (any(&Candidates<T, I>::failed)) throw std::bad_alloc();
+    for (int part = 1; part < threads_; part++) found().append(parts()[part]);
   }
 
   // Write the k largest, and return how many there are.
@@ -82,26 +87,40 @@ class Search {
   }
   Candidates<T, I>& found() const { return parts()[0]; }
 
-  bool misled() const { return overrun_ || (found().count() < k_ && threshold_ > 1); }
+  bool any(bool Candidates<T, I>::* fact) const {
+    return std::any_of(parts().begin(), parts().begin() + threads_,
+                       [=](const auto& part) { return part.*fact; });
+  }
+
+  // Whether the threshold hid some of the k largest. A part that stopped has k of its own.
+  bool misled() const {
+    std::size_t count = 0;
+    for (int part = 0; part < threads_; part++) count += parts()[part].count();
+    return count < k_ && threshold_ > 1 && !any(&Candidates<T, I>::failed);
+  }
 
   void scan(const Gradient<T>* gradient, Key<T> threshold, int prunes) {
     threshold_ = std::max<Key<T>>(threshold, 1);
-    scans_++;
-    auto& all = parts();
     const std::int64_t longest = (blocks_ + threads_ - 1) / threads_ * BLOCK;
     for (int part = 0; part < threads_; part++) {
-      all[part].begin(k_, longest, BLOCK, threshold_, prunes);
+      parts()[part].begin(k_, longest, BLOCK, threshold_, prunes);
     }
+    walk(gradient);
+  }
+
+  void go_on(Key<T> threshold) {
+    for (int part = 0; part < threads_; part++) parts()[part].go_on(threshold);
+    walk(nullptr);
+  }
+
+  void walk(const Gradient<T>* gradient) {
+    scans_++;
+    auto& all = parts();
     // All memory is reserved: no part ends early, with its share of the gradient not yet added.
-    const int used = in_parallel(threads_, blocks_, [&](int part, std::int64_t begin,
-                                                        std::int64_t end) {
-      collect(gradient, begin * BLOCK, std::min(end * BLOCK, length_), all[part]);
+    in_parallel(threads_, blocks_, [&](int part, std::int64_t begin, std::int64_t end) {
+      const std::int64_t from = std::max(begin * BLOCK, all[part].from);
+      collect(gradient, from, std::min(end * BLOCK, length_), all[part]);
     });
-    overrun_ = all[0].overrun;
-    for (int part = 1; part < used; part++) {
-      overrun_ |= all[part].overrun;
-      all[0].append(all[part]);
-    }
   }
 
   void collect(const Gradient<T>* gradient, std::int64_t begin, std::int64_t end,
@@ -131,7 +150,7 @@ class Search {
   // Lines of neighbours, one at random in each of equally long stretches: no period in the data
   // can hide from that, and no state of a generator outlives it.
   Key<T> sampled_threshold() const {
-    constexpr std::int64_t LINE = 16, RANK = 512;
+    constexpr std::int64_t LINE = 16, RANK = 256;
     const double share = std::min(0.5, double(RANK) / aim(k_));
     const auto lines = static_cast<std::int64_t>(share * length_ / LINE);
     if (lines < 64) return 1;
@@ -164,7 +183,6 @@ class Search {
   std::int64_t blocks_;
   int threads_ = 1, scans_ = 0;
   Key<T> threshold_ = 1;
-  bool overrun_ = false;
 };
 
 // How a search went; selection.py has the same record.

@@ -22,8 +22,13 @@ _select = function(
 )
 
 # gradient.hpp: Format, by the dtype of the gradient's arrays.
-_SAME: Final = 0
-_FORMATS: Final = {np.dtype(np.float16): 1, np.dtype(np.uint16): 2}
+_SAME: Final = 0  # as the residual: `gradient_parts` has looked
+_FORMATS: Final = {
+    np.dtype(np.float32): _SAME,
+    np.dtype(np.float64): _SAME,
+    np.dtype(np.float16): 1,
+    np.dtype(np.uint16): 2,
+}
 _NO_GRADIENT: Final = (None, None, _SAME, 1.0, None, 0.0)
 
 
@@ -78,7 +83,7 @@ def search(
     given = (
         ctypes.addressof(arrays),
         ctypes.addressof(lengths),
-        _FORMATS.get(parts[0].dtype, _SAME),
+        _FORMATS[parts[0].dtype],
         weight,
         None if momentum is None else address(momentum.velocity),
         0.0 if momentum is None else momentum.factor,

@@ -9,16 +9,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
+from ...cores import usable_cores
 from ...environment import whole_number
+from .local_ranks import in_slurm_step, local_ranks
 
-# Ranks on this machine: Open MPI, MPICH and Intel MPI, MVAPICH, torchrun, Horovod.
-_LOCAL_RANKS: Final = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "HOROVOD_LOCAL_SIZE",
-)
 # A few cores draw all that the memory gives; more would be taken from autograd for nothing.
 _MOST: Final = 8
 
@@ -43,18 +37,15 @@ def threads() -> int:
 
 @functools.cache
 def default_threads() -> int:
-    """Return GTOPK_THREADS, or this rank's share of the cores that the affinity allows; >= 1.
+    """Return GTOPK_THREADS, or this rank's share of the cores that it may use; >= 1.
+
+    May use: by the affinity, and by the quota of its container. SLURM says what a task's share is
+    where one asked for that (--cpus-per-task).
 
     Raises ValueError for a GTOPK_THREADS that is no positive number.
     """
     if asked := whole_number("GTOPK_THREADS", 0, "threads"):
         return asked
-    said = [os.environ.get(name, "") for name in _LOCAL_RANKS]
-    ranks = max([1, *(int(text) for text in said if text.isdecimal())])
-    return max(1, min(_MOST, _cores() // ranks))
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    granted = os.environ.get("SLURM_CPUS_PER_TASK", "") if in_slurm_step() else ""
+    share = int(granted) if granted.isdecimal() else usable_cores() // local_ranks()
+    return max(1, min(_MOST, share, usable_cores()))

@@ -33,20 +33,20 @@ def blocks_capacity(count: int, length: int) -> int:
 def pack_blocks(indices: Array, length: int, out: Array) -> int:
     """Write the indices, int32 or int64 [k], into `out` (uint8)."""
     offsets = indices.astype(np.uint16).view(np.uint8)
-    tail = _numbers_to_bytes(_runs(indices >> BLOCK_BITS))
+    blocks = indices >> BLOCK_BITS
+    starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+    tail = write_runs(blocks[starts], np.diff(starts, append=blocks.size))
     out[: offsets.size] = offsets
     out[offsets.size : offsets.size + tail.size] = tail
     return offsets.size + tail.size
 
 
-def _runs(blocks: Array) -> Array:
-    """Return the counts and stretches that say the block of each entry, uint64 [m]."""
-    starts = np.flatnonzero(np.diff(blocks, prepend=-1))
-    counts = np.diff(starts, append=blocks.size)
-    empty = np.diff(blocks[starts], prepend=-1) - 1
+def write_runs(blocks: Array, counts: Array) -> Array:
+    """Return the bytes behind the offsets, uint8 [m]: of the blocks with entries, and how many."""
+    empty = np.diff(blocks, prepend=-1) - 1
     numbers = np.stack([np.zeros_like(empty), empty, counts], axis=1).astype(np.uint64)
     written = np.stack([empty > 0, empty > 0, counts > 0], axis=1)
-    return numbers[written]
+    return _numbers_to_bytes(numbers[written])
 
 
 def _numbers_to_bytes(numbers: Array) -> Array:
@@ -72,15 +72,18 @@ def unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
     if data.size < 2 * count:
         raise ValueError(f"{count} offsets take {2 * count} bytes, there are {data.size}")
     offsets = data[: 2 * count].view(np.uint16)
-    blocks, used = _read_runs(data[2 * count :], count, length)
-    indices = (blocks << BLOCK_BITS | offsets).astype(dtype)
+    blocks, counts, used = read_runs(data[2 * count :], count, length)
+    indices = (np.repeat(blocks, counts) << BLOCK_BITS | offsets).astype(dtype)
     if not in_order(indices, length):
         raise ValueError(f"indices must be strictly increasing, in 0..{length - 1}")
     return indices, 2 * count + used
 
 
-def _read_runs(data: Array, count: int, length: int) -> tuple[Array, int]:
-    """Return the block of each entry, int64 [count], and how many bytes say so."""
+def read_runs(data: Array, count: int, length: int) -> tuple[Array, Array, int]:
+    """Return the blocks with entries, how many each has, int64 [m] both, and the bytes that say so.
+
+    data: what is behind the offsets. Raises ValueError for what is no account of `count` entries.
+    """
     ends = np.flatnonzero(data < 128) + 1
     sizes = np.diff(ends, prepend=0)
     numbers = _bytes_to_numbers(data, ends - sizes, sizes)
@@ -104,7 +107,8 @@ def _read_runs(data: Array, count: int, length: int) -> tuple[Array, int]:
     blocks = np.cumsum(steps) - 1
     if blocks[-1] > (length - 1) >> BLOCK_BITS:
         raise ValueError(f"its blocks go on beyond the {length} elements")
-    return np.repeat(blocks, counts[: last + 1]), int(ends[last])
+    filled = counts[: last + 1] > 0
+    return blocks[filled], counts[: last + 1][filled], int(ends[last])
 
 
 def _bytes_to_numbers(data: Array, starts: Array, sizes: Array) -> Array:

@@ -21,10 +21,16 @@ _FP16_NAN: Final = 0x7E00
 _BEYOND: Final = {"bf16": (TOP["bf16"] + 1 + 127) << 7, "fp16": (TOP["fp16"] + 1 + 15) << 10}
 
 
+def rounds_to_infinity(code: str, exponent: int, dtype: np.dtype[Any]) -> int | None:
+    """Return the bits, without the sign, that decode as infinity by having rounded up, if any."""
+    return _BEYOND[code] if exponent + TOP[code] == np.finfo(dtype).maxexp - 1 else None
+
+
 def _finite(code: str, rounded: Array, exponent: int, dtype: np.dtype[Any]) -> Array:
     """Return the bits, uint16 [k], but for those that decode as infinity by having rounded up."""
-    if exponent + TOP[code] == np.finfo(dtype).maxexp - 1:
-        rounded -= rounded & 0x7FFF == _BEYOND[code]
+    beyond = rounds_to_infinity(code, exponent, dtype)
+    if beyond is not None:
+        rounded -= rounded & 0x7FFF == beyond
     return rounded
 
 

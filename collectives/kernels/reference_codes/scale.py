@@ -58,8 +58,14 @@ def scaled(values: Array, exponent: Any) -> Array:
 
     In two steps: 2^exponent itself may be no number of this dtype.
     """
-    half = exponent >> 1
-    one = values.dtype.type(1)
+    first, second = scale_factors(exponent, values.dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # of what others send
-        product: Array = values * np.ldexp(one, half) * np.ldexp(one, exponent - half)
+        product: Array = values * first * second
     return product
+
+
+def scale_factors(exponent: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Return two numbers of the dtype whose product is 2^exponent (a number, or int [n])."""
+    half = exponent >> 1
+    one = dtype.type(1)
+    return np.ldexp(one, half), np.ldexp(one, exponent - half)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from collectives.algorithms.nodes import checked_nodes, find_nodes
+from collectives.cores import allowed_cores, core_quota
 from collectives.transports import Counter, Transport
 from collectives.transports.node_memory import NodeMemory
 from collectives.vector import Array
 
 from ...charts.units import count_text
-from ...launch.cores import allowed_cores, core_quota
 from ...step import advice
 from ..apart.own_steps import OwnSteps
 from ..options import Job

@@ -15,18 +15,25 @@ import torch
 
 from collectives import kernels
 from collectives.kernels.device.timing import Row
-from collectives.kernels.device.timing import table as gpu_table
+from collectives.kernels.device.timing import measure as measure_kernels
+from collectives.kernels.device.timing import table as kernel_table
 
 from ...arguments import as_argument, output_file, share, whole_number
 from ...launch import usable_cores
 from ..progress import tell
 from ..words import add_words, one_of
-from .gpu import gpu_name, measure_on_gpu, why_no_gpu
+from .cases import measure_cases
+from .gpu import MAKERS, open_gpu, why_no_gpu
 from .gradients import open_source
 from .measure import MergeRecord, Record, measure, measure_merges
-from .methods import FLOOR, all_methods
+from .methods import COPY, FLOOR, all_methods
+from .places import Host, Place, wanted
+from .rescans import count_rescans
 
-DATA = ("training", "gaussian", "laplace")
+SOURCES = ("training", "gaussian", "laplace")
+ADVERSE = "adverse"
+DATA = (*SOURCES, ADVERSE)
+OURS = ("gtopk-compiled", "gtopk-reference", "gtopk-cuda")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     described.add_argument(
         "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
     )
-    data = f"of {', '.join(DATA)}; default: all"
+    data = f"of {', '.join(DATA)} (wrong guesses, strange values); default: all"
     add_words(described, "--data", one_of(DATA), DATA, help=data)
     add_words(described, "--methods", str, help="default: all")
     described.add_argument("--rounds", type=int, default=7, help="timed; default: %(default)s")
@@ -53,6 +60,13 @@ def parser() -> argparse.ArgumentParser:
     )
     described.add_argument(
         "--threads", type=int, default=usable_cores(), help="of the threaded one; default: cores"
+    )
+    described.add_argument(
+        "--rescans",
+        type=as_argument(whole_number),
+        metavar="STEPS",
+        help="time nothing: count over so many steps, with changes of density and drops of the "
+        "learning rate, those that read the residual again",
     )
     described.add_argument(
         "--json", type=as_argument(output_file), help="file to write the records to"
@@ -67,33 +81,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, name) < 1:
             option = name.replace("_", "-")
             return _refuse(f"--{option} must be at least 1, got {getattr(options, name)}")
-    known = [method.name for method in all_methods(options.threads)]
+    methods = all_methods(options.threads)
+    no_gpu = why_no_gpu()
+    known = dict.fromkeys([*(method.name for method in methods), *([] if no_gpu else MAKERS)])
     unknown = set(options.methods or known) - set(known)
     if unknown:
         return _refuse(f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}")
     torch.set_num_threads(1)
     machine = describe()
     print(", ".join(f"{name}: {value}" for name, value in machine.items()))
-    print("times are medians of rounds, with the lowest and the highest of the ratios\n")
+    if options.rescans:
+        return _rescans(options, machine)
+    print("times are medians of rounds, with the lowest and the highest of the ratios")
+    print(f"{no_gpu}\n" if no_gpu else "")
     records: list[Record] = []
     merges: list[MergeRecord] = []
     rows: list[Row] = []
     for elements in options.elements:
+        if ADVERSE in options.data:
+            device = machine["processor"]
+            for found in measure_cases(
+                elements, options.density, device, options.methods, options.rounds, tell
+            ):
+                tell()
+                print(table(found))
+                records += found
         for name in options.data:
-            wanted = [
-                method
-                for method in all_methods(options.threads)
-                if method.name in (FLOOR, *(options.methods or known))
-            ]
+            if name == ADVERSE:
+                continue
+            places: list[Place] = [Host(machine["processor"], methods)]
+            places += [] if no_gpu else [open_gpu()]
+            chosen = {place: wanted(place.names, options.methods) for place in places}
             source = open_source(name, elements)
-            found = measure(source, options.density, wanted, options.rounds, options.warm_up, tell)
+            found = measure(source, options.density, chosen, options.rounds, options.warm_up, tell)
             tell()
-            print(table(found))
+            for place in places:
+                print(table([record for record in found if record.device == place.device]))
             records += found
-        on_gpu = measure_on_gpu(elements, options.density, options.rounds)
-        print("\n".join(gpu_table(on_gpu)) + "\n" if on_gpu else f"{why_no_gpu()}\n")
-        rows += on_gpu
-        merged = measure_merges(max(1, round(elements * options.density)), rounds=31)
+        k = max(1, round(elements * options.density))
+        if not no_gpu:
+            rows += (of_kernels := measure_kernels(elements, k, options.rounds))
+            print("\n".join(kernel_table(of_kernels)) + "\n")
+        merged = measure_merges(k, rounds=31)
         for merge in merged:
             each = merge.nanoseconds_per_input_entry
             what = f"{'merge' if merge.lists == 2 else 'sum'} of {merge.lists} lists"
@@ -107,6 +136,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(
             json.dumps(as_json(machine, records, merges, rows), indent=1) + "\n"
         )
+        print(f"written to {options.json}")
+    return 0
+
+
+def _rescans(options: argparse.Namespace, machine: dict[str, str]) -> int:
+    """Count, print and write what --rescans asks for."""
+    counted = [
+        record
+        for elements in options.elements
+        for name in options.data
+        if name != ADVERSE
+        for record in count_rescans(
+            open_source(name, elements), options.density, options.rescans, tell
+        )
+    ]
+    tell()
+    for record in counted:
+        right = "exact" if record.exact else "NOT EXACT"
+        print(
+            f"{record.data}, n = {record.n:,}, density {record.density:g}, {record.method}: "
+            f"{record.rescans} of {record.steps:,} steps read the residual again "
+            f"({record.share:.2%}), {record.at_changes} of them just after one of "
+            f"{record.density_changes} changes of density and {record.rate_drops} drops; {right}"
+        )
+    if options.json:
+        fields = [record._asdict() | {"share": record.share} for record in counted]
+        options.json.write_text(json.dumps({"machine": machine, "rescans": fields}, indent=1))
         print(f"written to {options.json}")
     return 0
 
@@ -141,18 +197,20 @@ def table(records: Sequence[Record]) -> str:
     """Return the records of one kind of data as lines."""
     first = records[0]
     by_name = {record.method: record for record in records}
-    lines = [f"{first.data}, n = {first.n:,}, k = {first.k:,} (density {first.density:g})"]
+    lines = [
+        f"{first.data}, n = {first.n:,}, k = {first.k:,} (density {first.density:g})",
+        f"on {first.device}, by torch {first.torch}",
+    ]
     lines.append(f"  {'':28} {'ms':>9} {'over a += g':>22} {'selected / k':>13}")
     for record in records:
         ratio = record.over_floor
-        if record.method == FLOOR:
-            ratios, share = "1", ""
-        else:
-            ratios = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
-            share = "exact" if record.exact else f"{record.selected / record.k:.3g}"
+        ratios = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+        share = "exact" if record.exact else f"{record.selected / record.k:.3g}"
+        if record.method in (FLOOR, COPY):
+            share = ""
         name = record.method + (" [wall]" if record.clock == "wall" else "")
         lines.append(f"  {name:28} {1e3 * record.seconds.median:9.2f} {ratios:>22} {share:>13}")
-    ours = [by_name[name] for name in ("gtopk-compiled", "gtopk-reference") if name in by_name]
+    ours = [by_name[name] for name in OURS if name in by_name]
     if "torch.topk" in by_name:
         topk = by_name["torch.topk"].seconds.median
         for record in ours:
@@ -188,5 +246,5 @@ def as_json(
         }
         for merge in merges
     ]
-    on_gpu = [row._asdict() | {"gpu": gpu_name()} for row in rows]
-    return {"machine": machine, "records": flat, "merges": listed, "on_gpu": on_gpu}
+    kernels_of_gpu = [row._asdict() for row in rows]
+    return {"machine": machine, "records": flat, "merges": listed, "gpu_kernels": kernels_of_gpu}

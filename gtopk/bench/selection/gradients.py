@@ -33,6 +33,9 @@ class Source(Protocol):
     def apply(self, update: SparseVector) -> None:
         """Let the network take the step."""
 
+    def slow_down(self, factor: float) -> None:
+        """Multiply the learning rate by this, or where there is none, the gradients to come."""
+
 
 class Synthetic:
     """Independent values of one distribution."""
@@ -41,12 +44,18 @@ class Synthetic:
         self.label = f"{name} (synthetic)"
         self.length = length
         self._draw = draw
+        self._scale = np.float32(1)
 
     def next_gradient(self) -> Array:
-        return self._draw(self.length)
+        drawn = self._draw(self.length)
+        drawn *= self._scale
+        return drawn
 
     def apply(self, update: SparseVector) -> None:
         pass
+
+    def slow_down(self, factor: float) -> None:
+        self._scale *= np.float32(factor)
 
 
 class Training:
@@ -71,6 +80,7 @@ class Training:
         self.length = sum(parameter.numel() for parameter in self._parameters)
         self.label = "perceptron in training (synthetic images)"
         self._gradient = np.empty(self.length, np.float32)
+        self._rate = 0.05
         self._patterns = torch.randn(_CLASSES, _FEATURES)
 
     def next_gradient(self) -> Array:
@@ -92,8 +102,11 @@ class Training:
         with torch.no_grad():
             for parameter in self._parameters:
                 step = dense[start : start + parameter.numel()]
-                parameter.sub_(step.view(parameter.shape), alpha=0.05)
+                parameter.sub_(step.view(parameter.shape), alpha=self._rate)
                 start += parameter.numel()
+
+    def slow_down(self, factor: float) -> None:
+        self._rate *= factor
 
 
 def open_source(name: str, length: int) -> Source:

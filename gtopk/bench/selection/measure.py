@@ -3,6 +3,7 @@
 round    gradient g   residual e
          method 1:  copy of e, timed: += g, select, clear
          method 2:  copy of e, timed: ...                       every one is checked
+         ...        on a GPU, too, where there is one: the same e and g
          e += g, less the exact picks, which the network applies
 """
 
@@ -10,17 +11,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from collectives import SparseVector
 from collectives.kernels import host, reference, why_not_compiled
-from collectives.kernels.host import threads
 
 from .gradients import Array, Source
-from .methods import FLOOR, Method
+from .places import Place
 
 
 class Spread(NamedTuple):
@@ -36,15 +37,17 @@ class Spread(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One method on one kind of data.
+    """One method on one kind of data, on one device.
 
-    clock:      "cpu" seconds of the one thread, or "wall" seconds where there are several.
-    over_floor: time over that of `a += g` on the same clock, in the same round.
+    clock:      "cpu" seconds of the one thread, "wall" seconds where there are several, or "gpu".
+    over_floor: time over that of `a += g` on the same device and clock, in the same round.
     exact:      whether it selected k entries, and no other was larger, in every round.
     selected:   how many entries it selected, the median.
     """
 
     method: str
+    device: str
+    torch: str
     data: str
     n: int
     k: int
@@ -56,78 +59,105 @@ class Record(NamedTuple):
     selected: int
 
 
+class _Row(NamedTuple):
+    """What one method did, round by round."""
+
+    seconds: list[float]
+    over_floor: list[float]
+    right: list[bool]
+    selected: list[int]
+
+
+Rows = dict[tuple[Place, str], _Row]
+
+
 def measure(
     source: Source,
     density: float,
-    methods: Sequence[Method],
+    places: Mapping[Place, Sequence[str]],
     rounds: int,
     warm_up: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Record]:
-    """Return a record for each method; the first of them must be the floor."""
+    """Return a record for each method of each place; the first of a place must be its floor."""
     k = max(1, round(source.length * density))
     residual = np.zeros(source.length, np.float32)
-    copy = np.empty_like(residual)
     threshold = 0.0
-    cpu: dict[str, list[float]] = {method.name: [] for method in methods}
-    wall: dict[str, list[float]] = {method.name: [] for method in methods}
-    right: dict[str, list[bool]] = {method.name: [] for method in methods}
-    selected: dict[str, list[int]] = {method.name: [] for method in methods}
+    rows = rows_of(places)
     for number in range(warm_up + rounds):
         gradient = source.next_gradient()
         if number >= warm_up - 3:  # long enough before for thresholds to settle
-            right_answer = Answer(residual + gradient, k)
             progress(f"{source.label}: round {number - warm_up + 1} of {rounds}")
-            for method in methods:
-                np.copyto(copy, residual)
-                with threads.using(method.threads):
-                    begun, began = time.thread_time(), time.perf_counter()
-                    picked = method.step(copy, gradient, k)
-                    seconds = time.thread_time() - begun, time.perf_counter() - began
-                if number >= warm_up:
-                    cpu[method.name].append(seconds[0])
-                    wall[method.name].append(seconds[1])
-                    selected[method.name].append(picked.entries)
-                    right[method.name].append(right_answer.is_given_by(picked))
+            run_round(rows, residual, gradient, k, note=number >= warm_up)
         picked, threshold = reference.accumulate_and_select(residual, gradient, k, threshold)
         reference.clear_at(residual, picked.indices)
         source.apply(picked)
-    records = []
-    for method in methods:
-        times = cpu if method.threads == 1 else wall
-        pairs = zip(times[method.name], times[FLOOR], strict=True)
-        records.append(
-            Record(
-                method=method.name,
-                data=source.label,
-                n=source.length,
-                k=k,
-                density=density,
-                clock="cpu" if method.threads == 1 else "wall",
-                seconds=Spread.of(times[method.name]),
-                over_floor=Spread.of([seconds / base for seconds, base in pairs]),
-                exact=all(right[method.name]),
-                selected=round(statistics.median(selected[method.name])),
-            )
+    return records_of(rows, source.label, source.length, k, density)
+
+
+def rows_of(places: Mapping[Place, Sequence[str]]) -> Rows:
+    """Return an empty row for each method of each place."""
+    return {
+        (place, name): _Row([], [], [], []) for place, names in places.items() for name in names
+    }
+
+
+def run_round(rows: Rows, residual: Array, gradient: Array, k: int, note: bool) -> None:
+    """Run every method once; what it takes, over its place's first, and gives, is noted."""
+    right_answer = Answer(residual + gradient, k)
+    floors: dict[Place, dict[str, float]] = {}
+    for (place, name), row in rows.items():
+        if place not in floors:
+            place.begin_round(residual, gradient, k)
+        timed = place.time(name)
+        floor = floors.setdefault(place, timed.seconds)
+        if note:
+            clock = place.clock(name)
+            row.seconds.append(timed.seconds[clock])
+            row.over_floor.append(timed.seconds[clock] / floor[clock])
+            row.right.append(right_answer.is_given_by(timed.picked))
+            row.selected.append(timed.picked.entries)
+
+
+def records_of(rows: Rows, data: str, length: int, k: int, density: float) -> list[Record]:
+    """Return the rows of one kind of data as records."""
+    return [
+        Record(
+            method=name,
+            device=place.device,
+            torch=torch.__version__,
+            data=data,
+            n=length,
+            k=k,
+            density=density,
+            clock=place.clock(name),
+            seconds=Spread.of(row.seconds),
+            over_floor=Spread.of(row.over_floor),
+            exact=all(row.right),
+            selected=round(statistics.median(row.selected)),
         )
-    return records
+        for (place, name), row in rows.items()
+    ]
 
 
 class Answer:
-    """The k largest magnitudes of a sum, whichever of equal ones."""
+    """The k largest magnitudes of a sum, whichever of equal ones; NaN counts as the largest."""
 
     def __init__(self, total: Array, k: int) -> None:
         self.k = k
-        self.magnitudes = np.abs(total)
-        self.at_k = np.partition(self.magnitudes, total.size - k)[total.size - k]
+        self.keys = reference.keys(total)
+        self.at_k = np.partition(self.keys, total.size - k)[total.size - k]
+        # Zeros may be selected or not.
+        self.least = k if self.at_k else int(np.count_nonzero(self.keys))
 
     def is_given_by(self, picked: SparseVector) -> bool:
-        """Tell whether these are k entries of the sum, and no other is larger."""
-        chosen = self.magnitudes[picked.indices]
+        """Tell whether these are k entries of the sum, but for zeros, and no other is larger."""
+        chosen = self.keys[picked.indices]
         return (
-            picked.entries == self.k == np.unique(picked.indices).size
+            np.unique(picked.indices).size == picked.entries <= self.k
+            and int(np.count_nonzero(chosen)) == self.least
             and bool((chosen >= self.at_k).all())
-            and bool((chosen == np.abs(picked.values)).all())
+            and bool((chosen == reference.keys(picked.values)).all())
         )
 
 

@@ -1,4 +1,4 @@
-"""The methods: each accumulates, selects and clears, and hands over what it selected."""
+"""The methods of the host: each accumulates, selects and clears, and gives what it selected."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .gradients import Array
 Step = Callable[[Array, Array, int], SparseVector]
 
 FLOOR = "a += g"
+COPY = "copy"
 
 
 class Method(NamedTuple):
@@ -27,7 +28,7 @@ class Method(NamedTuple):
     threads: int = 1
 
 
-class _Ours:
+class Ours:
     """Our selection on one twin, with the threshold that it hands from step to step."""
 
     def __init__(self, twin: object) -> None:
@@ -47,6 +48,12 @@ class _Ours:
 def floor(residual: Array, gradient: Array, k: int) -> SparseVector:
     """Only add: what no method can do without."""
     np.add(residual, gradient, out=residual)
+    return SparseVector.empty(residual.size)
+
+
+def copy(residual: Array, gradient: Array, k: int) -> SparseVector:
+    """Only copy: what the memory gives where nothing is computed."""
+    np.copyto(residual, gradient)
     return SparseVector.empty(residual.size)
 
 
@@ -83,14 +90,14 @@ def _approximate(name: str) -> Step:
 
 def all_methods(threads: int) -> list[Method]:
     """Return the methods that can run here, the floor first; threads: of the threaded one."""
-    methods = [Method(FLOOR, floor)]
+    methods = [Method(FLOOR, floor), Method(COPY, copy)]
     if not kernels.why_not_compiled():
         from collectives.kernels import host
 
-        methods.append(Method("gtopk-compiled", _Ours(host)))
+        methods.append(Method("gtopk-compiled", Ours(host)))
         if threads > 1:
-            methods.append(Method(f"gtopk-compiled-{threads}-threads", _Ours(host), threads))
-    methods.append(Method("gtopk-reference", _Ours(reference)))
+            methods.append(Method(f"gtopk-compiled-{threads}-threads", Ours(host), threads))
+    methods.append(Method("gtopk-reference", Ours(reference)))
     methods.append(Method("torch.topk", torch_topk))
     methods.append(Method("numpy.argpartition", numpy_argpartition))
     methods.extend(Method(name, _approximate(name)) for name in SELECTORS)

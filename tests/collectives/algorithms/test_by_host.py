@@ -100,10 +100,10 @@ def test_so_it_does_in_every_format(
 
 
 @every_way
-def test_so_it_does_where_nccl_has_no_kernels_for_the_format(
+def test_so_it_does_where_a_gpu_has_no_kernels_for_the_format(
     cuda: Any, way: str, random: np.random.Generator
 ) -> None:
-    format = Format("blocks", "bf16")
+    format = Format("packed", "bf16")
     picks = random_picks(random, 3, 300, 20)
     outcomes = on_gpus(way, picks, 20, format, "nccl")
     assert same(outcomes, run(way, picks, 20, format))

@@ -21,7 +21,8 @@ from collectives.errors import MessageError, NonFiniteError
 from collectives.kernels.device import cuda as cuda_machine
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.nccl import NcclTransport
-from collectives.wire import HEADER_BYTES, decode, encode
+from collectives.wire import EXACT, HEADER_BYTES, Format, decode, encode
+from collectives.wire.format import ON_DEVICE as FORMATS_ON_DEVICE
 from tests.collectives import fake_cuda
 from tests.collectives.algorithms.worlds import (
     WAYS,
@@ -36,6 +37,7 @@ from tests.collectives.kernels.device import machine_on_host
 
 STAYING = [way for way, (algorithm, _) in WAYS.items() if algorithm in ON_DEVICE]
 SIZES = [1, 2, 3, 6]
+CODED = sorted(FORMATS_ON_DEVICE - {EXACT})
 # What the host sees at once: a header and its checksum, or what a selection found.
 MOST_BYTES = 128
 
@@ -51,25 +53,17 @@ def library(shared_folder: Path) -> Any:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch, library: Any) -> Iterator[Any]:
     """A machine with 8 GPUs, on which nothing may go wrong."""
-    caches = (cuda_machine.cupy, cuda_machine._load)
-    for cache in caches:
-        cache.cache_clear()
-    cuda = fake_cuda.Cuda(gpus=8)
-    cuda.library = library
-    fake_cuda.install(monkeypatch, cuda)
-    yield cuda
-    cuda.off.set()
-    cuda.change()
-    for cache in caches:
-        cache.cache_clear()
-    assert cuda.wrongs == []
+    with fake_cuda.with_kernels(monkeypatch, library) as cuda:
+        yield cuda
 
 
 def up(vector: SparseVector) -> SparseVector:
     return vector.beside(import_module("cupy").empty(0, np.float32))
 
 
-def on_gpus(way: str, picks: Sequence[SparseVector], k: int, cuda: Any) -> list[Outcome]:
+def on_gpus(
+    way: str, picks: Sequence[SparseVector], k: int, cuda: Any, format: Format = EXACT
+) -> list[Outcome]:
     """Return what every rank gets over NCCL; `cuda.copies` are those of the reduction alone."""
     algorithm, usual = WAYS[way]
     options = usual(len(picks), k, picks[0].length)
@@ -85,7 +79,9 @@ def on_gpus(way: str, picks: Sequence[SparseVector], k: int, cuda: Any) -> list[
     cuda.copies.clear()
     outcomes = run_ranks(
         world,
-        lambda host: reduce(held[host.rank], k, transports[host.rank], algorithm, **options),
+        lambda host: reduce(
+            held[host.rank], k, transports[host.rank], algorithm, format=format, **options
+        ),
     )
     copies = list(cuda.copies)
     on_host = []
@@ -127,6 +123,28 @@ def test_nothing_is_lost_and_the_host_sees_no_entries(
     assert len({bits(update) for update, _ in outcomes}) == 1
     assert outcomes[0][0].entries > 0
     assert max(count for _, _, count in cuda.copies) <= MOST_BYTES < 4 * k
+
+
+@pytest.mark.parametrize("format", CODED, ids="-".join)
+@pytest.mark.parametrize("way", STAYING)
+def test_coded_vectors_stay_on_the_gpus_too(
+    cuda: Any, way: str, format: Format, random: np.random.Generator
+) -> None:
+    k = 41
+    picks = random_picks(random, 5, 100_000, k)  # two blocks
+    outcomes = on_gpus(way, picks, k, cuda, format)
+    if WAYS[way][0] != "dense":  # NCCL adds in an order of its own
+        assert same(outcomes, run(way, picks, k, format))
+    assert_nothing_is_lost(picks, outcomes, additions=2 * len(picks))
+    assert max(count for _, _, count in cuda.copies) <= MOST_BYTES < 4 * k
+
+
+@pytest.mark.parametrize("format", [Format("packed"), Format("raw", "int8")], ids="-".join)
+def test_what_a_gpu_does_not_code_goes_by_way_of_the_host(
+    cuda: Any, format: Format, random: np.random.Generator
+) -> None:
+    picks = random_picks(random, 3, 300, 40)
+    assert same(on_gpus("gtopk", picks, 40, cuda, format), run("gtopk", picks, 40, format))
 
 
 @pytest.mark.parametrize("way", STAYING)
@@ -247,7 +265,8 @@ def vector(random: np.random.Generator, entries: int, dtype: type) -> SparseVect
 def test_a_gpu_writes_the_bytes_that_the_host_writes(
     cuda: Any, entries: int, extra: int, dtype: type, random: np.random.Generator
 ) -> None:
-    check_bytes(vector(random, entries, dtype), extra, random)
+    for format in sorted(FORMATS_ON_DEVICE):
+        check_bytes(vector(random, entries, dtype), extra, random, format)
 
 
 @pytest.mark.gpu
@@ -257,7 +276,8 @@ def test_a_gpu_writes_the_bytes_that_the_host_writes(
 def test_a_real_gpu_writes_the_bytes_that_the_host_writes(
     real_gpu: Any, entries: int, extra: int, dtype: type, random: np.random.Generator
 ) -> None:
-    check_bytes(vector(random, entries, dtype), extra, random)
+    for format in sorted(FORMATS_ON_DEVICE):
+        check_bytes(vector(random, entries, dtype), extra, random, format)
 
 
 def test_the_host_waits_for_nothing_to_write_a_message(
@@ -270,14 +290,17 @@ def test_the_host_waits_for_nothing_to_write_a_message(
     assert max(count for _, _, count in cuda.copies) <= HEADER_BYTES
 
 
-def check_bytes(picks: SparseVector, extra: int, random: np.random.Generator) -> None:
+def check_bytes(
+    picks: SparseVector, extra: int, random: np.random.Generator, format: Format
+) -> None:
     behind = random.integers(0, 256, extra, np.uint8)
-    expected = encode(picks, 700, extra=behind, refused_by=2).message
+    expected = encode(picks, 700, format, extra=behind, refused_by=2)
     held = up(picks)
-    message = encode(held, 700, extra=behind, refused_by=2).message
-    assert message.get().tobytes() == expected.tobytes()
-    decoded = decode(message, held, 700, 0, extra_bytes=extra)
-    assert bits(decoded.vector.on_host()) == bits(picks)
+    encoded = encode(held, 700, format, extra=behind, refused_by=2)
+    assert encoded.message.get().tobytes() == expected.message.tobytes()
+    assert bits(encoded.vector.on_host()) == bits(expected.vector)
+    decoded = decode(encoded.message, held, 700, 0, format, extra_bytes=extra)
+    assert bits(decoded.vector.on_host()) == bits(expected.vector)
     assert decoded.extra.get().tolist() == behind.tolist()
     assert decoded.refused_by == 2
 
@@ -301,22 +324,26 @@ def check_every_start(picks: SparseVector) -> None:
         assert bits(decode(larger[start:], up(picks), 30, 0).vector.on_host()) == bits(picks)
 
 
-def test_damage_is_found_wherever_it_is(cuda: Any, random: np.random.Generator) -> None:
+@pytest.mark.parametrize("format", sorted(FORMATS_ON_DEVICE), ids="-".join)
+def test_damage_is_found_wherever_it_is(
+    cuda: Any, format: Format, random: np.random.Generator
+) -> None:
     picks = vector(random, 30, np.float32)
-    message = encode(picks, 30).message
+    message = encode(picks, 30, format).message
     like = up(picks)
-    for place in [0, 5, 17, 56, HEADER_BYTES, HEADER_BYTES + 130, message.size - 1]:
+    for place in [0, 5, 17, 56, HEADER_BYTES, HEADER_BYTES + 70, message.size - 1]:
         damaged = message.copy()
         damaged[place] ^= 64
         with pytest.raises(MessageError, match="from rank 3 is malformed"):
-            decode(import_module("cupy").asarray(damaged), like, 30, 3)
+            decode(import_module("cupy").asarray(damaged), like, 30, 3, format)
     for size in [0, 63, 64, message.size - 1]:
         with pytest.raises(MessageError, match="from rank 3 is malformed"):
-            decode(import_module("cupy").asarray(message[:size]), like, 30, 3)
+            decode(import_module("cupy").asarray(message[:size]), like, 30, 3, format)
 
 
-def test_indices_out_of_order_are_found(cuda: Any) -> None:
+@pytest.mark.parametrize("format", [EXACT, Format("blocks")], ids="-".join)
+def test_indices_out_of_order_are_found(cuda: Any, format: Format) -> None:
     falling = SparseVector(np.array([4, 2], np.int32), np.ones(2, np.float32), 9)
-    message = encode(falling, 3).message
+    message = encode(falling, 3, format).message
     with pytest.raises(MessageError, match="strictly increasing"):
-        decode(import_module("cupy").asarray(message), up(falling), 3, 0)
+        decode(import_module("cupy").asarray(message), up(falling), 3, 0, format)

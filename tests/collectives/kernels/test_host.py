@@ -190,6 +190,21 @@ def test_a_threshold_that_misleads_costs_one_scan_more(random: np.random.Generat
         assert scans(values[name], 1000, 1e-30) == 2
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_search_that_stopped_goes_on_from_there(count: int, random: np.random.Generator) -> None:
+    # Larger and larger ones, behind a start that must not be forgotten; in one part, or in all.
+    for begin in (0, 0.4, 0.9):
+        dense = np.linspace(0, 1, 1_000_000, dtype=np.float32)
+        dense[: int(begin * dense.size)] = 0
+        dense[random.choice(dense.size, 700, replace=False)] *= -2
+        gradient = random.standard_normal(dense.size).astype(np.float32) * 1e-7
+        expected, _ = reference.select(dense + gradient, 1000)
+        with using(count):
+            picked, report = selection.search(dense, gradient, 1000, 0.5)
+        assert report.scans == 2
+        assert_same(picked, expected)
+
+
 def test_without_enough_nonzeros_there_is_nothing_to_scan_again() -> None:
     dense = np.zeros(100_000, np.float32)
     dense[:3] = 1
@@ -371,9 +386,9 @@ def test_a_core_that_does_not_fit_is_not_used(
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Return the environment of a process that no launcher started, with four cores."""
     for name in list(os.environ):
-        if "LOCAL" in name or name.startswith("GTOPK_"):
+        if "LOCAL" in name or name.startswith(("GTOPK_", "SLURM_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("collectives.kernels.host.threads._cores", lambda: 4)
+    monkeypatch.setattr("collectives.kernels.host.threads.usable_cores", lambda: 4)
     default_threads.cache_clear()
     yield monkeypatch
     default_threads.cache_clear()
@@ -384,6 +399,35 @@ def test_ranks_share_the_cores(ranks: int | None, expected: int, alone: pytest.M
     if ranks is not None:
         alone.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
     assert threads() == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "2"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "1"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "2"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "2"}, 2),
+        # mpirun's daemons are a step of one task a node.
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "2"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "16"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, 4),
+    ],
+)
+def test_tasks_of_srun_share_the_cores(
+    said: dict[str, str], expected: int, alone: pytest.MonkeyPatch
+) -> None:
+    alone.setenv("SLURM_STEP_ID", "0")
+    for name, text in said.items():
+        alone.setenv(name, text)
+    assert default_threads() == expected
+
+
+def test_a_batch_script_by_itself_has_all_the_cores(alone: pytest.MonkeyPatch) -> None:
+    alone.setenv("SLURM_NTASKS_PER_NODE", "4")
+    alone.setenv("SLURM_CPUS_PER_TASK", "1")
+    assert default_threads() == 4
 
 
 def test_the_number_of_threads_can_be_asked_for(alone: pytest.MonkeyPatch) -> None:

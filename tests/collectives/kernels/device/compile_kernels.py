@@ -74,19 +74,21 @@ def _compile_all(architecture: int, *options: str) -> tuple[bytes, str]:
 
 
 def nvrtc(architecture: int) -> str:
-    """Compile one kernel after the other, as CuPy does; return the PTX of all."""
+    """Compile one file after the other, as CuPy does for each of its kernels; return all PTX."""
     path = nvrtc_library()
     assert path is not None
     for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(builtins))  # NVRTC opens it by its bare name
     library = ctypes.CDLL(str(path))
+    options = [option.encode() for option in (*OPTIONS, *OF_CUPY, f"-arch=sm_{architecture}")]
     written = []
-    for name in instances():
+    for file in sorted(set(FILES.values())):
+        names = [name for name in instances() if FILES[name.partition("<")[0]] == file]
         program = ctypes.c_void_p()
-        source = text(FILES[name.partition("<")[0]]).encode()
+        source = text(file).encode()
         library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", 0, None, None)
-        library.nvrtcAddNameExpression(program, name.encode())
-        options = [option.encode() for option in (*OPTIONS, *OF_CUPY, f"-arch=sm_{architecture}")]
+        for name in names:
+            library.nvrtcAddNameExpression(program, name.encode())
         failed = library.nvrtcCompileProgram(
             program, len(options), (ctypes.c_char_p * len(options))(*options)
         )
@@ -99,7 +101,7 @@ def nvrtc(architecture: int) -> str:
         library.nvrtcGetPTX(program, code)
         library.nvrtcDestroyProgram(ctypes.byref(program))
         if failed:
-            raise RuntimeError(f"nvrtc for sm_{architecture}, {name}: {log.value.decode()}")
+            raise RuntimeError(f"nvrtc for sm_{architecture}, {file}: {log.value.decode()}")
         written.append(code.value.decode())
     return "".join(written)
 

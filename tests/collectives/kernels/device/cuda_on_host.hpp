@@ -310,6 +310,13 @@ template <class T> T atomicAdd(T* at, T addend) {
   return before;
 }
 
+template <class T> T atomicMax(T* at, T other) {
+  if (host::shuffled && host::chance() % 4 == 0) host::pause();
+  const T before = *at;
+  if (other > before) *at = other;
+  return before;
+}
+
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __ffs(int word) { return __builtin_ffs(word); }
 inline unsigned __float_as_uint(float value) { return host::bits<unsigned>(value); }
@@ -324,11 +331,11 @@ inline float half_to_float(unsigned short half) {
   return sign * (exponent ? std::ldexp((float)(1024 + mantissa), exponent - 25)
                           : std::ldexp((float)mantissa, -24));
 }
-inline unsigned short float_to_half(float value) {
+inline unsigned short double_to_half(double value) {
   const unsigned short sign = std::signbit(value) ? 0x8000 : 0;
   if (std::isnan(value)) return 0x7fff;
-  const float size = std::fabs(value);
-  if (size >= 65520.0f) return sign | 0x7c00;
+  const double size = std::fabs(value);
+  if (size >= 65520.0) return sign | 0x7c00;
   if (size == 0) return sign;
   int exponent = 0;
   std::frexp(size, &exponent);
@@ -337,6 +344,7 @@ inline unsigned short float_to_half(float value) {
   // A mantissa that rounds up to 2048 carries into the exponent by itself.
   return sign | (unsigned short)(((unit + 24) << 10) + places);
 }
+inline unsigned short float_to_half(float value) { return double_to_half(value); }
 
 inline float added(float a, float b) { return a + b; }
 inline float multiplied(float a, float b) { return a * b; }

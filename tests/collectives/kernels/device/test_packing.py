@@ -1,4 +1,4 @@
-"""Offsets and 16-bit values against plain NumPy."""
+"""Offsets and 16-bit values: the bytes of the NumPy reference, and back."""
 
 from __future__ import annotations
 
@@ -9,115 +9,141 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from collectives.kernels import reference_codes
 from collectives.kernels.device import packing
 from collectives.kernels.device.machine import Scratch
+from collectives.vector import index_dtype
 
 EDGES = [0, 1, 65_535, 65_536, 65_537, 131_071, 131_072, 393_215, 393_216, 399_999]
+PACK = {"bf16": reference_codes.pack_bf16, "fp16": reference_codes.pack_fp16}
+UNPACK = {"bf16": reference_codes.unpack_bf16, "fp16": reference_codes.unpack_fp16}
+
+
+def check_blocks(scratch: Scratch, indices: np.ndarray, length: int) -> None:
+    """The reference's bytes are written, and read again."""
+    machine: Any = scratch.machine
+    capacity = reference_codes.blocks_capacity(indices.size, length)
+    expected = np.empty(capacity, np.uint8)
+    used = reference_codes.pack_blocks(indices, length, expected)
+    out = machine.empty(capacity, np.uint8)
+    assert packing.pack_blocks(scratch, machine.put(indices), length, out) == used
+    assert machine.fetch(out)[:used].tobytes() == expected[:used].tobytes()
+    padded = machine.put(np.append(expected[:used], np.zeros(3, np.uint8)))
+    back, taken = packing.unpack_blocks(scratch, padded, indices.size, length)
+    assert taken == used
+    assert back.dtype == index_dtype(length)
+    assert machine.fetch(back).tolist() == indices.tolist()
 
 
 @settings(max_examples=40)
 @given(st.sets(st.integers(0, 399_999) | st.sampled_from(EDGES), max_size=200))
-def test_offsets_come_back_as_indices(scratch: Scratch, held: set[int]) -> None:
-    machine: Any = scratch.machine
-    indices, length = np.array(sorted(held), np.int32), 400_000
-    counts, offsets = packing.pack_offsets(scratch, machine.put(indices), length)
-    assert machine.fetch(counts).tolist() == np.bincount(indices >> 16, minlength=7).tolist()
-    assert machine.fetch(offsets).tolist() == (indices & 0xFFFF).tolist()
-    back = packing.unpack_offsets(scratch, counts, offsets, length)
-    assert back.dtype == np.int32
-    assert machine.fetch(back).tolist() == indices.tolist()
+def test_indices_are_written_as_the_reference_writes_them(scratch: Scratch, held: set[int]) -> None:
+    check_blocks(scratch, np.array(sorted(held), np.int32), 400_000)
 
 
 @pytest.mark.parametrize("length", [1, 65_536, 65_537, 131_072])
 def test_a_full_vector_fills_every_block(scratch: Scratch, length: int) -> None:
-    machine: Any = scratch.machine
-    counts, offsets = packing.pack_offsets(
-        scratch, machine.put(np.arange(length, dtype=np.int32)), length
-    )
-    assert machine.fetch(counts).sum() == length
-    back = packing.unpack_offsets(scratch, counts, offsets, length)
-    assert (machine.fetch(back) == np.arange(length)).all()
+    check_blocks(scratch, np.arange(length, dtype=np.int32), length)
 
 
 def test_the_last_block_of_the_longest_narrow_vector_is_packed(scratch: Scratch) -> None:
-    machine: Any = scratch.machine
     length = 2**31 - 1
-    indices = np.array([0, 65_536, length - 2, length - 1], np.int32)
-    counts, offsets = packing.pack_offsets(scratch, machine.put(indices), length)
-    assert machine.fetch(counts)[[0, 1, -1]].tolist() == [1, 1, 2]
-    back = packing.unpack_offsets(scratch, counts, offsets, length)
-    assert machine.fetch(back).tolist() == indices.tolist()
+    check_blocks(scratch, np.array([0, 65_536, length - 2, length - 1], np.int32), length)
 
 
 def test_wide_indices_are_packed_too(scratch: Scratch) -> None:
+    indices = np.array([5, 2**32 + 7, 2**32 + 70_000], np.int64)
+    check_blocks(scratch, indices, 2**32 + 100_000)
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=60), st.integers(0, 12), st.sampled_from([1, 9, 200_000, 2**40]))
+def test_what_is_no_account_of_blocks_is_refused_as_the_reference_refuses_it(
+    scratch: Scratch, content: bytes, count: int, length: int
+) -> None:
     machine: Any = scratch.machine
-    indices, length = np.array([5, 2**32 + 7, 2**32 + 70_000], np.int64), 2**32 + 100_000
-    counts, offsets = packing.pack_offsets(scratch, machine.put(indices), length)
-    back = packing.unpack_offsets(scratch, counts, offsets, length)
-    assert back.dtype == np.int64
-    assert machine.fetch(back).tolist() == indices.tolist()
+    data = np.frombuffer(content, np.uint8)
+    expected, used, said = outcome(lambda: reference_codes.unpack_blocks(data, count, length))
+    held = machine.put(data)
+    got, taken, ours = outcome(lambda: packing.unpack_blocks(scratch, held, count, length))
+    if "strictly increasing" in said:  # whoever reads them asks for their order next
+        assert not reference_codes.in_order(machine.fetch(got), length)
+    else:
+        assert (taken, ours) == (used, said)
+        assert machine.fetch(got).tolist() == expected.tolist()
 
 
-def every_half() -> np.ndarray:
-    return np.arange(1 << 16).astype(np.uint16).view(np.float16)
+def outcome(unpack: Any) -> tuple[Any, int, str]:
+    """Return the indices and the bytes they took, or nothing, 0 and the error's text."""
+    try:
+        return *unpack(), ""
+    except ValueError as error:
+        return np.empty(0), 0, str(error)
 
 
-def test_every_float16_widens_exactly_and_comes_back(scratch: Scratch) -> None:
-    machine: Any = scratch.machine
-    halves = every_half()
-    wide = packing.widen_values(scratch, machine.put(halves))
-    assert np.array_equal(machine.fetch(wide), halves.astype(np.float32), equal_nan=True)
-    back = machine.fetch(packing.round_values(scratch, wide, np.float16))
-    numbers = ~np.isnan(halves)
-    assert (back.view(np.uint16) == halves.view(np.uint16))[numbers].all()
-    assert np.isnan(back[~numbers]).all()
-
-
-def values(random: np.random.Generator) -> np.ndarray:
-    """Return float32 values of all magnitudes, and ties of both 16-bit formats."""
+def values(random: np.random.Generator, dtype: type) -> np.ndarray:
+    """Return values of many magnitudes, ties of both 16-bit formats, zeros and subnormals."""
     bits = random.integers(0, 2**32, 20_000, dtype=np.uint32)
+    bits &= 0x83FFFFFF | np.uint32(0x3C000000)  # exponents from -126 up to 1
     bits[:5000] = bits[:5000] & ~np.uint32(0xFFFF) | 0x8000  # halfway between two bfloat16
     bits[5000:9000] = bits[5000:9000] & ~np.uint32(0x1FFF) | 0x1000  # and between two float16
-    spread = bits.view(np.float32).copy()
+    spread = bits.view(np.float32).astype(dtype)
     spread[9000:] = random.standard_normal(11_000) * 10.0 ** random.integers(-9, 6, 11_000)
-    spread[-6:] = 0.0, -0.0, np.inf, -np.inf, np.nan, 65_520.0
+    spread[-4:] = 0.0, -0.0, 1e-40, -3e-45
+    if dtype == np.float64:
+        spread[:9000] += spread[:9000] * 1e-12 * random.integers(-1, 2, 9000)
     return spread
 
 
-def test_values_are_rounded_to_float16_as_numpy_rounds(
-    scratch: Scratch, random: np.random.Generator
+SPECIAL = {
+    "as they are": lambda dtype: [],
+    "subnormal all": lambda dtype: None,
+    "the largest": lambda dtype: [np.finfo(dtype).max, -np.finfo(dtype).max],
+    "infinite": lambda dtype: [np.inf, -np.inf],
+    "no number": lambda dtype: [np.nan, -np.nan],
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("code", packing.NARROW)
+def test_values_are_rounded_and_widened_as_the_reference_does(
+    scratch: Scratch, code: str, dtype: type, special: str, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
-    wide = values(random)
-    with np.errstate(over="ignore"):
-        expected = wide.astype(np.float16)
-    got = machine.fetch(packing.round_values(scratch, machine.put(wide), np.float16))
-    numbers = ~np.isnan(wide)
-    assert (got.view(np.uint16) == expected.view(np.uint16))[numbers].all()
-    assert np.isnan(got[~numbers]).all()
+    wide = values(random, dtype)
+    added = SPECIAL[special](dtype)
+    wide = wide * np.finfo(dtype).tiny / 8e5 if added is None else np.append(wide, added)
+    wide = wide.astype(dtype)
+    expected = np.empty(2 * wide.size, np.uint8)
+    exponent = PACK[code](wide, expected)
+    out = machine.empty(2 * wide.size, np.uint8)
+    assert packing.pack_floats(scratch, code, machine.put(wide), out) == exponent
+    assert machine.fetch(out).tobytes() == expected.tobytes()
+    back = packing.unpack_floats(scratch, code, out, wide.size, exponent, np.dtype(dtype))
+    again = UNPACK[code](expected, wide.size, exponent, np.dtype(dtype))
+    assert np.array_equal(machine.fetch(back), again, equal_nan=True)
+    assert (np.signbit(machine.fetch(back)) == np.signbit(again))[~np.isnan(again)].all()
 
 
-def test_values_are_rounded_to_the_nearest_bfloat16_ties_to_even(
-    scratch: Scratch, random: np.random.Generator
+@pytest.mark.parametrize("exponent", [0, -90, 113])
+@pytest.mark.parametrize("code", packing.NARROW)
+def test_every_16_bits_are_read_as_the_reference_reads_them(
+    scratch: Scratch, code: str, exponent: int
 ) -> None:
     machine: Any = scratch.machine
-    wide = values(random)
-    rounded = packing.round_values(scratch, machine.put(wide), np.uint16)
-    bits = machine.fetch(rounded).astype(np.uint32)
-    numbers = np.isfinite(wide)
-    down = wide.view(np.uint32)[numbers] >> 16
-    tail = wide.view(np.uint32)[numbers] & 0xFFFF
-    up = (tail > 0x8000) | ((tail == 0x8000) & (down & 1 == 1))
-    assert (bits[numbers] == down + up).all()
-    back = machine.fetch(packing.widen_values(scratch, rounded))
-    assert (back.view(np.uint32) == bits << 16).all()
-    assert np.isnan(back[np.isnan(wide)]).all()
-    assert (back[np.isinf(wide)] == wide[np.isinf(wide)]).all()
+    every = np.arange(1 << 16).astype(np.uint16).view(np.uint8)
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        back = packing.unpack_floats(scratch, code, machine.put(every), 1 << 16, exponent, dtype)
+        again = UNPACK[code](every, 1 << 16, exponent, dtype)
+        assert np.array_equal(machine.fetch(back), again, equal_nan=True)
 
 
-def test_nothing_packs_to_nothing(scratch: Scratch) -> None:
+@pytest.mark.parametrize("code", packing.NARROW)
+def test_nothing_packs_to_nothing(scratch: Scratch, code: str) -> None:
     machine: Any = scratch.machine
-    counts, offsets = packing.pack_offsets(scratch, machine.put(np.empty(0, np.int32)), 70_000)
-    assert machine.fetch(counts).tolist() == [0, 0]
-    assert packing.unpack_offsets(scratch, counts, offsets, 70_000).size == 0
-    assert packing.round_values(scratch, machine.put(np.empty(0, np.float32)), np.float16).size == 0
+    check_blocks(scratch, np.empty(0, np.int32), 70_000)
+    nothing, out = np.empty(0, np.float32), np.empty(0, np.uint8)
+    exponent = packing.pack_floats(scratch, code, machine.put(nothing), machine.put(out))
+    assert exponent == PACK[code](nothing, out)
+    assert packing.unpack_floats(scratch, code, out, 0, exponent, np.dtype("f")).size == 0

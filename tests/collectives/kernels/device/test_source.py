@@ -32,10 +32,13 @@ def test_every_kernel_compiles_without_a_spill(compilers: Any, architecture: int
     assert [kernel for kernel in taken if kernel.registers * THREADS * 2 > REGISTERS] == []
 
 
-def test_every_kernel_compiles_as_cupy_compiles_it(compilers: Any) -> None:
+@pytest.mark.parametrize("architecture", some_of(ARCHITECTURES, 75, 90, 120))
+def test_every_kernel_compiles_as_cupy_compiles_it(compilers: Any, architecture: int) -> None:
     if "nvrtc" not in compilers.available():
         pytest.skip("no NVRTC here: pip install nvidia-cuda-nvrtc")
-    assert flushing(compilers.nvrtc(90)) == set()
+    ptx = compilers.nvrtc(architecture)
+    assert ptx.count(".entry ") == len(instances())
+    assert flushing(ptx) == set()
 
 
 def test_no_kernel_takes_subnormal_numbers_for_zeros(compilers: Any) -> None:
@@ -45,9 +48,13 @@ def test_no_kernel_takes_subnormal_numbers_for_zeros(compilers: Any) -> None:
 
 
 def flushing(ptx: str) -> set[str]:
-    """Return the instructions by which a subnormal number is a zero."""
+    """Return the instructions by which a subnormal number is a zero, where that matters.
+
+    It does not where |x| is compared with infinity: what sm_120's compiler makes of two keys.
+    """
     assert ".entry" in ptx
-    return set(re.findall(r"\S+\.ftz\S*", ptx))
+    infinite = r"abs\.ftz\.f32\s+(%r\d+), %r\d+;\s+setp\.\w+\.ftz\.f32\s+%p\d+, \1, 0f7F800000;"
+    return set(re.findall(r"\S+\.ftz\S*", re.sub(infinite, "", ptx)))
 
 
 def test_every_file_belongs_to_a_kernel_and_every_kernel_to_a_file() -> None:

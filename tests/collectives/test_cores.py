@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.launch import cores
+from collectives import cores
 
 
 def write(path: Path, text: str) -> None:
