@@ -22,7 +22,7 @@ from .peers import Peers
 class ExpectedStep:
     """That of one way to train; nothing is expected before `measure`.
 
-    per: what an exchange ends, with its article.
+    per: what an exchange ends.
     beyond: what runs that the model knows nothing of; "": gradients are reduced by compression.
     is_planned: whether buckets are those of `bucket_plan`, by what a compression sends: if all
             travelled whole, they would be others.
@@ -32,7 +32,7 @@ class ExpectedStep:
         self,
         compression: Any,
         progress: Progress,
-        per: str = "a step",
+        per: str = "step",
         beyond: str = "",
         *,
         is_planned: bool = False,
