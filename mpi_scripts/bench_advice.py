@@ -66,9 +66,9 @@ class Held(NamedTuple):
 
     def forecasts(self) -> Iterator[Forecast]:
         """Yield what the line said, beside what was measured."""
-        dense_seconds = said(self.line, "dense exchange is expected to take")
+        dense_seconds = said(self.line, ": dense")
         yield self._of("dense's time", dense_seconds, self.dense_seconds)
-        if "compression saves" in self.line:
+        if ": saves up to" in self.line:
             saved_seconds = said(self.line, "saves up to")
             yield self._of("what compression saves", saved_seconds, self.saved_seconds)
 
@@ -113,19 +113,25 @@ def said(line: str, words: str) -> float:
     return float(found[1].replace(",", "")) * UNITS[found[2]]
 
 
+def edge_of(line: str) -> str:
+    """Return where compression pays, as a line says: "below about 48 Mbit/s (25 to ...)"."""
+    _, _, edge = line.rpartition(" pays ")
+    return edge.partition("; links ")[0]
+
+
 def said_edge(line: str) -> tuple[float, float, float]:
     """Return below how many bits per second compression pays, as a line says, and its bounds.
 
     0: at no bandwidth. Raises ValueError where it does not say.
     """
-    _, _, edge = line.rpartition(" pays ")
+    edge = edge_of(line)
     if edge.startswith("at no bandwidth"):
         about = 0.0
     elif edge.startswith("at every bandwidth"):
         about = math.inf
     else:
         about = said(edge, "below about")
-    bracket = re.match(r"[^(]*\((?!modelled)(.*?)\)", edge)
+    bracket = re.search(r"\((.*?)\)", edge)
     if bracket is None:
         return about, about, about
     if bracket[1] == "too close to tell":
@@ -175,7 +181,7 @@ class _Line(logging.Handler):
     text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "the dense exchange is expected to take" in record.getMessage():
+        if record.getMessage().startswith("estimated exchange per step"):
             self.text = record.getMessage()
 
 
@@ -293,8 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"below {bandwidth_text(bits_per_second)}; the lines said:"
         )
         for each in group:
-            _, _, edge = each.line.rpartition(" pays ")
-            print(f"    {edge.partition(' (modelled')[0]} ({each.rate})")
+            print(f"    {edge_of(each.line)} ({each.rate})")
     return 0
 
 

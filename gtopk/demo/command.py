@@ -17,6 +17,7 @@ from ..charts.units import about_bandwidth_text, bytes_text, count_text
 from ..launch import LaunchError, explain, rank_environment, run, usable_cores
 from .model import LATENCY_SECONDS, pays_below
 from .plan import PROGRESS, TRAIN_IMAGES, Plan
+from .reaching import epochs_text, level
 from .record import PARTS, Record
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def show(console: Console, records: Sequence[Record]) -> None:
     from rich.table import Table
 
     dense = records[0]
+    reached = level(dense)
     table = Table(
         title="Measured on this machine\n",
         title_justify="left",
@@ -191,7 +193,7 @@ def show(console: Console, records: Sequence[Record]) -> None:
     table.add_column("\nmethod", no_wrap=True)
     for heading in (
         "test\naccuracy %",
-        "\nepochs",
+        f"epochs\nto {100 * reached:.0f} %",
         "sent per\nstep",
         "vs\ndense",
         "ms/step\ncompute",
@@ -204,7 +206,7 @@ def show(console: Console, records: Sequence[Record]) -> None:
         table.add_row(
             record["label"],
             accuracy_text(record),
-            str(record["epochs"]),
+            epochs_text(reached, record),
             bytes_text(record["bytes_per_step"]) + ("" if record["bytes_counted"] else " *"),
             against_dense(record, dense),
             *(f"{1000 * parts[part]:.2f}" for part in PARTS),
@@ -217,9 +219,10 @@ def show(console: Console, records: Sequence[Record]) -> None:
     cores = dense["machine"]["cores"]
     console.print(
         "Sent: by each rank. Accuracy: mean ± standard deviation over "
-        f"seeds ({dense['seeds']}). Times: medians over steps. Ranks ({dense['ranks']}) share this "
-        f"machine's cores ({cores}) and memory: no network lies between them, so there is nothing "
-        "here for compression to save time on.",
+        f"seeds ({dense['seeds']}). Epochs, of {dense['epochs']}: until that mean first is "
+        f"{100 * reached:.0f} %, a point below dense's end. Times: medians over steps. "
+        f"Ranks ({dense['ranks']}) share this machine's cores ({cores}) and memory: no network "
+        "lies between them, so there is nothing here for compression to save time on.",
         style="dim",
     )
     identical = all(record["final_replicas_identical"] for record in records)

@@ -13,6 +13,7 @@ from ..charts.page import facts as list_of_facts
 from ..charts.page import page as shared_page
 from ..charts.units import bytes_text, count_text, digits, points_text, seconds_text
 from .figures import figures
+from .reaching import epochs_text, heading, level
 from .record import Record, checked
 from .verdicts import (
     accuracy_verdict,
@@ -117,7 +118,6 @@ def tiles(records: Sequence[Record]) -> str:
 
 
 COLUMNS = (
-    "Test accuracy",
     "Density",
     "Bytes per step and rank",
     "Bytes against dense",
@@ -128,16 +128,18 @@ COLUMNS = (
 
 def table(records: Sequence[Record]) -> str:
     """Return one row per method."""
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Method", *COLUMNS))
-    rows = "".join(row(record, records[0]) for record in records)
+    columns = ("Test accuracy", heading(level(records[0])), *COLUMNS)
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("Method", *columns))
+    rows = "".join(row(record, records[0], columns) for record in records)
     return f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
 
 
-def row(record: Record, dense: Record) -> str:
+def row(record: Record, dense: Record, columns: Sequence[str]) -> str:
     """Return a method's row; a cell that loses to dense says so in its class."""
     identical = record["final_replicas_identical"]
     cells = (
         (accuracy_cell(record), accuracy_verdict(record, dense).loss),
+        (escape(epochs_text(level(dense), record)), False),
         (f"{record['density']:g}", False),
         (bytes_text(record["bytes_per_step"]) + ("" if record["bytes_counted"] else " †"), False),
         (fraction(record["bytes_per_step"], dense["bytes_per_step"]), False),
@@ -146,7 +148,7 @@ def row(record: Record, dense: Record) -> str:
     )
     values = "".join(
         f'<td data-column="{name}"{" class=loss" if loss else ""}>{value}</td>'
-        for name, (value, loss) in zip(COLUMNS, cells, strict=True)
+        for name, (value, loss) in zip(columns, cells, strict=True)
     )
     return f'<tr><th scope="row">{escape(record["label"])}</th>{values}</tr>'
 
@@ -159,12 +161,14 @@ def accuracy_cell(record: Record) -> str:
 
 def table_note(records: Sequence[Record]) -> str:
     """Return what the table needs said."""
-    _, topk, gtopk, equal_bytes = records
+    dense, topk, gtopk, equal_bytes = records
     k, more = count_text(gtopk["selected"]), count_text(equal_bytes["selected"])
     note = (
         "Accuracy on test images that no rank trained on; ± is the sample standard deviation over "
         "seeds. Behind a difference, ± is its standard error: methods are compared seed by seed, "
-        "with the same split and the same initial weights. Every rank selects "
+        "with the same split and the same initial weights. "
+        f"{heading(level(dense))}: until the mean over seeds first is that, a point below dense's "
+        "end rounded down; sparse methods rise later. Every rank selects "
         f"{k} entries a step under {gtopk['label']}, as many as under "
         f"{topk['label']}, and {more} under {equal_bytes['label']}, to send about as many bytes as "
         f"{topk['label']}. Bytes are those a rank sends, not those it receives."

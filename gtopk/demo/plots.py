@@ -29,7 +29,7 @@ from .model import LATENCY_SECONDS, modelled_step_seconds, pays_below, shared_co
 from .record import PART_NAMES, PARTS, Part, Record
 
 SLOWEST_LINK, FASTEST_LINK = 1e7, 1e11  # bits per second, the modelled range
-BAR_ROW, BAR_HEIGHT = 74, 18  # units of the drawing
+BAR_ROW, BAR_HEIGHT = 92, 18  # units of the drawing
 
 
 def accuracy_over_epochs(records: Sequence[Record]) -> str:
@@ -110,10 +110,9 @@ def step_time_by_part(records: Sequence[Record]) -> str:
     rows = []
     for row, (record, total) in enumerate(zip(records, totals, strict=True)):
         top, left = row * BAR_ROW, 0.0
-        words = []
         rows.append(text((0, top + 14), record["label"], "label"))
         rows.append(text((WIDTH, top + 14), seconds_text(total), "label end"))
-        for part in PARTS:
+        for place, part in enumerate(PARTS):
             seconds = record["step_seconds"][part]
             width = seconds * scale
             rows.append(
@@ -122,8 +121,9 @@ def step_time_by_part(records: Sequence[Record]) -> str:
             )
             left += width
             if seconds:
-                words.append(f"{PART_NAMES[part]} {seconds_text(seconds)}")
-        rows.append(text((0, top + 56), " · ".join(words), "tick"))
+                column = place * WIDTH / len(PARTS)
+                rows.append(text((column, top + 56), PART_NAMES[part], "tick"))
+                rows.append(text((column, top + 74), seconds_text(seconds), "tick"))
     title = "Measured time of a step, one bar per method, split by part"
     return drawing(title, [HATCHES, *rows], height=len(records) * BAR_ROW)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..charts.units import about_bandwidth_text, bytes_text, digits, percent_text, seconds_text
 from .model import LATENCY_SECONDS, pays_below
+from .reaching import epochs_to, level
 from .record import Record
 
 SAME_TIME = 0.03  # runs whose times differ by less are called equally long
@@ -43,9 +44,20 @@ def against_dense(record: Record, dense: Record) -> Verdict:
         judge(record, dense) for judge in (bytes_verdict, accuracy_verdict, time_verdict)
     )
     return Verdict(
-        f"Sends {sent.words}. Its test accuracy {accuracy.words}. Here a run took {time.words}.",
+        f"Sends {sent.words}. Its test accuracy {accuracy.words}. {reaching_words(record, dense)} "
+        f"Here a run took {time.words}.",
         sent.loss or accuracy.loss or time.loss,
     )
+
+
+def reaching_words(record: Record, dense: Record) -> str:
+    """Say after how many epochs the mean accuracy first comes near to dense's end."""
+    accuracy = level(dense)
+    mine, its = epochs_to(accuracy, record), epochs_to(accuracy, dense)
+    beside = "" if its is None else f", dense after {its}"
+    if mine is None:
+        return f"It never reaches {100 * accuracy:.0f} %{beside}."
+    return f"It first reaches {100 * accuracy:.0f} % after {mine} epoch{'s' * (mine > 1)}{beside}."
 
 
 def against_topk(record: Record, topk: Record) -> Verdict:

@@ -85,7 +85,7 @@ class OuterExchange:
         self._compression = compression
         self._process_set = process_set
         self._progress = Progress()
-        self.expected = ExpectedStep(compression, self._progress, "an outer step")
+        self.expected = ExpectedStep(compression, self._progress, "outer step")
         self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
         self._enter(here, {})
 

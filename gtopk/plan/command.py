@@ -39,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
         "its links, and whether compression would pay there. Dense is what a job over MPI does "
         "between nodes without RDMA: in parts of 8 MiB, each with latencies of its own.",
         epilog="example:\n"
-        "  gtopk plan --model resnet50 --ranks 32 --bandwidth 1gbit --latency 0.4ms\n\n"
+        "  gtopk plan --model resnet50 --ranks 32 --bandwidth 1gbit --latency 0.4ms "
+        "--backward-ms 200\n\n"
         + "\n".join(["models:", *(f"  {name:18} {n:13,}" for name, n in PARAMETERS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -84,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
         type=as_argument(milliseconds),
         default=0.0,
         metavar="MS",
-        help="what dense can hide behind, bucket by bucket; default: nothing",
+        help="time of your model's backward pass, during which dense exchanges bucket by bucket; "
+        "default: none, only the exchange is compared",
     )
     described.add_argument(
         "--no-measure", action="store_true", help="take assumed rates, not this machine's"

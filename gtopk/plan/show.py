@@ -34,8 +34,9 @@ LABELS = {
     "hierarchical": "hierarchical",
 }
 _WIDTH = 80
-_HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step", "speed")
-_EQUAL_HEADINGS = ("method", "density", "updates", "step", "speed")
+_HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
+_EQUAL_HEADINGS = ("method", "density", "updates", "step")
+_ACCURACY = "docs/tuning.md"
 
 
 def render(comparison: Comparison, rates_origin: str) -> list[str]:
@@ -49,6 +50,7 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
     backward = _time(cluster.backward_seconds)
     hidden = f" Dense hides behind {backward} of backward." if cluster.backward_seconds else ""
     methods = (comparison.dense, *comparison.sparse)
+    times = "speed" if cluster.backward_seconds else "exchange"
     lines = [
         *_wrapped(
             f"Modelled, not measured: {size}, {where}, {bandwidth_text(link.bits_per_second)} and "
@@ -56,9 +58,8 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
             f"{hidden} Selecting, coding, merging: {rates_origin}."
         ),
         "",
-        *_aligned([_HEADINGS, *(_row(each, comparison) for each in methods)]),
-        "bytes: a rank's mean. select: dense's copies. merge: coding, too.",
-        "step: what a method adds to one, and the ranks' agreement that all are ready.",
+        *_aligned([(*_HEADINGS, times), *(_row(each, comparison) for each in methods)]),
+        *_legend(comparison),
         "",
         *_wrapped(verdict(comparison)),
     ]
@@ -68,9 +69,27 @@ def render(comparison: Comparison, rates_origin: str) -> list[str]:
         lines += [
             "",
             f"Equal k is not equal accuracy. For {bytes_text(sent)} a rank, these update:",
-            *_aligned([_EQUAL_HEADINGS, *rows]),
+            *_aligned([(*_EQUAL_HEADINGS, times), *rows]),
         ]
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _legend(comparison: Comparison) -> list[str]:
+    """Return what the columns mean."""
+    if comparison.cluster.backward_seconds:
+        times = "speed: backward and step, as a multiple of dense's speed."
+    else:
+        times = "exchange: how many times as fast as dense's; not the speed of training."
+    return [
+        *_wrapped(
+            "The line with > is the fastest (the tree is there to compare). bytes, msgs: sent by a "
+            "rank, on average. "
+            "select: finding the entries; for dense, copying gradients into one buffer and back. "
+            "merge: with coding. step: time added to a step, with the ranks' agreement that all "
+            "are ready."
+        ),
+        times,
+    ]
 
 
 def _time(seconds: float) -> str:
@@ -84,10 +103,11 @@ def _wrapped(text: str) -> list[str]:
 def _row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
     mark = "> " if found is comparison.cheapest else "  "
     sparse = found.candidate.algorithm != "dense"
+    messages = found.sent.messages
     return (
         mark + LABELS[found.candidate.algorithm] + found.candidate.wider,
         bytes_text(found.sent.bytes),
-        f"{found.sent.messages:.3g}",
+        f"{messages:.3g}" if messages < 1000 else count_text(messages),
         _time(found.select_seconds),
         _time(found.code_seconds + found.merge_seconds) if sparse else "-",
         _time(found.communicate_seconds),
@@ -125,20 +145,32 @@ def verdict(comparison: Comparison) -> str:
     if comparison.cluster.network.ranks == 1:
         return "One rank has nobody to send to: there is nothing to compress."
     dense_adds, adds = map(_time, map(comparison.exposed_seconds, (dense, cheapest)))
-    if comparison.pays:
-        algorithm = cheapest.candidate.algorithm
-        name = {"topk-allgather": "topk"}.get(algorithm, algorithm)
-        indices = cheapest.candidate.format.indices
-        wire = "" if indices == USUAL_INDICES else f', wire="{indices}"'
-        found = (
-            f"Compression.{name}(density={cheapest.candidate.density:g}{wire}) pays here: it adds "
-            f"{adds} to a step, dense {dense_adds}."
+    density = f"{cheapest.candidate.density:g}"
+    where = where_it_pays(comparison.break_even)
+    hides = comparison.cluster.backward_seconds > 0
+    if not comparison.pays:
+        at_most = "" if hides else ", with nothing hidden behind the backward pass"
+        return (
+            f"Do not compress here: dense adds {dense_adds} to a step{at_most}, and no sparse "
+            f"method less. At this latency it pays {where}."
         )
+    algorithm = cheapest.candidate.algorithm
+    name = {"topk-allgather": "topk"}.get(algorithm, algorithm)
+    indices = cheapest.candidate.format.indices
+    wire = "" if indices == USUAL_INDICES else f', wire="{indices}"'
+    call = f"Compression.{name}(density={density}{wire})"
+    if hides:
+        found = f"{call} pays here: it adds {adds} to a step, dense {dense_adds}."
     else:
         found = (
-            f"Do not compress here: dense adds {dense_adds} to a step, and no sparse method less."
+            "An upper bound, of the exchange alone, with nothing hidden behind the backward pass: "
+            f"{call} takes {adds}, dense {dense_adds}."
         )
-    return f"{found} At this latency it pays {where_it_pays(comparison.break_even)}."
+    less = "" if hides else " Training gains less: give --backward-ms for your model."
+    return (
+        f"{found} At this latency it pays {where}.{less} "
+        f"Density {density} may cost accuracy: {_ACCURACY}."
+    )
 
 
 def where_it_pays(edge: BreakEven) -> str:

@@ -22,7 +22,7 @@ from ..charts.units import (
     digits,
     seconds_text,
 )
-from ..compression import ErrorFeedback, SparseCompression
+from ..compression import ErrorFeedback, SparseCompression, usual_density
 from ..plan.comparison import DENSE, Cluster, Comparison, compare, in_a_step
 from ..plan.show import LABELS, where_it_pays
 from ..world.world import World
@@ -30,7 +30,6 @@ from .expectation import expected
 
 _log = logging.getLogger("gtopk")
 _VARIABLE: Final = "GTOPK_ADVICE"
-DENSITY: Final = 0.001  # of which is spoken where nothing is compressed
 _CLOSE: Final = 1.1  # times apart by less are taken for the same
 
 
@@ -51,7 +50,7 @@ def advice(
     lengths: Sequence[int],
     calibration: Calibration,
     others: int = 0,
-    per: str = "a step",
+    per: str = "step",
     beyond: str = "",
     other_buckets: int | None = None,
 ) -> str:
@@ -64,7 +63,7 @@ def advice(
     other_buckets: in how many the values would be if they travelled whole, where they are
                    compressed, or were compressed, where they are not; None: in as many.
     """
-    density = getattr(compression, "density", None) or DENSITY
+    density = getattr(compression, "density", None) or usual_density(sum(lengths))
     rates = calibration.rates
     exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
     buckets = [len(lengths), other_buckets or len(lengths)]
@@ -78,28 +77,25 @@ def advice(
     runs = _reduced(compression, comparison.cluster, rates)
     if not beyond and runs is None and isinstance(compression, SparseCompression):
         beyond = LABELS[compression.algorithm]
-    verdict = _verdict(found, comparison, runs, beyond, per)
+    verdict = _verdict(found, comparison, runs, beyond)
     if _is_compressed(runs):
         name, edge = LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates)
     else:
         name, edge = LABELS[found.candidate.algorithm], comparison.break_even
     is_somewhere = edge.bits_per_second is not None and math.isfinite(edge.bits_per_second)
+    link = comparison.cluster.network.farthest
     return (
-        f"{_what(comparison, others)}: {verdict}; {'' if is_somewhere else 'at this latency '}"
-        f"{name} pays {where_it_pays(edge)} "
-        "(modelled; what hides behind backward costs nothing; "
-        f"links and rates {calibration.origin})"
+        f"estimated exchange per {per}, {_what(comparison, others)}, nothing hidden behind "
+        f"backward: {verdict}; {'' if is_somewhere else 'at this latency '}"
+        f"{name} pays {where_it_pays(edge)}; links {bandwidth_text(link.bits_per_second)}, "
+        f"{seconds_text(link.latency_seconds)}, {calibration.origin}"
     )
 
 
 def _what(comparison: Comparison, others: int) -> str:
     network = comparison.cluster.network
-    beside = f" ({count_text(others)} more travel uncompressed either way)" if others else ""
-    return (
-        f"{count_text(comparison.cluster.length)} values{beside} on {network.ranks} ranks, "
-        f"links of {bandwidth_text(network.farthest.bits_per_second)} and "
-        f"{seconds_text(network.farthest.latency_seconds)}"
-    )
+    beside = f" (and {count_text(others)} uncompressed either way)" if others else ""
+    return f"{count_text(comparison.cluster.length)} values{beside}, {network.ranks} ranks"
 
 
 def _verdict(
@@ -107,15 +103,14 @@ def _verdict(
     comparison: Comparison,
     runs: Prediction | None,
     beyond: str,
-    per: str,
 ) -> str:
     dense = comparison.dense
     fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
-    name = _named(found.candidate, runs)
+    options = _options(found.candidate, runs)
     said = (
-        f"the dense exchange is expected to take {seconds_text(dense.seconds)} {per}, and {name} "
-        f"{seconds_text(found.seconds)}, with 1/{digits(fewer)} of the bytes "
-        f"({bytes_text(found.sent.bytes)} from each rank)"
+        f"dense {seconds_text(dense.seconds)}, {LABELS[found.candidate.algorithm]} "
+        f"{seconds_text(found.seconds)} ({options}, {bytes_text(found.sent.bytes)} a rank, "
+        f"1/{digits(fewer)} of the bytes)"
     )
     if beyond:
         return f"{said}: {beyond} as it runs here is beyond the model"
@@ -124,20 +119,20 @@ def _verdict(
     if _is_compressed(runs) and runs.candidate != found.candidate:
         said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
     if seconds * _CLOSE < dense.seconds:
-        verdict = "compression saves" if compressed else "compressing would save"
+        verdict = "saves" if compressed else "would save"
         return f"{said}: {verdict} up to {seconds_text(dense.seconds - seconds)}"
     if dense.seconds * _CLOSE < seconds:
         return f"{said}: {'Compression.none is faster here' if compressed else 'leave it dense'}"
     return f"{said}: it makes no difference here"
 
 
-def _named(way: Candidate, runs: Prediction | None) -> str:
-    """Return the way in words, with what tells it from one that runs by the same algorithm."""
+def _options(way: Candidate, runs: Prediction | None) -> str:
+    """Return a way's options in words, with what tells it from the same algorithm as it runs."""
     options = [f"density {way.density:g}", way.wider.strip()]
     if runs is not None and runs.candidate.algorithm == way.algorithm:
         is_other = runs.candidate.format.indices != way.format.indices
         options += [f"wire={way.format.indices}"] * is_other
-    return f"{LABELS[way.algorithm]} ({', '.join(filter(None, options))})"
+    return ", ".join(filter(None, options))
 
 
 def _is_compressed(runs: Prediction | None) -> TypeGuard[Prediction]:

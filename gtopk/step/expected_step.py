@@ -8,7 +8,7 @@ from typing import Any
 from collectives.planning import Calibration
 from collectives.transports import Transport
 
-from ..compression import GTopK
+from ..compression import GTopK, usual_density
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
 from ..telemetry import Sized
@@ -22,7 +22,7 @@ from .peers import Peers
 class ExpectedStep:
     """That of one way to train; nothing is expected before `measure`.
 
-    per: what an exchange ends, with its article.
+    per: what an exchange ends.
     beyond: what runs that the model knows nothing of; "": gradients are reduced by compression.
     is_planned: whether buckets are those of `bucket_plan`, by what a compression sends: if all
             travelled whole, they would be others.
@@ -32,7 +32,7 @@ class ExpectedStep:
         self,
         compression: Any,
         progress: Progress,
-        per: str = "a step",
+        per: str = "step",
         beyond: str = "",
         *,
         is_planned: bool = False,
@@ -76,7 +76,7 @@ class ExpectedStep:
             other_buckets = None
             if self._is_planned:
                 parameters = [each.numel() for lane in asked for each in lane.bucket.parameters]
-                other = None if is_compressed else GTopK(advice.DENSITY)
+                other = None if is_compressed else GTopK(usual_density(sum(lengths)))
                 other_buckets = buckets_by(other, parameters, calibration.network.ranks)
             said = advice.advice(
                 compression, lengths, calibration, others, self._per, self._beyond, other_buckets

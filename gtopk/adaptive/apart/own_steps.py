@@ -42,7 +42,7 @@ class OwnSteps:
         """
         here, compression = self._world, self._optimizer._compression
         peers = Peers(here, here.engine, name, range(here.size), takes_part=True)
-        self._expected = ExpectedStep(compression, exchange.progress, f"a {self._covers}")
+        self._expected = ExpectedStep(compression, exchange.progress, self._covers)
         with self.spent.waiting():
             self._expected.measure([exchange], peers)
 

@@ -100,7 +100,7 @@ class Merging:
         if advises:
             reduction = self._replica.reduction
             peers = Peers(world, engine, self._name, self._leaders, takes_part=True)
-            expected = ExpectedStep(compression, reduction.progress, "a merge of all nodes")
+            expected = ExpectedStep(compression, reduction.progress, "merge of all nodes")
             expected.measure([reduction], peers)
 
     def begin(self) -> None:

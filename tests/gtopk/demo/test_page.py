@@ -74,9 +74,10 @@ def test_every_element_is_closed_and_every_id_is_its_own(records: list[Record]) 
 def test_the_table_holds_the_numbers_of_the_records(records: list[Record]) -> None:
     html = page(records)
     for record in records:
-        accuracy, density, sent, share, seconds, identical = cells(html, record["label"])
+        accuracy, epochs, density, sent, share, seconds, identical = cells(html, record["label"])
         mean, sd = 100 * record["accuracy"], 100 * spread(record)
         assert accuracy == f"{mean:.1f} ± {sd:.1f} %"
+        assert epochs == "3"
         assert float(density) == record["density"]
         dagger = "" if record["bytes_counted"] else " †"
         assert sent == bytes_text(record["bytes_per_step"]).replace("\xa0", " ") + dagger
@@ -104,6 +105,17 @@ def test_the_opening_says_what_was_run(records: list[Record]) -> None:
 def test_a_slower_method_is_called_a_loss(records: list[Record]) -> None:
     words = Reader(page(records)).words
     assert "Here a run took 1.50 times as long as dense: slower, a loss." in words
+
+
+def test_the_epochs_to_come_near_to_dense_are_told(records: list[Record]) -> None:
+    records[0]["accuracy_by_epoch"] = [[0.5, 0.94, 0.95]] * 3
+    records[1]["accuracy_by_epoch"] = [[0.5, 0.6, 0.93]] * 3
+    html = page(records)
+    assert "Epochs to 94 %" in html
+    assert [cells(html, record["label"])[1] for record in records] == ["2", "&gt; 3", "3", "3"]
+    words = Reader(html).words
+    assert "It never reaches 94 %, dense after 2." in words
+    assert "It first reaches 94 % after 3 epochs, dense after 2." in words
 
 
 def test_a_less_accurate_method_is_called_a_loss(records: list[Record]) -> None:
