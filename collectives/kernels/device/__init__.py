@@ -12,7 +12,7 @@ sum_by_index, all_finite, squared_norm). The others only launch, and so does `St
     entries.py    single entries, and a vector in one number
     codes.py      what the wire asks: the twin of reference_codes
     packing.py    16-bit offsets and values
-    step.py       a selection for CUDA graphs
+    step.py       accumulate, select and clear, for CUDA graphs
     timing.py     what each of them takes
 """
 

@@ -26,6 +26,7 @@ FILES: Final = {
     "begin": "begin.cu",
     "checksum": "checksum.cu",
     "clear_at": "entries.cu",
+    "clear_first": "entries.cu",
     "contains": "contains.cu",
     "count": "count.cu",
     "count_blocks": "offsets.cu",
@@ -106,7 +107,15 @@ def instances() -> list[str]:
     for kernel in ("begin", "count", "find_largest", "remark", "search_level", "sum_squares"):
         names += [instance(kernel, real) for real in reals]
     names += [instance("find_nonfinite", dtype) for dtype in (*narrow, *reals)]
-    for kernel in ("add_at", "clear_at", "expand", "interleave", "split", "sum_runs"):
+    for kernel in (
+        "add_at",
+        "clear_at",
+        "clear_first",
+        "expand",
+        "interleave",
+        "split",
+        "sum_runs",
+    ):
         names += [instance(kernel, real, index) for real in reals for index in indices]
     for kernel in ("contains", "count_blocks", "find_disorder", "pack_offsets", "unpack_offsets"):
         names += [instance(kernel, index) for index in indices]

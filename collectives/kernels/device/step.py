@@ -1,12 +1,18 @@
-"""A selection without any wait for the host: it can be captured in a CUDA graph."""
+"""A step of one rank without any wait for the host: it can be captured in a CUDA graph.
+
+Accumulate, select, clear: of one rank that is all of a gTop-k step, whose update are its picks.
+Between ranks the host reads how many bytes come, and looks into each header: no exchange is in it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ...vector import Array, index_dtype
 from ..gradients import Momentum, gradient_parts
-from .machine import Machine, Scratch
+from .machine import Machine, Scratch, blocks_for
 from .selection import (
     FROM_DEVICE,
     OUTCOME_WORDS,
@@ -15,13 +21,16 @@ from .selection import (
     launch_selection,
     outcome,
 )
+from .source import instance
 
 
 class Step:
-    """Accumulate and select, again and again, in the same memory; the guess stays on the device.
+    """Accumulate, select and clear, again and again, in the same memory, with the guess there too.
 
     Call it once before it is captured: kernels are compiled at their first launch. After each call
-    or replay, the first `kept` entries of `indices` and `values`, [k] both, are the selection.
+    or replay, the first `kept` entries of `indices` and `values`, [k] both, are the selection,
+    and the residual has zeros in their place. A replay has the weight and the momentum's factor
+    of the capture.
 
         step = Step(machine, residual.size, k, residual.dtype)
         step(residual, gradient)
@@ -42,6 +51,7 @@ class Step:
         residual: Array,
         gradient: Array,
         momentum: Momentum | None = None,
+        weight: float = 1.0,
     ) -> None:
         """Launch one step; the gradient is one array."""
         parts = gradient_parts(residual, gradient, self.k, momentum)
@@ -54,6 +64,16 @@ class Step:
             self.indices,
             self.values,
             momentum,
+            weight,
+        )
+        machine = self._scratch.machine
+        machine.launch(
+            instance("clear_first", residual.dtype, self.indices.dtype),
+            blocks_for(machine, self.k),
+            residual,
+            self.indices,
+            np.uint64(self.k),
+            self.kept,
         )
 
     def outcome(self) -> Outcome:

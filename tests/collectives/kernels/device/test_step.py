@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collectives import reduce
+from collectives.kernels import reference
+from collectives.kernels.device.entries import clear_at
 from collectives.kernels.device.machine import Scratch
 from collectives.kernels.device.selection import accumulate_and_select
 from collectives.kernels.device.step import Step
+from collectives.transports import local_world
 
 SIZE, K = 5000, 50
 
@@ -26,11 +30,13 @@ def test_steps_without_the_host_are_steps_with_it(machine: Any) -> None:
         if number == 3:
             gradient[:] *= 100  # the guess is of no use
         before = machine.fetched
-        step(alone, machine.put(gradient))
+        weight = 0.5 + number
+        step(alone, machine.put(gradient), weight=weight)
         assert machine.fetched == before
         expected, threshold = accumulate_and_select(
-            scratch, watched, machine.put(gradient), K, threshold
+            scratch, watched, machine.put(gradient), K, threshold, weight=weight
         )
+        clear_at(scratch, watched, expected.indices)
         kept, _, following = step.outcome()
         assert (kept, following) == (expected.entries, threshold)
         assert machine.fetch(step.kept).tolist() == [kept]
@@ -52,9 +58,25 @@ def test_fewer_entries_than_k_are_counted(machine: Any) -> None:
     step = Step(machine, SIZE, K, np.float32)
     gradient = np.zeros(SIZE, np.float32)
     gradient[[3, 4000]] = 1, -2
-    step(machine.zeros(SIZE, np.float32), machine.put(gradient))
+    residual = machine.zeros(SIZE, np.float32)
+    step(residual, machine.put(gradient))
     assert step.outcome().kept == 2
+    assert not machine.fetch(residual).any()
     assert machine.fetch(step.indices[:2]).tolist() == [3, 4000]
+
+
+def test_of_one_rank_it_is_the_whole_step(machine: Any) -> None:
+    step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(SIZE, np.float32)
+    by_hand, transport = np.zeros(SIZE, np.float32), local_world(1)[0]
+    for gradient in gradients(3):
+        step(residual, machine.put(gradient))
+        picked, _ = reference.accumulate_and_select(by_hand, gradient, K)
+        update, returned = reduce(picked, K, transport, "gtopk")
+        reference.clear_at(by_hand, picked.indices)
+        reference.add_at(by_hand, returned)
+        assert machine.fetch(step.indices).tolist() == update.indices.tolist()
+        assert machine.fetch(step.values).tobytes() == update.values.tobytes()
+        assert machine.fetch(residual).tobytes() == by_hand.tobytes()
 
 
 @pytest.mark.gpu
@@ -80,3 +102,6 @@ def test_a_captured_step_replays(on_gpu: Any) -> None:
                 scratch, held, machine.zeros(SIZE, np.float32), K, threshold
             )
             assert machine.fetch(step.indices).tolist() == machine.fetch(picked.indices).tolist()
+            clear_at(scratch, held, picked.indices)
+            expected[:] = held.get()
+            assert residual.get().tobytes() == expected.tobytes()
