@@ -54,12 +54,10 @@ class _DistributedOptimizer(Readings):
         self._world = world.current()
         self._parameter_names = name_parameters(self, named_parameters)
         self._options = options
-        elements = sum(p.numel() for p in require_trained(self._parameter_names))
+        require_trained(self._parameter_names)
         self._reducer = Reducer(self._wrapped, self._parameter_names, options, self._world, scaler)
         self.set_backward_passes_per_step(backward_passes_per_step)
-        if self._world.rank == 0:
-            warn_of_few_entries(options, elements)
-            tell_of_optimizer(self._wrapped, options.compression)
+        self._has_told = False
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
@@ -103,6 +101,14 @@ class _DistributedOptimizer(Readings):
             samples = 0
         self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
+    def _tell_of_compression(self) -> None:
+        """Have rank 0 say, once, what it may cost of accuracy; not where nothing is exchanged."""
+        if self._world.rank == 0 and not self._has_told:
+            elements = sum(p.numel() for p in self._parameter_names if p.requires_grad)
+            warn_of_few_entries(self._options, elements)
+            tell_of_optimizer(self._wrapped, self._options.compression)
+        self._has_told = True
+
     def synchronize(self) -> None:
         """Replace every gradient by the agreed update.
 
@@ -120,6 +126,7 @@ class _DistributedOptimizer(Readings):
             self._synchronized = True
             return
         require_scaled(self.scaler, self)
+        self._tell_of_compression()
         begun, ended_before = time.perf_counter(), self._exchange_ended
         compute_seconds = begun - ended_before if ended_before else 0.0
         round = self._reducer.reduce()

@@ -40,6 +40,7 @@ class OwnSteps:
 
         name: of what concerns it, equal on all ranks.
         """
+        self._optimizer._tell_of_compression()
         here, compression = self._world, self._optimizer._compression
         peers = Peers(here, here.engine, name, range(here.size), takes_part=True)
         self._expected = ExpectedStep(compression, exchange.progress, self._covers)

@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 
 from .device_classes import CLASSES, NAMES
+from .ledger import pause_seconds
 from .node import Node
 
 BATCH: Final = 4096  # samples
-_WAIT_SECONDS: Final = 1e-3
 
 
 def mean_loss(
@@ -32,7 +32,7 @@ def mean_loss(
     refresh: called once no worker updates the model any more.
     loss_of: from a batch to the mean loss of its samples.
     """
-    board, ledger = node.board, node.ledger
+    board, ledger, begun = node.board, node.ledger, time.monotonic()
     samples = len(dataset)
     batch = max(batch, -(-samples // node.longest))  # as many places as there are notes
     ledger.begin(-(-samples // batch), between_nodes=False)
@@ -43,7 +43,7 @@ def mean_loss(
         while True:
             chunks: Sequence[int] = ledger.claim(1) if evaluates(node) else ()
             if not chunks and ledger.has_more():
-                time.sleep(_WAIT_SECONDS)
+                time.sleep(pause_seconds(time.monotonic() - begun))
                 continue
             chunks = chunks or ledger.reclaim(1)
             if not chunks:

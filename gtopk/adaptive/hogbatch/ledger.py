@@ -7,6 +7,9 @@ places of workers that live no more, and share them out anew:
     order    | done done done | of 2 | done | of 1, dead | done | of 0 | not claimed yet ...
                                              `--> of 0                  ^ next
 
+What a worker says of itself when nothing is left in its hands, it says under the lock, and others
+look under it: so they see what it has written before, on processors of every kind.
+
 A round is an epoch, or an evaluation; the first is what comes before them. The notes of two rounds
 take turns in memory: while a worker looks how the last one ends, another may have begun the next.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +29,7 @@ from collectives.transports.node_memory import NodeMemory
 from .board import Board
 
 _DONE, _GIVEN_BACK = -1, -2
-_PAUSE_SECONDS: Final = 2e-4
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 2e-2
 
 
 class Ledger:
@@ -71,7 +74,7 @@ class Ledger:
 
     def begin(self, length: int, *, between_nodes: bool = True) -> None:
         """Begin the next round, of so many places, once all others have ended the last one."""
-        self._await(lambda: self._all_over(self.round), "end the last round")
+        self._await(lambda: self._all_have("over", self.round), "end the last round")
         self.round += 1
         self._length = length
         self._between_nodes = between_nodes and self._counter is not None
@@ -116,7 +119,7 @@ class Ledger:
         No places: everything is done that was claimed.
         """
         board = self._board
-        board["idle"] = self.round
+        self._say("idle")
         found: list[int] = []
 
         def look() -> bool:
@@ -137,12 +140,8 @@ class Ledger:
 
     def await_others(self) -> None:
         """Return when nobody of this node has anything in hand; takes none of it."""
-        self._board["idle"] = self.round
-        rows = self._board.rows["idle"]
-        self._await(
-            lambda: all(rows[place] >= self.round for place in self._board.others()),
-            "finish their batches",
-        )
+        self._say("idle")
+        self._await(lambda: self._all_have("idle", self.round), "finish their batches")
 
     def _lost(self, living: set[int]) -> list[int]:
         """Return the places that the dead have claimed and not done, or the living given back."""
@@ -157,11 +156,19 @@ class Ledger:
 
     def give_back(self, places: Sequence[int]) -> None:
         """Let those who still compute have what this worker has claimed."""
-        self._notes[list(places)] = _GIVEN_BACK
+        if places:
+            with self._memory.lock():
+                self._notes[list(places)] = _GIVEN_BACK
 
     def end(self) -> None:
         """Say that this worker has ended the round."""
-        self._board["idle"] = self._board["over"] = self.round
+        self._say("idle", "over")
+
+    def _say(self, *words: str) -> None:
+        """Have words of this worker's row be the round."""
+        with self._memory.lock():
+            for word in words:
+                self._board[word] = self.round
 
     def take_turn(self) -> None:
         """Return when it is this worker's turn: in lock-step they come one after the other."""
@@ -183,9 +190,11 @@ class Ledger:
         if self._head["turn"][0] == self._board.me:
             self._head["turn"][0] = (self._board.me + 1) % self._memory.places
 
-    def _all_over(self, round: int) -> bool:
-        rows = self._board.rows
-        return all(rows["over"][place] >= round for place in self._board.others())
+    def _all_have(self, word: str, round: int) -> bool:
+        """Tell whether all others have said this word of a round."""
+        others, rows = self._board.others(), self._board.rows[word]
+        with self._memory.lock():
+            return all(rows[place] >= round for place in others)
 
     def _await(self, look: Callable[[], bool], what: str) -> None:
         """Return once `look` says so.
@@ -198,7 +207,8 @@ class Ledger:
             self._look_for_the_dead()
             if is_over:
                 return
-            if time.monotonic() > begun + self._timeout_seconds:
+            waited_seconds = time.monotonic() - begun
+            if waited_seconds > self._timeout_seconds:
                 rows = self._board.rows
                 late = [
                     self._ranks[p] for p in self._board.others() if rows["idle"][p] < self.round
@@ -207,7 +217,7 @@ class Ledger:
                     f"rank {self._ranks[self._board.me]} has waited {self._timeout_seconds:g} s "
                     f"for ranks {late} to {what}"
                 )
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(pause_seconds(waited_seconds))
 
     def _look_for_the_dead(self) -> None:
         """Tell of those who died since the last look; raise PeerError where none may."""
@@ -226,3 +236,8 @@ class Ledger:
             if not is_present:
                 self._dead.add(place)
                 self._on_death(place)
+
+
+def pause_seconds(waited_seconds: float) -> float:
+    """Return when to look again, after so long a wait: a look at every worker is a call of each."""
+    return max(_SHORTEST_PAUSE_SECONDS, min(waited_seconds / 16, _LONGEST_PAUSE_SECONDS))

@@ -164,6 +164,8 @@ def join_node(
             "checkpoints start the job again"
         )
     advises = all(row["advice"] for row in rows)
+    if len(hosts) > 1:
+        job.optimizer._tell_of_compression()
     node.merging.open(world, job.optimizer._compression, steps, advises)
     if advises and len(hosts) == 1 < world.size:
         values = sum(parameter.numel() for parameter in parameters)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from collectives import PeerError, PeerTimeoutError
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.adaptive.hogbatch.board import Board
-from gtopk.adaptive.hogbatch.ledger import Ledger
+from gtopk.adaptive.hogbatch.ledger import Ledger, pause_seconds
 
 LENGTH = 103
 
@@ -173,6 +173,36 @@ def test_what_is_given_back_is_done_by_others() -> None:
 
     results = run_ranks(local_world(2, 20), program)
     assert sorted(results[0]) == list(range(LENGTH))
+
+
+def test_who_holds_the_lock_sees_no_worker_idle_whose_notes_are_not_there() -> None:
+    """Once, notes were given back without it: another processor could see them after "idle"."""
+
+    def program(transport: LocalTransport) -> None:
+        ledger = open_ledger(transport)
+        ledger.begin(LENGTH)
+        claim = ledger.claim(10)
+
+        def leave() -> None:
+            ledger.give_back(claim)
+            ledger.end()
+
+        thread = threading.Thread(target=leave)
+        with ledger._memory.lock():
+            thread.start()
+            thread.join(0.1)
+            assert (ledger._notes[claim] == 1).all()
+            assert ledger._board["idle"] == ledger._board["over"] == ledger.round - 1
+        thread.join()
+        assert (ledger._notes[claim] == -2).all()
+        assert ledger._board["idle"] == ledger._board["over"] == ledger.round
+
+    run_ranks(local_world(1, 20), program)
+
+
+def test_who_waits_long_looks_less_often() -> None:
+    pauses = [pause_seconds(seconds) for seconds in (0, 0.001, 0.016, 0.16, 10)]
+    assert pauses == [2e-4, 2e-4, pytest.approx(1e-3), pytest.approx(0.01), 0.02]
 
 
 def test_turns_go_round_and_pass_over_who_is_idle() -> None:

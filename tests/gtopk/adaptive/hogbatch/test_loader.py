@@ -544,6 +544,29 @@ def test_more_workers_than_cores_are_warned_of(
     assert said.startswith("3 workers of hogbatch on CPUs share 2 cores (ranks 0, 1, 2): ")
 
 
+@pytest.mark.parametrize("nodes", [None, [[0], [1]]])
+def test_what_compression_costs_is_told_where_there_is_any(
+    nodes: list[list[int]] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, a line on the density came right before one that nothing is exchanged."""
+
+    def program(here: World) -> None:
+        model = torch.nn.Linear(FEATURES, 1000).double()
+        optimizer = hvd.DistributedOptimizer(
+            adam(model), model.named_parameters(), hvd.Compression.gtopk(density=0.01)
+        )
+        options = {"device_class": "slow", "sizes": {"slow": 4}, "nodes": nodes}
+        loader = hvd.adapt(DataLoader(data(20), BATCH), optimizer, "hogbatch", **options)
+        for _, x, y in loader:
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+
+    on_ranks(2, program)
+    for said in ("leaves 60 of 6000 entries", "Adam and its kin"):
+        assert sum(said in text for text in caplog.messages) == (nodes is not None)
+
+
 def test_beta_weighs_updates_in_place() -> None:
     def program(here: World) -> Any:
         loader, *_ = adapted(device_class=classes(here))
