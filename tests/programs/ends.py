@@ -61,6 +61,7 @@ optimizer = hvd.DistributedOptimizer(
     model.named_parameters(),
     hvd.Compression.gtopk(0.5),
 )
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 print(f"pid {os.getpid()}\n", end="", flush=True)
 for step in range(20):
     if step == 5 and hvd.rank() == culprit:
