@@ -225,8 +225,7 @@ def oktopk(order: Order) -> Iterator[Round]:
             break
         undecided = -(-undecided // 32)
     if order.uneven:
-        each = Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
-        yield each._replace(waits=1)
+        yield Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
     block = -(-order.wanted // ranks)
     # A rank sends its own block in every round, and that one may lie all over the vector.
     parts = max(1, others // rounds(ranks)) if order.uneven else ranks

@@ -126,7 +126,12 @@ def test_ranks_that_are_not_in_node_order_share_their_link_always(virtual):
     world.link = lambda a, b: FAST if a % 2 == b % 2 else ETHERNET
     for transport in world.world:
         transport.neighbours = lambda rank=transport.rank: [rank % 2, rank % 2 + 2]
+        transport.segment_bytes = 1 << 20
+        transport.native_bytes = lambda: 1 << 30
     network, *_ = found_on(world)
+    assert network.segment_bytes == 1 << 20
+    assert network.native_bytes == 1 << 30
+    assert network.agreement_seconds == pytest.approx(2 * ETHERNET.latency_seconds, rel=0.5)
     assert network.ranks_per_node == 1
     assert network.within is None
     assert network.between.seconds_per_byte == pytest.approx(2 * ETHERNET.seconds_per_byte)
@@ -211,6 +216,36 @@ def test_what_it_takes_to_agree_is_measured(virtual, size):
     for each in (network, unknown):
         agreement_seconds = each.expected_agreement_seconds
         assert each.scaled(3).expected_agreement_seconds == pytest.approx(3 * agreement_seconds)
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 4), (3, 4)])
+def test_what_it_takes_to_agree_is_what_one_after_the_other_takes(virtual, nodes, ranks_per_node):
+    """Of unlike links some ranks are done a latency before others, and wait the next time."""
+    size, link = nodes * ranks_per_node, Link(5e-3, 1e-9)
+    world = virtual(size, link, FAST, ranks_per_node)
+    network, *_ = found_on(world)
+    goes, begun = 20, [*world.seconds]
+    run_ranks(world.world, lambda t: [t.barrier() for _ in range(goes)])
+    each = np.mean(np.subtract(world.seconds, begun)) / goes
+    assert network.agreement_seconds == pytest.approx(each, rel=0.05)
+
+
+@pytest.mark.parametrize("length", [1 << 20, 1 << 22])
+def test_an_allreduce_of_ranks_that_end_apart_takes_what_one_after_the_other_does(virtual, length):
+    """Ranks of a host end up to some latencies apart: the slowest's would be 1.2 to 1.6 times."""
+    size, ranks_per_node, link = 8, 4, Link(5e-3, 1e-9)
+    world = virtual(size, link, FAST, ranks_per_node)
+    network, *_ = found_on(world)
+    goes, begun = 4, [*world.seconds]
+
+    def program(transport) -> None:
+        for _ in range(goes):
+            transport.allreduce(np.zeros(length, np.float32))
+
+    run_ranks(world.world, program)
+    each = np.mean(np.subtract(world.seconds, begun)) / goes
+    found = predict(Candidate("dense"), length, network, DEFAULT_RATES)
+    assert found.communicate_seconds == pytest.approx(each, rel=0.15)
 
 
 def test_long_allreduces_that_open_windows_do_not_count(virtual):

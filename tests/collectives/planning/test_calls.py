@@ -69,6 +69,26 @@ def test_a_node_with_fewer_ranks_does_not_count(virtual):
     assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.05)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_ranks_that_wake_late_take_no_longer_in_calls(virtual, size, monkeypatch):
+    """By many latencies, each go another one."""
+    world = virtual(size, Link(5e-4, 1e-9), call_seconds=CALL_SECONDS)
+    here = threading.local()
+
+    def sleep(seconds: float) -> None:
+        world.seconds[here.rank] += seconds + here.random.uniform(0, 0.02)
+
+    def program(transport) -> Rates:
+        here.rank, here.random = transport.rank, random.Random(transport.rank)
+        network = Network(size, world.between)
+        return measure_calls(transport, network, COSTLESS, world.clock(transport.rank))
+
+    monkeypatch.setattr(calls, "time", SimpleNamespace(sleep=sleep))
+    found, *_ = run_ranks(world.world, program)
+    # They leave a barrier further apart than a latency then, which tells a little.
+    assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.25)
+
+
 def test_ways_take_turns_as_long_as_there_is_time(virtual, monkeypatch):
     seen: list[str] = []
 

@@ -78,6 +78,37 @@ def test_the_edge_is_that_of_what_runs() -> None:
     assert "; Ok-Topk pays below about" in advice.advice(None, [LENGTH], at(1e8))
 
 
+@pytest.mark.parametrize("compression", [Compression.gtopk(density=0.001), Compression.none])
+def test_on_one_host_it_is_said_of_its_own_links(compression: object) -> None:
+    inside = Link.of(2e10, 5e-6)
+    lines = [
+        advice.advice(compression, [LENGTH], Calibration(network, DEFAULT_RATES, "x"))
+        for network in (Network(4, Link.of(1e6, 1.0), 4, inside), Network(4, inside, 4))
+    ]
+    assert "links of 20\N{NO-BREAK SPACE}Gbit/s" in lines[0]
+    assert lines[0] == lines[1]
+
+
+def test_what_runs_waits_for_the_ranks_to_agree_as_dense_does() -> None:
+    """Once for one bucket of either: what is saved has no agreement in it."""
+    agreement_seconds = 2.0
+    quick = at(1e8)
+    slow = Calibration(
+        quick.network._replace(agreement_seconds=agreement_seconds), DEFAULT_RATES, "x"
+    )
+    gtopk, number = Compression.gtopk(density=0.001), r"([\d.]+)\N{NO-BREAK SPACE}s"
+
+    def numbers(calibration: Calibration) -> list[float]:
+        said = advice.advice(gtopk, [LENGTH], calibration)
+        return [
+            float(re.search(f"{words} {number}", said)[1]) for words in ("to take", "saves up to")
+        ]
+
+    (dense, saved), (dense_slow, saved_slow) = numbers(quick), numbers(slow)
+    assert dense_slow == pytest.approx(dense + agreement_seconds, abs=0.01)
+    assert saved_slow == pytest.approx(saved, abs=0.01)
+
+
 def test_one_algorithm_by_other_options_is_told_from_what_runs() -> None:
     """And what is saved is the time between dense and what runs."""
     number = r"([\d.]+)\N{NO-BREAK SPACE}ms"

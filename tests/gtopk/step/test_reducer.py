@@ -15,12 +15,33 @@ from hypothesis import strategies as st
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
+from gtopk.step import reducer
+from gtopk.step.expected_step import ExpectedStep
 from gtopk.step.rounds import Round
 from gtopk.world import world
 from tests.gtopk.four_layers import EACH_ALONE, distribute, flat, inputs, layers, train
 from tests.gtopk.held import held
 
 STEPS = 4
+
+
+@pytest.mark.parametrize(
+    ("options", "is_planned"),
+    [({"bucket_bytes": None}, True), ({"bucket_bytes": 80}, False), ({"groups": 2}, False)],
+)
+def test_buckets_made_by_hand_would_be_the_same_for_dense(options, is_planned, monkeypatch):
+    """So the line says, which else is of those that would be planned."""
+    told: list[bool] = []
+
+    class Noted(ExpectedStep):
+        def __init__(self, *arguments: Any, is_planned: bool = False) -> None:
+            told.append(is_planned)
+            super().__init__(*arguments, is_planned=is_planned)
+
+    monkeypatch.setattr(reducer, "ExpectedStep", Noted)
+    with world.entered(local_world(1)[0]):
+        distribute(layers(), **{"bucket_bytes": None, **options})
+    assert told == [is_planned]
 
 
 class Branches(torch.nn.Module):

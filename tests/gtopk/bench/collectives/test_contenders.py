@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from gtopk.bench.collectives.contenders import (
     spelled,
 )
 from gtopk.bench.collectives.library import open_library
+from gtopk.bench.collectives.run import modelled_network
 
 SLOW = Network(8, Link.of(1e8, 1e-4))
 FORMATS = [Format(indices, values) for values in ("exact", "bf16") for indices in INDEX_CODES]
@@ -51,6 +54,13 @@ def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() 
     )
     (found,) = own_contenders(["gtopk"], ["bf16"], LENGTH, K, free, slow_packing)
     assert found.format == Format("raw", "bf16")
+
+
+def test_dense_is_modelled_as_the_transport_reduces() -> None:
+    plan: Any = SimpleNamespace(bandwidth=1e9, latency=None)
+    measured = SLOW._replace(segment_bytes=8 << 20, native_bytes=1 << 24)
+    network, _ = modelled_network(plan, measured)
+    assert network == measured._replace(between=Link.of(1e9, 1e-4))
 
 
 def test_ratios_are_told_against_the_gtopk_that_is_modelled_quickest() -> None:
