@@ -7,6 +7,11 @@ times, and throws r-1 of the results away. So it is r times as slow, whatever el
 no worker sleeps. The real ratio is measured first and last; a run in which it is not the one asked
 for, or not steady, is rejected. Seconds are of training only: losses are evaluated between epochs,
 and not timed. Use no more workers than there are cores.
+
+mpirun -n 5 python mpi_scripts/hogbatch.py --gpus 1 --slow 1:64 --fast 256:4096 --batch 4096
+
+The first worker is on a GPU, the others on the CPU: their ratio is what it is, and is printed. With
+--gpus n the first n workers are, in turns on the GPUs there are.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ class Point(NamedTuple):
 class Run(NamedTuple):
     """One mode and seed; the report's figures are of the whole run.
 
-    updates, busy: by worker. staleness: mean, of all updates.
+    updates, busy: by worker. staleness: mean, of all updates. fast: how many are, the first ones.
     """
 
     mode: str
@@ -59,11 +64,12 @@ class Run(NamedTuple):
     busy: list[float]
     staleness: float
     overlapped: float
+    fast: int = 1
 
     @property
     def slow_share(self) -> float:
         """Return the share of the updates that slow workers made."""
-        return sum(self.updates[1:]) / max(sum(self.updates), 1)
+        return sum(self.updates[self.fast :]) / max(sum(self.updates), 1)
 
     def loss_at(self, seconds: float) -> float:
         """Return the loss of the last epoch that was over by then; infinity before the first."""
@@ -75,13 +81,19 @@ class Run(NamedTuple):
 
 
 class Worker:
-    """What makes this worker as slow as was asked for.
+    """What this worker computes on, and what makes it as slow as was asked for.
 
     twin: what is repeated is computed on it, so that no gradient of the model is touched.
     """
 
-    def __init__(self, repeat: int, arguments: argparse.Namespace) -> None:
+    def __init__(self, rank: int, repeat: int, arguments: argparse.Namespace) -> None:
         self.repeat, self.arguments = repeat, arguments
+        self.is_fast = rank < max(arguments.gpus, 1)
+        self.device, self.device_class = "cpu", "fast" if self.is_fast else "slow"
+        if arguments.gpus:
+            self.device_class = "gpu" if self.is_fast else "cpu"
+            if self.is_fast:
+                self.device = f"cuda:{rank % torch.cuda.device_count()}"
         self.table = self.open_table(0)
         self.twin = self.new_model(0)
 
@@ -96,14 +108,18 @@ class Worker:
     def new_model(self, seed: int) -> torch.nn.Module:
         """Return a model; of one seed all are alike."""
         torch.manual_seed(seed)
-        return fully_connected(self.table.features, self.table.outputs, self.arguments.hidden)
+        model = fully_connected(self.table.features, self.table.outputs, self.arguments.hidden)
+        return model.to(self.device)
 
     def compute(self, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Compute the gradients of a batch, `repeat` times."""
+        """Compute the gradients of a batch, `repeat` times; return when they are there."""
+        x, y = x.to(self.device), y.to(self.device)
         for _ in range(self.repeat - 1):
             self.twin.zero_grad()
             self.table.loss(self.twin(x), y).backward()
         self.table.loss(model(x), y).backward()
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
 
     def calibrate(self) -> list[float]:
         """Return what each of some batches takes, in seconds."""
@@ -118,7 +134,8 @@ class Worker:
 
 def train(mode: str, seed: int, worker: Worker) -> Run:
     """Train for as long as was asked for, and return what happened."""
-    arguments, is_fast = worker.arguments, hvd.rank() == 0
+    arguments, is_fast = worker.arguments, worker.is_fast
+    slow, fast = ("cpu", "gpu") if arguments.gpus else ("slow", "fast")
     data, model = worker.open_table(seed), worker.new_model(seed)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), arguments.lr), model.named_parameters()
@@ -136,8 +153,8 @@ def train(mode: str, seed: int, worker: Worker) -> Run:
             optimizer,
             "adaptive-hogbatch" if mode == "adaptive-hogbatch" else "hogbatch",
             global_batch=arguments.batch,
-            device_class="fast" if is_fast else "slow",
-            sizes={"slow": arguments.slow, "fast": arguments.fast},
+            device_class=worker.device_class,
+            sizes={slow: arguments.slow, fast: arguments.fast},
             seed=1000 * seed,
         )
     else:
@@ -161,7 +178,7 @@ def train(mode: str, seed: int, worker: Worker) -> Run:
                 updates += 1
         hvd.barrier()
         spent = hvd.broadcast_object(spent + time.perf_counter() - begun)
-        points.append(Point(spent, *evaluate(model, data, loader)))
+        points.append(Point(spent, *evaluate(model, data, loader, worker.device)))
     if hog:
         report = loader.report()
         rows = report.workers
@@ -173,16 +190,19 @@ def train(mode: str, seed: int, worker: Worker) -> Run:
             [row.busy for row in rows],
             report.staleness,
             report.overlapped_share,
+            max(arguments.gpus, 1),
         )
     busy = [share / spent for share in hvd.allgather_object(computed)]
     return Run(mode, seed, points, [updates] * hvd.size(), busy, 0.0, 0.0)
 
 
-@torch.no_grad()
-def evaluate(model: torch.nn.Module, data: Table, loader: Any) -> tuple[float, float]:
-    """Return the mean loss of the training samples, and the accuracy on the others."""
+def evaluate(model: torch.nn.Module, data: Table, loader: Any, device: str) -> tuple[float, float]:
+    """Return the mean loss of the training samples, and the accuracy on the others, by rank 0."""
     loader.drain()
-    return hvd.broadcast_object((data.mean_loss(model), data.accuracy(model)))  # type: ignore[no-any-return]
+    found = None
+    if hvd.rank() == 0:
+        found = data.mean_loss(model, device), data.accuracy(model, device)
+    return hvd.broadcast_object(found)  # type: ignore[no-any-return]
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -194,7 +214,8 @@ def pair(text: str) -> tuple[int, int]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--repeat", type=int, nargs="+", default=[1, 8], help="how often each worker computes")
+    add("--repeat", type=int, nargs="+", help="how often each worker computes; default: 1 8")
+    add("--gpus", type=int, default=0, help="workers on GPUs, the first ones, in place of --repeat")
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
     add(
         "--data",
@@ -219,7 +240,7 @@ def parse() -> argparse.Namespace:
     add("--hidden", type=int, nargs="+", default=[512] * 8, help="widths of the hidden layers")
     add("--batch", type=int, default=256, help="what the learning rate is that of")
     add("--slow", type=pair, default=(8, 64), help="smallest and largest batch of slow workers")
-    add("--fast", type=pair, default=(32, 256), help="of the fast one")
+    add("--fast", type=pair, default=(32, 256), help="of fast ones")
     add("--lr", type=float, default=0.1)
     add("--seconds", type=float, default=20.0, help="of each mode and seed")
     add("--seeds", type=int, default=5)
@@ -230,6 +251,10 @@ def parse() -> argparse.Namespace:
         parser.error(f"--file is of --data {', '.join(TABLES)}, got --data {options.data}")
     if options.label_base is not None and (options.data != "delicious" or not options.file):
         parser.error("--label-base is of a --file of --data delicious")
+    if options.gpus and options.repeat:
+        parser.error("--repeat makes workers on CPUs unlike, and --gpus says which are unlike")
+    if options.gpus < 0 or (options.gpus and not torch.cuda.is_available()):
+        parser.error(f"--gpus needs GPUs that torch sees, got --gpus {options.gpus}")
     return options
 
 
@@ -240,20 +265,23 @@ def main() -> int:
     hvd.init()
     torch.set_num_threads(1)
     arguments = parse()
-    if len(arguments.repeat) != hvd.size():
+    repeats = arguments.repeat or ([1] * hvd.size() if arguments.gpus else [1, 8])
+    if len(repeats) != hvd.size():
         raise SystemExit(f"--repeat needs a number for each of {hvd.size()} workers")
-    worker = Worker(arguments.repeat[hvd.rank()], arguments)
+    worker = Worker(hvd.rank(), repeats[hvd.rank()], arguments)
     worker.calibrate()  # warm
     hvd.barrier()
     calibrated = hvd.allgather_object(worker.calibrate())
-    found = flaws(arguments.repeat, calibrated)
+    # What real devices take is as it should be, as long as it stays so.
+    wanted = list(map(statistics.median, calibrated)) if arguments.gpus else repeats
+    found = flaws(wanted, calibrated)
     runs = [
         train(mode, seed, worker)
         for seed in range(arguments.seeds)  # in turns: the machine's mood meets all modes
         for mode in arguments.modes
     ]
     again = hvd.allgather_object(worker.calibrate())
-    found += [f"afterwards {flaw}" for flaw in flaws(arguments.repeat, again)]
+    found += [f"afterwards {flaw}" for flaw in flaws(wanted, again)]
     cores = os.cpu_count() or 1
     if hvd.size() > cores:
         found.append(f"{hvd.size()} workers share {cores} cores")
@@ -276,11 +304,13 @@ def lines(
 ) -> list[str]:
     """Return the table: medians over the seeds, and what speaks against them."""
     medians = [statistics.median(each) for each in calibrated]
-    asked = ":".join(map(str, arguments.repeat))
+    work = "work is repeated " + ":".join(map(str, arguments.repeat or [1, 8])) + " times"
+    if arguments.gpus:
+        work = f"workers on GPUs: {arguments.gpus}; seconds of a batch"
     measured = ":".join(f"{median / min(medians):.2f}" for median in medians)
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     said = [
-        f"wall clock; work is repeated {asked} times, measured {measured}; load averages {load}",
+        f"wall clock; {work}, measured {measured}; load averages {load}",
         "mode               loss at 1/4   1/2     end  to sync's  slow's share  busy fast/slow  "
         "stale  accuracy %",
     ]

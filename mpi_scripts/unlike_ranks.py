@@ -77,7 +77,7 @@ def synthetic(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(10, (samples,), generator=generator)
 
 
-def flaws(wanted: Sequence[int], seconds: Sequence[Sequence[float]]) -> list[str]:
+def flaws(wanted: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[str]:
     """Return why the ranks are not as unlike as was asked for; nothing where they are.
 
     seconds: of every batch of the calibration, by rank.

@@ -48,7 +48,7 @@ def main(rank: int, how: str, folder: Path, shuts_down: str) -> None:
             with mine.open("a") as file:
                 file.write("".join(f"{epoch} {index}\n" for index in indices.tolist()))
     report = loader.report()
-    again = sum(worker.again for worker in report.workers)
+    again = sum(worker.taken_over for worker in report.workers)
     text = f"rank {hvd.rank()} is done; {report.updates} updates; computed again: {again}"
     print(f"{text}\n", end="", flush=True)
     if shuts_down == "yes":

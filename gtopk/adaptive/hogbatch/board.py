@@ -32,22 +32,22 @@ _WORDS: Final = (
     "samples",
     "unused",  # batches that the script took no step for
     "skipped",  # updates that were not finite
-    "again",  # samples it took over from the dead
+    "taken_over",  # samples that others had in hand, who died or broke off
     "overlapped",  # updates during which another worker wrote, too
-    "begun",  # writes to the model
-    "ended",
+    "writes_begun",  # to the model
+    "writes_ended",
     "staleness",  # sum, over the updates, of others' updates since the batch was handed out
     "stalest",
     "size",  # of its next batch
     "smallest",
     "largest",
     "busy",  # nanoseconds from hand-overs to the ends of steps
-    "there",  # nanoseconds within rounds
+    "in_rounds",  # nanoseconds within rounds
 )
 # Rows in cache lines of their own: neighbours would slow each other down.
 ROW: Final = np.dtype(
     {
-        "names": [*_WORDS, "losses", "of"],  # the last: an evaluation's sum, by parity of rounds
+        "names": [*_WORDS, "losses", "evaluated"],  # an evaluation's sums, by parity of rounds
         "formats": ["i8"] * len(_WORDS) + ["(2,)f8", "(2,)i8"],
         "itemsize": 256,
     }
@@ -101,14 +101,14 @@ class Board:
         ever is. So it is at most the updates counted here that lose anything, and each a part.
         """
         others = self.others()
-        begun = self._sum("begun", others)
-        beside_others = self._sum("ended", others) < begun
-        self.add("begun", 1)
+        begun = self._sum("writes_begun", others)
+        beside_others = self._sum("writes_ended", others) < begun
+        self.add("writes_begun", 1)
         try:
             yield
         finally:
-            self.add("ended", 1)
-            if beside_others or self._sum("begun", others) > begun:
+            self.add("writes_ended", 1)
+            if beside_others or self._sum("writes_begun", others) > begun:
                 self.add("overlapped", 1)
 
     def _sum(self, word: str, places: list[int]) -> int:

@@ -52,9 +52,10 @@ def mean_loss(
                 part = range(chunk * batch, min((chunk + 1) * batch, samples))
                 loss = float(loss_of(collate(fetch(dataset, part))))
                 own["losses"][0, parity] += loss * len(part)
-                own["of"][0, parity] += len(part)
+                own["evaluated"][0, parity] += len(part)
             ledger.finish(chunks)
-        return float(rows["losses"][:, parity].sum()) / max(int(rows["of"][:, parity].sum()), 1)
+        total, evaluated = (rows[word][:, parity].sum() for word in ("losses", "evaluated"))
+        return float(total) / max(int(evaluated), 1)
     finally:
         ledger.end()
 

@@ -85,7 +85,7 @@ class Ledger:
                 self._head["end"][0] = 0 if self._between_nodes else length
                 # Of the dead, too: an evaluation adds up what all rows have.
                 self._board.rows["losses"][:, self.round % 2] = 0
-                self._board.rows["of"][:, self.round % 2] = 0
+                self._board.rows["evaluated"][:, self.round % 2] = 0
                 self._head["prepared"][0] = self.round
 
     def claim(self, count: int) -> range:
@@ -135,7 +135,7 @@ class Ledger:
 
         self._await(look, "finish their batches")
         if found:
-            board.add("again", len(found))
+            board.add("taken_over", len(found))
         return found
 
     def await_others(self) -> None:

@@ -81,8 +81,8 @@ class HogbatchLoader:
         batch_size = job.loader.batch_size or 1
         default = default_thresholds(options.min_batch, batch_size, options.max_batch)
         said = options.thresholds().get(self._class.name)
-        of_class = ClassSizes(self._node.memory, self._board, self._class)
-        self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default, of_class)
+        class_sizes = ClassSizes(self._node.memory, self._board, self._class)
+        self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default, class_sizes)
         self._board["kind"] = NAMES.index(self._class.name)
         self._board["size"] = self._sizer.size
         world.engine.ranks_may_leave |= options.ranks_may_leave
@@ -120,7 +120,7 @@ class HogbatchLoader:
             raise
         finally:
             self._give_back()
-            self._board.add("there", now_nanoseconds() - begun)
+            self._board.add("in_rounds", now_nanoseconds() - begun)
             self._ledger.end()
             self._epochs.finish()
             self._periods.end()

@@ -54,7 +54,7 @@ class Node:
         self.ranks = ranks
         self.longest = length
         self.board = Board(memory)
-        regions = Regions.of(len(ranks), length, layout)
+        regions = Regions.laid_out(len(ranks), length, layout)
         notes = memory.bytes[regions.notes : regions.notes + 2 * length * _NOTE.itemsize]
         self.notes = notes.view(_NOTE).reshape(2, length)
         self.model_bytes = memory.bytes[regions.model : regions.model + layout.size_bytes]
@@ -83,8 +83,8 @@ class Regions(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, workers: int, length: int, layout: Layout) -> Regions:
-        """Return the regions for so many workers and places."""
+    def laid_out(cls, workers: int, length: int, layout: Layout) -> Regions:
+        """Return the regions beside a board of so many workers, for so many places."""
         notes = _up(Board.size_bytes(workers))
         model = notes + _up(2 * length * _NOTE.itemsize)
         return cls(notes, model, model + _up(layout.size_bytes))
@@ -130,7 +130,7 @@ def join_node(
         hosts.extend(nodes)
         ranks = next(node for node in nodes if transport.rank in node)
         stream = transport.subset(ranks)
-        memory = stream.shared_memory(Regions.of(len(ranks), length, layout).end)
+        memory = stream.shared_memory(Regions.laid_out(len(ranks), length, layout).end)
         node = Node(memory, ranks, length, layout)
         shared = SharedModel(node.model_bytes, layout)
         counter: Counter | None = None

@@ -17,7 +17,7 @@ class WorkerReport(NamedTuple):
     overlapped:      updates during which another worker wrote to the model, too: at most these
                      lost a part of themselves.
     skipped, unused: batches whose update was not finite; that the script took no step for.
-    again:           samples it computed for workers that had died.
+    taken_over:      samples it computed for workers that had died, or had broken off.
     busy:            share of its time that it computed and updated, of the time within epochs.
     size:            of its next batch.
     """
@@ -31,7 +31,7 @@ class WorkerReport(NamedTuple):
     overlapped: int
     skipped: int
     unused: int
-    again: int
+    taken_over: int
     busy: float
     size: int
     is_present: bool
@@ -97,8 +97,8 @@ def report_of(board: Board, ranks: Sequence[int]) -> Report:
                 overlapped=int(row["overlapped"]),
                 skipped=int(row["skipped"]),
                 unused=int(row["unused"]),
-                again=int(row["again"]),
-                busy=float(row["busy"]) / max(float(row["there"]), 1.0),
+                taken_over=int(row["taken_over"]),
+                busy=float(row["busy"]) / max(float(row["in_rounds"]), 1.0),
                 size=int(row["size"]),
                 is_present=place in present,
             )

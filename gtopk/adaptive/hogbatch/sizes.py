@@ -111,11 +111,11 @@ class Sizer:
         alpha: float,
         said: Thresholds | None,
         default: Thresholds,
-        of_class: ClassSizes | None = None,
+        class_sizes: ClassSizes | None = None,
     ) -> None:
-        """of_class: where there are other workers; it hears of what is said, too."""
+        """class_sizes: where there are other workers; it hears of what is said, too."""
         self._is_fast, self._adapts, self._alpha = is_fast, adapts, alpha
-        self._default, self._of_class = default, of_class
+        self._default, self._class_sizes = default, class_sizes
         self._fitted = 0  # the largest batch that memory had room for
         self.probe: Probe | None = None
         self.thresholds: Thresholds | None = None
@@ -135,15 +135,15 @@ class Sizer:
         self.size = thresholds.largest if self._is_fast else thresholds.smallest
 
     def _agree(self, smallest: int) -> int:
-        return smallest if self._of_class is None else self._of_class.agree(smallest)
+        return smallest if self._class_sizes is None else self._class_sizes.agree(smallest)
 
-    def _found(self, smallest: int) -> Thresholds:
+    def _thresholds_from(self, smallest: int) -> Thresholds:
         return Thresholds(self._default.clip(smallest), self._default.largest)
 
     def next(self, updates: float, others: Sequence[float]) -> int:
         """Return the size to ask for, from everybody's updates."""
-        if self.thresholds is None and self._of_class is not None and self._of_class.found:
-            self._settle(self._found(self._of_class.found))
+        if self.thresholds is None and self._class_sizes is not None and self._class_sizes.found:
+            self._settle(self._thresholds_from(self._class_sizes.found))
         if self.thresholds is None:
             assert self.probe is not None
             self.size = self.probe.size
@@ -156,7 +156,7 @@ class Sizer:
         if self.thresholds is None and self.probe is not None:
             self.probe.note(size, seconds)
             if self.probe.found is not None:
-                self._settle(self._found(self._agree(self.probe.found)))
+                self._settle(self._thresholds_from(self._agree(self.probe.found)))
 
     def resume(self, smallest: int, size: int) -> None:
         """Go on from what the probe of a worker of the same class has found, and from its size.
@@ -164,7 +164,7 @@ class Sizer:
         Nothing changes where sizes are said, or need no probe.
         """
         if self.probe is not None:
-            self.thresholds = self._found(self._agree(smallest))
+            self.thresholds = self._thresholds_from(self._agree(smallest))
             self.size = self.thresholds.clip(size)
 
     def note_memory(self, size: int, took_bytes: int, free_bytes: int) -> None:

@@ -22,8 +22,8 @@ def sizers(threads: Callable[..., Any], adapts: bool, **said: Any) -> list[Sizer
     def program(transport: LocalTransport) -> Sizer:
         memory = transport.shared_memory(Board.size_bytes(transport.size))
         kind = CLASSES["slow" if transport.rank < 2 else "fast"]
-        of_class = ClassSizes(memory, Board(memory), kind)
-        return Sizer(kind.is_fast, adapts, 2.0, said.get(kind.name), DEFAULT, of_class)
+        class_sizes = ClassSizes(memory, Board(memory), kind)
+        return Sizer(kind.is_fast, adapts, 2.0, said.get(kind.name), DEFAULT, class_sizes)
 
     found: list[Sizer] = threads(4, program)
     return found

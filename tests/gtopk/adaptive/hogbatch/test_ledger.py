@@ -77,7 +77,7 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
             raise Killed
         ledger.finish(claim)
         done = [*claim, *work(ledger, 10)]
-        assert ledger._board.rows["again"].sum() == 7
+        assert ledger._board.rows["taken_over"].sum() == 7
         assert told == [rank]
         return done
 
@@ -99,13 +99,13 @@ def test_a_round_begins_without_the_sums_of_the_dead() -> None:
         ledger = open_ledger(transport)
         rows = ledger._board.rows
         if transport.rank == 0:
-            rows["losses"], rows["of"] = 7.0, 3  # of both workers, in both rounds
+            rows["losses"], rows["evaluated"] = 7.0, 3  # of both workers, in both rounds
         transport.barrier()
         for _ in range(2):
             ledger.begin(LENGTH)
             parity = ledger.round % 2
             assert rows["losses"][:, parity].tolist() == [0, 0]
-            assert rows["of"][:, parity].tolist() == [0, 0]
+            assert rows["evaluated"][:, parity].tolist() == [0, 0]
             work(ledger, 10)
 
     run_ranks(local_world(2, 20), program)

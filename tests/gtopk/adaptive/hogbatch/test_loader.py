@@ -229,7 +229,7 @@ def test_the_others_go_on_without_a_worker_that_dies(killed: int) -> None:
     assert set(results["left"]) <= {i for r in {0, 1, 2} - {killed} for i in results[r]}
     assert sorted(i for r in range(3) for i in results[r]) == list(range(203))
     report = results["report"]
-    assert sum(worker.again for worker in report.workers) == len(results["left"])
+    assert sum(worker.taken_over for worker in report.workers) == len(results["left"])
     assert not report.workers[killed].is_present
 
 
