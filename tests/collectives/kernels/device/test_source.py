@@ -53,7 +53,7 @@ def flushing(ptx: str) -> set[str]:
     It does not where |x| is compared with infinity: what sm_120's compiler makes of two keys.
     """
     assert ".entry" in ptx
-    infinite = r"abs\.ftz\.f32\s+(%r\d+), %r\d+;\s+setp\.\w+\.ftz\.f32\s+%p\d+, \1, 0f7F800000;"
+    infinite = r"abs\.ftz\.f32\s+(%\w+), %\w+;\s+setp\.\w+\.ftz\.f32\s+%p\d+, \1, 0f7F800000;"
     return set(re.findall(r"\S+\.ftz\S*", re.sub(infinite, "", ptx)))
 
 
