@@ -35,7 +35,8 @@ def exponents(magnitudes: Array) -> Array:
     magnitudes: float32 or float64 [n], none below 0. 0 for a zero.
     """
     info = np.finfo(magnitudes.dtype)
-    found = np.frexp(magnitudes)[1] - 1
+    with np.errstate(invalid="ignore"):  # a NaN that signals
+        found = np.frexp(magnitudes)[1] - 1
     found = np.where(np.isfinite(magnitudes), found, info.maxexp)
     return np.where(magnitudes == 0, 0, found)
 
