@@ -563,7 +563,7 @@ def test_what_compression_costs_is_told_where_there_is_any(
             optimizer.step()
 
     on_ranks(2, program)
-    for said in ("leaves 60 of 6000 entries", "Adam and its kin"):
+    for said in ("leaves 60 of 6,000 entries", "Adam after compression loses accuracy"):
         assert sum(said in text for text in caplog.messages) == (nodes is not None)
 
 
