@@ -16,26 +16,29 @@ if TYPE_CHECKING:
 # The module of each, with `main(arguments) -> exit code` and `parser()`. It is imported when it is
 # called: `gtopk doctor` works where torch is broken.
 _COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "doctor": (".doctor", "what is installed and works here, with advice for what is missing"),
+    "doctor": (".doctor", "check the installation, and say how to get what is missing"),
     "demo": (
         ".demo.command",
         "train on local ranks with dense, top-k and gTop-k, and compare them",
     ),
-    "plan": (".plan.command", "what a step would take on a cluster, and whether it would pay"),
-    "simulate": (".simulate.command", "train on a modelled cluster of unlike ranks: what pays"),
+    "plan": (
+        ".plan.command",
+        "estimate step time on a cluster, and whether compression pays",
+    ),
+    "simulate": (".simulate.command", "compare adaptive batches on a modelled cluster"),
     "bench": (
         ".bench",
         "measure this machine and its network: selection, wire, engine, optimizer, collectives",
     ),
-    "run": (".runner.command", "start a script on ranks, here or on other hosts"),
-    "report": (".run_report.command", "draw a run that was recorded, as one page"),
-    "top": (".top.command", "what each rank of a run does now"),
-    "timeline": (".timeline.command", "put the traces of all ranks together"),
+    "run": (".runner.command", "start a script on several ranks, here or on other hosts"),
+    "report": (".run_report.command", "draw a recorded run as one HTML page"),
+    "top": (".top.command", "show what each rank of a run is doing"),
+    "timeline": (".timeline.command", "merge the traces of all ranks"),
 }
 _COMPLETION: Final = "completion"
 _INTERRUPTED: Final = 130
 _UNREAD: Final = 141
-_COMPLETES: Final = "what lets bash, zsh or fish complete these words"
+_COMPLETES: Final = "shell completion for bash, zsh and fish"
 
 
 def usage() -> str:
@@ -44,8 +47,8 @@ def usage() -> str:
     return (
         f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n"
         f"  {_COMPLETION:10} {_COMPLETES}\n\n"
-        "`gtopk COMMAND --help` tells more, with an example. `gtopk --version` tells the version.\n"
-        "Exit codes: 0 all is well, 1 it could not be done, 2 it was called the wrong way."
+        "`gtopk COMMAND --help` has details and an example; `gtopk --version` prints the version.\n"
+        "Exit codes: 0 success, 1 failure, 2 wrong usage."
     )
 
 
@@ -124,7 +127,7 @@ def completable() -> Grammar:
 
     meanings = {name: meaning for name, (_, meaning) in _COMMANDS.items()}
     words = meanings | {_COMPLETION: _COMPLETES}
-    found = {"": Command((HELP, Option(("--version",), "tell the version")), words)}
+    found = {"": Command((HELP, Option(("--version",), "print the version")), words)}
     places = {name: place for name, (place, _) in _COMMANDS.items() if name != "bench"}
     places |= {f"bench {what}": f".bench.{what}.command" for what in BENCHMARKS}
     for name, place in places.items():

@@ -12,11 +12,11 @@ from typing import Final
 
 # Each is imported when it is called.
 BENCHMARKS: Final[dict[str, str]] = {
-    "collectives": "every reduction beside the baselines and the model",
-    "engine": "matching operations by name, and fusion, beside a bare allreduce",
-    "optimizer": "what a distributed step costs, and what of it overlap hides",
-    "scaling": "training steps beside S-SGD, DDP with its hooks, the published table",
-    "selection": "accumulate and select beside other selectors, on this machine",
+    "collectives": "every reduction, compared with baselines and the model",
+    "engine": "matching operations by name, and fusion, against a bare allreduce",
+    "optimizer": "the cost of a distributed step, and how much overlap hides",
+    "scaling": "training steps against S-SGD, DDP with its hooks, the published table",
+    "selection": "accumulate and select against other selectors, on this machine",
     "wire": "bytes and time per entry of each format, and where it pays",
 }
 
@@ -27,7 +27,7 @@ def usage() -> str:
     return (
         f"usage: gtopk bench WHAT [ARGUMENTS]\n\n{listed}\n\n"
         "example:\n  mpirun -n 4 gtopk bench collectives --json collectives.json\n\n"
-        "`gtopk bench WHAT --help` tells more. `--json -` prints the records alone, all else on "
+        "`gtopk bench WHAT --help` has details. `--json -` prints only the records, all else on "
         "stderr."
     )
 

@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = argparse.ArgumentParser(
         prog="gtopk completion",
-        description="Print what lets a shell complete the words of `gtopk`.",
+        description="Print the completion script for a shell.",
         epilog="example:\n"
         + "\n".join(f"  {line}" for line in _HOW)
         + "\n\nOnce for each version of gtopk: to make it takes some seconds.",

@@ -37,10 +37,15 @@ def parser() -> argparse.ArgumentParser:
     )
     plan = Plan()
     described.add_argument("--ranks", type=int, default=plan.ranks, help="default: %(default)s")
-    described.add_argument("--seeds", type=int, default=plan.seeds, help="default: %(default)s")
+    described.add_argument(
+        "--seeds", type=int, default=plan.seeds, help="runs per method; default: %(default)s"
+    )
     described.add_argument("--epochs", type=int, default=plan.epochs, help="default: %(default)s")
     described.add_argument(
-        "--density", type=float, default=plan.density, help="share sent; default: %(default)s"
+        "--density",
+        type=float,
+        default=plan.density,
+        help="share of entries sent; default: %(default)s",
     )
     described.add_argument(
         "--out", type=Path, default=Path("report"), help="folder to write; default: %(default)s"

@@ -12,6 +12,7 @@ from typing import Final
 
 from .finding import Finding, State, installed
 
+_EXTRAS: Final = (12, 13)  # of CUDA, as in setup.cfg
 CHECK_DRIVER: Final = "see whether the driver works: nvidia-smi"
 
 
@@ -42,9 +43,9 @@ def look_at_cupy() -> Finding:
     """Whether there is one CuPy, for torch's CUDA, and whether it computes."""
     packages = cupy_packages()
     if not packages and not installed("cupy"):
-        advice = f"on a machine with an NVIDIA GPU: pip install {_wheel()}"
+        advice = f"on a machine with an NVIDIA GPU: pip install {_extra()}"
         return Finding("CuPy", State.MISSING, "needed for kernels and NCCL on GPUs", advice)
-    replace = f"pip uninstall -y {' '.join(packages)} && pip install {_wheel()}"
+    replace = f"pip uninstall -y {' '.join(packages)} && pip install {_extra()}"
     if len(packages) > 1:
         detail = f"{' and '.join(packages)} overwrite each other"
         return Finding("CuPy", State.FAIL, detail, replace)
@@ -64,8 +65,7 @@ def look_at_cupy() -> Finding:
 def look_at_nccl() -> Finding:
     """Whether CuPy finds NCCL."""
     if not installed("cupy"):
-        both = f"{_wheel()} nvidia-nccl-cu{_major()}"
-        advice = f"on a machine with NVIDIA GPUs: pip install {both}"
+        advice = f"on a machine with NVIDIA GPUs: pip install {_extra()}"
         return Finding("NCCL", State.MISSING, "reached through CuPy", advice)
     nccl = import_module("cupy.cuda.nccl")
     if not nccl.available:
@@ -93,8 +93,12 @@ def _refusal(use: Callable[[], object]) -> str:
     return "it sees no GPU"
 
 
-def _wheel() -> str:
-    return f"cupy-cuda{_major()}x"
+def _extra() -> str:
+    """Return the extra of gtopk that brings CuPy and NCCL; the packages where it has none."""
+    major = _major()
+    if major in _EXTRAS:
+        return f"'gtopk[cuda{major}]'"
+    return f"cupy-cuda{major}x nvidia-nccl-cu{major}"
 
 
 def _major() -> int:

@@ -41,14 +41,14 @@ def look_at_mpi_and_cuda() -> Finding:
     if not installed("mpi4py"):
         return Finding(name, State.MISSING, "mpi4py would carry messages of GPUs", INSTALL_MPI)
     if not installed("cupy"):
-        return Finding(name, State.OK, "no CuPy, so no messages of GPUs")
+        return Finding(name, State.MISSING, "without CuPy messages of GPUs go through the host")
     # Here, as they need NumPy, without which the other findings still count.
     from collectives.transports.cuda_aware import why_staged
     from collectives.transports.gpu import has_gpu
 
     import_module("mpi4py").rc.initialize = False
     if not has_gpu():
-        return Finding(name, State.OK, "no GPU, so no messages of GPUs")
+        return Finding(name, State.MISSING, "no GPU here whose messages MPI could carry")
     reason = why_staged()
     if not reason:
         return Finding(name, State.OK, "direct: MPI sends from GPU memory, as a try has shown")

@@ -35,9 +35,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = argparse.ArgumentParser(
         prog="gtopk plan",
-        description="Tell what a step's gradient exchange would take on a cluster, by a model of "
-        "its links, and whether compression would pay there. Dense is what a job over MPI does "
-        "between nodes without RDMA: in parts of 8 MiB, each with latencies of its own.",
+        description="Estimate a step's gradient exchange on a cluster, from a model of its links, "
+        "and whether compression pays there. Dense is what a job over MPI does between nodes "
+        "without RDMA: long vectors go in parts of 8 MiB, each with its own latencies.",
         epilog="example:\n"
         "  gtopk plan --model resnet50 --ranks 32 --bandwidth 1gbit --latency 0.4ms "
         "--backward-ms 200\n\n"
@@ -51,34 +51,40 @@ def parser() -> argparse.ArgumentParser:
         "--ranks", type=as_argument(count), required=True, help="processes that train together"
     )
     described.add_argument(
-        "--bandwidth", type=as_argument(bandwidth), required=True, help="between nodes: 1gbit"
+        "--bandwidth",
+        type=as_argument(bandwidth),
+        required=True,
+        help="between nodes, such as 1gbit",
     )
     described.add_argument(
         "--latency",
         type=as_argument(duration),
         default=50e-6,
-        help="of a message between nodes; default: 50us",
+        help="per message between nodes; default: 50us",
     )
     described.add_argument(
         "--ranks-per-node",
         type=as_argument(count),
         default=1,
-        help="which share their node's link; default: %(default)s",
+        help="ranks that share a node and its link; default: %(default)s",
     )
     described.add_argument(
         "--node-bandwidth",
         type=as_argument(bandwidth),
         default=1e11,
-        help="inside a node; default: 100gbit",
+        help="bandwidth inside a node; default: 100gbit",
     )
     described.add_argument(
         "--node-latency",
         type=as_argument(duration),
         default=5e-6,
-        help="inside a node; default: 5us",
+        help="latency inside a node; default: 5us",
     )
     described.add_argument(
-        "--density", type=as_argument(share), default=0.001, help="default: %(default)s"
+        "--density",
+        type=as_argument(share),
+        default=0.001,
+        help="share of entries sent; default: %(default)s",
     )
     described.add_argument(
         "--backward-ms",
@@ -89,14 +95,16 @@ def parser() -> argparse.ArgumentParser:
         "default: none, only the exchange is compared",
     )
     described.add_argument(
-        "--no-measure", action="store_true", help="take assumed rates, not this machine's"
+        "--no-measure",
+        action="store_true",
+        help="use assumed rates for selecting and merging instead of measuring this machine",
     )
     described.add_argument(
         "--json",
         nargs="?",
         const="-",
         metavar="FILE",
-        help="write the figures; without a file: print them only",
+        help="write the figures as JSON; without FILE: print only them",
     )
     simulation.add_arguments(described)
     return described

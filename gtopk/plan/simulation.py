@@ -50,7 +50,7 @@ def is_dense(prediction: Prediction) -> bool:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --simulate, and what the tree of the simulated network is like."""
     add = parser.add_argument_group(
-        "simulation", "every message of the real code, on links that SimGrid shares among them"
+        "simulation", "every message of the real code, on shared links, by SimGrid"
     ).add_argument
     add("--simulate", action="store_true", help=f"up to {MOST_RANKS:,} ranks, each a thread")
     add(
@@ -61,18 +61,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--oversubscription",
         type=as_argument(number_in("[1, inf)")),
-        help="of a switch's uplink: its nodes' links over it; default: 1",
+        help="sum of a switch's node links over its uplink; default: 1",
     )
     add(
         "--sites",
         type=as_argument(whole_number),
-        help="the switches are dealt to; default: 1",
+        help="number of sites to spread the switches over; default: 1",
     )
-    add("--site-bandwidth", type=as_argument(bandwidth), help="of a site's link to the others")
+    add(
+        "--site-bandwidth",
+        type=as_argument(bandwidth),
+        help="bandwidth of a site's link to the others",
+    )
     add(
         "--site-latency",
         type=as_argument(duration),
-        help=f"between sites; default: {1e3 * _SITE_LATENCY_SECONDS:g}ms",
+        help=f"latency between sites; default: {1e3 * _SITE_LATENCY_SECONDS:g}ms",
     )
 
 

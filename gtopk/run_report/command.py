@@ -18,15 +18,15 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = argparse.ArgumentParser(
         prog="gtopk report",
-        description="Draw a run: one HTML page that needs nothing else, from the record that its "
-        "ranks wrote. Works while the run goes on, too.",
+        description="Draw a run as one self-contained HTML page, from the record that its ranks "
+        "wrote. Works during the run, too.",
         epilog="example:\n  GTOPK_RUN=runs/first gtopk run -n 4 train.py\n"
         "  gtopk report runs/first --out first.html",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    described.add_argument("run", type=Path, metavar="RUN", help="the folder of its record")
+    described.add_argument("run", type=Path, metavar="RUN", help="folder with the record")
     described.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page; default: report.html in RUN"
+        "--out", type=Path, metavar="FILE", help="page to write; default: report.html in RUN"
     )
     described.add_argument(
         "--json", action="store_true", help="print the figures as JSON, and write no page"

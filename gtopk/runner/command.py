@@ -34,33 +34,35 @@ def parser() -> argparse.ArgumentParser:
     described = argparse.ArgumentParser(
         prog="gtopk run",
         usage="gtopk run [OPTIONS] SCRIPT [ARGUMENTS]",
-        description="Start a script on ranks: by srun inside a Slurm allocation, else by mpirun, "
-        "or by torchrun where there is no MPI; with the settings that the launcher needs here. "
-        "Other launchers do as well: mpirun -n 4 python SCRIPT.",
+        description="Start a script on several ranks: by srun inside a Slurm allocation, else by "
+        "mpirun, or by torchrun if there is no MPI, with the settings that the launcher needs "
+        "here. You may also call a launcher yourself: mpirun -n 4 python SCRIPT.",
         epilog="example:\n  gtopk run -n 4 --record runs/first train.py --epochs 10\n"
         "  gtopk run --hosts one:4,two:4 train.py\n\n"
-        "Ranks on this host alone get their share of its cores as OMP_NUM_THREADS, unless you set\n"
-        "it; with other hosts it is yours to set, and goes along.\n\n"
-        "Its exit code is the launcher's: the ranks' by mpirun and srun, by torchrun 1 for any\n"
-        "but 0. SIGTERM and Ctrl-C go on to the ranks as SIGTERM, by torchrun with 30 s to save;\n"
-        "a second one ends them at once. Should this command be killed, they end with it.",
+        "On this host alone, OMP_NUM_THREADS becomes each rank's share of the cores, unless you\n"
+        "set it. With other hosts, set it yourself; it is passed on.\n\n"
+        "The exit code is the launcher's: mpirun and srun return the ranks' code, torchrun 1 for\n"
+        "any failure. SIGTERM and Ctrl-C reach the ranks as SIGTERM; torchrun gives them 30 s to\n"
+        "save. A second signal ends them at once. If this command is killed, they end with it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = described.add_argument
     add("-n", "--ranks", type=int, help="default: the hosts' slots; without hosts, the cores")
     where = described.add_mutually_exclusive_group()
-    where.add_argument("--hosts", type=_hosts, default=[], help="as one:4,two:2; by mpirun, ssh")
-    where.add_argument("--hostfile", type=Path, help="of lines: name slots=4")
-    add("--launcher", choices=LAUNCHERS, help="default: what is at hand")
-    add("--mpi-args", metavar="WORDS", help="further options of mpirun, quoted as one argument")
-    add("--interfaces", help="networks that ranks talk over, as eth0")
+    where.add_argument(
+        "--hosts", type=_hosts, default=[], help="such as one:4,two:2; needs mpirun and ssh"
+    )
+    where.add_argument("--hostfile", type=Path, help="file with lines such as: name slots=4")
+    add("--launcher", choices=LAUNCHERS, help="default: what is installed")
+    add("--mpi-args", metavar="WORDS", help="more options for mpirun, quoted as one argument")
+    add("--interfaces", help="network interfaces for the ranks, such as eth0")
     add("--record", metavar="FOLDER", help="record the run, for gtopk report and gtopk top")
     add("--timeline", metavar="FOLDER", help="trace every rank, for gtopk timeline")
-    add("--dry-run", action="store_true", help="only say what would be run")
-    add("--json", action="store_true", help="say it as JSON")
+    add("--dry-run", action="store_true", help="print what would be run, and stop")
+    add("--json", action="store_true", help="print it as JSON")
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
-    add("script", metavar="SCRIPT", help="a file of Python, or a program")
-    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    add("script", metavar="SCRIPT", help="a Python file or a program")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments for SCRIPT")
     return described
 
 

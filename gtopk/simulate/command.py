@@ -103,9 +103,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = argparse.ArgumentParser(
         prog="gtopk simulate",
-        description="Train on a cluster of unlike ranks that is modelled: real model, gradients, "
-        "residuals and collectives, simulated seconds. Tells which mode of adaptive batches pays "
-        "there. Computes all ranks in this process, or, started by a launcher, one in each.",
+        description="Train on a modelled cluster with ranks of different speed: real model, "
+        "gradients, residuals and collectives, simulated seconds. Shows which mode of adaptive "
+        "batches pays there. Runs all ranks in this process, or one per process of a launcher.",
         epilog="example:\n  gtopk simulate --speeds 400:200:100:100 --html adaptive.html\n"
         "  mpirun -n 4 gtopk simulate --speeds 400:200:100:100",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -115,14 +115,19 @@ def parser() -> argparse.ArgumentParser:
         "--speeds",
         type=as_argument(speeds),
         default=[400.0, 200.0, 100.0, 100.0],
-        help="samples a second of each rank; default: 400:200:100:100",
+        help="samples per second of each rank; default: 400:200:100:100",
     )
-    add("--overhead", type=as_argument(duration), default=0.0, help="of every batch; default: none")
+    add(
+        "--overhead",
+        type=as_argument(duration),
+        default=0.0,
+        help="time added per batch; default: none",
+    )
     add(
         "--noise",
         type=as_argument(number_in("[0, 10]")),
         default=0.03,
-        help="of a batch's time; default: %(default)s",
+        help="relative noise of a batch's time; default: %(default)s",
     )
     add(
         "--slow",
@@ -130,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="RANK:FACTOR@TIME",
-        help="a rank that slows down, as 0:4@30s; may be repeated",
+        help="slow a rank down, such as 0:4@30s; may be repeated",
     )
     add(
         "--die",
@@ -138,30 +143,31 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="RANK@TIME",
-        help=f"a rank that dies, as 1@30s; of {', '.join(OUTLIVE)}",
+        help=f"let a rank die, such as 1@30s; for {', '.join(OUTLIVE)}",
     )
     add(
         "--bandwidth",
         type=as_argument(bandwidth),
         default=GIGABIT.bits_per_second,
-        help="of a rank's link; default: 1gbit",
+        help="of each rank's link; default: 1gbit",
     )
     add(
         "--latency",
         type=as_argument(duration),
         default=GIGABIT.latency_seconds,
-        help=f"of a message; default: {1e6 * GIGABIT.latency_seconds:g}us",
+        help=f"per message; default: {1e6 * GIGABIT.latency_seconds:g}us",
     )
-    add("--exchange", type=as_argument(duration), help="of a step, in place of the link's model")
+    add("--exchange", type=as_argument(duration), help="time per step, instead of the link's model")
     add(
         "--overlap",
         type=as_argument(number_in("[0, 1]")),
         default=0.0,
         metavar="SHARE",
-        help="of a batch's time, beside which synchronous modes exchange; default: %(default)s",
+        help="share of a batch's time that hides the exchange of synchronous modes; "
+        "default: %(default)s",
     )
-    add("--model", choices=PARAMETERS, metavar="NAME", help="whose gradients' exchange is modelled")
-    add("--task", choices=NETWORKS, default="digits", help="what is trained; default: %(default)s")
+    add("--model", choices=PARAMETERS, metavar="NAME", help="model whose exchange is modelled")
+    add("--task", choices=NETWORKS, default="digits", help="what to train; default: %(default)s")
     add("--epochs", type=as_argument(count), default=20, help="default: %(default)s")
     add(
         "--evaluate-every",
@@ -171,39 +177,41 @@ def parser() -> argparse.ArgumentParser:
         help="default: after every epoch",
     )
     add("--seeds", type=as_argument(count), default=1, help="default: %(default)s")
-    add("--batch", type=as_argument(count), default=256, help="of all ranks; default: %(default)s")
-    add("--micro-batch", type=as_argument(count), default=8, help="of abs; default: %(default)s")
+    add(
+        "--batch", type=as_argument(count), default=256, help="over all ranks; default: %(default)s"
+    )
+    add("--micro-batch", type=as_argument(count), default=8, help="for abs; default: %(default)s")
     add(
         "--max-batch",
         type=as_argument(count),
         default=0,
-        help="of goodput; default: 8 times --batch",
+        help="for goodput; default: 8 times --batch",
     )
     add(
         "--mega-batch",
         type=as_argument(count),
         default=0,
-        help="of adaptive-sgd; default: 100 batches",
+        help="for adaptive-sgd; default: 100 batches",
     )
     add(
         "--fast",
         type=as_argument(ranks),
         metavar="RANKS",
-        help="hogbatch's fast class; default: the fastest",
+        help="ranks of hogbatch's fast class; default: the fastest",
     )
     add(
         "--fast-overhead",
         type=as_argument(duration),
         metavar="TIME",
-        help="of their batches; default: --overhead",
+        help="time added to each of their batches; default: --overhead",
     )
     add(
         "--sizes",
         type=as_argument(classes_sizes),
         default=Classes().sizes,
-        help="of hogbatch's batches; default: slow=4:64,fast=32:256",
+        help="batch sizes of hogbatch; default: slow=4:64,fast=32:256",
     )
-    add("--interval", type=as_argument(count), default=5, help="steps of a window of balanced")
+    add("--interval", type=as_argument(count), default=5, help="steps per window, for balanced")
     add(
         "--lr",
         type=as_argument(above_zero),
@@ -214,27 +222,32 @@ def parser() -> argparse.ArgumentParser:
         "--momentum",
         type=as_argument(number_in("[0, 1)")),
         default=0.0,
-        help="of SGD; default: %(default)s",
+        help="SGD's momentum; default: %(default)s",
     )
-    add("--density", type=as_argument(dense_or_density), default=0.05, help="or 'dense'")
+    add(
+        "--density",
+        type=as_argument(dense_or_density),
+        default=0.05,
+        help="or 'dense'; default: 0.05",
+    )
     add(
         "--target",
         type=as_argument(share),
         default=0.9,
-        help="accuracy to be reached; default: %(default)s",
+        help="accuracy to reach; default: %(default)s",
     )
     add(
         "--modes",
         type=as_argument(modes),
         default=list(DEFAULT),
-        help=f"of {','.join(SIMULATED)}; default: {','.join(DEFAULT)}",
+        help=f"from {','.join(SIMULATED)}; default: {','.join(DEFAULT)}",
     )
     add(
         "--json",
         nargs="?",
         const="-",
         metavar="FILE",
-        help="write the records; without a file: print them only",
+        help="write the records as JSON; without FILE: print only them",
     )
     add("--html", metavar="FILE", help="write a page with plots")
     return described

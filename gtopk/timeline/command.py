@@ -42,17 +42,19 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = argparse.ArgumentParser(
         prog="gtopk timeline",
-        description="Put the traces of all ranks together on rank 0's clock, for chrome://tracing "
-        "or ui.perfetto.dev. Ranks write them where GTOPK_TIMELINE=FOLDER is set.",
+        description="Merge the traces of all ranks, on rank 0's clock, for chrome://tracing or "
+        "ui.perfetto.dev. Ranks write traces when GTOPK_TIMELINE=FOLDER is set.",
         epilog="example:\n  GTOPK_TIMELINE=traces gtopk run -n 4 train.py\n"
         "  gtopk timeline traces --out trace.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    described.add_argument("folder", type=Path, metavar="FOLDER", help="of the ranks' traces")
     described.add_argument(
-        "--out", type=Path, metavar="FILE", help="the trace; default: timeline.json in FOLDER"
+        "folder", type=Path, metavar="FOLDER", help="folder with the ranks' traces"
     )
-    described.add_argument("--json", action="store_true", help="say what was done as JSON")
+    described.add_argument(
+        "--out", type=Path, metavar="FILE", help="trace to write; default: timeline.json in FOLDER"
+    )
+    described.add_argument("--json", action="store_true", help="print what was done as JSON")
     return described
 
 

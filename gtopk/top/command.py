@@ -23,21 +23,21 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = argparse.ArgumentParser(
         prog="gtopk top",
-        description="Show what each rank of a run does now, from the record that it writes; on a "
-        "terminal again and again, until Ctrl-C or the run's end.",
+        description="Show what each rank of a run is doing, from the record that it writes. On a "
+        "terminal it refreshes until Ctrl-C or the end of the run.",
         epilog="example:\n  gtopk top runs/first\n  gtopk top runs/first --once --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    described.add_argument("run", type=Path, metavar="RUN", help="the folder of its record")
-    described.add_argument("--once", action="store_true", help="show it once")
+    described.add_argument("run", type=Path, metavar="RUN", help="folder with the record")
+    described.add_argument("--once", action="store_true", help="show once and exit")
     described.add_argument(
         "--every",
         type=as_argument(above_zero),
         default=1.0,
         metavar="SECONDS",
-        help="default: %(default)s",
+        help="seconds between refreshes; default: %(default)s",
     )
-    described.add_argument("--json", action="store_true", help="a JSON object for each look")
+    described.add_argument("--json", action="store_true", help="print one JSON object per refresh")
     return described
 
 

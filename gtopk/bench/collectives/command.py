@@ -46,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = argparse.ArgumentParser(
         prog="gtopk bench collectives",
-        description="Time every reduction beside the baselines and the model: start it on the "
-        "ranks to measure (mpirun -n 4 gtopk bench collectives), or without a launcher on threads.",
+        description="Time every reduction, the baselines and the model. Start it on the ranks to "
+        "measure (mpirun -n 4 gtopk bench collectives), or without a launcher on threads.",
         epilog="example:\n  mpirun -n 4 gtopk bench collectives --json collectives.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,38 +55,39 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--transport",
         choices=TRANSPORTS,
-        help="default: as a training's; without a launcher, local",
+        help="default: the one that training would use; without a launcher, local",
     )
     words = functools.partial(add_words, described)
     words("--ranks", whole_number, metavar="N", help="subsets to measure; default: all ranks")
     words("--lengths", whole_number, [1_000_000], metavar="N", help="n; default: 1000000")
     words("--densities", share, [0.001], metavar="D", help="k / n; default: 0.001")
-    picks = f"of {', '.join(DISTRIBUTIONS)}; default: uniform"
+    picks = f"from {', '.join(DISTRIBUTIONS)}; default: uniform"
     words("--picks", one_of(DISTRIBUTIONS), ["uniform"], help=picks)
     words(
         "--algorithms",
         known_algorithm,
         list(ALGORITHMS),
         may_be_none=True,
-        help=f"of {', '.join(ALGORITHMS)}; options as gtopk:growth=2.0,pieces=4; default: all",
+        help=f"from {', '.join(ALGORITHMS)}; with options such as gtopk:growth=2.0,pieces=4; "
+        "default: all",
     )
     words(
         "--baselines",
         one_of(BASELINES),
         list(BASELINES),
         may_be_none=True,
-        help=f"of {', '.join(BASELINES)}; default: all",
+        help=f"from {', '.join(BASELINES)}; default: all",
     )
     words(
         "--formats",
         known_format,
         ["exact"],
         help=f"a code of values ({', '.join(VALUE_CODES)}) with the code of indices that the model "
-        f"picks, or both, as packed+bf16 (indices: {', '.join(INDEX_CODES)}); default: exact",
+        f"picks, or both, such as packed+bf16 (indices: {', '.join(INDEX_CODES)}); default: exact",
     )
     positive, natural = as_argument(above_zero), as_argument(whole_number)
     add("--rounds", type=natural, default=9)
-    add("--budget-seconds", type=positive, default=20.0, help="of a contender in a case")
+    add("--budget-seconds", type=positive, default=20.0, help="limit per contender and case")
     add("--bandwidth", type=positive, help="bits per second for the model; default: measured here")
     add(
         "--latency",
@@ -96,12 +97,12 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--shared-cores",
         type=natural,
-        help="of all ranks together, where one machine emulates hosts",
+        help="cores of all ranks together, if one machine emulates hosts",
     )
     add(
         "--interface",
         type=as_argument(known_interface),
-        help="network interface whose sent bytes to note, as eth0",
+        help="network interface whose sent bytes to record, such as eth0",
     )
     add("--seed", type=as_argument(from_zero), default=0)
     add("--json", type=as_argument(output_file), help="file to write")

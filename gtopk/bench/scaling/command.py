@@ -68,27 +68,31 @@ def parser() -> argparse.ArgumentParser:
         "--scale",
         type=as_argument(number_in("[1, inf)")),
         default=1.0,
-        help="make an emulated model as many times smaller",
+        help="shrink an emulated model by this factor",
     )
-    add("--batch", type=int, default=32, help="of a rank, with --compute real")
+    add("--batch", type=int, default=32, help="per rank, with --compute real")
     add("--density", type=as_argument(share), default=0.001, help="default: %(default)s")
     others = [name for name in CONTENDERS if name != ALONE]
     listed = f"of {', '.join(others)}; default: all"
     add_words(described, "--contenders", one_of(others), others, help=listed)
-    add("--rounds", type=int, default=5, help="steps that are timed; default: %(default)s")
+    add("--rounds", type=int, default=5, help="timed steps; default: %(default)s")
     add(
         "--budget-seconds",
         type=as_argument(above_zero),
         default=20.0,
-        help="of a contender; default: %(default)s",
+        help="limit per contender; default: %(default)s",
     )
     add(
         "--bandwidth",
         type=as_argument(above_zero),
-        help="bits per second that the link was set to, to be told",
+        help="bits per second that the link was set to, for the record",
     )
-    add("--shared-cores", type=int, help="of all ranks together, where one machine emulates hosts")
-    add("--interface", help="network interface whose sent bytes to note, as eth0")
+    add(
+        "--shared-cores",
+        type=int,
+        help="cores of all ranks together, if one machine emulates hosts",
+    )
+    add("--interface", help="network interface whose sent bytes to record, such as eth0")
     add("--json", type=as_argument(output_file), help="file to write")
     printed = "measure nothing, print these JSON files' tables"
     add_words(described, "--markdown", Path, metavar="FILE", help=printed)

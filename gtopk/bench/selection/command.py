@@ -54,12 +54,17 @@ def parser() -> argparse.ArgumentParser:
     data = f"of {', '.join(DATA)} (wrong guesses, strange values); default: all"
     add_words(described, "--data", one_of(DATA), DATA, help=data)
     add_words(described, "--methods", str, help="default: all")
-    described.add_argument("--rounds", type=int, default=7, help="timed; default: %(default)s")
     described.add_argument(
-        "--warm-up", type=int, default=20, help="not timed; default: %(default)s"
+        "--rounds", type=int, default=7, help="timed rounds; default: %(default)s"
     )
     described.add_argument(
-        "--threads", type=int, default=usable_cores(), help="of the threaded one; default: cores"
+        "--warm-up", type=int, default=20, help="rounds before, not timed; default: %(default)s"
+    )
+    described.add_argument(
+        "--threads",
+        type=int,
+        default=usable_cores(),
+        help="threads of the threaded method; default: cores",
     )
     described.add_argument(
         "--rescans",

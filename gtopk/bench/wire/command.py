@@ -38,12 +38,14 @@ def parser() -> argparse.ArgumentParser:
         "--elements",
         type=int,
         default=6_400_000,
-        help="of the network in training, whose picks are encoded too; 0: none; "
+        help="size of a network in training whose picks are encoded too; 0: none; "
         "default: %(default)s",
     )
     files = ".npz: indices, values, length"
     add_words(described, "--files", Path, [], metavar="FILE", help=files)
-    described.add_argument("--rounds", type=int, default=21, help="timed; default: %(default)s")
+    described.add_argument(
+        "--rounds", type=int, default=21, help="timed rounds; default: %(default)s"
+    )
     described.add_argument(
         "--json", type=as_argument(output_file), help="file to write the records to"
     )
