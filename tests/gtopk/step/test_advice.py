@@ -85,7 +85,7 @@ def test_on_one_host_it_is_said_of_its_own_links(compression: object) -> None:
         advice.advice(compression, [LENGTH], Calibration(network, DEFAULT_RATES, "x"))
         for network in (Network(4, Link.of(1e6, 1.0), 4, inside), Network(4, inside, 4))
     ]
-    assert "links of 20\N{NO-BREAK SPACE}Gbit/s" in lines[0]
+    assert "; links 20\N{NO-BREAK SPACE}Gbit/s, " in lines[0]
     assert lines[0] == lines[1]
 
 
@@ -101,7 +101,7 @@ def test_what_runs_waits_for_the_ranks_to_agree_as_dense_does() -> None:
     def numbers(calibration: Calibration) -> list[float]:
         said = advice.advice(gtopk, [LENGTH], calibration)
         return [
-            float(re.search(f"{words} {number}", said)[1]) for words in ("to take", "saves up to")
+            float(re.search(f"{words} {number}", said)[1]) for words in (": dense", "saves up to")
         ]
 
     (dense, saved), (dense_slow, saved_slow) = numbers(quick), numbers(slow)
