@@ -11,9 +11,9 @@ from typing import TypedDict
 import numpy as np
 
 from collectives import kernels
+from collectives.cores import usable_cores
 
 from . import __version__
-from .launch import usable_cores
 
 
 class Machine(TypedDict):

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 import gtopk.torch as hvd
+from collectives.cores import usable_cores
 
-from ..launch import usable_cores
 from ..machine import processor
 from ..telemetry import StepReport
 from ..world import world

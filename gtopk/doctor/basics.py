@@ -11,7 +11,6 @@ import platform
 import shutil
 from importlib import import_module, metadata
 
-from ..launch import core_quota, usable_cores
 from .finding import Finding, State, installed
 
 
@@ -31,6 +30,10 @@ def look_at_gtopk() -> Finding:
 
 def look_at_cores() -> Finding:
     """How many cores ranks can share."""
+    if not installed("numpy"):
+        return Finding("cores", State.MISSING, "counted once numpy is here", "pip install numpy")
+    from collectives.cores import core_quota, usable_cores
+
     quota = core_quota()
     granted = "" if math.isinf(quota) else f", {quota:g} granted to this container"
     return Finding("cores", State.OK, f"{usable_cores()} usable{granted}")

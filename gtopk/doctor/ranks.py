@@ -20,9 +20,7 @@ from ..launch import (
     Launched,
     LaunchError,
     LaunchTimeoutError,
-    allowed_cores,
     carried_by,
-    core_quota,
     find_mpirun,
     run,
 )
@@ -170,6 +168,8 @@ def _see_all(ranks: int) -> str:
 def add_up(measure_network: bool = True) -> None:
     """Add up numbers with all ranks, and print on rank 0 what came of it; this is the program."""
     import numpy as np
+
+    from collectives.cores import allowed_cores, core_quota
 
     from ..world.joining import join
 

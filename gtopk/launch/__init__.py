@@ -1,8 +1,6 @@
-"""How ranks come to be: the cores they may use, mpirun to start them, and who started this one."""
+"""How ranks come to be: mpirun to start them, and who started this one. It needs no package."""
 
 from __future__ import annotations
-
-from collectives.cores import allowed_cores, core_quota, usable_cores
 
 from .errors import LaunchError, LaunchTimeoutError
 from .launched import Launched, carried_by, launched_by, launchers
@@ -22,10 +20,8 @@ __all__ = [
     "LaunchTimeoutError",
     "Launched",
     "Mpi",
-    "allowed_cores",
     "by_reason",
     "carried_by",
-    "core_quota",
     "explain",
     "find_mpirun",
     "identify",
@@ -34,5 +30,4 @@ __all__ = [
     "mpirun_command",
     "rank_environment",
     "run",
-    "usable_cores",
 ]

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from collectives.cores import usable_cores
-
 from .errors import LaunchError, LaunchTimeoutError
 from .job import job, refuse_inside_a_job
 
@@ -97,6 +95,8 @@ def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ)
     Covers Open MPI 4 and 5 (MPICH needs none); never one that `environ` has. None: ranks on other
     hosts, too, of whose cores nothing is known here.
     """
+    from collectives.cores import usable_cores  # which needs NumPy
+
     cores = usable_cores()
     wanted = {}
     if ranks is not None:

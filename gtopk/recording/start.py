@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
+from collectives.cores import usable_cores
 from collectives.transports import Transport
 
 from .. import __version__
 from ..engine.clocks import Offset
-from ..launch import usable_cores
 from ..machine import processor
 from .endpoint import Address, Endpoint
 from .files import LineFile

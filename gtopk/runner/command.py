@@ -16,7 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from ..launch import LaunchError, usable_cores
+from collectives.cores import usable_cores
+
+from ..launch import LaunchError
 from ..launch.hosts import Host, parse_hosts, read_hostfile
 from ..launch.job import job, refuse_inside_a_job
 from .ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program

@@ -21,10 +21,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from collectives.cores import allowed_cores, usable_cores
 from collectives.transports import Transport
 
 from ..engine.agreement import gather_words
-from ..launch import allowed_cores, usable_cores
 
 if TYPE_CHECKING:
     from ..engine import Engine, Operation

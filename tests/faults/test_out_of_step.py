@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gtopk.launch import usable_cores
+from collectives.cores import usable_cores
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.faults)])

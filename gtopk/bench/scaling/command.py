@@ -16,12 +16,12 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import TCPStore
 
+from collectives.cores import usable_cores
 from collectives.planning.calibration import measure_network
 from collectives.transports import Transport
 
 from ...arguments import above_zero, as_argument, number_in, output_file, share
 from ...heartbeat.address import own_address
-from ...launch import usable_cores
 from ...machine import load, this_machine
 from ...world import world
 from ..collectives.library import open_library

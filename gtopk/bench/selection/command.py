@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from collectives import kernels
+from collectives.cores import usable_cores
 from collectives.kernels.device.timing import Row
 from collectives.kernels.device.timing import measure as measure_kernels
 from collectives.kernels.device.timing import table as kernel_table
 
 from ...arguments import as_argument, output_file, share, whole_number
-from ...launch import usable_cores
 from ..progress import tell
 from ..words import add_words, one_of
 from .cases import measure_cases

@@ -133,7 +133,7 @@ def test_an_mpirun_that_fails_is_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpirun, "usable_cores", lambda: 4)
+    monkeypatch.setattr("collectives.cores.usable_cores", lambda: 4)
 
 
 @pytest.mark.parametrize(("user", "expected"), [(0, "1"), (1000, None)])

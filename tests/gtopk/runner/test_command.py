@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.launch import Mpi, mpirun
+from gtopk.launch import Mpi
 from gtopk.runner import ranks
 from gtopk.runner.command import main
 
@@ -100,7 +100,7 @@ def test_other_hosts_are_told_nothing_of_the_cores_of_this_one(
     capsys, script: str, monkeypatch, cores: int
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(mpirun, "usable_cores", lambda: cores)
+    monkeypatch.setattr("collectives.cores.usable_cores", lambda: cores)
     monkeypatch.setattr(ranks, "require_mpirun", lambda: Path("mpirun"))
     monkeypatch.setattr(ranks, "identify", lambda path: Mpi(path, "Open MPI", "5.0"))
     found = said(capsys, "--launcher", "mpirun", "--hosts", "10.9.9.9:2,10.9.9.8:2", script)
