@@ -1,10 +1,10 @@
 """Calls: what a list takes however short it is, by reductions of a few entries.
 
 Where each node has one rank, all of them reduce together, else those of each node, all nodes at the
-same time. Ranks leave a barrier up to a latency apart, which is many times what calls take, and
-late where they share cores. So it is asked by how much later they are done, in the mean, if a
-reduction comes behind one more wait for each other. That mean says it where nobody ends before the
-others, which guests and hosts of `gtopk` do; on a circle ranks end as far apart as they began:
+same time. Ranks leave a barrier up to a latency apart, which is many times what calls take: who is
+early waits for as long as who is late does not, and the mean of all says what it took. But not
+where some end before the others, as guests and hosts of `gtopk` do; on a circle ranks end as far
+apart as they began:
 
     4 ranks     swaps with the rank 1 beyond       then 2 beyond
                 0 <-> 1     2 <-> 3                0 <-> 2     1 <-> 3
@@ -42,7 +42,7 @@ DENSITY: Final = 0.001
 
 _FEW: Final = 16  # entries
 _REST_SECONDS: Final = 0.02
-_GOES: Final = 5  # of which the median counts
+_GOES: Final = 7  # of which the median counts
 
 
 def picks(k: int, random: np.random.Generator) -> SparseVector:
@@ -100,19 +100,18 @@ def measure_calls(
     mine = picks(_FEW, np.random.default_rng(transport.rank))
     format = next(iter(rates.coding))
 
-    def go(algorithm: str = "", among: Transport = group) -> float:
+    def go(algorithm: str, among: Transport) -> float:
         time.sleep(_REST_SECONDS)
-        transport.barrier()
-        begun = clock()
         group.barrier()
-        if algorithm and is_full:
+        begun = clock()
+        if is_full:
             ALGORITHMS[algorithm](mine, _FEW, among, format=format)
         return agree_on_mean(transport, clock() - begun if is_full else math.nan)
 
     goes: list[list[float]] = []
     while len(goes) < _GOES and sum(map(sum, goes)) < CALLS_SECONDS:
-        goes.append([go(), go("gtopk", cast("Transport", circle)), go("topk-allgather")])
-    waited, swapped, gathered = map(statistics.median, zip(*goes, strict=True))
+        goes.append([go("gtopk", cast("Transport", circle)), go("topk-allgather", group)])
+    swapped, gathered = map(statistics.median, zip(*goes, strict=True))
     link, known = network.link(int(not inside)), rates.without_calls()
     for algorithm, took, ranks, of_each, counted in (
         ("gtopk", swapped, _paired(size), "swap_seconds", "swaps"),
@@ -122,7 +121,7 @@ def measure_calls(
         expected = predict(candidate, mine.length, Network(ranks, link), known).exchange_seconds
         steps = SCHEDULES[algorithm](Order(mine.length, _FEW, ranks))
         lists = sum(step.times * getattr(step, counted) for step in steps)
-        known = known._replace(**{of_each: max(0.0, took - waited - expected) / lists})
+        known = known._replace(**{of_each: max(0.0, took - expected) / lists})
     return known
 
 
