@@ -35,6 +35,8 @@ def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
 def _options_apart(facts: Mapping[int, str]) -> dict[int, str] | None:
     """Return each rank's options, as `name=value`, that others lack; None where it is no option."""
     words = {rank: fact.split() for rank, fact in facts.items()}
+    if not all("=" in word for those in words.values() for word in those[1:]):
+        return None
     common = set.intersection(*map(set, words.values()))
     options = {rank: [w for w in those if w not in common] for rank, those in words.items()}
     if not all(those and all("=" in word for word in those) for those in options.values()):

@@ -56,11 +56,13 @@ class Page:
         )
         self._socket.listen(_CALLS)  # asyncio's backlog is also how many it accepts at a time
         await self._closing.wait()
-        server.close()
-        for visit in self._visits:
-            visit.transport.abort()
+        # Who is half in comes in first: a closed server would leave such a socket open.
+        self._loop.remove_reader(self._socket)
         while len(asyncio.all_tasks()) > 1:
+            for visit in self._visits:
+                visit.transport.abort()
             await asyncio.sleep(0)
+        server.close()
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._visits[writer] = None
