@@ -3,82 +3,32 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
 from collectives import PeerError
 from gtopk.world.world import World
+from tests.gtopk.adaptive.hogbatch_workers import (
+    BATCH,
+    adam,
+    adapted,
+    classes,
+    data,
+    flat,
+    flattened,
+    loss_of,
+    momentum,
+    sgd,
+    train,
+)
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, network, on_ranks
-
-BATCH = 16
-
-
-def data(length: int = 203) -> TensorDataset:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(length, FEATURES, generator=generator, dtype=torch.float64)
-    return TensorDataset(torch.arange(length), x, torch.sin(x.sum(1, keepdim=True)))
-
-
-def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
-def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def adapted(
-    mode: str = "hogbatch",
-    make: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
-    length: int = 203,
-    compression: Any = hvd.Compression.none,
-    **options: Any,
-) -> Any:
-    model = network()
-    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters(), compression)
-    options = {"device_class": "slow", "sizes": {"slow": 4, "fast": 16}, **options}
-    loader = hvd.adapt(DataLoader(data(length), BATCH, shuffle=True), optimizer, mode, **options)
-    return loader, model, optimizer
-
-
-def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return ((model(x) - y) ** 2).mean()
-
-
-def train(loader: Any, model: torch.nn.Module, optimizer: Any) -> list[list[int]]:
-    """Train an epoch and return the batches of this worker."""
-    batches = []
-    for indices, x, y in loader:
-        batches.append(indices.tolist())
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
-    return batches
-
-
-def flattened(batches: list[list[int]]) -> list[int]:
-    return list(itertools.chain.from_iterable(batches))
-
-
-def flat(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def classes(here: World) -> str:
-    return "fast" if here.rank % 2 else "slow"
 
 
 @pytest.mark.parametrize("make", [sgd, momentum, adam])
@@ -245,57 +195,6 @@ def test_unless_told_otherwise_a_worker_that_dies_is_missed_by_name() -> None:
 
     with pytest.raises(Killed):
         on_ranks(2, program)
-
-
-def test_what_is_not_finite_never_reaches_the_model() -> None:
-    def program(here: World) -> Any:
-        loader, model, optimizer = adapted(device_class=classes(here))
-        for number, (_, x, y) in enumerate(loader):
-            optimizer.zero_grad()
-            (loss_of(model, x, y) * (math.nan if number == 0 else 1)).backward()
-            optimizer.step()
-        return loader.report()
-
-    report = on_ranks(2, program)[0]
-    assert [worker.skipped for worker in report.workers] == [1, 1]
-    assert report.updates > 10
-
-
-def test_a_model_that_is_not_finite_is_an_error_soon() -> None:
-    """Once, every later update was skipped, without a word, for as many epochs as there were."""
-
-    def program(here: World) -> None:
-        loader, model, optimizer = adapted(device_class=classes(here))
-        if here.rank == 0:
-            model[2].weight.data[0, 0] = math.inf
-        here.transport.barrier()
-        message = rf"rank {here.rank}: the shared model is not finite any more, in '2.weight'"
-        with pytest.raises(FloatingPointError, match=message):
-            train(loader, model, optimizer)
-        assert loader.report().workers[here.rank].skipped == 3
-
-    on_ranks(2, program)
-
-
-def test_gradients_that_are_never_finite_are_an_error() -> None:
-    def program(here: World) -> None:
-        model = network()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model), model.named_parameters(), max_skipped_steps=4
-        )
-        loader = hvd.adapt(
-            DataLoader(data(), BATCH), optimizer, "hogbatch", device_class="slow", sizes={"slow": 4}
-        )
-        message = "rank 0: 5 updates in a row were skipped, .* gradient of '0.weight' is not finite"
-        for number, (_, x, y) in enumerate(loader):
-            optimizer.zero_grad()
-            (loss_of(model, x, y) * (1 if number < 3 else math.nan)).backward()
-            with pytest.raises(FloatingPointError, match=message) if number == 7 else nullcontext():
-                optimizer.step()
-            if number == 7:
-                break
-
-    on_ranks(1, program)
 
 
 def test_a_batch_without_a_step_is_done_and_counted() -> None:

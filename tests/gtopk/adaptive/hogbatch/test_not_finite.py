@@ -1,0 +1,66 @@
+"""What is not finite never reaches the shared model, and is an error where it goes on."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import gtopk.torch as hvd
+from gtopk.world.world import World
+from tests.gtopk.adaptive.hogbatch_workers import BATCH, adapted, classes, data, loss_of, sgd, train
+from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
+
+
+def test_what_is_not_finite_never_reaches_the_model() -> None:
+    def program(here: World) -> Any:
+        loader, model, optimizer = adapted(device_class=classes(here))
+        for number, (_, x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            (loss_of(model, x, y) * (math.nan if number == 0 else 1)).backward()
+            optimizer.step()
+        return loader.report()
+
+    report = on_ranks(2, program)[0]
+    assert [worker.skipped for worker in report.workers] == [1, 1]
+    assert report.updates > 10
+
+
+def test_a_model_that_is_not_finite_is_an_error_soon() -> None:
+    """Once, every later update was skipped, without a word, for as many epochs as there were."""
+
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted(device_class=classes(here))
+        if here.rank == 0:
+            model[2].weight.data[0, 0] = math.inf
+        here.transport.barrier()
+        message = rf"rank {here.rank}: the shared model is not finite any more, in '2.weight'"
+        with pytest.raises(FloatingPointError, match=message):
+            train(loader, model, optimizer)
+        assert loader.report().workers[here.rank].skipped == 3
+
+    on_ranks(2, program)
+
+
+def test_gradients_that_are_never_finite_are_an_error() -> None:
+    def program(here: World) -> None:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), max_skipped_steps=4
+        )
+        loader = hvd.adapt(
+            DataLoader(data(), BATCH), optimizer, "hogbatch", device_class="slow", sizes={"slow": 4}
+        )
+        message = "rank 0: 5 updates in a row were skipped, .* gradient of '0.weight' is not finite"
+        for number, (_, x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            (loss_of(model, x, y) * (1 if number < 3 else math.nan)).backward()
+            with pytest.raises(FloatingPointError, match=message) if number == 7 else nullcontext():
+                optimizer.step()
+            if number == 7:
+                break
+
+    on_ranks(1, program)

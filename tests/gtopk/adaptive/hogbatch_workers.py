@@ -1,0 +1,75 @@
+"""What workers of the hogbatch modes train in the tests: a small network, on data of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import gtopk.torch as hvd
+from gtopk.world.world import World
+from tests.gtopk.adaptive.modelled_ranks import FEATURES, network
+
+BATCH = 16
+
+
+def data(length: int = 203) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(length, FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(torch.arange(length), x, torch.sin(x.sum(1, keepdim=True)))
+
+
+def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adapted(
+    mode: str = "hogbatch",
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
+    length: int = 203,
+    compression: Any = hvd.Compression.none,
+    **options: Any,
+) -> Any:
+    model = network()
+    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters(), compression)
+    options = {"device_class": "slow", "sizes": {"slow": 4, "fast": 16}, **options}
+    loader = hvd.adapt(DataLoader(data(length), BATCH, shuffle=True), optimizer, mode, **options)
+    return loader, model, optimizer
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((model(x) - y) ** 2).mean()
+
+
+def train(loader: Any, model: torch.nn.Module, optimizer: Any) -> list[list[int]]:
+    """Train an epoch and return the batches of this worker."""
+    batches = []
+    for indices, x, y in loader:
+        batches.append(indices.tolist())
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return batches
+
+
+def flattened(batches: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(batches))
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def classes(here: World) -> str:
+    return "fast" if here.rank % 2 else "slow"
