@@ -92,7 +92,6 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
     for name, least in (
         ("ranks", 1),
         ("ranks_per_node", 1),
-        ("segment_bytes", 1),
         ("native_bytes", 0),
     ):
         is_none = name.endswith("bytes") and network[name] is None

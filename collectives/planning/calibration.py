@@ -134,10 +134,7 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
         allreduce = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
-    segment_bytes, native_bytes = (
-        size_bytes if size_bytes < sys.maxsize else None
-        for size_bytes in (transport.segment_bytes, transport.native_bytes())
-    )
+    native_bytes = transport.native_bytes()
     agreement_seconds = time_agreement(transport, clock)
     network = Network(
         size,
@@ -145,9 +142,8 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
         ranks_per_node,
         within,
         allreduce,
-        segment_bytes,
         agreement_seconds,
-        native_bytes,
+        native_bytes if native_bytes < sys.maxsize else None,
     )
     if not in_order:
         # Any message may leave its node, and share the link with those of the other ranks there.

@@ -13,9 +13,8 @@ class Network(NamedTuple):
     between: the link of a node, shared by all its ranks. within: a rank's own link to its node.
     allreduce: the link of which an allreduce of this size makes the most, where one was measured;
                None: the links above, without loss.
-    segment_bytes: of a longer vector an allreduce takes one part after the other; None: of none.
-    native_bytes: from here on an allreduce is the library's own: in one part, and no words answer
-                  its messages; None: none is.
+    native_bytes: from here on an allreduce is the library's own, and no words answer its messages;
+                  None: none is.
     agreement_seconds: what it takes until all have heard a word of each, as they must before every
                        reduction of a training; None: ceil(log2 P) latencies.
     """
@@ -25,7 +24,6 @@ class Network(NamedTuple):
     ranks_per_node: int = 1
     within: Link | None = None
     allreduce: Link | None = None
-    segment_bytes: int | None = None
     agreement_seconds: float | None = None
     native_bytes: int | None = None
 

@@ -212,9 +212,7 @@ def _order(candidate: Candidate, length: int, network: Network, value_bytes: int
     ranks, ranks_per_node = network.ranks, network.ranks_per_node
     order = Order(length, k, ranks, ranks_per_node, value_bytes, candidate.widening)
     native_bytes = sys.maxsize if network.native_bytes is None else network.native_bytes
-    return order._replace(
-        segment_bytes=network.segment_bytes or sys.maxsize, native_bytes=native_bytes
-    )
+    return order._replace(native_bytes=native_bytes)
 
 
 def _bytes_of(

@@ -247,7 +247,7 @@ def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) ->
     None where only short ones fit the time: what they take says little about a gradient's. Every
     rank must call it; all are told the mean of their times.
 
-    Long allreduces may have more messages than short ones: words that answer them, and segments.
+    Long allreduces may have more rounds than short ones: of words that answer their messages.
     Each is taken to wait as long as one of a short one; None, too, where they take most of it.
     """
     share = 2 * (transport.size - 1) / transport.size  # of the bytes, to be sent by a rank
@@ -259,9 +259,7 @@ def time_allreduce(transport: Transport, budget_seconds: float, clock: Clock) ->
         return agree_on_mean(transport, clock() - begun)
 
     def messages(size: int) -> int:
-        order = Order(size // 4, 0, transport.size)._replace(
-            segment_bytes=transport.segment_bytes, native_bytes=transport.native_bytes()
-        )
+        order = Order(size // 4, 0, transport.size, native_bytes=transport.native_bytes())
         return sum(step.times for step in dense(order))
 
     samples = grow(go, SMALLEST_ALLREDUCE_BYTES, 4 * LARGEST_BYTES, budget_seconds, SLOWEST)

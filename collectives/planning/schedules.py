@@ -79,7 +79,7 @@ class Order(NamedTuple):
 
     widening: entries of the update over k: gtopk's growth, oktopk's k_out / k.
     uneven:   whether picks lie where the rank that sends the most sends as much as any could.
-    segment_bytes, native_bytes: of dense, as in `Network`.
+    native_bytes: of dense, as in `Network`.
     """
 
     length: int
@@ -89,7 +89,6 @@ class Order(NamedTuple):
     value_bytes: int = 4
     widening: float = 1.0
     uneven: bool = False
-    segment_bytes: int = sys.maxsize
     native_bytes: int = sys.maxsize
 
     @property
@@ -115,36 +114,24 @@ def leaving_by_shift(distance: int, ranks: int, ranks_per_node: int) -> int:
 def dense(order: Order) -> Iterator[Round]:
     """Yield a reduce-scatter and an allgather in the fewest rounds and bytes there can be.
 
-    After each round of long messages one of words: that they have come. (So it is where
-    `transports.reductions` reduces; a library's own allreduce is taken for one like it, in one part
-    and without words.)
+    After each round of long messages one of words: that they have come. Those that answer all
+    pieces but the last take no time of their own. (So it is where `transports.reductions` reduces;
+    a library's own allreduce is taken for one like it, without words.)
     """
-    whole_bytes = order.length * order.value_bytes
-    if whole_bytes >= order.native_bytes:
-        yield from _dense_segments(order, whole_bytes, 1)
-        return
-    segments, rest_bytes = divmod(whole_bytes, order.segment_bytes)
-    if segments:
-        yield from _dense_segments(order, order.segment_bytes, segments)
-    if rest_bytes:
-        yield from _dense_segments(order, rest_bytes, 1)
-
-
-def _dense_segments(order: Order, segment_bytes: int, segments: int) -> Iterator[Round]:
-    ranks = order.ranks
+    ranks, whole_bytes = order.ranks, order.length * order.value_bytes
     distances = [1 << number for number in range(rounds(ranks))]
-    if travels_whole(segment_bytes, ranks):  # to everyone at once, to be added up there
-        block_bytes: float = segment_bytes
+    if travels_whole(whole_bytes, ranks):  # to everyone at once, to be added up there
+        block_bytes: float = whole_bytes
     else:
-        block_bytes = segment_bytes / ranks
+        block_bytes = whole_bytes / ranks
         distances = [*reversed(distances), *distances]
     for distance in distances:
         # One message leaves a node a round: an allreduce that knows the nodes does with that.
         outside = min(1, leaving_by_shift(distance, ranks, order.ranks_per_node))
         blocks = min(distance, ranks - distance)
-        each = Round(ranks, outside, lists=0, plain_bytes=blocks * block_bytes, times=segments)
+        each = Round(ranks, outside, lists=0, plain_bytes=blocks * block_bytes)
         yield each
-        if each.plain_bytes >= LONG_BYTES and segment_bytes < order.native_bytes:
+        if each.plain_bytes >= LONG_BYTES and whole_bytes < order.native_bytes:
             yield each._replace(plain_bytes=0)
 
 

@@ -87,9 +87,6 @@ class MpiTransport(Carrier):
 
     name = "mpi"
     counts_allreduce = False
-    # Half of it is the longest message. Two that are much longer hold each other up: a tenth over
-    # the link's time became two fifths on two hosts of 100 Mbit/s.
-    segment_bytes = 8 << 20
 
     def __init__(self, communicator: MPI.Intracomm | None = None, timeout_seconds: float = 600.0):
         # Open MPI built with UCX calls it an error, at every window, that UCX is not in use.

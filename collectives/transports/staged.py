@@ -37,7 +37,6 @@ class StagedTransport(Transport):
         self.name = host.name
         self.timeout_seconds = host.timeout_seconds
         self.full_speed_bytes = host.full_speed_bytes
-        self.segment_bytes = host.segment_bytes
         self.counts_allreduce = host.counts_allreduce
         self._cupy: Any = load_cupy(self.name) if parent is None else parent._cupy
         self._views: dict[Path, StagedTransport] = {} if parent is None else parent._views

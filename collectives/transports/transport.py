@@ -54,7 +54,6 @@ class Transport(Endpoint):
     timeout_seconds:  the longest a rank waits for a peer.
     announces_waits: whether a rank that waits for long says so.
     full_speed_bytes: an allreduce of as many has its full speed: two as one would not be faster.
-    segment_bytes:    of longer arrays an allreduce made of messages takes one part after the other.
     supports_device_messages: whether messages may be arrays in a GPU's memory.
     """
 
@@ -63,7 +62,6 @@ class Transport(Endpoint):
     timeout_seconds = 600.0
     announces_waits = True
     full_speed_bytes = 1 << 20
-    segment_bytes = sys.maxsize
     supports_device_messages = False
 
     def __init__(self, ranks: Sequence[int], rank: int, path: Path, tag: int, traffic: Traffic):
@@ -179,7 +177,7 @@ class Transport(Endpoint):
         """Return name and version of what carries the messages."""
 
     def native_bytes(self) -> int:
-        """Return from how many bytes on an allreduce is the library's own: no segments, no words.
+        """Return from how many bytes on an allreduce is the library's own: no words, no pieces.
 
         sys.maxsize: all are made of messages. Equal on all ranks.
         """
@@ -332,13 +330,11 @@ class Transport(Endpoint):
         """Reduce a one-dimensional array over the ranks in place; the same bits on every rank.
 
         reduction: "sum", "product", "min" or "max". 2 ceil(log2 P) messages and 2(P-1)/P of the
-        array's bytes per rank, and a word for each message from 128 KiB on; up to 4096/(P-1) bytes,
-        half the messages and P-1 times the bytes. Of an array of several segments so many for each.
+        array's bytes per rank; beyond 4 MiB messages go in pieces, and a word answers each piece
+        from 128 KiB on. Up to 4096/(P-1) bytes, half the messages and P-1 times the bytes.
         float16 and BFLOAT16 (of `kernels.narrow`) are reduced in float32, and rounded per hop.
         """
-        step = self.segment_bytes // array.itemsize
-        for start in range(0, array.size, step):
-            reductions.allreduce(self, array[start : start + step], reduction)
+        reductions.allreduce(self, array, reduction)
 
     def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
         """Reduce array[bounds[rank]:bounds[rank+1]], the part this rank owns, in place.

@@ -28,7 +28,6 @@ class View(Transport):
         self.name = carrier.name
         self.timeout_seconds = carrier.timeout_seconds
         self.announces_waits = carrier.announces_waits
-        self.segment_bytes = carrier.segment_bytes
         self.supports_device_messages = carrier.supports_device_messages
         self._carrier = carrier
         self._parent = parent

@@ -15,7 +15,6 @@ from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Network, Prediction, Rates
 from collectives.planning.calibration import measure_rates
 from collectives.planning.formats import FORMATS
-from collectives.transports.mpi import MpiTransport
 
 from ..arguments import as_argument, number_in, share
 from ..replay.simulate import SimulationError
@@ -37,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         prog="gtopk plan",
         description="Estimate a step's gradient exchange on a cluster, from a model of its links, "
         "and whether compression pays there. Dense is what a job over MPI does between nodes "
-        "without RDMA: long vectors go in parts of 8 MiB, each with its own latencies.",
+        "without RDMA: long messages are answered before the next one is sent.",
         epilog="example:\n"
         "  gtopk plan --model resnet50 --ranks 32 --bandwidth 1gbit --latency 0.4ms "
         "--backward-ms 200\n\n"
@@ -147,7 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Link.of(options.bandwidth, options.latency),
         options.ranks_per_node,
         Link.of(options.node_bandwidth, options.node_latency),
-        segment_bytes=MpiTransport.segment_bytes,
     )
     if network.is_one_node:
         network = network._replace(native_bytes=0)

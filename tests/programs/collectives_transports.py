@@ -20,7 +20,7 @@ import pytest
 from collectives import Transport
 from collectives.cost import dense_bytes, rounds
 from collectives.kernels.narrow import BFLOAT16, narrow, widen
-from collectives.transports.view import View
+from collectives.transports import reductions
 
 SIZES = (0, 1, 15, 16, 17, 31, 32, 33, 1000)
 DTYPES = (np.int32, np.int64, np.float16, np.float32, np.float64)
@@ -133,20 +133,6 @@ def test_a_reduction_is_that_of_all_ranks_arrays(transport: Transport) -> None:
             transport.allreduce(array, reduction)
             assert array.tolist() == expected(rows).tolist(), (dtype, reduction, length)
             assert framed[0] == framed[-1] == 77
-
-
-def test_a_view_reduces_a_long_array_in_segments(transport: Transport) -> None:
-    whole, transport.segment_bytes = transport.segment_bytes, 96
-    try:
-        stream = transport.channel(901)
-    finally:
-        transport.segment_bytes = whole
-    array = np.arange(40, dtype=np.int64) * (1 + transport.rank)  # 320 bytes
-    stream.traffic.take()
-    stream.allreduce(array)
-    assert array.tolist() == [n * sum(range(transport.size + 1)) for n in range(40)]
-    if isinstance(stream, View):
-        assert stream.traffic.take().sent_messages == 4 * rounds(transport.size)
 
 
 def test_every_rank_gets_the_same_bits(transport: Transport) -> None:
@@ -565,7 +551,7 @@ def check_mpi(transport: Transport) -> None:
     ):
         for law in LAWS:
             law(transport)
-        with mock.patch.object(transport, "segment_bytes", 96):
+        with mock.patch.multiple(reductions, _PIECE_BYTES=96, LONG_BYTES=32):
             test_a_reduction_is_that_of_all_ranks_arrays(transport)
 
     with mock.patch.object(transport, "_neighbours", [transport.rank]):  # as on hosts of their own

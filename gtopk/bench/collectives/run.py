@@ -177,13 +177,7 @@ def modelled_network(plan: Plan, network: Network) -> tuple[Network, record.Link
         bandwidth_from="given" if plan.bandwidth else "measured",
         latency_from="measured" if plan.latency is None else "given",
     )
-    dense = Network(
-        network.ranks,
-        link,
-        segment_bytes=network.segment_bytes,
-        native_bytes=network.native_bytes,
-    )
-    return dense, told
+    return Network(network.ranks, link, native_bytes=network.native_bytes), told
 
 
 def count_hosts(transport: Transport) -> int:

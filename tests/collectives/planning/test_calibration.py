@@ -126,10 +126,8 @@ def test_ranks_that_are_not_in_node_order_share_their_link_always(virtual):
     world.link = lambda a, b: FAST if a % 2 == b % 2 else ETHERNET
     for transport in world.world:
         transport.neighbours = lambda rank=transport.rank: [rank % 2, rank % 2 + 2]
-        transport.segment_bytes = 1 << 20
         transport.native_bytes = lambda: 1 << 30
     network, *_ = found_on(world)
-    assert network.segment_bytes == 1 << 20
     assert network.native_bytes == 1 << 30
     assert network.agreement_seconds == pytest.approx(2 * ETHERNET.latency_seconds, rel=0.5)
     assert network.ranks_per_node == 1
@@ -148,14 +146,10 @@ def test_the_allreduce_is_worth_its_link(virtual, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_words_and_segments_are_no_seconds_of_a_byte(virtual, size):
+def test_words_are_no_seconds_of_a_byte(virtual, size):
     """Where they take most of the time, the rest tells nothing of bytes."""
-    for link, is_told in ((Link.of(1e8, 2e-3), True), (Link.of(8e9, 5e-3), False)):
-        world = virtual(size, link)
-        for transport in world.world:
-            transport.segment_bytes = 1 << 19
-        network, *_ = found_on(world)
-        assert network.segment_bytes == 1 << 19
+    for link, is_told in ((Link.of(1e8, 2e-3), True), (Link.of(400e9, 30e-3), False)):
+        network, *_ = found_on(virtual(size, link))
         assert (network.allreduce is not None) == is_told
         if network.allreduce is not None:
             found = network.allreduce
@@ -174,11 +168,9 @@ def test_words_and_segments_are_no_seconds_of_a_byte(virtual, size):
     ],
     ids=repr,
 )
-def test_a_librarys_own_allreduce_has_neither_words_nor_segments(virtual, size, link, native):
+def test_a_librarys_own_allreduce_has_no_words(virtual, size, link, native):
     world = virtual(size, link)
     world.reduce_natively(native)
-    for transport in world.world:
-        transport.segment_bytes = 8 << 20
     network, *_ = found_on(world)
     assert network.native_bytes == 0
     assert network.allreduce == pytest.approx(native, rel=1e-3)

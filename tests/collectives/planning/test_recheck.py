@@ -74,11 +74,10 @@ def test_ranks_that_go_apart_by_a_latency_find_their_link_as_it_was() -> None:
 
 
 def test_a_narrower_link_is_seen_whose_latencies_take_as_long() -> None:
-    """Long vectors go in segments: all their latencies are no seconds of a byte."""
+    """The latencies of long messages and of their answers are no seconds of a byte."""
     link = Link.of(10e9, 10e-3)
-    network = Network(2, link, segment_bytes=8 << 20)
-    kept = Calibration(network, DEFAULT_RATES, "kept")
-    array_seconds = LONG_SECONDS / 2 + 8 * link.latency_seconds
+    kept = Calibration(Network(2, link), DEFAULT_RATES, "kept")
+    array_seconds = LONG_SECONDS / 2 + 4 * link.latency_seconds
     for seconds, holds in ((array_seconds, True), (array_seconds + 10 * LONG_SECONDS, False)):
         said = run_ranks(
             local_world(2, 30, node_size=1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from collectives.planning import (
 )
 from collectives.planning.prediction import most_bytes
 from collectives.planning.schedules import SCHEDULES, Order, leaving, leaving_by_shift
-from collectives.transports import local_world
+from collectives.transports import local_world, reductions
 from collectives.transports.reductions import LONG_BYTES
 
 K = 24
@@ -252,21 +253,22 @@ def test_seconds_are_those_of_a_network_with_such_links(virtual, algorithm, rank
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize(("segments", "rest"), [(1, 0), (3, 0), (2, 0.1)])
-def test_long_dense_messages_are_answered_and_long_vectors_go_in_segments(
-    virtual, ranks, segments, rest
+@pytest.mark.parametrize("block_bytes", [LONG_BYTES // 2, LONG_BYTES, 5 * LONG_BYTES])
+def test_long_dense_messages_are_answered_and_their_pieces_wait_for_nothing(
+    virtual, ranks, block_bytes
 ):
-    segment_bytes = ranks * LONG_BYTES
-    length = ranks * round((segments + rest) * LONG_BYTES / 4)
-    world = virtual(ranks, Link(1e-2, 1e-9))
-    for transport in world.world:
-        transport.segment_bytes = segment_bytes
-    run_ranks(world.world, lambda t: t.allreduce(np.zeros(length, np.float32)))
-    network = Network(ranks, Link(1e-2, 1e-9), segment_bytes=segment_bytes)
-    found = predict(Candidate("dense"), length, network, DEFAULT_RATES)
-    assert found.communicate_seconds == pytest.approx(max(world.seconds), rel=1e-4)  # checksums
-    # The messages of a rest are short, and not answered.
-    assert found.rounds == (4 * segments + 2 * (rest > 0)) * (ranks - 1).bit_length()
+    """Where two pieces take longer than a word and a piece on their way: a latency each."""
+    length = ranks * block_bytes // 4
+    link = Link(1e-2, 1e-7)
+    world = virtual(ranks, link)
+    with mock.patch.object(reductions, "_PIECE_BYTES", 2 * LONG_BYTES):
+        run_ranks(world.world, lambda t: t.allreduce(np.zeros(length, np.float32)))
+    found = predict(Candidate("dense"), length, Network(ranks, link), DEFAULT_RATES)
+    assert found.communicate_seconds == pytest.approx(max(world.seconds), rel=1e-3)  # checksums
+    distances = [1 << number for number in range((ranks - 1).bit_length())]
+    blocks = [min(distance, ranks - distance) for distance in distances]
+    answered = sum(count * block_bytes >= LONG_BYTES for count in blocks)
+    assert found.rounds == 2 * (len(distances) + answered)
 
 
 def test_what_a_node_gives_back_waits_for_what_it_was_given():

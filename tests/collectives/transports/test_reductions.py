@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 from collectives import local_world, run_ranks
+from collectives.errors import MessageError
+from collectives.transports import reductions
 from collectives.transports.recorder import RECEIVED, Event, Recorder
 from collectives.transports.reductions import LONG_BYTES
 from collectives.transports.seal import CHECKSUM_BYTES
+
+PIECE_BYTES = 2 * LONG_BYTES
 
 
 def events_of(size: int, block_bytes: int) -> list[list[Event]]:
@@ -23,7 +29,7 @@ def test_every_long_message_is_answered_before_the_next_is_sent(size: int) -> No
     for events in events_of(size, LONG_BYTES):
         assert len(events) == 6 * 2 * (size - 1).bit_length()
         rounds = zip(*(events[i::6] for i in range(6)), strict=True)
-        for sent, checksum, received, word, its_checksum, answer in rounds:
+        for sent, checksum, received, its_checksum, word, answer in rounds:
             to, source = sent[0], received[0]
             assert sent[1] >= LONG_BYTES
             assert checksum == (to, CHECKSUM_BYTES)
@@ -36,3 +42,82 @@ def test_every_long_message_is_answered_before_the_next_is_sent(size: int) -> No
 def test_short_messages_need_no_word(size: int) -> None:
     for events in events_of(size, LONG_BYTES // size):
         assert all(sent for _, sent in events)
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_no_more_than_three_pieces_are_unanswered(size: int) -> None:
+    with mock.patch.object(reductions, "_PIECE_BYTES", PIECE_BYTES):
+        everyones = events_of(size, 4 * PIECE_BYTES + LONG_BYTES)
+    for events in everyones:
+        unanswered, most, pieces = 0, 0, 0
+        to = None
+        for peer, what in events:
+            if what >= LONG_BYTES:
+                assert what <= PIECE_BYTES
+                assert unanswered == 0 or peer == to
+                to = peer
+                unanswered, pieces = unanswered + 1, pieces + 1
+                most = max(most, unanswered)
+            elif what == RECEIVED and peer == to and unanswered:
+                # Of three ranks and more a round's source is another one.
+                unanswered -= 1
+        assert most == 3
+        assert unanswered == 0
+        assert pieces >= 5 * 2 * (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 1000])
+def test_a_sum_has_the_same_bits_however_small_its_pieces(size: int, length: int) -> None:
+    """Blocks, and with them the order of sums, are those of the whole array."""
+    rows = np.random.default_rng(length).standard_normal((size, length)).astype(np.float32)
+
+    def reduce(transport: Recorder) -> bytes:
+        array = rows[transport.rank].copy()
+        transport.allreduce(array)
+        return array.tobytes()
+
+    patches = {"LONG_BYTES": 16, "_CHECKED_BYTES": 32, "_WHOLE_BYTES": 0}
+    found = set()
+    for piece_bytes in (8, 64, 1 << 20):
+        with mock.patch.multiple(reductions, _PIECE_BYTES=piece_bytes, **patches):
+            found |= set(run_ranks(local_world(size, timeout_seconds=30), reduce))
+    assert len(found) == 1
+    total = np.frombuffer(found.pop(), np.float32)
+    np.testing.assert_allclose(total, rows.sum(axis=0, dtype=np.float64), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_blocks_of_unlike_lengths_have_unlike_numbers_of_pieces(size: int) -> None:
+    ends = np.cumsum([0, 100, *[3] * (size - 1)])
+    ends[-1] += 50
+    bounds = ends.tolist()
+
+    def go(transport: Recorder) -> tuple[list[int], list[int]]:
+        array = np.arange(bounds[-1]) * (transport.rank + 1)
+        transport.reduce_scatter(array, bounds)
+        mine = slice(*bounds[transport.rank : transport.rank + 2])
+        part = array[mine].tolist()
+        array[:] = -1
+        array[mine] = part
+        transport.allgather_into(array, bounds)
+        return part, array.tolist()
+
+    with mock.patch.multiple(reductions, _PIECE_BYTES=64, LONG_BYTES=16):
+        everyones = run_ranks(local_world(size, timeout_seconds=30), go)
+    total = [n * size * (size + 1) // 2 for n in range(bounds[-1])]
+    for rank, (part, whole) in enumerate(everyones):
+        assert part == total[bounds[rank] : bounds[rank + 1]]
+        assert whole == total
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_arrays_of_unlike_lengths_are_an_error_and_nobody_waits(size: int) -> None:
+    def go(transport: Recorder) -> None:
+        transport.allreduce(np.zeros(1000 if transport.rank else 200, np.float32))
+
+    with (
+        mock.patch.multiple(reductions, _PIECE_BYTES=256, LONG_BYTES=64, _WHOLE_BYTES=0),
+        pytest.raises(MessageError, match="every rank must pass an array of one size"),
+    ):
+        run_ranks(local_world(size, timeout_seconds=30), go)

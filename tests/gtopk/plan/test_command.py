@@ -9,7 +9,6 @@ import pytest
 
 from collectives.cost import Link
 from collectives.planning import DEFAULT_RATES, Candidate, Network, predict
-from collectives.transports.mpi import MpiTransport
 from gtopk.cli import main
 from gtopk.plan.models import PARAMETERS
 
@@ -79,15 +78,14 @@ def test_dense_hides_behind_backward(capsys):
     assert "Dense hides behind 200 ms of backward" in out
 
 
-def test_dense_goes_in_parts_between_nodes_as_it_does_over_mpi(capsys):
-    """Each with latencies of its own: on long links they take as long as the bytes."""
+def test_dense_waits_for_words_between_nodes_and_not_within_one(capsys):
     links = ["--bandwidth", "1gbit", "--latency", "10ms", "--node-latency", "10ms"]
     command = ["--model", "resnet50", "--ranks", "16", *links, assumed, "--json", "-"]
     dense = json.loads(said(capsys, *command))["methods"][0]
-    network = Network(16, Link.of(1e9, 10e-3), segment_bytes=MpiTransport.segment_bytes)
+    network = Network(16, Link.of(1e9, 10e-3))
     expected = predict(Candidate("dense"), PARAMETERS["resnet50"], network, DEFAULT_RATES)
     assert dense["communicate_seconds"] == pytest.approx(expected.communicate_seconds)
-    assert dense["communicate_seconds"] > 2 * dense["sent"]["bytes"] * 8 / 1e9
+    assert dense["sent"]["messages"] == 2 * 2 * 4
     inside = json.loads(said(capsys, *command, "--ranks-per-node", "16"))["methods"][0]
     assert inside["sent"]["messages"] == 2 * 4
 

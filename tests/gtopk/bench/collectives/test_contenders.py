@@ -58,7 +58,7 @@ def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() 
 
 def test_dense_is_modelled_as_the_transport_reduces() -> None:
     plan: Any = SimpleNamespace(bandwidth=1e9, latency=None)
-    measured = SLOW._replace(segment_bytes=8 << 20, native_bytes=1 << 24)
+    measured = SLOW._replace(native_bytes=1 << 24)
     network, _ = modelled_network(plan, measured)
     assert network == measured._replace(between=Link.of(1e9, 1e-4))
 
