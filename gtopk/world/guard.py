@@ -201,7 +201,7 @@ class Guard:
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if not self._retired:
+        if not self._retired and not self._told:  # else it has said why it ends
             self._say_that_it_is_stopped()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -213,7 +213,7 @@ class Guard:
             lost = self._heartbeat.lost(_WORD_SECONDS)
             stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
             self._heartbeat.explain(stopped)
-            if lost and not self._told:
+            if lost:
                 write_error_file(f"{self.name} ({self.place}) {stopped}", None)
         self._say(f"{stopped}{advice}")
         self._write_down(stopped)

@@ -202,6 +202,22 @@ def test_the_step_is_said_once(brief, capfd):
     assert "failed at step 7: HorovodInternalError: the ranks disagree; 'x' cannot be done;" in said
 
 
+def test_who_is_ended_by_others_after_a_failure_of_its_own_has_said_enough(
+    tmp_path, brief, capfd, monkeypatch
+):
+    """mpirun ends by SIGTERM those that have failed, too, once one has ended the job."""
+    signals: list[int] = []
+    monkeypatch.setattr(guard.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(guard.os, "kill", lambda pid, number: signals.append(number))
+    failed = Guard(member(), 0, str(tmp_path))
+    with pytest.raises(Ending):
+        failed._fail(ValueError("boom"))
+    failed._on_sigterm(15, None)
+    assert signals == [15]
+    assert capfd.readouterr().err.count("gtopk:") == 1
+    assert read(tmp_path)["error"] == "ValueError"
+
+
 def test_each_rank_of_a_job_leaves_its_own_and_no_secret_is_in_it(mpirun, tmp_path):
     (tmp_path / "failure_rank7.json").touch()
     secret = "5ec2e7" * 8
