@@ -2,7 +2,12 @@
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation failed across ranks: they disagreed, or one of them is gone."""
+    """An operation failed across ranks: they disagreed, or one of them is gone.
+
+    operation: its name; "" where none had begun.
+    """
+
+    operation = ""
 
 
 class InvalidCallError(HorovodInternalError, ValueError):

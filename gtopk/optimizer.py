@@ -35,7 +35,9 @@ from .wrapped.readings import Readings
 from .wrapped.wrapping import wrap
 
 _log = logging.getLogger("gtopk")
-MAX_SKIPPED_STEPS: Final = 100
+# GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: gradients
+# that are finite unscaled are so after 16.
+MAX_SKIPPED_STEPS: Final = 20
 
 
 class _DistributedOptimizer(Readings):
@@ -346,7 +348,7 @@ def DistributedOptimizer(
         ranks hold back is their own, and stays. None: an error where check_every is given, else a
         warning.
     max_skipped_steps: how many steps in a row may be skipped because a gradient, or a sum of them,
-        is not finite.
+        is not finite; 0: the first is an error.
     Raises ValueError for an argument out of its range, names that are missing or double, a
     momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
     """

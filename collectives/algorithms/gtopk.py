@@ -105,7 +105,14 @@ def _as_host(
     if folds:
         bits = pack_alive(accounts[1].alive)
         exact = Format(terms.format.indices)
-        result = wire.encode(merged, [k, *kept][-1], exact, extra=bits, refused_by=refused_by)
+        result = wire.encode(
+            merged,
+            [k, *kept][-1],
+            exact,
+            extra=bits,
+            refused_by=refused_by,
+            number=transport.begun,
+        )
         transport.send(result.message, guest)()
     return accounts[0].close(merged)._replace(refused_by=refused_by)
 
@@ -120,7 +127,10 @@ def _receive_picks(
 ) -> tuple[SparseVector, int]:
     """Return what a rank that is folded in picked, and who refused so far."""
     message, sender = transport.receive(guest), transport.ranks[guest]
-    decoded = wire.decode(message, like, k, sender, terms.format, terms.stamp().size)
+    stamp_bytes = terms.stamp().size
+    decoded = wire.decode(
+        message, like, k, sender, terms.format, stamp_bytes, number=transport.begun
+    )
     terms.check_stamp(decoded.extra, 0, sender)
     return decoded.vector, lowest(refused_by, decoded.refused_by)
 
@@ -135,7 +145,14 @@ def _as_guest(
 ) -> Outcome:
     host = transport.rank - (1 << (transport.size.bit_length() - 1))
     account = Account(picks, terms.put_back)
-    encoded = wire.encode(picks, k, terms.format, extra=terms.stamp(), refused_by=refused_by)
+    encoded = wire.encode(
+        picks,
+        k,
+        terms.format,
+        extra=terms.stamp(),
+        refused_by=refused_by,
+        number=transport.begun,
+    )
     account.note_rounding(rounding_error(picks, encoded.vector, terms.format))
     transport.send(encoded.message, host)()
     update, bits, refused_by = wire.decode(
@@ -145,6 +162,7 @@ def _as_guest(
         transport.ranks[host],
         Format(terms.format.indices),
         alive_bytes(picks.entries),
+        number=transport.begun,
     )
     account.note_fate(unpack_alive(bits, picks.entries))
     return account.close(update)._replace(refused_by=refused_by)

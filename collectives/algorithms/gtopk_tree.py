@@ -46,6 +46,7 @@ def reduce(
     if put_back not in PUT_BACK:
         raise ValueError(f"put_back must be one of {', '.join(PUT_BACK)}; got {put_back!r}")
     rank, size, ranks = transport.rank, transport.size, transport.ranks
+    number = transport.begun
     exact = Format(format.indices)
     merged, refused_by = examine(selected, ranks[rank])
     inputs: list[tuple[int, SparseVector, SparseVector]] = []  # child, its list, ours before
@@ -54,7 +55,9 @@ def reduce(
         if rank + distance < size:
             child = rank + distance
             message = transport.receive(child)
-            theirs, _, theirs_refused = wire.decode(message, selected, k, ranks[child], format)
+            theirs, _, theirs_refused = wire.decode(
+                message, selected, k, ranks[child], format, number=number
+            )
             inputs.append((child, theirs, merged))
             merged, _ = merge(merged, theirs, k)
             refused_by = lowest(refused_by, theirs_refused)
@@ -66,7 +69,7 @@ def reduce(
         update = survivors = merge(merged, error, k)[0]  # without zeros, also of a single rank
     else:
         parent = rank - distance
-        encoded = wire.encode(merged, k, format, refused_by=refused_by)
+        encoded = wire.encode(merged, k, format, refused_by=refused_by, number=number)
         transport.send(encoded.message, parent)()
         error = rounding_error(merged, encoded.vector, format)
         update, bits, refused_by = wire.decode(
@@ -76,6 +79,7 @@ def reduce(
             ranks[parent],
             exact,
             alive_bytes(merged.entries),
+            number=number,
         )
         survivors = merged.where(unpack_alive(bits, merged.entries))
         error = among(error, survivors)
@@ -83,7 +87,7 @@ def reduce(
     # Down the way it came: the last list merged is the first to learn its fate.
     for child, theirs, before in reversed(inputs):
         bits = pack_alive(contains(survivors.indices, theirs.indices))
-        result = wire.encode(update, k, exact, extra=bits, refused_by=refused_by)
+        result = wire.encode(update, k, exact, extra=bits, refused_by=refused_by, number=number)
         transport.send(result.message, child)()
         survivors = among(before, survivors)
     if refused_by != NOBODY:

@@ -118,12 +118,11 @@ class Hierarchy:
             k_out = max(1, share(how.k_out, self.shards, self.place))
             outcome = how.reduce(selected, self.shard_k(k), k_out, self.across, NOBODY)
         part = outcome.update.embedded(shard.start, length)
-        message = wire.encode(part, k, refused_by=outcome.refused_by).message
+        inside, number = self.inside, self.inside.begun
+        message = wire.encode(part, k, refused_by=outcome.refused_by, number=number).message
         parts = [
-            wire.decode(message, part, k, sender)
-            for message, sender in zip(
-                self.inside.allgather(message), self.inside.ranks, strict=True
-            )
+            wire.decode(message, part, k, sender, number=number)
+            for message, sender in zip(inside.allgather(message), inside.ranks, strict=True)
         ]
         update = put_together([decoded.vector for decoded in parts])
         refused_by = lowest(*(decoded.refused_by for decoded in parts))
@@ -139,6 +138,7 @@ class _Step:
         self.how = how
         self.hierarchy = hierarchy
         self.inside, self.place = hierarchy.inside, hierarchy.place
+        self.number = self.inside.begun
         # Each shard in use has a share of the k entries, and of those of the update.
         self.shards = min(hierarchy.shards, k, how.k_out)
         bounds = shard_bounds(selected.length, self.shards)
@@ -150,7 +150,9 @@ class _Step:
         """Send each shard's picks to its owner, reduce what this rank owns, collect the rest."""
         others = [shard for shard in range(self.shards) if shard != self.place]
         for shard in others:
-            encoded = wire.encode(self.parts[shard], self.k, refused_by=self.refused_by)
+            encoded = wire.encode(
+                self.parts[shard], self.k, refused_by=self.refused_by, number=self.number
+            )
             self.sends.append(self.inside.send(encoded.message, shard))
         outcomes = {}
         if self.place < self.shards:
@@ -178,7 +180,8 @@ class _Step:
             if member == place:
                 lists.append(part)
                 continue
-            decoded = wire.decode(inside.receive(member), part, self.k, inside.ranks[member])
+            message, sender = inside.receive(member), inside.ranks[member]
+            decoded = wire.decode(message, part, self.k, sender, number=self.number)
             lists.append(decoded.vector)
             refused_by = lowest(refused_by, decoded.refused_by)
         k = share(self.k, self.shards, place)
@@ -195,7 +198,11 @@ class _Step:
             if member != place:
                 bits = pack_alive(contains(alive.indices, lists[member].indices))
                 encoded = wire.encode(
-                    outcome.update, self.k, extra=bits, refused_by=outcome.refused_by
+                    outcome.update,
+                    self.k,
+                    extra=bits,
+                    refused_by=outcome.refused_by,
+                    number=self.number,
                 )
                 self.sends.append(inside.send(encoded.message, member))
         return outcome._replace(dead=part.where(~contains(alive.indices, part.indices)))
@@ -209,6 +216,7 @@ class _Step:
             self.k,
             self.inside.ranks[shard],
             extra_bytes=alive_bytes(part.entries),
+            number=self.number,
         )
         dead = part.where(~unpack_alive(bits, part.entries))
         return Outcome(update, dead, part.at(slice(0)), refused_by)

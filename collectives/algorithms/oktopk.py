@@ -162,11 +162,12 @@ class _Step:
 
     def gather(self, block: SparseVector, k_out: int) -> SparseVector:
         """Return the blocks of all ranks as one vector."""
-        encoded = wire.encode(block, k_out, self.format)
+        number = self.transport.begun
+        encoded = wire.encode(block, k_out, self.format, number=number)
         self.errors.append(rounding_error(block, encoded.vector, self.format))
         messages = self.transport.allgather(encoded.message)
         blocks = [
-            wire.decode(message, block, k_out, sender, self.format).vector
+            wire.decode(message, block, k_out, sender, self.format, number=number).vector
             for message, sender in zip(messages, self.transport.ranks, strict=True)
         ]
         return sum_by_index(blocks)
@@ -174,10 +175,12 @@ class _Step:
     def _send(
         self, part: SparseVector, to: int, k: int, refused_by: int = NOBODY
     ) -> Callable[[], None]:
-        encoded = wire.encode(part, k, self.format, refused_by=refused_by)
+        encoded = wire.encode(
+            part, k, self.format, refused_by=refused_by, number=self.transport.begun
+        )
         self.errors.append(rounding_error(part, encoded.vector, self.format))
         return self.transport.send(encoded.message, to)
 
     def _receive(self, source: int, like: SparseVector, k: int) -> wire.Decoded:
-        message = self.transport.receive(source)
-        return wire.decode(message, like, k, self.transport.ranks[source], self.format)
+        message, sender = self.transport.receive(source), self.transport.ranks[source]
+        return wire.decode(message, like, k, sender, self.format, number=self.transport.begun)

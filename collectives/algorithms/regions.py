@@ -139,13 +139,11 @@ def _gather_lots(picks: SparseVector, transport: Transport) -> tuple[Array, Arra
     lasts = at_positions(picks.indices, [end - 1 for end in ends])
     sizes = np.diff([0, *ends]).astype(picks.values.dtype)
     mine = SparseVector(lasts, sizes, picks.length)
+    number = transport.begun
+    messages = transport.allgather(wire.encode(mine, LOTS_PER_RANK, number=number).message)
     lots = [
-        wire.decode(message, mine, LOTS_PER_RANK, sender).vector
-        for message, sender in zip(
-            transport.allgather(wire.encode(mine, LOTS_PER_RANK).message),
-            transport.ranks,
-            strict=True,
-        )
+        wire.decode(message, mine, LOTS_PER_RANK, sender, number=number).vector
+        for message, sender in zip(messages, transport.ranks, strict=True)
     ]
     return (
         np.repeat(np.arange(transport.size), [vector.entries for vector in lots]),

@@ -66,7 +66,12 @@ def swap_and_merge(
     def messages(refused_by: int) -> Iterator[tuple[Array, int]]:
         for piece, cut in enumerate(_cuts(mine.entries, terms.pieces)):
             encoded = wire.encode(
-                whole.at(cut), keep, terms.format, extra=terms.stamp(piece), refused_by=refused_by
+                whole.at(cut),
+                keep,
+                terms.format,
+                extra=terms.stamp(piece),
+                refused_by=refused_by,
+                number=transport.begun,
             )
             rounded.append(encoded.vector)
             first = (transport.rank - cut.start) % holders
@@ -80,7 +85,7 @@ def swap_and_merge(
     kept, dropped = [], []
     begin = 0
     for piece, message in enumerate(incoming):
-        decoded = _read(message, transport.ranks[peer], mine, keep, terms, piece)
+        decoded = _read(message, transport, peer, mine, keep, terms, piece)
         refused_by = lowest(refused_by, decoded.refused_by)
         theirs = decoded.vector
         if theirs.entries and int(theirs.indices[0]) < begin:
@@ -109,9 +114,17 @@ def _cuts(entries: int, pieces: int) -> list[slice]:
 
 
 def _read(
-    message: Array, sender: int, like: SparseVector, keep: int, terms: Terms, piece: int
+    message: Array,
+    transport: Transport,
+    peer: int,
+    like: SparseVector,
+    keep: int,
+    terms: Terms,
+    piece: int,
 ) -> wire.Decoded:
-    stamp_bytes = terms.stamp().size
-    decoded = wire.decode(message, like, keep, sender, terms.format, stamp_bytes)
+    sender, stamp_bytes = transport.ranks[peer], terms.stamp().size
+    decoded = wire.decode(
+        message, like, keep, sender, terms.format, stamp_bytes, number=transport.begun
+    )
     terms.check_stamp(decoded.extra, piece, sender)
     return decoded

@@ -150,13 +150,14 @@ def _tell(
     extra = np.zeros(_NUMBERS_BYTES + min(_LOTS, wanted) * mine.samples.itemsize, np.uint8)
     extra[:_NUMBERS_BYTES].view(np.int64)[:] = mine.low, mine.high, mine.load
     extra[_NUMBERS_BYTES:].view(mine.samples.dtype)[: mine.samples.size] = mine.samples
-    encoded = wire.encode(nothing, wanted, extra=extra, refused_by=mine.refused_by)
+    number = transport.begun
+    encoded = wire.encode(nothing, wanted, extra=extra, refused_by=mine.refused_by, number=number)
     messages = transport.allgather(encoded.message)
     told = []
     for owner in owners:
         sender = transport.ranks[owner]
         _, extra, refused_by = wire.decode(
-            messages[owner], nothing, wanted, sender, extra_bytes=extra.size
+            messages[owner], nothing, wanted, sender, extra_bytes=extra.size, number=number
         )
         low, high, load = extra[:_NUMBERS_BYTES].view(np.int64).tolist()
         if not 0 <= low <= high <= wanted:

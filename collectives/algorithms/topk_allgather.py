@@ -19,12 +19,12 @@ def reduce(
     selected: SparseVector, k: int, transport: Transport, *, format: Format = EXACT
 ) -> tuple[SparseVector, SparseVector]:
     """Sum the ranks' lists, in rank order; only rounding returns. k does not bound the update."""
-    ranks = transport.ranks
+    ranks, number = transport.ranks, transport.begun
     picks, refused_by = examine(selected, ranks[transport.rank])
-    encoded = wire.encode(picks, k, format, refused_by=refused_by)
+    encoded = wire.encode(picks, k, format, refused_by=refused_by, number=number)
     messages = transport.allgather(encoded.message)
     lists = [
-        wire.decode(message, selected, k, sender, format)
+        wire.decode(message, selected, k, sender, format, number=number)
         for message, sender in zip(messages, ranks, strict=True)
     ]
     update = sum_by_index([decoded.vector for decoded in lists])

@@ -141,6 +141,10 @@ class _Circle(Endpoint):
         self.ranks = range(self.size)
         self._group = group
 
+    @property
+    def begun(self) -> int:
+        return self._group.begun
+
     def send(self, message: Array, to: int) -> Callable[[], None]:
         return self._group.send(message, (self._group.rank + to) % self._group.size)
 

@@ -128,6 +128,10 @@ class StagedTransport(Transport):
         return self.host.activity
 
     @property
+    def begun(self) -> int:
+        return self.host.begun
+
+    @property
     def checks_messages(self) -> bool:
         return self.host.checks_messages
 

@@ -197,6 +197,14 @@ class Transport(Endpoint):
         """What the ranks do, for an error's text."""
         return self._activity or "an exchange"
 
+    @property
+    def begun(self) -> int:
+        """How many operations were begun on this stream: the number of the one under way.
+
+        The same on all ranks that are in it.
+        """
+        return self._begun
+
     @contextmanager
     def operation(self, activity: str) -> Iterator[None]:
         """Name what the ranks do together next.

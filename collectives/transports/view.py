@@ -37,6 +37,10 @@ class View(Transport):
         return self._activity or self._parent.activity
 
     @property
+    def begun(self) -> int:
+        return self._begun if self._activity else self._parent.begun
+
+    @property
     def checks_messages(self) -> bool:
         return self._carrier.checks_messages
 

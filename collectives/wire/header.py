@@ -6,7 +6,7 @@
          +--------+---------+---------+--------+-------+--------+---------+-----+
     byte  32            40           44         46       48            56         64
          +-------------+------------+----------+--------+-------------+----------+
-         | index bytes | refused by | exponent | unused | extra bytes | checksum |
+         | index bytes | refused by | exponent | number | extra bytes | checksum |
          +-------------+------------+----------+--------+-------------+----------+
 
     indices, values   numbers of the codes, see format.py
@@ -16,6 +16,8 @@
     index bytes       of the indices' part, its padding included
     refused by        the lowest rank known to have refused its contribution, or -1
     exponent          the values' common power of two, where their code has one; else 0
+    number            of the operation on its stream that the message is a part of, modulo 65536:
+                      one of another operation, come twice or out of turn, is told by it
     checksum          of the 56 bytes before it and everything behind it
 
 All little-endian.
@@ -32,10 +34,11 @@ from ..kernels import codes
 from ..vector import Array
 
 MAGIC: Final = b"GTKV"
-VERSION: Final = 2
+VERSION: Final = 3
 _FIELDS: Final = struct.Struct("<4sBBBBqqqqihHq")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
+NUMBERS: Final = 1 << 16  # of operations, before they begin anew
 
 
 class Header(NamedTuple):
@@ -50,7 +53,7 @@ class Header(NamedTuple):
     index_bytes: int
     refused_by: int
     exponent: int
-    unused: int
+    number: int
     extra_bytes: int
 
 

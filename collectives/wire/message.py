@@ -12,7 +12,7 @@ from ..vector import Array, SparseVector, module_of
 from . import header as headers
 from . import meter
 from .format import EXACT, Format, numbered, numbers
-from .header import HEADER_BYTES, Header
+from .header import HEADER_BYTES, NUMBERS, Header
 from .indices import INDEX_CODES
 from .values import VALUE_CODES
 
@@ -44,10 +44,12 @@ def encode(
     *,
     extra: Array | None = None,
     refused_by: int = NOBODY,
+    number: int = 0,
 ) -> Encoded:
     """Write the vector into a message of a reduction with this k.
 
     extra: uint8 [m] that travels behind the values and comes out of `decode` unchanged.
+    number: of the operation that the message is a part of, as its transport counts them (`begun`).
 
     A GPU's vector gives a message there, in the formats ON_DEVICE; for a code that is not EXACT's
     the host waits for a few numbers.
@@ -82,7 +84,7 @@ def encode(
             index_bytes=index_bytes,
             refused_by=refused_by,
             exponent=exponent,
-            unused=0,
+            number=number % NUMBERS,
             extra_bytes=extra.size,
         ),
         message,
@@ -101,18 +103,20 @@ def decode(
     sender: int,
     format: Format = EXACT,
     extra_bytes: int = 0,
+    number: int = 0,
 ) -> Decoded:
     """Return what a message of a reduction with this k and format says.
 
     like:   a vector of the expected length and value dtype.
     sender: the rank the message came from, for the error's text.
     extra_bytes: how many there must be.
+    number: of the operation that it must be a part of.
     A GPU's message gives a vector there; the host sees its header alone. Raises MessageError when
     the message is anything but such a vector.
     """
     begun = time.perf_counter()
     try:
-        decoded = _decode(message, like, k, format, extra_bytes)
+        decoded = _decode(message, like, k, format, extra_bytes, number)
     except ValueError as error:
         raise MessageError(f"the message from rank {sender} is malformed: {error}") from error
     meter.count(time.perf_counter() - begun)
@@ -120,7 +124,7 @@ def decode(
 
 
 def _decode(
-    message: Array, like: SparseVector, k: int, format: Format, extra_bytes: int
+    message: Array, like: SparseVector, k: int, format: Format, extra_bytes: int, number: int
 ) -> Decoded:
     on_host = isinstance(message, np.ndarray)
     if on_host != isinstance(like.values, np.ndarray):
@@ -133,8 +137,8 @@ def _decode(
         message = message.copy()  # part of a larger one: kernels need their elements aligned
     header = headers.read(message)
     count, float_bytes = header.entries, header.float_bytes
-    theirs = (*header[:3], header.length, header.k, header.extra_bytes)
-    ours = (*numbers(format), like.values.itemsize, like.length, k, extra_bytes)
+    theirs = (header.number, *header[:3], header.length, header.k, header.extra_bytes)
+    ours = (number % NUMBERS, *numbers(format), like.values.itemsize, like.length, k, extra_bytes)
     if theirs != ours:
         raise _disagreement(theirs, ours)
     if not 0 <= count <= header.length:
@@ -142,8 +146,8 @@ def _decode(
     if header.refused_by < NOBODY:
         raise ValueError(f"it names rank {header.refused_by}")
     index_code, value_code = INDEX_CODES[format.indices], VALUE_CODES[format.values]
-    if header.unused or header.exponent not in value_code.exponents(like.values.dtype):
-        raise ValueError(f"its exponent is {header.exponent}, and unused is {header.unused}")
+    if header.exponent not in value_code.exponents(like.values.dtype):
+        raise ValueError(f"its exponent is {header.exponent}")
 
     values_from = HEADER_BYTES + header.index_bytes
     extra_from = values_from + value_code.size_bytes(count, float_bytes)
@@ -168,13 +172,14 @@ def _disagreement(theirs: tuple[int, ...], ours: tuple[int, ...]) -> ValueError:
     """Return the error that says what the ranks do not have in common."""
     said = [
         (
+            ("operation's number", number),
             ("format", "/".join(numbered(index_code, value_code))),
             ("values' dtype", f"float{8 * float_bytes}"),
             ("length", length),
             ("k", k),
             ("number of bytes behind the values", extra_bytes),
         )
-        for index_code, value_code, float_bytes, length, k, extra_bytes in (theirs, ours)
+        for number, index_code, value_code, float_bytes, length, k, extra_bytes in (theirs, ours)
     ]
     what, got, wanted = next((a[0], a[1], b[1]) for a, b in zip(*said, strict=True) if a != b)
     return ValueError(

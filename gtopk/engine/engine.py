@@ -54,8 +54,10 @@ class Engine:
 
     stand_in: what a rank that has joined does for operations with a recipe; to be set by its owner.
     sign: adds to why this rank leaves who and where it is; to be set by its owner.
+    where: says at which step this rank is, for errors; to be set by its owner.
     ranks_may_leave: the ranks go on without one that dies, for as long as they need no operation;
               to be set by who knows that they do.
+    failed_in: the operation that this rank did not complete, and since then no other; else "".
     finishes_later: tells whether the rank has something under way that it cannot finish with the
               others yet; else begins that, before the rank leaves by itself; to be set by its
               owner.
@@ -64,6 +66,8 @@ class Engine:
     def __init__(self, transport: Transport, settings: Settings | None = None) -> None:
         self.transport = transport
         self.sign: Callable[[str], str] = lambda how: how
+        self.where: Callable[[], str] = lambda: ""
+        self.failed_in = ""
         self.stand_in: StandIn | None = None
         self.ranks_may_leave = False
         self.finishes_later: Callable[[], bool] = lambda: False
@@ -141,7 +145,7 @@ class Engine:
         """
         intention = Intention(tuple(facts), recipe, tuple(map(layout_of, fusion)))
         announced = Announcement(name, intention, vote)
-        operation = Operation(announced, work, fusion, self._hurry)
+        operation = Operation(announced, work, fusion, self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
             if self._joining is not None:
@@ -171,7 +175,7 @@ class Engine:
         be submitted until then: ValueError.
         """
         announced = Announcement("join", Intention((), None, ()), 0)
-        operation = Operation(announced, _nothing, (), self._hurry)
+        operation = Operation(announced, _nothing, (), self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
@@ -235,6 +239,10 @@ class Engine:
                 self._hurried = True
                 self._changed.notify()
             return operation.finished
+
+    def _at(self) -> str:
+        """Return what `where` says by now."""
+        return self.where()
 
     def _run(self) -> None:
         while self._await_turn():
@@ -409,7 +417,8 @@ class Engine:
         Going on with the next one would pair its messages with theirs of this one.
         """
         cause = error if isinstance(error, PeerError) else None
-        text = f"failed in {self.activity}: {type(error).__name__}: {error}"
+        self.failed_in = self.activity
+        text = f"failed in {self.failed_in}: {type(error).__name__}: {error}"
         self._broken = True
         with self._changed:
             self._over = cause or PeerError(f"this rank {text}")

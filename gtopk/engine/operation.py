@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,8 +37,12 @@ class Operation:
         work: Work,
         fusion: Sequence[Dense],
         hurry: Callable[[Operation], threading.Event | None],
+        where: Callable[[], str],
     ) -> None:
-        """hurry: tells the engine that somebody waits; returns what to wait for."""
+        """hurry: tells the engine that somebody waits; returns what to wait for.
+
+        where: says at which step this rank is.
+        """
         self.name = announced.name
         self.announced = announced
         self.work = work
@@ -49,6 +54,7 @@ class Operation:
         self.error: BaseException | None = None
         self.finished: threading.Event | None = None  # made for the first that waits
         self._hurry = hurry
+        self._where = where
         self._traffic: Traffic | None = None
 
     @property
@@ -61,17 +67,24 @@ class Operation:
         """Return the result, or raise HorovodInternalError (or what `work` raised)."""
         if not self.done and (finished := self._hurry(self)):
             finished.wait()
-        if isinstance(self.error, PeerTimeoutError):
-            raise HorovodInternalError(
-                f"{self.error}; a larger GTOPK_TIMEOUT (seconds) waits longer"
-            ) from None
         if isinstance(self.error, CollectiveError):
-            text = str(self.error)
-            undone = "" if self.name in text else f"; '{self.name}' cannot be done"
-            raise HorovodInternalError(text + undone) from None
+            raise self._failure(self.error) from None
         if self.error is not None:
             raise self.error
         return self.result
+
+    def _failure(self, error: CollectiveError) -> HorovodInternalError:
+        """Return what the script is told, with the step where the text has it not already."""
+        text, where = str(error), self._where()
+        if isinstance(error, PeerTimeoutError):
+            text += "; a larger GTOPK_TIMEOUT (seconds) waits longer"
+        elif self.name not in text:
+            text += f"; '{self.name}' cannot be done"
+        if where and not re.search(rf"{re.escape(where)}\b", text):
+            text += f"; {where}"
+        failure = HorovodInternalError(text)
+        failure.operation = self.name
+        return failure
 
     def begin(self) -> None:
         """Note that it is its turn."""

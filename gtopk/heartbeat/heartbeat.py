@@ -117,9 +117,12 @@ class Heartbeat:
         """Have the others watch this rank no more: it leaves in good order."""
         self._closing = True
         self._order("leave")
-        companion = self._companion
-        if companion is None:
-            return
+        if self._companion is not None:
+            self._await_end(self._companion)
+        if self._socket is not None:
+            self._socket.close()
+
+    def _await_end(self, companion: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             companion.wait(_LEAVE_SECONDS)
         companion.kill()
@@ -127,8 +130,6 @@ class Heartbeat:
         with self._sending, contextlib.suppress(OSError):  # what it did not take
             assert companion.stdin is not None
             companion.stdin.close()
-        if self._socket is not None:
-            self._socket.close()
 
     def forget(self) -> None:
         """Leave the companion to the rank: this process was forked from it."""

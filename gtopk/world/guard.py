@@ -7,6 +7,7 @@ a signal kills it           the launcher ends the others; each says at which ste
 it freezes, or its host or link is gone
                             its heartbeat tells: who waits for it fails and names it (heartbeat/)
 
+What is said goes to stderr, into the run's record and into a file (failure_file), where there are.
 Where ranks may leave (hogbatch, if told so), what ends one rank ends that rank only.
 """
 
@@ -19,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Final, Protocol
 
@@ -28,11 +30,13 @@ from ..engine import Engine
 from ..exceptions import HorovodInternalError
 from ..heartbeat.heartbeat import Heartbeat, Lost
 from ..launch.error_file import write_error_file
+from . import failure_file
 
 _WORD_SECONDS: Final = 0.3  # what word of a lost rank gets to come, before who is stopped ends
 _STUCK_SECONDS: Final = 3.0  # what an operation gets to notice that a rank is lost
 _LOOK_SECONDS: Final = 0.1
 _LAST_WORD_SECONDS: Final = 1.0  # what the last words of ranks get to go out
+_DISK_SECONDS: Final = 1.0  # what a disk gets to take them: it may be of the host that is lost
 
 
 class Member(Protocol):
@@ -45,14 +49,18 @@ class Member(Protocol):
     told_here: bool
     failures: list[Exception]
 
+    def where(self) -> str: ...
     def note_end(self, how: str) -> None: ...
 
 
 class Guard:
     """Watches how this process ends; only a world of several processes needs it."""
 
-    def __init__(self, member: Member, heartbeat_seconds: float) -> None:
-        """heartbeat_seconds: after which a silent rank is given up; 0: never."""
+    def __init__(self, member: Member, heartbeat_seconds: float, failures: str = "") -> None:
+        """heartbeat_seconds: after which a silent rank is given up; 0: never.
+
+        failures: the folder of failure files; "": there are none.
+        """
         self.member = member
         self.needed = member.transport.name != "local" and member.transport.size > 1
         self.name = f"rank {member.transport.rank} of {member.transport.size}"
@@ -60,6 +68,7 @@ class Guard:
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
+        self._failures = failures
         self._retired = self._told = False  # _told: what this rank failed with
         self._heartbeat: Heartbeat | None = None
         if self.needed and heartbeat_seconds > 0:
@@ -133,7 +142,7 @@ class Guard:
         """Say that this rank failed, and with what."""
         if self.needed:
             self._told = True
-            failed = f"failed at step {self.member.step}: {describe(error)}"
+            failed = self._failed(error)
             advice = "" if self.member.advice in failed else f"; {self.member.advice}"
             if self._heartbeat:
                 self._heartbeat.explain(failed)
@@ -142,6 +151,11 @@ class Guard:
             write_error_file(f"{self.name} ({self.place}) {failed}", cause)
             then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
             self._say(f"{failed}; {then}{advice}")
+
+    def _failed(self, error: BaseException, place: str = "") -> str:
+        """Return what is said of a failure; place: to be said behind the step."""
+        where = self.member.where()
+        return f"failed {where}{place}: {describe(error, where)}"
 
     def _on_exception(
         self,
@@ -159,10 +173,10 @@ class Guard:
 
     def _fail(self, error: BaseException) -> None:
         self.tell(error)
-        self.member.note_end(f"failed at step {self.member.step}: {describe(error)}")
+        _for_a_moment(lambda: self._write_down(self._failed(error), error), _DISK_SECONDS)
         if self.member.engine.ranks_may_leave:
             self._end_alone(error)
-        how = f"failed at step {self.member.step} ({self.place}): {describe(error)}"
+        how = self._failed(error, place=f" ({self.place})")
         self._let_the_others_speak(how)
         self.member.transport.abort(1, how)
 
@@ -173,26 +187,21 @@ class Guard:
         sign. In a thread: a transport that has failed may never return.
         """
         until = time.monotonic() + _LAST_WORD_SECONDS
-
-        def leave() -> None:
-            with contextlib.suppress(Exception):
-                self.member.transport.leave(how, _LAST_WORD_SECONDS)
-
-        leaving = threading.Thread(target=leave, daemon=True)
-        leaving.start()
-        leaving.join(2 * _LAST_WORD_SECONDS)
+        _for_a_moment(
+            lambda: self.member.transport.leave(how, _LAST_WORD_SECONDS), 2 * _LAST_WORD_SECONDS
+        )
         time.sleep(max(0.0, until - time.monotonic()))
 
     def _end_alone(self, error: BaseException) -> None:
         """End this process as if it were killed: what the others go by is that it is gone."""
-        how = self.farewell(f"raised {describe(error)}")
+        how = self.farewell(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if not self._retired:
+        if not self._retired and not self._told:  # else it has said why it ends
             self._say_that_it_is_stopped()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -204,10 +213,10 @@ class Guard:
             lost = self._heartbeat.lost(_WORD_SECONDS)
             stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
             self._heartbeat.explain(stopped)
-            if lost and not self._told:
+            if lost:
                 write_error_file(f"{self.name} ({self.place}) {stopped}", None)
         self._say(f"{stopped}{advice}")
-        self.member.note_end(stopped)
+        self._write_down(stopped)
 
     def _on_lost(self, lost: Lost) -> None:
         self.member.transport.lose(lost.rank, lost.why)
@@ -232,15 +241,68 @@ class Guard:
                     f"({lost.why})"
                 )
                 self._say(f"ends the job {why}")
-                self.member.note_end(f"ended the job {why}")
+                self._write_down(f"ended the job {why}")
                 self.member.transport.abort(1, f"was {why}")
+
+    def _write_down(self, how: str, error: BaseException | None = None) -> None:
+        """Have the record say how this rank ends, and a file where a failure is the end.
+
+        error: this rank's; None: it was ended.
+        """
+        lost = self._lost()
+        if self._failures and (error is not None or (lost and not self._told)):
+            failure_file.write(
+                self._failures,
+                self.member.transport.rank,
+                self.member.transport.size,
+                step=self.member.step,
+                operation=self._operation(error),
+                how=how,
+                error=error,
+                lost=lost,
+            )
+        self.member.note_end(how)
+
+    def _operation(self, error: BaseException | None) -> str:
+        """Return the name of what failed, or is under way; "": this rank computes."""
+        failed = error.operation if isinstance(error, HorovodInternalError) else ""
+        activity = self.member.engine.activity
+        return failed or self.member.engine.failed_in or ("" if activity == "idle" else activity)
+
+    def _lost(self) -> list[Lost]:
+        """Return the ranks that died, as far as it is known here."""
+        transport = self.member.transport
+        said = transport.farewells()
+        found = {
+            rank: said[rank].reason if rank in said else "as another rank says"
+            for rank in transport.lost()
+        }
+        if self._heartbeat and (first := self._heartbeat.lost()):
+            found[first.rank] = first.why
+        return [Lost(rank, why) for rank, why in sorted(found.items())]
 
     def _doing(self) -> str:
         activity = self.member.engine.activity
         return "computing" if activity == "idle" else f"in {activity}"
 
 
-def describe(error: BaseException) -> str:
-    """Return an exception's type and text on one line."""
-    text = " ".join(str(error).split())
+def _for_a_moment(work: Callable[[], object], seconds: float) -> None:
+    """Do what may never return, or fail, and go on without it then."""
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can begin any more
+        thread.start()
+        thread.join(seconds)
+
+
+def describe(error: BaseException, where: str = "") -> str:
+    """Return an exception's type and text on one line.
+
+    where: what the text may end with, at which step, and is said already.
+    """
+    text = " ".join(str(error).split()).removesuffix(f"; {where}")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -30,7 +30,7 @@ from ..recording import start as recording
 from ..recording.recorder import Recorder
 from ..recording.settings import settings_from
 from ..timeline import timeline
-from . import checked_messages
+from . import checked_messages, failure_file
 from .guard import Guard, describe
 from .joining import join, left_apart
 from .leaving import Leaving
@@ -123,6 +123,11 @@ class World:
             # would abort it.
             self.engine.close("its init() failed", _FAILED_SECONDS)
             raise
+        self.engine.where = self.where
+
+    def where(self) -> str:
+        """Return at which step this rank is, in the words of errors."""
+        return f"at step {self.step}"
 
     def name_optimizer(self, names: Iterable[str], ranks: Sequence[int] | None = None) -> str:
         """Return a name for an optimizer of parameters with these names.
@@ -143,6 +148,7 @@ class World:
         if self.rank in ranks:
             # A stream of their own: a set is independent of whatever else the same ranks do.
             engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
+            engine.where = self.where
         self.sets[number] = Members(tuple(ranks), engine)
         timeline.watch(self, number)
 
@@ -256,10 +262,18 @@ def init_on(transport: Transport) -> None:
     """Make a transport the world of this process, until `shutdown`."""
     global _process, _guard, _handled
     heartbeat_seconds = timeout_from()
+    failures = failure_file.folder_from()
+    failure_file.remove_earlier(failures, transport.rank, transport.size)
     logs.speak(transport.rank)
-    _process = World(transport)
-    _guard = Guard(_process, heartbeat_seconds)
-    _guard.install()
+    here = World(transport)
+    guard = Guard(here, heartbeat_seconds, failures)
+    try:
+        guard.install()
+    except BaseException:
+        here.engine.close("its init() failed", _FAILED_SECONDS)
+        guard.remove()
+        raise
+    _process, _guard = here, guard
     _handled = object()
     if (error := sys.exc_info()[1]) is not None:
         with suppress(AttributeError):
@@ -289,7 +303,8 @@ def shutdown() -> None:
         _guard.remove()
         _let_the_program_end(_guard)
     else:
-        how = _guard.farewell(f"called shutdown() while it handled {describe(error)}")
+        handled = describe(error, _process.where())
+        how = _guard.farewell(f"called shutdown() while it handled {handled}")
         _leaving = Leaving(partial(_process.close, how), _guard)
     logs.fall_silent()
     _process = _guard = _handled = None

@@ -96,6 +96,7 @@ def test_a_flipped_bit_names_its_sender_on_every_rank_and_nothing_of_it_is_appli
             assert text
             if rank != CULPRIT:
                 assert f"the message from rank {CULPRIT} is malformed" in text, text
+            assert text.count(f"at step {len(done) - 1}") == 1, text
             assert STEP < len(done) <= STEP + 2
             assert all(map(torch.equal, done, undisturbed))
         assert any(len(done) == STEP + 1 for _, done in ranks)

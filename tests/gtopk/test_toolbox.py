@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from typing import Any
 
@@ -362,6 +363,53 @@ def test_steps_that_are_skipped_again_and_again_end_in_an_error(threads):
                 else:
                     optimizer.step()
             assert optimizer.skipped_steps == 5
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize(("asked", "allowed"), [({}, 20), ({"max_skipped_steps": 0}, 0)])
+def test_more_than_so_many_skipped_steps_in_a_row_name_rank_parameter_and_step(
+    threads, asked, allowed
+):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, **asked)
+            for step in range(allowed + 1):
+                optimizer.zero_grad()
+                value(model, transport.rank, step).backward()
+                if transport.rank == 1:
+                    model[0].bias.grad[0] = float("nan")
+                if step < allowed:
+                    optimizer.step()
+            text = rf"{allowed + 1} steps .* at step {allowed}, .* on rank 1: '0\.bias'; max_"
+            with pytest.raises(FloatingPointError, match=text):
+                optimizer.step()
+
+    threads(2, program)
+
+
+@pytest.mark.parametrize("finite_below", [1.0, 2.0**10])
+def test_a_grad_scaler_finds_its_scale_before_that_is_an_error(threads, finite_below):
+    """From the one it begins with, where gradients are finite unscaled."""
+
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            scaler = torch.amp.GradScaler("cpu")
+            optimizer = distribute(model, scaler=scaler)
+            while not optimizer.skipped_steps or optimizer.last_step.skipped:
+                optimizer.zero_grad()
+                scaler.scale(value(model, transport.rank, 0)).backward()
+                if scaler.get_scale() > finite_below:
+                    model[0].bias.grad.fill_(float("inf"))
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == finite_below
+            assert optimizer.skipped_steps == 16 - math.log2(finite_below)
 
     threads(2, program)
 

@@ -13,6 +13,7 @@ import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd
+from gtopk.world import world
 
 way, culprit = sys.argv[1], int(sys.argv[2])
 
@@ -20,6 +21,12 @@ way, culprit = sys.argv[1], int(sys.argv[2])
 def end_here() -> None:
     match way:
         case "exception" | "exception, and a rank is slow to speak":
+            raise RuntimeError("boom")
+        case "exception, once the heartbeat's secret is told":
+            assert world._guard is not None
+            assert world._guard._heartbeat is not None
+            assert world._guard._heartbeat._setting is not None
+            print(f"secret {world._guard._heartbeat._setting.secret}\n", end="", flush=True)
             raise RuntimeError("boom")
         case "exit 0":
             sys.exit(0)

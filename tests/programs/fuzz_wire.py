@@ -48,6 +48,7 @@ class Expected(NamedTuple):
     k: int
     format: Format
     extra_bytes: int
+    number: int
 
 
 class Sent(NamedTuple):
@@ -102,9 +103,10 @@ def some_message(dice: random.Random) -> Sent:
     k = max(1, vector.entries) + dice.choice([0, 5])
     extra = np.frombuffer(dice.randbytes(dice.choice([0, 0, 1, 9])), np.uint8)
     refused_by = dice.choice([NOBODY, NOBODY, 0, 17])
-    message = encode(vector, k, format, extra=extra, refused_by=refused_by).message
+    number = dice.choice([0, 1, 65535, 65536])
+    message = encode(vector, k, format, extra=extra, refused_by=refused_by, number=number).message
     like = SparseVector.empty(vector.length, vector.values.dtype)
-    return Sent(message.tobytes(), Expected(like, k, format, extra.size))
+    return Sent(message.tobytes(), Expected(like, k, format, extra.size, number))
 
 
 def mutated(content: bytes, other: bytes, dice: random.Random) -> bytes:
@@ -172,20 +174,23 @@ def as_announced(content: bytes, expected: Expected) -> Expected:
     if len(content) < HEADER_BYTES or content[4] != headers.VERSION:
         return expected
     index, value, float_bytes, length, _, k = struct.unpack_from("<BBBqqq", content, 5)
-    (extra_bytes,) = struct.unpack_from("<q", content, 48)
+    number, extra_bytes = struct.unpack_from("<Hq", content, 46)
     if index >= len(INDEX_CODES) or value >= len(VALUE_CODES) or float_bytes not in (4, 8):
         return expected
     if length < 0 or extra_bytes < 0:
         return expected
     like = SparseVector.empty(length, np.float32 if float_bytes == 4 else np.float64)
-    return Expected(like, k, Format([*INDEX_CODES][index], [*VALUE_CODES][value]), extra_bytes)
+    format = Format([*INDEX_CODES][index], [*VALUE_CODES][value])
+    return Expected(like, k, format, extra_bytes, number)
 
 
 def heard(message: np.ndarray, expected: Expected) -> tuple[object, ...] | str:
     """Return all that the message says, or why it was refused."""
-    like, k, format, extra_bytes = expected
+    like, k, format, extra_bytes, number = expected
     try:
-        vector, extra, refused_by = decode(message, like, k, SENDER, format, extra_bytes)
+        vector, extra, refused_by = decode(
+            message, like, k, SENDER, format, extra_bytes, number=number
+        )
     except MessageError as error:
         return str(error)
     check(vector)

@@ -150,16 +150,28 @@ class Archive:
         return [(*of, absent_of(*of, self._holders)) for of in each]
 
     def find(self) -> Found | None:
-        """Return the newest checkpoint that is whole; None: none was ever finished.
+        """Return the newest checkpoint that is whole, and say so; None: none was ever finished.
 
         Raises CheckpointError, on every rank alike, where all that were are damaged, or lack files.
         """
-        return self.find_and(lambda found: found)
+        found = self.find_and(lambda found: found)
+        if found is not None:
+            self.tell(found)
+        return found
+
+    def tell(self, found: Found) -> None:
+        """Say, on rank 0, that the run goes on from a checkpoint: it could be loaded."""
+        if rank() == 0:
+            say(
+                f"going on from checkpoint {found.number} (step {found.step}) in "
+                f"{self.folder}, made by {found.ranks} rank{'s' * (found.ranks > 1)}, on "
+                f"{size()}"
+            )
 
     def find_and(
         self, take: Callable[[Found], T], missing_ranks: str = "error", way_out: str = ""
     ) -> T | None:
-        """Do what `find` does; return what `take` returns, which all ranks call together.
+        """Find what `find` does; return what `take` returns, which all ranks call together.
 
         take: raises DamagedError, perhaps not on every rank, for a checkpoint that is to be passed
             over like one that is damaged.
@@ -178,12 +190,6 @@ class Archive:
         if newest is not None:
             found, taken = newest
             self.number = found.number
-            if rank() == 0:
-                say(
-                    f"going on from checkpoint {found.number} (step {found.step}) in "
-                    f"{self.folder}, made by {found.ranks} rank{'s' * (found.ranks > 1)}, on "
-                    f"{size()}"
-                )
             return taken
         if problems := problems + self._lost():
             ways = "Begin anew in another folder, or bring undamaged files back"

@@ -253,6 +253,7 @@ def load_latest(
     except Exception:  # of whatever it is loaded into
         opened.archive.set_aside(found.number)
         raise
+    opened.archive.tell(found)
     if found.missing:
         _log.warning(
             "%s lacks the own parts of ranks %s of %d: what they held back is lost, and the run "

@@ -126,7 +126,7 @@ def test_alive_bits_that_are_missing_are_an_error_not_a_double_return(algorithm:
         if transport.rank == 0:
             transport.receive(2)
             transport.send(
-                encode(pick, 2).message, 2
+                encode(pick, 2, number=1).message, 2
             )()  # the result, as it would be, without the bits
         return None
 

@@ -39,6 +39,18 @@ def test_streams_whose_tags_collide_are_refused_and_named(monkeypatch) -> None:
     assert transport.channel(3).tag != transport.channel(4).tag
 
 
+def test_a_view_counts_its_operations_and_within_its_parents_is_a_part_of_that() -> None:
+    (transport,) = local_world(1)
+    channel = transport.channel(3)
+    for number in range(1, 6):
+        with transport.operation("of the parent"):
+            assert (transport.begun, channel.begun, channel.subset([0]).begun) == (number,) * 3
+    with channel.operation("of its own"):
+        assert (transport.begun, channel.begun, channel.subset([0]).begun) == (5, 1, 1)
+    with transport.operation("of the parent"), channel.operation("of its own"):
+        assert (transport.begun, channel.begun, channel.subset([0]).begun) == (6, 2, 2)
+
+
 def test_errors_of_a_view_name_world_ranks() -> None:
     world = local_world(5, timeout_seconds=0.1)
     view = world[2].subset([4, 2]).channel(1)

@@ -54,7 +54,7 @@ def by_hand(
     length: int,
     *,
     magic: bytes = b"GTKV",
-    version: int = 2,
+    version: int = 3,
     codes: tuple[int, int] = (0, 0),
     index: str = "i",
     value: str = "f",
@@ -65,7 +65,7 @@ def by_hand(
     padding: bytes = b"",
     refused_by: int = NOBODY,
     exponent: int = 0,
-    unused: int = 0,
+    number: int = 0,
     extra: bytes = b"",
     extra_bytes: int | None = None,
     checksum: int | None = None,
@@ -85,7 +85,7 @@ def by_hand(
         len(index_part) if index_bytes is None else index_bytes,
         refused_by,
         exponent,
-        unused,
+        number,
         len(extra) if extra_bytes is None else extra_bytes,
     )
     body = index_part + value_part + extra
@@ -107,8 +107,9 @@ LIKE = entries([1, 4, 9], [1, -2, 3], 10)
 def test_the_bytes_are_those_of_the_picture() -> None:
     vector = entries([1, 4], [2.5, -1.0], 7)
     assert sent(vector).tobytes() == by_hand([1, 4], [2.5, -1.0], 7).tobytes()
-    with_all = by_hand([1, 4], [2.5, -1.0], 7, k=9, extra=EXTRA.tobytes(), refused_by=3)
-    assert encode(vector, 9, extra=EXTRA, refused_by=3).message.tobytes() == with_all.tobytes()
+    with_all = by_hand([1, 4], [2.5, -1.0], 7, k=9, extra=EXTRA.tobytes(), refused_by=3, number=8)
+    encoded = encode(vector, 9, extra=EXTRA, refused_by=3, number=8)
+    assert encoded.message.tobytes() == with_all.tobytes()
     wide = entries([1, 2**31], [2.5, -1.0], 2**31 + 1, np.float64)
     expected = by_hand([1, 2**31], [2.5, -1.0], 2**31 + 1, index="q", value="d")
     assert sent(wide).tobytes() == expected.tobytes()
@@ -276,6 +277,19 @@ def test_in_every_format_no_change_of_a_bit_goes_unnoticed(format: Format) -> No
             decode(damaged, LIKE, K, 5, format)
 
 
+# ---- of which operation it is
+
+
+@pytest.mark.parametrize("number", [0, 1, 65_535, 65_536, 10**9])
+def test_a_message_counts_in_its_operation_alone(number: int) -> None:
+    message = encode(LIKE, K, number=number).message
+    assert same(decode(message, LIKE, K, 2, number=number).vector, LIKE)
+    for other in (number + 1, number + 65_535):
+        text = f"from rank 2 is malformed: its operation's number is {number % 65_536} where "
+        with pytest.raises(MessageError, match=f"{text}this rank's is {other % 65_536};"):
+            decode(message, LIKE, K, 2, number=other)
+
+
 # ---- what is malformed
 
 
@@ -285,7 +299,7 @@ def test_in_every_format_no_change_of_a_bit_goes_unnoticed(format: Format) -> No
         (by_hand([1], [1], 10)[:63], "63 bytes are fewer than its header's 64"),
         (NO_EXTRA, "0 bytes are fewer"),
         (by_hand([1], [1], 10, magic=b"HTTP"), "begins with b'HTTP', not b'GTKV'"),
-        (by_hand([1], [1], 10, version=1), "version 1; this rank speaks version 2"),
+        (by_hand([1], [1], 10, version=2), "version 2; this rank speaks version 3"),
         (by_hand([1], [1], 10, checksum=0), "checksum does not match"),
         (by_hand([1], [1], 10, checksum=2**64 - 1), "checksum does not match"),
         (by_hand([1], [1], 10, codes=(99, 0)), "codes are numbers 99 and 0"),
@@ -298,8 +312,9 @@ def test_in_every_format_no_change_of_a_bit_goes_unnoticed(format: Format) -> No
         (by_hand([1], [1], 10, padding=bytes(4)), "4 bytes of indices are followed by more"),
         (by_hand([1], [1], 10, index_bytes=-4), "1 entries with -4 bytes of indices take 64 bytes"),
         (by_hand([1], [1], 10, refused_by=-2), "names rank -2"),
-        (by_hand([1], [1], 10, exponent=1), "exponent is 1, and unused is 0"),
-        (by_hand([1], [1], 10, unused=1), "exponent is 0, and unused is 1"),
+        (by_hand([1], [1], 10, exponent=1), "exponent is 1"),
+        (by_hand([1], [1], 10, number=7), "operation's number is 7 where this rank's is 0; it"),
+        (by_hand([1], [1], 11, number=7), "operation's number is 7"),  # which explains the rest
         (by_hand([1], [1], 10, count=-1), "announces -1 entries of a vector of 10"),
         (by_hand([1], [1], 10, count=11), "announces 11 entries of a vector of 10"),
         (

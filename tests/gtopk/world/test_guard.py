@@ -178,6 +178,13 @@ def test_a_frozen_peer_is_named_and_does_not_hold_the_others(mpirun):
     assert not runs(frozen)
 
 
+def test_after_an_init_that_ranks_disagreed_in_another_one_is_as_if_it_were_the_first(mpirun):
+    job = mpirun(2, "inits_again.py", timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["well"] * 2
+    assert job.stderr == ""
+
+
 def test_workers_forked_from_a_rank_are_no_ranks(mpirun):
     job = mpirun(2, "forks.py", timeout=60)
     assert job.returncode == 0, job.stderr

@@ -100,7 +100,7 @@ def test_on_another_number_of_ranks_the_sum_held_back_stays(ranks, tmp_path, cap
         assert any(words in text for text in said), said
 
 
-def test_a_checkpoint_of_another_model_is_said_to_be_one(ranks, tmp_path):
+def test_a_checkpoint_of_another_model_is_said_to_be_one(ranks, tmp_path, capfd):
     def program(rank):
         for wide in (4, 5):
             model = torch.nn.Linear(wide, 1)
@@ -114,6 +114,7 @@ def test_a_checkpoint_of_another_model_is_said_to_be_one(ranks, tmp_path):
             assert "size mismatch" in str(caught.value)
 
     ranks(2, program)
+    assert "going on from" not in capfd.readouterr().err
 
 
 def lose_own(folder, numbers="*"):

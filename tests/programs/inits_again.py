@@ -1,0 +1,24 @@
+"""Run on two ranks, which at first want heartbeats of different timeouts; then they agree."""
+
+import os
+import sys
+
+import light_torch  # noqa: F401
+import torch
+from checks import raises
+
+import gtopk.torch as hvd
+
+hook = sys.excepthook
+own = "5" if os.environ["OMPI_COMM_WORLD_RANK"] == "0" else "0"
+os.environ["GTOPK_HEARTBEAT_TIMEOUT"] = own
+for _ in range(2):
+    raises(hvd.HorovodInternalError, hvd.init, "GTOPK_HEARTBEAT_TIMEOUT=5")
+    assert not hvd.is_initialized()
+    assert sys.excepthook is hook
+    hvd.shutdown()
+os.environ["GTOPK_HEARTBEAT_TIMEOUT"] = "5"
+hvd.init()
+assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+hvd.shutdown()
+print("well\n", end="", flush=True)
