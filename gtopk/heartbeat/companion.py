@@ -9,7 +9,8 @@ It is started with the standard library alone (heartbeat.py); its messages with 
     companion -> rank    {"lost": 2, "why": "..."}          a rank is given up
 
 It ends with its rank, a moment later, so that the others hear why. A rank that is stopped while the
-job is at its end, or takes no notice of that, it ends itself: nobody else may do so soon.
+job is at its end, or takes no notice of that, it ends itself: nobody else may do so soon. For a
+rank that its launcher kills as soon as another one is lost, as MPICH's does, it has the last word.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import time
 from typing import Final, NamedTuple
 
@@ -31,6 +33,9 @@ _BEATS_PER_TIMEOUT: Final = 10
 # Last words are said several times, as UDP may lose one; only who leaves is waited for by its rank.
 _AGAIN_SECONDS: Final = {State.ENDED: 0.03, State.LEFT: 0.003}
 _TIMES: Final = 3
+_SURELY_SECONDS: Final = 0.0002  # so much earlier, one rank's end was before another's
+WITHOUT_A_WORD: Final = "ended without a word"
+STEP: Final = struct.Struct("<q")
 _DATAGRAMS: Final = 1000  # taken at a time, so that no flood keeps a companion from beating
 _STOPPED_GRACE_SECONDS: Final = 2.0  # what a stopped rank gets to go on, once the job is at its end
 _LAUNCHER_GRACE_SECONDS: Final = 3.0  # what a rank gets to end by itself, once its launcher is gone
@@ -43,6 +48,7 @@ class Setting(NamedTuple):
     launcher: the process that started it, if it is to end with that; else 0.
     secret:   the job's, as hexadecimal digits.
     socket:   the descriptor of the bound one.
+    step:     that of a file in memory, in which the rank writes at which step it is.
     """
 
     rank: int
@@ -50,6 +56,7 @@ class Setting(NamedTuple):
     launcher: int
     secret: str
     socket: int
+    step: int
     timeout_seconds: float
     warning_seconds: float
     peers: list[Peer]
@@ -108,7 +115,7 @@ class Companion:
         self._unheard_since: float | None = None  # since when the rank does not answer
         self._stopped_since: float | None = None
         self._launcher_gone_since: float | None = None
-        self._because = "ended without a word"
+        self._because = WITHOUT_A_WORD
         self._leaving = self._ending = False
         self._pause_seconds = min(
             _LONGEST_PAUSE_SECONDS, setting.timeout_seconds / _BEATS_PER_TIMEOUT
@@ -129,7 +136,8 @@ class Companion:
                 if os.getppid() != self._setting.parent or not process.state:
                     while self._obey():  # its last words
                         pass
-                    self._say_last(State.ENDED, self._everybody, self._because)
+                    self._say_last(State.ENDED, self._everybody, self._because, now)
+                    self._speak_for_it(now)
                     return
                 if now >= next_beat:
                     next_beat = now + self._pause_seconds
@@ -141,7 +149,7 @@ class Companion:
                         self._hear()
                     elif key.fileobj == self._orders and not self._obey():
                         waking.unregister(self._orders)
-        self._say_last(State.LEFT, self._watch.tells, "")
+        self._say_last(State.LEFT, self._watch.tells, "", time.monotonic())
 
     def _beat(self, process: Process, now: float) -> None:
         is_stopped = process.state in "Tt"
@@ -219,12 +227,27 @@ class Companion:
 
     def _pass_on(self, ranks: list[int], lost: int, why: str) -> None:
         if lost != self._setting.rank:
-            self._tell(ranks, lost, State.LOST, why)
+            past = time.monotonic() - self._watch.lost_at[lost]
+            self._tell(ranks, lost, State.LOST, why, past)
 
-    def _say_last(self, state: State, ranks: list[int], text: str) -> None:
+    def _say_last(self, state: State, ranks: list[int], text: str, since: float) -> None:
         for _ in range(_TIMES):
-            self._tell(ranks, self._setting.rank, state, text)
+            self._tell(ranks, self._setting.rank, state, text, time.monotonic() - since)
             time.sleep(_AGAIN_SECONDS[state])
+
+    def _speak_for_it(self, ended: float) -> None:
+        """Say which rank was lost before this one ended, if it could not say so itself."""
+        self._hear()
+        lost = self._watch.lost_before(ended - _SURELY_SECONDS)
+        if self._because != WITHOUT_A_WORD or lost is None:
+            return
+        own, other = self._own, self._setting.peers[lost]
+        (step,) = STEP.unpack(os.pread(self._setting.step, STEP.size, 0))
+        self._say(
+            f"rank {own.rank} of {len(self._everybody)} (host {own.host}, pid {own.pid}) "
+            f"{WITHOUT_A_WORD} at step {step}, after rank {lost} is lost "
+            f"({self._watch.lost[lost]}; host {other.host}, pid {other.pid})"
+        )
 
     def _hear(self) -> None:
         for _ in range(_DATAGRAMS):

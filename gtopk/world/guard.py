@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Final, Protocol
 
@@ -41,6 +42,7 @@ class Member(Protocol):
     transport: Transport
     engine: Engine
     step: int
+    on_step: Callable[[int], None]
     advice: str
     told_here: bool
     failures: list[Exception]
@@ -86,6 +88,7 @@ class Guard:
         self.member.engine.submit("heartbeat", [self._said_seconds], meet).wait()
         if heartbeat:
             heartbeat.start()
+            self.member.on_step = heartbeat.note_step
 
     def close(self) -> None:
         """Have the others watch this rank no more, as it has left, and they have."""

@@ -70,7 +70,8 @@ class World:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
-        self.step = 0
+        self.on_step: Callable[[int], None] = lambda step: None
+        self._step = 0
         self.timeline: timeline.Timeline | None = None
         self.recorder: Recorder | None = None
         self.recordings = settings_from()
@@ -198,6 +199,16 @@ class World:
             return True
         self._begin_to_finish()
         return False
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps this rank has made."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self.on_step(step)
 
     def resume(self, step: int) -> None:
         """Go on from this step of a run that was before this world."""

@@ -33,7 +33,8 @@ class Ranks:
         self.process = process
         self.said: list[str] = []
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
         self.pids, self.companions, self.ports = {}, {}, {}
         for _ in range(size):
             match = self.hear(r"rank (\d) is (\d+) beside (\d+) at (\d+)")
@@ -91,6 +92,7 @@ def ranks(size: int, timeout: float = TIMEOUT) -> Iterator[Ranks]:
                 if look_at(started.pids[rank]).parent == process.pid:
                     started.send(rank, signal.SIGKILL)
             process.wait(20)
+            started.reader.join(20)  # companions may have the last word
     deadline = time.monotonic() + 10
     while any(look_at(pid).state for pid in started.companions.values()):
         assert time.monotonic() < deadline, "a companion outlives its rank"
@@ -145,6 +147,26 @@ def test_a_rank_that_ends_is_lost_at_once_with_what_it_said():
             )
         job.send(2, signal.SIGKILL)
         job.hear(r"rank 0 lost 2: ended without a word; host")
+
+
+def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_last_word():
+    """As MPICH's mpirun does it: within milliseconds, and with SIGKILL."""
+    with ranks(3, timeout=60) as job:
+        job.order(0, "step 7")
+        job.hear("rank 0 is at step 7")
+        job.send(1, signal.SIGKILL)
+        job.hear("rank 0 lost 1")
+        job.send(0, signal.SIGKILL)
+        said = job.hear(r"gtopk: (rank \d .*)")[1]
+        assert re.fullmatch(
+            rf"rank 0 of 3 \(host \S+, pid {job.pids[0]}\) ended without a word at step 7, after "
+            rf"rank 1 is lost \(ended without a word; host \S+, pid {job.pids[1]}\)",
+            said,
+        )
+        job.order(2, "fail by itself")  # and has said why
+        job.hear(f"{job.pids[2]} ended with 1")
+    job.wait(0.2)
+    assert not [line for line in job.said if re.search("gtopk: rank [12] of 3", line)]
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
