@@ -1,6 +1,7 @@
 """A training that goes on with another number of ranks ends where one that keeps its number does.
 
-The batch of a step is the same, whoever computes which part of it: what differs is who selects.
+The batch of a step is the same, whoever computes which part of it: what differs is who selects. At
+densities that the library warns of, runs of fixed size differ from each other by more than that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SEEDS = 5
 STEPS, SAVED_AT = 200, 100
 BATCH = 48  # of all ranks together
 HELD_OUT = 360
+DENSITY = 0.06  # of 9,610 parameters: no fewer than what the library warns below
 RESIZED = [(4, 2), (2, 4), (4, 3), (3, 4)]
 
 
@@ -45,7 +47,7 @@ def digits(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def network(seed: int) -> torch.nn.Module:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
     generator = torch.Generator().manual_seed(seed)  # threads share torch's own
     for parameter in model.parameters():
         width = parameter.shape[-1] if parameter.dim() > 1 else 0
@@ -59,9 +61,9 @@ def train(transport: LocalTransport, seed: int, folder: Path, steps: range) -> E
     model, loss = network(seed), torch.nn.CrossEntropyLoss()
     with world.entered(transport):
         optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            torch.optim.SGD(model.parameters(), lr=0.05),
             model.named_parameters(),
-            Compression.gtopk(0.01),
+            Compression.gtopk(DENSITY, momentum_correction=0.9),
         )
         if steps.start:
             found = gtopk.load_latest(folder, model, optimizer, generators=False)
@@ -108,6 +110,8 @@ def losses(tmp_path_factory: pytest.TempPathFactory, in_world: Any) -> dict[tupl
     return found
 
 
+@pytest.mark.faults
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("before", "after"), RESIZED)
 def test_other_numbers_of_ranks_learn_as_much_within_a_sigma(losses, before, after):
     """Of the five runs that keep the number of ranks: that of before, and that of after."""
