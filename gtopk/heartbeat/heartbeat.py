@@ -23,7 +23,7 @@ from collectives.transports.transport import say
 
 from ..launch.parent import agent
 from .address import own_address
-from .companion import STEP, Setting
+from .companion import Setting, write_note
 from .watch import Peer
 
 TIMEOUT: Final = "GTOPK_HEARTBEAT_TIMEOUT"
@@ -81,8 +81,8 @@ class Heartbeat:
         if address:
             self._socket.bind((address, 0))
             port = self._socket.getsockname()[1]
-        step = os.memfd_create("gtopk-step")
-        os.ftruncate(step, STEP.size)
+        note = os.memfd_create("gtopk-note")
+        write_note(note, 0, "")
         own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
         message = np.frombuffer(json.dumps(own).encode(), np.uint8)
         said = [json.loads(message.tobytes()) for message in transport.allgather(message)]
@@ -95,7 +95,7 @@ class Heartbeat:
             launcher=agent(),  # Open MPI looks after its ranks itself
             secret=secret,
             socket=self._socket.fileno(),
-            step=step,
+            note=note,
             timeout_seconds=self._timeout_seconds,
             warning_seconds=self._warning_seconds,
             peers=peers,
@@ -112,10 +112,10 @@ class Heartbeat:
         self._first_loss.wait(wait_seconds)
         return self._lost[0] if self._lost else None
 
-    def note_step(self, step: int) -> None:
-        """Have the companion know at which step this rank is, should it end without a word."""
+    def note(self, step: int, advice: str) -> None:
+        """Have the companion know what to say of this rank, should it end without a word."""
         if self._setting is not None and not self._closing:
-            os.pwrite(self._setting.step, STEP.pack(step), 0)
+            write_note(self._setting.note, step, advice)
 
     def explain(self, why: str) -> None:
         """Have the companion tell the others why this rank ends, when it does."""
@@ -138,7 +138,7 @@ class Heartbeat:
         if self._socket is not None:
             self._socket.close()
         if self._setting is not None:
-            os.close(self._setting.step)
+            os.close(self._setting.note)
 
     def forget(self) -> None:
         """Leave the companion to the rank: this process was forked from it."""
@@ -151,7 +151,7 @@ class Heartbeat:
             [sys.executable, "-IS", "-c", _BEGIN, str(Path(__file__).parents[1])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[self._setting.socket, self._setting.step],
+            pass_fds=[self._setting.socket, self._setting.note],
             # What ends the rank's process group ends not the companion: the others are told first.
             start_new_session=True,
         )

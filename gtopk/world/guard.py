@@ -42,7 +42,7 @@ class Member(Protocol):
     transport: Transport
     engine: Engine
     step: int
-    on_step: Callable[[int], None]
+    on_change: Callable[[], None]
     advice: str
     told_here: bool
     failures: list[Exception]
@@ -88,7 +88,8 @@ class Guard:
         self.member.engine.submit("heartbeat", [self._said_seconds], meet).wait()
         if heartbeat:
             heartbeat.start()
-            self.member.on_step = heartbeat.note_step
+            self.member.on_change = lambda: heartbeat.note(self.member.step, self.member.advice)
+            self.member.on_change()
 
     def close(self) -> None:
         """Have the others watch this rank no more, as it has left, and they have."""

@@ -65,7 +65,7 @@ def be(rank: int, orders: int, ends: list[tuple[socket.socket, socket.socket]]) 
         if what == "hold":
             ctypes.PyDLL(None).usleep(int(1e6 * float(argument)))
         elif what == "step":
-            heartbeat.note_step(int(argument))
+            heartbeat.note(int(argument), "start it again")
             say(f"rank {rank} is at step {argument}")
         elif what == "fail":
             heartbeat.explain(argument)

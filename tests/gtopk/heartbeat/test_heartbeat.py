@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.heartbeat.beat import Beat, State
-from gtopk.heartbeat.companion import look_at
+from gtopk.heartbeat.companion import look_at, segments_of
 from gtopk.heartbeat.heartbeat import timeout_from
 
 ROOT = Path(__file__).parents[3]
@@ -160,13 +162,24 @@ def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_las
         said = job.hear(r"gtopk: (rank \d .*)")[1]
         assert re.fullmatch(
             rf"rank 0 of 3 \(host \S+, pid {job.pids[0]}\) ended without a word at step 7, after "
-            rf"rank 1 is lost \(ended without a word; host \S+, pid {job.pids[1]}\)",
+            rf"rank 1 is lost \(ended without a word; host \S+, pid {job.pids[1]}\); "
+            "start it again",
             said,
         )
         job.order(2, "fail by itself")  # and has said why
         job.hear(f"{job.pids[2]} ended with 1")
     job.wait(0.2)
     assert not [line for line in job.said if re.search("gtopk: rank [12] of 3", line)]
+
+
+def test_the_memory_that_mpich_shares_is_known_by_its_name():
+    with tempfile.NamedTemporaryFile(prefix="mpich_shm_", dir="/dev/shm") as file:
+        file.truncate(10)
+        assert segments_of(os.getpid()) == set()
+        with mmap.mmap(file.fileno(), 10):
+            assert segments_of(os.getpid()) == {file.name}
+    assert segments_of(os.getpid()) == set()
+    assert segments_of(1 << 30) == set()
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
