@@ -194,7 +194,7 @@ def test_a_launcher_that_is_killed_before_the_ranks_have_met_leaves_none(launche
             time.sleep(1)  # the others are in init by then, or come to it
         since = time.time()
         job.process.kill()
-        while late is not None and job.living() != [late]:
+        while late is not None and set(job.living()) - {late}:  # MPICH's mpirun leaves not even it
             assert time.time() - since < PROMISED_SECONDS, f"{job.living()} live:\n{job.text()}"
             time.sleep(0.02)
         (tmp_path / "go").touch()

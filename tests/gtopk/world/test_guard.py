@@ -35,6 +35,14 @@ def runs(pid: str) -> bool:
         return False
 
 
+def assert_none_runs(pids: list[str]) -> None:
+    """MPICH's mpirun does not wait for those that it has killed: they may be on their way."""
+    deadline = time.monotonic() + 2
+    while running := [pid for pid in pids if runs(pid)]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("ending", some_of(ENDINGS, "exception", "killed", "shutdown"))
 def test_the_job_ends_and_names_rank_and_step(mpirun, ending):
     job = mpirun(3, "ends.py", ending, "2", timeout=60)
@@ -47,7 +55,7 @@ def assert_all_have_ended(job):
     assert "at step 5" in job.stderr, job.stderr
     ended = re.findall(r"pid (\d+)", job.stdout)
     assert len(ended) == 3
-    assert not [pid for pid in ended if runs(pid)]
+    assert_none_runs(ended)
     reached = [float(at) for at in re.findall(r"ending at ([\d.]+)", job.stdout)]
     assert len(reached) == 1
     assert time.time() - reached[0] < 10, "the promise is 10 s"
@@ -175,10 +183,7 @@ def test_a_frozen_peer_is_named_and_does_not_hold_the_others(mpirun):
     assert re.search(r"has waited 3(\.\d+)? s for rank 1 in barrier", job.stderr), job.stderr
     assert "GTOPK_TIMEOUT" in job.stderr
     (frozen,) = re.findall(r"frozen (\d+)", job.stdout)
-    deadline = time.monotonic() + 5  # it is killed, and on its way
-    while runs(frozen):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert_none_runs([frozen])
 
 
 def test_workers_forked_from_a_rank_are_no_ranks(mpirun):
