@@ -91,11 +91,13 @@ audit: $(VENV)/bin/python
 	$(PIP) pip-audit
 	$(VENV)/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt $(ARGS)
 
-# Of an environment of its own: what somebody else's would hold, and nothing of ours.
+# Of an environment of its own: what somebody else's would hold, and nothing of ours, this folder's
+# path included.
 sbom: $(VENV)/bin/python
 	$(PIP) cyclonedx-bom
 	$(PYTHON) -m venv --clear build/sbom
 	build/sbom/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt ".[mpi]"
+	rm build/sbom/lib/python*/site-packages/gtopk-*.dist-info/direct_url.json
 	mkdir -p dist
 	$(VENV)/bin/cyclonedx-py environment --output-reproducible --output-format JSON \
 		--output-file dist/gtopk.cdx.json build/sbom/bin/python
