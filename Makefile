@@ -40,8 +40,9 @@ ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/g
 
 # Over MPI alone, and of what test-faults does once or a few times.
 MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptive/hogbatch \
-	tests/gtopk/doctor tests/gtopk/engine/test_real_ranks.py tests/gtopk/launch tests/gtopk/runner \
-	tests/gtopk/torch tests/gtopk/world tests/faults
+	tests/gtopk/adaptive/test_adapt.py tests/gtopk/doctor tests/gtopk/engine/test_real_ranks.py \
+	tests/gtopk/launch tests/gtopk/local_sgd/test_local_sgd.py tests/gtopk/runner \
+	tests/gtopk/test_bad_input.py tests/gtopk/torch tests/gtopk/world tests/faults
 MPICH_FAULTS := a_killed_launcher or beyond_31 or told_to_end or killed_before or second_sigterm
 
 .PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \

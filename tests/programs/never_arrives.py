@@ -2,10 +2,11 @@
 
 import sys
 
-import gtopk.torch as hvd
 from gtopk.launch import launched_by
 
-job = launched_by()
-if job is None or job.rank != 0:
+if (job := launched_by()) is None or job.rank != 0:
     sys.exit(0)
+
+import gtopk.torch as hvd
+
 hvd.init()
