@@ -18,6 +18,8 @@
 # make test-horovod   the tests against it
 # make test-adapters  the doors of Lightning, Accelerate and Ray Train, and TensorBoard's record, in an
 #             environment of their own
+# make test-mpich     what the suite runs over MPI, and some of test-faults, over MPICH in place of Open MPI
+# make sbom   what an installation is made of, as CycloneDX: dist/gtopk.cdx.json
 # make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
 # make bench  the tables of docs/measured, measured here: 40 minutes of a quiet machine
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
@@ -36,8 +38,16 @@ INSTALLED := setup.cfg setup.py constraints.txt $(wildcard collectives/kernels/h
 ADAPTERS := tests/gtopk/test_lightning.py tests/gtopk/test_accelerate.py tests/gtopk/test_ray.py \
 	tests/gtopk/recording/test_scalars.py
 
+# Over MPI alone, and of what test-faults does once or a few times.
+MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptive/hogbatch \
+	tests/gtopk/adaptive/test_adapt.py tests/gtopk/doctor tests/gtopk/engine/test_real_ranks.py \
+	tests/gtopk/launch tests/gtopk/local_sgd/test_local_sgd.py tests/gtopk/runner \
+	tests/gtopk/test_bad_input.py tests/gtopk/torch tests/gtopk/world tests/faults
+MPICH_FAULTS := a_killed_launcher or beyond_31 or told_to_end or killed_before or second_sigterm
+
 .PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \
-	audit format fuzz horovod test-horovod test-adapters sanitize bench bench-network clean
+	audit sbom format fuzz horovod test-horovod test-adapters test-mpich sanitize bench bench-network \
+	clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
@@ -82,6 +92,17 @@ audit: $(VENV)/bin/python
 	$(PIP) pip-audit
 	$(VENV)/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt $(ARGS)
 
+# Of an environment of its own: what somebody else's would hold, and nothing of ours, this folder's
+# path included.
+sbom: $(VENV)/bin/python
+	$(PIP) cyclonedx-bom
+	$(PYTHON) -m venv --clear build/sbom
+	build/sbom/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt ".[mpi]"
+	rm build/sbom/lib/python*/site-packages/gtopk-*.dist-info/direct_url.json
+	mkdir -p dist
+	$(VENV)/bin/cyclonedx-py environment --output-reproducible --output-format JSON \
+		--output-file dist/gtopk.cdx.json build/sbom/bin/python
+
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
@@ -99,6 +120,10 @@ test-horovod: $(VENV)/.horovod
 test-adapters: $(VENV)-adapters/.installed
 	$(VENV)-adapters/bin/python -m pytest $(ADAPTERS) $(ARGS)
 
+test-mpich: $(VENV)-mpich/.installed
+	$(VENV)-mpich/bin/python -m pytest -k "not torchrun" $(MPICH_TESTS) $(ARGS)
+	$(VENV)-mpich/bin/python -m pytest -m faults -k "not torchrun and ($(MPICH_FAULTS))" tests/faults $(ARGS)
+
 sanitize: $(VENV)/.dev
 	tests/sanitize_kernels.sh $(abspath $(VENV))/bin/python
 
@@ -109,7 +134,7 @@ bench-network: $(VENV)/.demo
 	PATH="$(abspath $(VENV))/bin:$$PATH" mpi_scripts/bench_network.sh $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-adapters collectives/kernels/host/core.so build dist *.egg-info report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-adapters $(VENV)-mpich collectives/kernels/host/core.so build dist *.egg-info report .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -135,4 +160,11 @@ $(VENV)-adapters/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(VENV)-adapters
 	$(VENV)-adapters/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
 		-e ".[dev,lightning,accelerate,tensorboard]" "ray[train]>=2.9"
+	touch $@
+
+$(VENV)-mpich/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(VENV)-mpich
+	$(VENV)-mpich/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
+		-e ".[mpi,report]" "mpich>=4.2" "cloudpickle>=3.0" "hypothesis>=6.100" "pytest>=8.0" \
+		"pytest-timeout>=2.3" "scikit-learn>=1.3"
 	touch $@

@@ -60,13 +60,13 @@ def test_horovod_is_built_for_the_environment_that_tests_it() -> None:
 def test_what_make_installs_is_pinned() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    asked = "".join(map(recipe, ["demo", "test", "test-docs", "test-adapters"]))
+    asked = "".join(map(recipe, ["demo", "test", "test-docs", "test-adapters", "test-mpich"]))
     wanted = setup["options"]["install_requires"].split()
     for extras in re.findall(r'"\.\[([\w,]+)\]"', asked):
         for extra in extras.split(","):
             wanted += setup["options.extras_require"][extra].split("\n")
     wanted += re.findall(r'"(\w+[^"]*>=[^"]*)"', asked)
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in wanted if requirement}
-    assert names >= {"torch", "pytest", "ipykernel", "lightning", "accelerate", "ray"}
+    assert names >= {"torch", "pytest", "ipykernel", "lightning", "accelerate", "ray", "mpich"}
     pins = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert names - set(pins) == set()

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Where launchers say how many ranks they started: Open MPI's; MPICH's, and srun's PMI.
+LAUNCHED_SIZES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 PIECE_BYTES: Final = 1 << 30
 # Below what MPIs send at once over TCP: 64 KiB with their own header in Open MPI.
 EAGER_BYTES: Final = 60_000
@@ -69,7 +71,7 @@ _BLOCKING_BYTES: Final = 1 << 20
 
 def launched_ranks() -> int | None:
     """Return how many ranks an MPI launcher says it started; None when none started us."""
-    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for variable in LAUNCHED_SIZES:
         if variable in os.environ:
             return whole_number(variable, None)
     return None

@@ -13,7 +13,7 @@ from .finding import Finding, State
 NAME: Final = "interface"
 
 # Begin the names of interfaces that lead to containers on this host, and to no other host.
-_INNER: Final = ("docker", "br-", "veth", "virbr", "cni", "lxc", "podman")
+INNER: Final = ("docker", "br-", "veth", "virbr", "cni", "lxc", "podman")
 
 
 def look_at_interface() -> Finding:
@@ -52,7 +52,7 @@ def judge(
     wrong = _what_is_wrong(chosen, others, host, resolved, environ)
     if not wrong:
         return Finding(NAME, State.OK, detail)
-    real = [name for name in (chosen, *others) if not name.startswith(_INNER)]
+    real = [name for name in (chosen, *others) if not name.startswith(INNER)]
     advice = " ".join(f"{variable}={(real or [chosen])[0]}" for variable in (OURS, *THEIRS))
     return Finding(
         NAME, State.WARN, f"{detail}; {'; '.join(wrong)}", f"for several hosts: export {advice}"
@@ -64,9 +64,9 @@ def _what_is_wrong(
 ) -> list[str]:
     named = [variable for variable in (OURS, *THEIRS) if environ.get(variable)]
     wrong = []
-    if chosen.startswith(_INNER):
+    if chosen.startswith(INNER):
         wrong.append(f"{chosen} leads to containers of this host, not to other hosts")
-    elif not named and any(not name.startswith(_INNER) for name in others):
+    elif not named and any(not name.startswith(INNER) for name in others):
         wrong.append("none is named, and the transport may choose another one")
     if not environ.get("GLOO_SOCKET_IFNAME") and (not resolved or resolved.startswith("127.")):
         stands_for = f"stands for {resolved}" if resolved else "stands for no address"

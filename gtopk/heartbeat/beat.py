@@ -37,8 +37,8 @@ class State(IntEnum):
 class Beat(NamedTuple):
     """What a rank's companion says.
 
-    sequence: grows with each beat of a sender.
-    seconds:  for how long a stopped rank has been.
+    sequence: grows with each beat of a sender; nanoseconds of its clock, where that is so.
+    seconds:  for how long a rank has been stopped, or its end or its loss is past.
     text:     why it ended or is lost.
     """
 

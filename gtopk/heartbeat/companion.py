@@ -9,7 +9,9 @@ It is started with the standard library alone (heartbeat.py); its messages with 
     companion -> rank    {"lost": 2, "why": "..."}          a rank is given up
 
 It ends with its rank, a moment later, so that the others hear why. A rank that is stopped while the
-job is at its end, or takes no notice of that, it ends itself: nobody else may do so soon.
+job is at its end, or takes no notice of that, it ends itself: nobody else may do so soon. For a
+rank that its launcher kills as soon as another one is lost, as MPICH's does, it has the last word,
+and removes the shared memory that MPICH leaves behind.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import time
 from typing import Final, NamedTuple
 
@@ -31,6 +34,13 @@ _BEATS_PER_TIMEOUT: Final = 10
 # Last words are said several times, as UDP may lose one; only who leaves is waited for by its rank.
 _AGAIN_SECONDS: Final = {State.ENDED: 0.03, State.LEFT: 0.003}
 _TIMES: Final = 3
+_SURELY_SECONDS: Final = 0.0002  # so much earlier, one rank's end was before another's
+WITHOUT_A_WORD: Final = "ended without a word"
+# MPICH's, which only MPI_Finalize would remove; mapped from MPI's start on, or with a window.
+_SEGMENTS: Final = "/dev/shm/mpich_shm_"
+_BEATS_PER_LOOK: Final = 10  # for segments
+_NOTE: Final = struct.Struct("<qI")  # the step, and how many bytes of advice follow
+_ADVICE_BYTES: Final = 2000
 _DATAGRAMS: Final = 1000  # taken at a time, so that no flood keeps a companion from beating
 _STOPPED_GRACE_SECONDS: Final = 2.0  # what a stopped rank gets to go on, once the job is at its end
 _LAUNCHER_GRACE_SECONDS: Final = 3.0  # what a rank gets to end by itself, once its launcher is gone
@@ -43,6 +53,7 @@ class Setting(NamedTuple):
     launcher: the process that started it, if it is to end with that; else 0.
     secret:   the job's, as hexadecimal digits.
     socket:   the descriptor of the bound one.
+    note:     that of a file in memory: the step the rank is at, and how the job can go on.
     """
 
     rank: int
@@ -50,6 +61,7 @@ class Setting(NamedTuple):
     launcher: int
     secret: str
     socket: int
+    note: int
     timeout_seconds: float
     warning_seconds: float
     peers: list[Peer]
@@ -82,6 +94,28 @@ def look_at(pid: int) -> Process:
     return Process("" if state in (b"Z", b"X") else state.decode(), int(parent))
 
 
+def segments_of(pid: int) -> set[str]:
+    """Return the files of MPICH's shared memory that a process has mapped."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+            return {line[line.index("/") :].rstrip() for line in maps if _SEGMENTS in line}
+    except OSError:
+        return set()
+
+
+def write_note(file: int, step: int, advice: str) -> None:
+    """Write what `read_note` returns."""
+    text = advice.encode(errors="replace")[:_ADVICE_BYTES]
+    os.pwrite(file, _NOTE.pack(step, len(text)) + text, 0)
+
+
+def read_note(file: int) -> tuple[int, str]:
+    """Return at which step a rank is, and how the job could go on."""
+    content = os.pread(file, _NOTE.size + _ADVICE_BYTES, 0)
+    step, size = _NOTE.unpack_from(content)
+    return step, content[_NOTE.size :][:size].decode(errors="replace")
+
+
 class Companion:
     """Beats, hears and looks, until its rank leaves or ends."""
 
@@ -108,7 +142,9 @@ class Companion:
         self._unheard_since: float | None = None  # since when the rank does not answer
         self._stopped_since: float | None = None
         self._launcher_gone_since: float | None = None
-        self._because = "ended without a word"
+        self._because = WITHOUT_A_WORD
+        self._beats = 0
+        self._segments: set[str] = set()
         self._leaving = self._ending = False
         self._pause_seconds = min(
             _LONGEST_PAUSE_SECONDS, setting.timeout_seconds / _BEATS_PER_TIMEOUT
@@ -129,7 +165,9 @@ class Companion:
                 if os.getppid() != self._setting.parent or not process.state:
                     while self._obey():  # its last words
                         pass
-                    self._say_last(State.ENDED, self._everybody, self._because)
+                    self._say_last(State.ENDED, self._everybody, self._because, now)
+                    self._speak_for_it(now)
+                    self._remove_segments()
                     return
                 if now >= next_beat:
                     next_beat = now + self._pause_seconds
@@ -141,9 +179,18 @@ class Companion:
                         self._hear()
                     elif key.fileobj == self._orders and not self._obey():
                         waking.unregister(self._orders)
-        self._say_last(State.LEFT, self._watch.tells, "")
+        self._say_last(State.LEFT, self._watch.tells, "", time.monotonic())
+
+    def _remove_segments(self) -> None:
+        """Remove the names of the shared memory; who has it mapped still has it."""
+        for path in self._segments:
+            with contextlib.suppress(OSError):  # another rank's companion was first
+                os.unlink(path)
 
     def _beat(self, process: Process, now: float) -> None:
+        if self._beats % _BEATS_PER_LOOK == 0:
+            self._segments |= segments_of(self._setting.parent)
+        self._beats += 1
         is_stopped = process.state in "Tt"
         if not is_stopped:
             self._stopped_since = None
@@ -219,12 +266,28 @@ class Companion:
 
     def _pass_on(self, ranks: list[int], lost: int, why: str) -> None:
         if lost != self._setting.rank:
-            self._tell(ranks, lost, State.LOST, why)
+            past = time.monotonic() - self._watch.lost_at[lost]
+            self._tell(ranks, lost, State.LOST, why, past)
 
-    def _say_last(self, state: State, ranks: list[int], text: str) -> None:
+    def _say_last(self, state: State, ranks: list[int], text: str, since: float) -> None:
         for _ in range(_TIMES):
-            self._tell(ranks, self._setting.rank, state, text)
+            self._tell(ranks, self._setting.rank, state, text, time.monotonic() - since)
             time.sleep(_AGAIN_SECONDS[state])
+
+    def _speak_for_it(self, ended: float) -> None:
+        """Say which rank was lost before this one ended, if it could not say so itself."""
+        self._hear()
+        lost = self._watch.lost_before(ended - _SURELY_SECONDS)
+        if self._because != WITHOUT_A_WORD or lost is None:
+            return
+        own, other = self._own, self._setting.peers[lost]
+        step, advice = read_note(self._setting.note)
+        self._say(
+            f"rank {own.rank} of {len(self._everybody)} (host {own.host}, pid {own.pid}) "
+            f"{WITHOUT_A_WORD} at step {step}, after rank {lost} is lost "
+            f"({self._watch.lost[lost]}; host {other.host}, pid {other.pid})"
+            + (f"; {advice}" if advice else "")
+        )
 
     def _hear(self) -> None:
         for _ in range(_DATAGRAMS):

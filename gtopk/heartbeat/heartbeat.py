@@ -23,7 +23,7 @@ from collectives.transports.transport import say
 
 from ..launch.parent import agent
 from .address import own_address
-from .companion import Setting
+from .companion import Setting, write_note
 from .watch import Peer
 
 TIMEOUT: Final = "GTOPK_HEARTBEAT_TIMEOUT"
@@ -66,6 +66,7 @@ class Heartbeat:
         self._warning_seconds = warning_seconds
         self._on_lost = on_lost
         self._socket: socket.socket | None = None
+        self._note: int | None = None  # a file in memory, see `Setting`
         self._companion: subprocess.Popen[bytes] | None = None
         self._setting: Setting | None = None
         self._sending = threading.Lock()
@@ -81,6 +82,8 @@ class Heartbeat:
         if address:
             self._socket.bind((address, 0))
             port = self._socket.getsockname()[1]
+        self._note = os.memfd_create("gtopk-note")
+        write_note(self._note, 0, "")
         own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
         message = np.frombuffer(json.dumps(own).encode(), np.uint8)
         said = [json.loads(message.tobytes()) for message in transport.allgather(message)]
@@ -93,6 +96,7 @@ class Heartbeat:
             launcher=agent(),  # Open MPI looks after its ranks itself
             secret=secret,
             socket=self._socket.fileno(),
+            note=self._note,
             timeout_seconds=self._timeout_seconds,
             warning_seconds=self._warning_seconds,
             peers=peers,
@@ -109,6 +113,11 @@ class Heartbeat:
         self._first_loss.wait(wait_seconds)
         return self._lost[0] if self._lost else None
 
+    def note(self, step: int, advice: str) -> None:
+        """Have the companion know what to say of this rank, should it end without a word."""
+        if self._note is not None and not self._closing:
+            write_note(self._note, step, advice)
+
     def explain(self, why: str) -> None:
         """Have the companion tell the others why this rank ends, when it does."""
         self._order(f"because {' '.join(why.split())}")
@@ -121,6 +130,8 @@ class Heartbeat:
             self._await_end(self._companion)
         if self._socket is not None:
             self._socket.close()
+        if self._note is not None:
+            os.close(self._note)
 
     def _await_end(self, companion: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,7 +153,7 @@ class Heartbeat:
             [sys.executable, "-IS", "-c", _BEGIN, str(Path(__file__).parents[1])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[self._setting.socket],
+            pass_fds=[self._setting.socket, self._setting.note],
             # What ends the rank's process group ends not the companion: the others are told first.
             start_new_session=True,
         )

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from .beat import Beat, State
 
+_LATE_SECONDS: Final = 5.0  # a clock that is farther off is another one's
 _GAP: Final = 0.25  # of the timeout: who has not looked for so long was kept from it
 
 
@@ -57,6 +58,7 @@ class Watch:
 
     news: what is to be said to people; who says it takes it out.
     lost: the ranks that are given up, in this order, and what befell them; this one, too, may be.
+    lost_at: when, as far as is known.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Watch:
         self.watches = [(rank - distance) % size for distance in distances(size)]
         self.news: list[str] = []
         self.lost: dict[int, str] = {}
+        self.lost_at: dict[int, float] = {}
         self._timeout_seconds = timeout_seconds
         self._warning_seconds = min(warning_seconds, timeout_seconds / 2)
         self._seen = [_Seen() for _ in peers]
@@ -91,7 +94,7 @@ class Watch:
         seen.sequence = beat.sequence
         if beat.state is State.LOST:
             by = f"given up by {self.peers[beat.sender]}: " if beat.about == self.rank else ""
-            self._lose(beat.about, by + beat.text)
+            self._lose(beat.about, by + beat.text, self._said_at(beat, now) - beat.seconds)
             return
         seen.heard = now
         if beat.state is State.STOPPED:
@@ -99,7 +102,7 @@ class Watch:
         elif beat.state is State.LEFT:
             seen.left = True
         elif beat.state is State.ENDED:
-            self._lose(beat.sender, beat.text)
+            self._lose(beat.sender, beat.text, self._said_at(beat, now) - beat.seconds)
         else:
             if seen.warned:
                 self.news.append(f"{self.peers[beat.sender]} goes on")
@@ -119,7 +122,7 @@ class Watch:
                 continue
             since = seen.heard if seen.stopped is None else seen.stopped
             if now - since > self._timeout_seconds:
-                self._lose(rank, self._what_befell(rank, now))
+                self._lose(rank, self._what_befell(rank, now), now)
             elif now - since > self._warning_seconds and not seen.warned:
                 seen.warned = True
                 self.news.append(
@@ -140,9 +143,24 @@ class Watch:
             whose += f", or that of {self._own}, which hears no other rank,"
         return f"silent for {now - (seen.heard or self._begun):.1f} s: {whose} is down"
 
-    def _lose(self, rank: int, why: str) -> None:
+    def _said_at(self, beat: Beat, now: float) -> float:
+        """Return when a beat was sent: its sequence says it, on the clock that a host has.
+
+        It may have waited until this companion had time.
+        """
+        said = beat.sequence / 1e9
+        ours = self.peers[beat.sender].host == self._own.host
+        return said if ours and 0 <= now - said < _LATE_SECONDS else now
+
+    def lost_before(self, when: float) -> int | None:
+        """Return the other rank that was lost first, if that was before a time."""
+        others = {rank: at for rank, at in self.lost_at.items() if rank != self.rank and at < when}
+        return min(others, key=others.__getitem__, default=None)
+
+    def _lose(self, rank: int, why: str, when: float) -> None:
         if not self._seen[rank].left:
             self.lost.setdefault(rank, why)
+            self.lost_at.setdefault(rank, when)
 
     def _tell_of_unheard(self) -> None:
         """Say which ranks are not watched, as nothing came from them."""

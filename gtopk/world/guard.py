@@ -45,6 +45,7 @@ class Member(Protocol):
     transport: Transport
     engine: Engine
     step: int
+    on_change: Callable[[], None]
     advice: str
     told_here: bool
     failures: list[Exception]
@@ -95,6 +96,8 @@ class Guard:
         self.member.engine.submit("heartbeat", [self._said_seconds], meet).wait()
         if heartbeat:
             heartbeat.start()
+            self.member.on_change = lambda: heartbeat.note(self.member.step, self.member.advice)
+            self.member.on_change()
 
     def close(self) -> None:
         """Have the others watch this rank no more, as it has left, and they have."""

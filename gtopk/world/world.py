@@ -70,11 +70,12 @@ class World:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
-        self.step = 0
+        self.on_change: Callable[[], None] = lambda: None  # of step or advice
+        self._step = 0
+        self._advice = ""
         self.timeline: timeline.Timeline | None = None
         self.recorder: Recorder | None = None
         self.recordings = settings_from()
-        self.advice = ""
         self.advised = False
         self.told_here = False
         self.told: list[int] = []
@@ -204,6 +205,26 @@ class World:
             return True
         self._begin_to_finish()
         return False
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps this rank has made."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self.on_change()
+
+    @property
+    def advice(self) -> str:
+        """How the job can go on when it ends before its time."""
+        return self._advice
+
+    @advice.setter
+    def advice(self, advice: str) -> None:
+        self._advice = advice
+        self.on_change()
 
     def resume(self, step: int) -> None:
         """Go on from this step of a run that was before this world."""

@@ -11,8 +11,9 @@ import torch
 from checks import raises
 
 import gtopk.torch as hvd
+from gtopk.launch import carried_by, launched_by
 
-OVER_MPI = "OMPI_COMM_WORLD_SIZE" in os.environ
+OVER_MPI = carried_by(launched_by()) == "mpi"
 
 
 def test_what_is_built_and_what_is_in_use() -> None:

@@ -5,6 +5,7 @@ COMPANION at PORT" when it has begun, and "rank R lost OTHER: WHY". It obeys lin
 begin with its number:
 
     hold SECONDS    call C code that keeps Python's lock
+    step NUMBER     be at that step
     fail WHY        end, after telling why
     leave           end in good order
 """
@@ -63,6 +64,9 @@ def be(rank: int, orders: int, ends: list[tuple[socket.socket, socket.socket]]) 
         what, _, argument = line.strip().partition(" ")
         if what == "hold":
             ctypes.PyDLL(None).usleep(int(1e6 * float(argument)))
+        elif what == "step":
+            heartbeat.note(int(argument), "start it again")
+            say(f"rank {rank} is at step {argument}")
         elif what == "fail":
             heartbeat.explain(argument)
             os._exit(1)

@@ -560,7 +560,7 @@ def check_mpi(transport: Transport) -> None:
     assert "MPI" in transport.library()
     launched = f"{transport.size + 3}"
     with (
-        mock.patch.dict(os.environ, {"OMPI_COMM_WORLD_SIZE": launched}),
+        mock.patch.dict(os.environ, dict.fromkeys(mpi.LAUNCHED_SIZES, launched)),
         pytest.raises(RuntimeError, match=f"started {launched} ranks but MPI sees"),
     ):
         open_transport("mpi")

@@ -40,6 +40,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from gtopk.engine.observer import Event
+from gtopk.launch import launched_by
 from gtopk.world import world
 
 PLAN = json.loads(sys.argv[1])
@@ -110,8 +111,9 @@ def due(phase: str, step: int) -> bool:
     return here and FAULT["step"] == step - begin
 
 
-RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
-SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+JOB = launched_by()
+assert JOB is not None
+RANK, SIZE = JOB.rank, JOB.size
 print(f"rank {RANK} is {os.getpid()}\n", end="", flush=True)
 if due("start", 0):
     end_by_way()

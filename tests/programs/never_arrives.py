@@ -1,9 +1,10 @@
 """All ranks but the first end before they join the others."""
 
-import os
 import sys
 
-if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK")) != "0":
+from gtopk.launch import launched_by
+
+if (job := launched_by()) is None or job.rank != 0:
     sys.exit(0)
 
 import gtopk.torch as hvd

@@ -37,6 +37,7 @@ def train() -> None:
 
 
 hvd.init()
+rank = hvd.rank()
 torch.manual_seed(0)
 model = torch.nn.Linear(2, 2)
 optimizer = hvd.DistributedOptimizer(
@@ -83,4 +84,4 @@ match way:
             hvd.shutdown()
     case _:
         save(2, asynchronous=True)
-print(f"rank {os.environ['OMPI_COMM_WORLD_RANK']} is at its end\n", end="", flush=True)
+print(f"rank {rank} is at its end\n", end="", flush=True)

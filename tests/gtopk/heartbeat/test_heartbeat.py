@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.heartbeat.beat import Beat, State
-from gtopk.heartbeat.companion import look_at
+from gtopk.heartbeat.companion import look_at, segments_of
 from gtopk.heartbeat.heartbeat import timeout_from
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +35,8 @@ class Ranks:
         self.process = process
         self.said: list[str] = []
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
         self.pids, self.companions, self.ports = {}, {}, {}
         for _ in range(size):
             match = self.hear(r"rank (\d) is (\d+) beside (\d+) at (\d+)")
@@ -91,6 +94,7 @@ def ranks(size: int, timeout: float = TIMEOUT) -> Iterator[Ranks]:
                 if look_at(started.pids[rank]).parent == process.pid:
                     started.send(rank, signal.SIGKILL)
             process.wait(20)
+            started.reader.join(20)  # companions may have the last word
     deadline = time.monotonic() + 10
     while any(look_at(pid).state for pid in started.companions.values()):
         assert time.monotonic() < deadline, "a companion outlives its rank"
@@ -145,6 +149,37 @@ def test_a_rank_that_ends_is_lost_at_once_with_what_it_said():
             )
         job.send(2, signal.SIGKILL)
         job.hear(r"rank 0 lost 2: ended without a word; host")
+
+
+def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_last_word():
+    """As MPICH's mpirun does it: within milliseconds, and with SIGKILL."""
+    with ranks(3, timeout=60) as job:
+        job.order(0, "step 7")
+        job.hear("rank 0 is at step 7")
+        job.send(1, signal.SIGKILL)
+        job.hear("rank 0 lost 1")
+        job.send(0, signal.SIGKILL)
+        said = job.hear(r"gtopk: (rank \d .*)")[1]
+        assert re.fullmatch(
+            rf"rank 0 of 3 \(host \S+, pid {job.pids[0]}\) ended without a word at step 7, after "
+            rf"rank 1 is lost \(ended without a word; host \S+, pid {job.pids[1]}\); "
+            "start it again",
+            said,
+        )
+        job.order(2, "fail by itself")  # and has said why
+        job.hear(f"{job.pids[2]} ended with 1")
+    job.wait(0.2)
+    assert not [line for line in job.said if re.search("gtopk: rank [12] of 3", line)]
+
+
+def test_the_memory_that_mpich_shares_is_known_by_its_name():
+    with tempfile.NamedTemporaryFile(prefix="mpich_shm_", dir="/dev/shm") as file:
+        file.truncate(10)
+        assert segments_of(os.getpid()) == set()
+        with mmap.mmap(file.fileno(), 10):
+            assert segments_of(os.getpid()) == {file.name}
+    assert segments_of(os.getpid()) == set()
+    assert segments_of(1 << 30) == set()
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])

@@ -183,3 +183,14 @@ def test_copies_and_nonsense_change_nothing():
         watch, [Beat(9, 9, State.ENDED, 8), Beat(1, 9, State.LOST, 8), Beat(0, 1, State.LOST, 9)]
     )
     assert watch.lost == {}
+
+
+def test_who_was_lost_first_is_known_whatever_came_first():
+    watch = Watch(0, peers(4), TIMEOUT, WARNING, 50.0)
+    watch.hear(Beat(1, 1, State.ENDED, 1, 0.2, "killed, too"), 51.0)
+    watch.hear(Beat(3, 2, State.LOST, 1, 0.5, "killed"), 51.1)
+    watch.hear(Beat(2, 0, State.LOST, 1, 9.0, "itself"), 51.2)
+    watch.hear(Beat(2, 2, State.ENDED, 2, 0.0, "again"), 51.3)
+    assert watch.lost_before(52.0) == 2
+    assert watch.lost_before(50.7) == 2
+    assert watch.lost_before(50.6) is None
