@@ -66,7 +66,7 @@ class Heartbeat:
         self._warning_seconds = warning_seconds
         self._on_lost = on_lost
         self._socket: socket.socket | None = None
-        self._note: int | None = None  # a file in memory, see `Setting`
+        self._step_file: int | None = None  # a file in memory, see `Setting`
         self._companion: subprocess.Popen[bytes] | None = None
         self._setting: Setting | None = None
         self._sending = threading.Lock()
@@ -82,8 +82,8 @@ class Heartbeat:
         if address:
             self._socket.bind((address, 0))
             port = self._socket.getsockname()[1]
-        self._note = os.memfd_create("gtopk-note")
-        write_note(self._note, 0, "")
+        self._step_file = os.memfd_create("gtopk-note")
+        write_note(self._step_file, 0, "")
         own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
         message = np.frombuffer(json.dumps(own).encode(), np.uint8)
         said = [json.loads(message.tobytes()) for message in transport.allgather(message)]
@@ -96,7 +96,7 @@ class Heartbeat:
             launcher=agent(),  # Open MPI looks after its ranks itself
             secret=secret,
             socket=self._socket.fileno(),
-            note=self._note,
+            note=self._step_file,
             timeout_seconds=self._timeout_seconds,
             warning_seconds=self._warning_seconds,
             peers=peers,
@@ -115,8 +115,8 @@ class Heartbeat:
 
     def note(self, step: int, advice: str) -> None:
         """Have the companion know what to say of this rank, should it end without a word."""
-        if self._note is not None and not self._closing:
-            write_note(self._note, step, advice)
+        if self._step_file is not None and not self._closing:
+            write_note(self._step_file, step, advice)
 
     def explain(self, why: str) -> None:
         """Have the companion tell the others why this rank ends, when it does."""
@@ -130,8 +130,8 @@ class Heartbeat:
             self._await_end(self._companion)
         if self._socket is not None:
             self._socket.close()
-        if self._note is not None:
-            os.close(self._note)
+        if self._step_file is not None:
+            os.close(self._step_file)
 
     def _await_end(self, companion: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
