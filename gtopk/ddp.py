@@ -44,6 +44,7 @@ from .lanes.lanes import Lane, open_lane
 from .objects import decode, encode
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
+from .step.skipped_steps import MAX_SKIPPED_STEPS
 from .telemetry import StepReport
 from .world import world
 from .world.process_sets import ProcessSet, global_process_set
@@ -64,6 +65,8 @@ class GTopKState:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
     scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
         changes.
+    max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
+        the backward pass, on every rank.
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
         float32. From the bucket on where that shows, gradients become NaN on every rank: GradScaler
         skips such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does.
@@ -80,6 +83,7 @@ class GTopKState:
         process_group: ProcessGroup | None = None,
         *,
         scaler: Any = None,
+        max_skipped_steps: int = MAX_SKIPPED_STEPS,
         **options: Any,
     ) -> None:
         self.compression = GTopK(density, **options)
@@ -98,7 +102,7 @@ class GTopKState:
         self.scaler = scaler
         self.progress = Progress()
         self._lanes = BucketLanes(self._open_lane)
-        self._skips = HookSkips(self._lanes.parameters)
+        self._skips = HookSkips(self._lanes.parameters, max_skipped_steps)
         look_at_optimizers(self._skips, self.compression, says=self._rank == 0)
         self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
@@ -106,6 +110,8 @@ class GTopKState:
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
         self._told: set[int] = set()  # in the step, which ranks to end: the engine's thread's own
+        self._not_finite: dict[int, list[int]] = {}  # likewise, of which ranks, in which buckets
+        self._counted = True
         self._world = world.current()
         peers = Peers(self._world, self._engine, self._name, self._members.ranks, takes_part=True)
         self._steps = HookSteps(peers, self.compression, self.progress)
@@ -138,7 +144,7 @@ class GTopKState:
         operation = self._engine.submit(
             f"{self._name}.bucket.{bucket.index()}",
             [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
-            partial(self._work, lane, number, bucket.index() + 1 if bucket.is_last() else 0),
+            partial(self._work, lane, number, bucket.index(), bucket.is_last()),
             vote=told | (0 if lane.all_finite() else NOT_FINITE),
         )
         self._steps.submitted(number, operation)
@@ -165,18 +171,27 @@ class GTopKState:
             )
 
     def _work(
-        self, lane: Lane, number: int, buckets: int, transport: Transport, votes: list[int]
+        self,
+        lane: Lane,
+        number: int,
+        bucket: int,
+        is_last: bool,
+        transport: Transport,
+        votes: list[int],
     ) -> None:
         """Run on the engine's thread, in an order that is equal on all ranks."""
         began = time.perf_counter()
-        self._buckets = buckets or self._buckets
-        self._told |= {self._members.ranks[r] for r, vote in enumerate(votes) if vote & TOLD}
+        self._buckets = bucket + 1 if is_last else self._buckets
+        for rank, vote in zip(self._members.ranks, votes, strict=True):
+            if vote & TOLD:
+                self._told.add(rank)
+            if vote & NOT_FINITE:
+                self._not_finite.setdefault(rank, []).append(bucket)
         self._steps.ran(number, began, self._step.run(lane, transport, votes))
         if self._step.buckets == self._buckets:
-            counted = self._step.close()
+            self._counted = self._step.close()
             self._buckets = 0
-            self.progress.steps += counted
-            self._skips.note(counted)
+            self.progress.steps += self._counted
 
     def _finish(
         self,
@@ -191,8 +206,15 @@ class GTopKState:
             operation.wait()
             if is_last:  # and so are all before it
                 self._steps.arrived()
-                self._steps.close(self._skips.counted, overlapped=True)
+                step = self._world.step
+                self._steps.close(self._counted, overlapped=True)
                 self._world.hear([*self._told])
+                where = " and ".join(
+                    f"rank {rank} (of DDP's buckets: {', '.join(map(str, sorted(buckets)))})"
+                    for rank, buckets in sorted(self._not_finite.items())
+                )
+                self._not_finite = {}
+                self._skips.note(self._counted, self._world.rank, step, where)
         except Exception as error:
             self._failures.append(error)
         with lane.bucket.on_stream():

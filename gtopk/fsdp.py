@@ -52,6 +52,7 @@ from .lanes.held_names import plain_name, strangers
 from .lanes.lanes import Lane, open_lane
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
+from .step.skipped_steps import MAX_SKIPPED_STEPS
 from .telemetry import StepReport
 from .world import world
 from .world.process_sets import ProcessSet, find_or_register
@@ -60,10 +61,11 @@ from .wrapped.checkpoint import FORMAT, share_of
 __all__ = ["ReplicaState", "replicate"]
 
 # What a rank says at the end of a pass: it does not count; of the gradients that the last one made
-# NaN, some are so yet; some are not.
+# NaN, some are so yet; some are not; its own were not finite.
 _VOID: Final = 1
 _SPOILT: Final = 2
 _CLEARED: Final = 4
+_NOT_FINITE: Final = 8
 
 
 def replicate(
@@ -72,6 +74,7 @@ def replicate(
     density: float = 0.001,
     *,
     scaler: Any = None,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
     **options: Any,
 ) -> ReplicaState:
     """Let the replicas of a sharded model exchange its gradients by gTop-k; all ranks call it.
@@ -83,6 +86,8 @@ def replicate(
         error, as it is of Adam and its kin with adam_correction.
     scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
         changes.
+    max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
+        the backward pass, on every rank.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a model or a mesh that is none of these.
     """
@@ -107,7 +112,7 @@ def replicate(
         )
     units = _units_of(model)
     place = _place_in(replicas, [p for unit in units.values() for p in unit.parameters])
-    state = ReplicaState(model, list(units.values()), place, compression, scaler)
+    state = ReplicaState(model, list(units.values()), place, compression, scaler, max_skipped_steps)
     for module, unit in units.items():
         _set_hook(module, partial(state.exchange, unit))
     return state
@@ -196,6 +201,7 @@ class ReplicaState:
         place: _Place,
         compression: GTopK,
         scaler: Any,
+        max_skipped_steps: int,
     ) -> None:
         self.compression = compression
         self.scaler = scaler
@@ -211,9 +217,10 @@ class ReplicaState:
         together = place.replicas.members.ranks
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
         self._steps = HookSteps(peers, compression, self.progress)
-        self._skips = HookSkips(self._parameters)
+        self._skips = HookSkips(self._parameters, max_skipped_steps)
         look_at_optimizers(self._skips, compression, says=self._world.rank == 0)
         self._spoilt: list[torch.Tensor] = []  # whose gradients the last pass made NaN
+        self._finite = True  # the gradients of this rank in the pass
         self._pass = -1  # autograd's number of the one whose end is awaited
 
     def exchange(self, unit: Unit, gradients: torch.Tensor) -> None:
@@ -225,6 +232,8 @@ class ReplicaState:
         lane.parameters[0].grad = gradients
         lane.take(1.0 / (self.process_set.size() or 1) / scale, scale)
         number = self._steps.hand_over(lane)
+        finite = lane.all_finite()
+        self._finite &= finite
 
         def work(transport: Transport, votes: list[int]) -> None:
             began = time.perf_counter()
@@ -238,7 +247,7 @@ class ReplicaState:
                 lane.facts,
             ],
             work,
-            vote=0 if lane.all_finite() else NOT_FINITE,
+            vote=0 if finite else NOT_FINITE,
         )
         self._steps.submitted(number, operation)
         operation.wait()
@@ -287,27 +296,27 @@ class ReplicaState:
     def _end_pass(self) -> None:
         """Agree with all ranks on whether the step counts, and begin another."""
         self._require_outermost()
-        is_void = self._place.everyone.engine.submit(
-            f"{self._name}.pass",
-            [],
-            lambda transport, votes: _is_void(votes),
-            vote=self._vote(),
+        everyone = self._place.everyone
+        votes = everyone.engine.submit(
+            f"{self._name}.pass", [], lambda transport, votes: votes, vote=self._vote()
         ).wait()
-        self._spoilt = []
-        if is_void:
+        self._spoilt, self._finite = [], True
+        if _is_void(votes):
             self._step.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
                     parameter.grad.to_local().fill_(torch.nan)
                     self._spoilt.append(parameter)
-        counted = self._step.close()
+        counted, step = self._step.close(), self._world.step
         self._steps.close(counted, overlapped=False)
         self.progress.steps += counted
-        self._skips.note(counted)
+        ranks = zip(everyone.members.ranks, votes, strict=True)
+        where = [f"rank {rank}" for rank, vote in ranks if vote & _NOT_FINITE]
+        self._skips.note(counted, self._world.rank, step, " and ".join(where))
 
     def _vote(self) -> int:
         """Return what this rank says of the pass that ends."""
-        vote = _VOID if self._step.is_void else 0
+        vote = (_VOID if self._step.is_void else 0) | (0 if self._finite else _NOT_FINITE)
         for parameter in self._spoilt:
             if not isinstance(parameter.grad, DTensor):
                 vote |= _CLEARED

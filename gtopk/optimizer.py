@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -24,7 +24,7 @@ from .step.momentum import require_one_momentum, tell_of_optimizer
 from .step.options import Groups, Options, warn_of_few_entries
 from .step.reducer import Reducer
 from .step.samples import Samples
-from .step.skipped_steps import SkippedSteps
+from .step.skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
 from .step.weights import agreed_norm
 from .telemetry import StepReport, report
 from .timeline.timeline import Span, Step
@@ -35,9 +35,6 @@ from .wrapped.readings import Readings
 from .wrapped.wrapping import wrap
 
 _log = logging.getLogger("gtopk")
-# GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: gradients
-# that are finite unscaled are so after 16.
-MAX_SKIPPED_STEPS: Final = 20
 
 
 class _DistributedOptimizer(Readings):

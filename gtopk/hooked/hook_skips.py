@@ -12,6 +12,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from ..compression import check_count
+from ..step.skipped_steps import SkippedSteps
+
 _everyones: Final[WeakSet[HookSkips]] = WeakSet()
 
 
@@ -19,20 +22,36 @@ class HookSkips:
     """Of one model whose gradients a hook exchanges.
 
     parameters: returns those of the model.
+    max_skipped_steps: how many passes in a row may not count.
     skipped: how many passes did not count; counted: whether the last one does.
     """
 
-    def __init__(self, parameters: Callable[[], Collection[torch.Tensor]]) -> None:
+    def __init__(
+        self, parameters: Callable[[], Collection[torch.Tensor]], max_skipped_steps: int
+    ) -> None:
+        check_count("max_skipped_steps", max_skipped_steps)
         self.parameters = parameters
-        self.skipped = 0
         self.counted = True  # the last pass
+        self._skipped = SkippedSteps(max_skipped_steps)
         self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         _everyones.add(self)
 
-    def note(self, counted: bool) -> None:
-        """Note whether a pass that is over counts."""
+    @property
+    def skipped(self) -> int:
+        """How many passes did not count."""
+        return self._skipped.count
+
+    def note(self, counted: bool, rank: int, step: int, where: str) -> None:
+        """Note whether a pass that is over counts; warn of one that does not.
+
+        where: what is not finite in it; "" where that is the sum.
+        Raises FloatingPointError where more in a row did not count than may be.
+        """
         self.counted = counted
-        self.skipped += not counted
+        if counted:
+            self._skipped.end_row()
+        else:
+            self._skipped.note(rank, step, where)
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop an optimizer's gradients, once, where the last pass does not count.

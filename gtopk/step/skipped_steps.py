@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from ..logs import EVERYWHERE
 from .in_a_row import InARow
 
 _log = logging.getLogger("gtopk")
+# GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: gradients
+# that are finite unscaled are so after 16.
+MAX_SKIPPED_STEPS: Final = 20
 
 
 class SkippedSteps(InARow):

@@ -288,6 +288,26 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
     assert bool(weights(model).isfinite().all())
 
 
+def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() -> None:
+    state = GTopKState(0.05, max_skipped_steps=2)
+    model, begun = wrapped(state), world.current().step
+
+    def backward(factor: float) -> None:
+        model.zero_grad()
+        ((factor if RANK == SIZE - 1 else 1.0) * model(batch(0)).square().mean()).backward()
+
+    for factor in (torch.nan, torch.inf, 1.0, torch.nan, torch.nan):
+        backward(factor)
+    why = rf"a gradient is not finite on rank {SIZE - 1} \(of DDP's buckets: 0"
+    with pytest.raises(
+        FloatingPointError, match=rf"3 steps in a row.* at step {begun + 5}, .*{why}"
+    ):
+        backward(torch.nan)
+    assert (state.skipped_steps, state.progress.steps) == (5, 1)
+    train(model, range(2))
+    assert_alike(model)
+
+
 def test_a_sum_that_overflows_leaves_no_trace_in_any_bucket() -> None:
     state = GTopKState(0.25)
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 1, bias=False) for _ in range(3))

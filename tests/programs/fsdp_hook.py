@@ -181,6 +181,24 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
         assert bool(weights(model).isfinite().all())
 
 
+def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() -> None:
+    model, state = sharded(0.05, max_skipped_steps=1)
+
+    def backward(factor: float) -> None:
+        model.zero_grad()
+        (loss(model, 0) * (factor if RANK == 3 else 1.0)).backward()
+
+    for factor in (torch.nan, 1.0, torch.nan):
+        backward(factor)
+    why = "a gradient is not finite on rank 2 and rank 3"  # which had added up theirs
+    with pytest.raises(FloatingPointError, match=rf"2 steps in a row.* at step \d+, .*{why}"):
+        backward(torch.inf)
+    assert (state.skipped_steps, state.progress.steps) == (3, 1)
+    model.zero_grad()
+    train(model, range(2))
+    assert state.progress.steps == 3
+
+
 def test_gradients_that_add_up_to_spoilt_ones_cost_no_more_than_those() -> None:
     """Also where some are in no optimizer, and stay spoilt for good as nobody clears them."""
     model, state = sharded(0.05)

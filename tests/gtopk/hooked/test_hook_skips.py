@@ -14,14 +14,14 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[bool]:
 
 def test_what_is_dropped_is_all_but_what_is_of_other_models() -> None:
     one, other, nobodys = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
-    skips, others, same = HookSkips(lambda: [one]), HookSkips(lambda: [other]), [one]
-    again = HookSkips(lambda: same)  # another state of the first model, of an earlier run
+    skips, others, same = HookSkips(lambda: [one], 20), HookSkips(lambda: [other], 20), [one]
+    again = HookSkips(lambda: same, 20)  # another state of the first model, of an earlier run
     optimizer = torch.optim.SGD([one, other, nobodys], lr=1.0)
 
     def dropped(counted: bool) -> list[bool]:
         for parameter in (one, other, nobodys):
             parameter.grad = torch.ones(2)
-        skips.note(counted)
+        skips.note(counted, 0, 1, "rank 0")
         skips.drop(optimizer)
         return gradients(optimizer)
 
