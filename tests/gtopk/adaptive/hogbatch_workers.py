@@ -49,7 +49,8 @@ def adapted(
 
 
 def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return ((model(x) - y) ** 2).mean()
+    device = next(model.parameters()).device
+    return ((model(x.to(device)) - y.to(device)) ** 2).mean()
 
 
 def train(loader: Any, model: torch.nn.Module, optimizer: Any) -> list[list[int]]:

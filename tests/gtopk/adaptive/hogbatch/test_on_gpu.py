@@ -15,6 +15,7 @@ import gtopk.torch as hvd
 from gtopk.adaptive.hogbatch.device_copy import DeviceCopy
 from gtopk.adaptive.hogbatch.shared_model import SharedModel, layout_of, states_of
 from gtopk.world.world import World
+from tests.gtopk.adaptive.hogbatch_workers import loss_of, train
 from tests.gtopk.adaptive.modelled_ranks import FEATURES, network, on_ranks
 
 pytestmark = [
@@ -44,21 +45,6 @@ def adapted(device: str, make: Any, mode: str = "hogbatch", **options: Any) -> A
     options = {"sizes": {"cpu": 4, "gpu": 16}, **options}
     loader = hvd.adapt(DataLoader(data(), BATCH, shuffle=True), optimizer, mode, **options)
     return loader, model, optimizer
-
-
-def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    device = next(model.parameters()).device
-    return (model(x.to(device)) - y.to(device)).square().mean()
-
-
-def train(loader: Any, model: torch.nn.Module, optimizer: Any) -> list[list[int]]:
-    batches = []
-    for indices, x, y in loader:
-        batches.append(indices.tolist())
-        optimizer.zero_grad()
-        loss_of(model, x, y).backward()
-        optimizer.step()
-    return batches
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
