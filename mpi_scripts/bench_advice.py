@@ -75,10 +75,12 @@ class Held(NamedTuple):
     def edge(self, bits_per_second: float) -> Iterator[Forecast]:
         """Yield where the line said that compression ceases to pay, beside where it does.
 
-        Its number, and of its bounds what is nearest: the very same if it lies between them.
+        Its number, if it tells one, and of its bounds what is nearest: the very same if it lies
+        between them.
         """
         about, lowest, highest = said_edge(self.line)
-        yield self._of("below which bandwidth it pays", about, bits_per_second)
+        if about is not None:
+            yield self._of("below which bandwidth it pays", about, bits_per_second)
         nearest = min(max(bits_per_second, lowest), highest)
         yield self._of("between which bandwidths that is", nearest, bits_per_second)
 
@@ -119,35 +121,36 @@ def edge_of(line: str) -> str:
     return edge.partition("; links ")[0]
 
 
-def said_edge(line: str) -> tuple[float, float, float]:
+def said_edge(line: str) -> tuple[float | None, float, float]:
     """Return below how many bits per second compression pays, as a line says, and its bounds.
 
-    0: at no bandwidth. Raises ValueError where it does not say.
+    None: it tells the bounds alone. 0: at no bandwidth. Raises ValueError where it does not say.
     """
     edge = edge_of(line)
-    if edge.startswith("at no bandwidth"):
-        about = 0.0
-    elif edge.startswith("at every bandwidth"):
-        about = math.inf
-    else:
-        about = said(edge, "below about")
-    bracket = re.search(r"\((.*?)\)", edge)
-    if bracket is None:
-        return about, about, about
-    if bracket[1] == "too close to tell":
-        return about, 0.0, math.inf
-    number = r"(none|any|[\d.]+)(?:\s(\S+))?"
-    found = re.fullmatch(rf"{number} to {number} if a time is .*", bracket[1])
+    for words, told in _WHEREVER.items():
+        if edge.startswith(words):
+            return told
+    for words, other in ("at most", 0.0), ("at least", math.inf):
+        if re.match(rf"below\s[\d.]+\s\S+ {words}, perhaps", edge):
+            bound = said(edge, "below")
+            return None, min(bound, other), max(bound, other)
+    found = re.fullmatch(
+        r"below (?:about\s\S+\s\S+ \(|a bandwidth of )"
+        r"([\d.]+)(?:\s(\S+))? to ([\d.]+)\s(\w+/s)\W.*",
+        edge,
+    )
     if found is None:
-        raise ValueError(f"the bracket must tell two bandwidths: {line}")
-    low, low_unit, high, high_unit = found.groups()
-    return about, _bound(low, low_unit or high_unit), _bound(high, high_unit)
+        raise ValueError(f"the line must tell where compression pays: {line}")
+    low, low_unit, high, unit = found.groups()
+    about = said(edge, "below about") if "about" in edge else None
+    return about, float(low) * UNITS[low_unit or unit], float(high) * UNITS[unit]
 
 
-def _bound(number: str, unit: str | None) -> float:
-    if number in ("none", "any"):
-        return 0.0 if number == "none" else math.inf
-    return float(number) * UNITS[unit or "bit/s"]
+_WHEREVER: Final = {
+    "at no bandwidth or at every one": (None, 0.0, math.inf),
+    "at no bandwidth": (0.0, 0.0, 0.0),
+    "at every bandwidth": (math.inf, math.inf, math.inf),
+}
 
 
 def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:

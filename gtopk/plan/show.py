@@ -37,6 +37,7 @@ _WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
 _EQUAL_HEADINGS = ("method", "density", "updates", "step")
 _ACCURACY = "docs/tuning.md"
+_OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
 
 def render(comparison: Comparison, rates_origin: str) -> list[str]:
@@ -174,28 +175,26 @@ def verdict(comparison: Comparison) -> str:
 
 
 def where_it_pays(edge: BreakEven) -> str:
-    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)"."""
-    about = edge.bits_per_second
-    if about is None:
-        where = "at no bandwidth"
-    elif math.isinf(about):
-        where = "at every bandwidth"
-    else:
-        where = f"below {about_bandwidth_text(about)}"
-    if edge.lowest == edge.highest:
-        return where
-    if not edge.lowest and math.isinf(edge.highest):
-        return f"{where} (too close to tell)"
-    lowest, highest = map(_bandwidth, (edge.lowest, edge.highest))
-    unit = f"{SPACE}{highest.rpartition(SPACE)[2]}"
-    if_off = f"if a time is {100 * ERROR:.0f}{SPACE}% off"
-    return f"{where} ({lowest.removesuffix(unit)} to {highest} {if_off})"
+    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)".
 
-
-def _bandwidth(bits_per_second: float) -> str:
-    if not bits_per_second:
-        return "none"
-    return "any" if math.isinf(bits_per_second) else rough_bandwidth_text(bits_per_second)
+    Its bounds alone where it cannot be told to a fifth.
+    """
+    lowest, highest = map(rough_bandwidth_text, (edge.lowest, edge.highest))
+    match edge.lowest, edge.highest:
+        case 0.0, 0.0:
+            return "at no bandwidth"
+        case math.inf, math.inf:
+            return "at every bandwidth"
+        case 0.0, math.inf:
+            return "at no bandwidth or at every one: the two times are too close to tell"
+        case 0.0, _:
+            return f"below {highest} at most, perhaps at no bandwidth: a time may be {_OFF}"
+        case _, math.inf:
+            return f"below {lowest} at least, perhaps at every bandwidth: a time may be {_OFF}"
+    bounds = f"{lowest.removesuffix(SPACE + highest.rpartition(SPACE)[2])} to {highest}"
+    if not edge.is_a_number or edge.bits_per_second is None:
+        return f"below a bandwidth of {bounds}: a time may be {_OFF}"
+    return f"below {about_bandwidth_text(edge.bits_per_second)} ({bounds} if a time is {_OFF})"
 
 
 def show(lines: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ def advice(
         name, edge = LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates)
     else:
         name, edge = LABELS[found.candidate.algorithm], comparison.break_even
-    is_somewhere = edge.bits_per_second is not None and math.isfinite(edge.bits_per_second)
+    is_somewhere = edge.lowest < edge.highest
     link = comparison.cluster.network.farthest
     return (
         f"estimated exchange per {per}, {_what(comparison, others)}, nothing hidden behind "

@@ -45,29 +45,41 @@ def test_numbers_are_read_from_the_line() -> None:
 @pytest.mark.parametrize(
     ("edge", "words"),
     [
-        (BreakEven(480e3, 480e3, 480e3), "below about 480 kbit/s"),
-        (BreakEven(480e3, 12e3, 630e3), "below about 480 kbit/s (12 to 630 kbit/s if a"),
-        (BreakEven(48e6, 25e6, 2e9), "below about 48 Mbit/s (25 Mbit/s to 2 Gbit/s if a"),
-        (BreakEven(48e6, 0.0, 2e9), "below about 48 Mbit/s (none to 2 Gbit/s if a"),
-        (BreakEven(48e6, 25e6, math.inf), "below about 48 Mbit/s (25 Mbit/s to any if a"),
-        (BreakEven(None, 0.0, 210e6), "at no bandwidth (none to 210 Mbit/s if a"),
-        (BreakEven(None, 0.0, math.inf), "at no bandwidth (too close to tell)"),
+        (BreakEven(480e3, 250e3, 630e3), "below about 480 kbit/s (250 to 630 kbit/s if a time is"),
+        (BreakEven(480e6, 400e6, 1.2e9), "below about 480 Mbit/s (400 Mbit/s to 1.2 Gbit/s if a"),
+        (BreakEven(480e6, 390e6, 1.2e9), "below a bandwidth of 390 Mbit/s to 1.2 Gbit/s: a time"),
+        (BreakEven(48e6, 12e6, 63e6), "below a bandwidth of 12 to 63 Mbit/s: a time may be"),
+        (BreakEven(48e6, 0.0, 2e9), "below 2 Gbit/s at most, perhaps at no bandwidth: a time may"),
+        (BreakEven(None, 0.0, 210e6), "below 210 Mbit/s at most, perhaps at no bandwidth: a time"),
+        (BreakEven(48e6, 25e6, math.inf), "below 25 Mbit/s at least, perhaps at every bandwidth:"),
+        (BreakEven(math.inf, 25e6, math.inf), "below 25 Mbit/s at least, perhaps at every"),
+        (BreakEven(None, 0.0, math.inf), "at no bandwidth or at every one: the two times are too"),
         (BreakEven(None, 0.0, 0.0), "at no bandwidth"),
-        (BreakEven(math.inf, 25e6, math.inf), "at every bandwidth (25 Mbit/s to any if a"),
         (BreakEven(math.inf, math.inf, math.inf), "at every bandwidth"),
     ],
 )
 def test_the_edge_is_read_as_it_is_written(edge: BreakEven, words: str) -> None:
     written = where_it_pays(edge)
     assert written.replace("\N{NO-BREAK SPACE}", " ").startswith(words)
+    is_told = edge.is_a_number or edge.lowest == edge.highest
+    about = (edge.bits_per_second or 0.0) if is_told else None
     for name in ("gTop-k", "at this latency Ok-Topk"):
         line = f"a verdict; {name} pays {written}; links 1 Gbit/s, 50 µs, measured (here)"
-        assert said_edge(line) == (edge.bits_per_second or 0.0, edge.lowest, edge.highest)
+        assert said_edge(line) == (about, edge.lowest, edge.highest)
 
 
 def test_an_edge_in_other_words_is_not_guessed_at() -> None:
-    with pytest.raises(ValueError, match="the bracket must tell two bandwidths"):
+    with pytest.raises(ValueError, match="the line must tell where compression pays"):
         said_edge(LINE.replace("25 to 70 Mbit/s if a time is", "25 and 70 Mbit/s, were a time"))
+
+
+def test_a_number_is_told_where_times_that_are_six_per_cent_off_move_it_by_a_fifth() -> None:
+    """Bounds are three apart where each per cent of a time is three of the bandwidth."""
+    slope = math.log(3) / (2 * math.log(1.2))
+    for steep, is_a_number in ((0.99 * slope, True), (1.01 * slope, False)):
+        edge = BreakEven(100e6, 100e6 / 1.2**steep, 100e6 * 1.2**steep)
+        assert edge.is_a_number is is_a_number
+    assert 1.06**slope < 1.2 < 1.07**slope
 
 
 def test_the_edge_lies_where_both_take_the_same() -> None:
@@ -120,6 +132,7 @@ def test_a_network_is_held_against_its_line(tmp_path: Path) -> None:
     assert [each["entries"] for each in found] == [25_000, 250_000]
     for each in found:
         assert "; links " in each["line"]
-        assert said_edge(each["line"])[0] > 0
+        _, lowest, highest = said_edge(each["line"])
+        assert lowest < highest
     assert found[0]["dense_seconds"] > found[0]["sparse_seconds"] > 0
     assert done.stdout.splitlines()[2].startswith("| dense's time | 2 |")
