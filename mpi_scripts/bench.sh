@@ -41,7 +41,10 @@ measure() {
     printf '```\n'
 } >"$folder/results.md"
 
-measure "Selection" "${gtopk[@]}" bench selection --json "$folder/selection.json"
+measure "Selection" "${gtopk[@]}" bench selection --data training gaussian laplace \
+    --json "$folder/selection.json"
+measure "Selection misled" "${gtopk[@]}" bench selection --data adverse \
+    --methods gtopk-compiled gtopk-reference --json "$folder/misled.json"
 measure "Messages" "${gtopk[@]}" bench wire --json "$folder/wire.json"
 for ranks in 2 3; do
     measure "The engine on $ranks ranks" "${gtopk[@]}" run -n "$ranks" -m gtopk.cli bench engine \
@@ -68,9 +71,9 @@ if "$here/emulated_network.sh" 1 1gbit mpirun true 2>/dev/null; then
     measure "Forecasts by SimGrid" "$python" "$here/predictions.py" --simulate \
         "$folder/predictions"/*.json
     measure "Training on emulated hosts" "${scaling[@]}" "$folder/scaling" --scale 10 \
-        --models resnet20 vgg16 lstm-ptb -- --rounds 3 --budget-seconds 8
+        --models resnet20 vgg16 lstm-ptb -- --rounds 3 --budget-seconds 6
     measure "Training on 16 emulated hosts" "${scaling[@]}" "$folder/scaling16" --scale 10 \
-        --models alexnet --ranks 16 -- --rounds 2 --budget-seconds 8
+        --models alexnet --ranks 16 -- --rounds 2 --budget-seconds 6
     measure "Training on emulated hosts that compute" "${scaling[@]}" "$folder/computing" \
         --models resnet20 -- --compute real --batch 8 --rounds 3
 else

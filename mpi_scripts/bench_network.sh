@@ -17,7 +17,7 @@ export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys these
 for launcher in mpirun torchrun; do
     "$here/emulated_network.sh" 8 100mbit "$launcher" "${bench[@]}" \
-        --ranks 2 4 8 --lengths 25557032 --formats bf16 exact raw+exact --rounds 3 \
+        --ranks 2 4 8 --lengths 25557032 --formats bf16 exact raw+exact --rounds 3 --budget-seconds 12 \
         --bandwidth 100e6 --shared-cores "$cores" --interface eth0 \
         --json "$folder/$launcher.json"
 done

@@ -79,7 +79,8 @@ def simulated(
             k = length if method == "dense" else round(DENSITY * length)
             try:
                 trace = trace_of(Reduction(method, size, length, k, size // tree.sites))
-            except ValueError:
+            except ValueError as refused:
+                print(f"{method} on {size:,} hosts: {refused}", file=sys.stderr)
                 trace = None
             for rate in rates:
                 network = Network(size, Link.of(bandwidth(rate), LATENCY_SECONDS))
@@ -97,7 +98,7 @@ def table(found: Found, ranks: Sequence[int]) -> list[str]:
     ]
     for rate, methods in found.items():
         for method, seconds in methods.items():
-            cells = (seconds_text(s) if s else "too many messages" for s in seconds.values())
+            cells = (seconds_text(s) if s else "refused" for s in seconds.values())
             lines.append(f"| {rate} | {method} | {' | '.join(cells)} |")
     return lines
 

@@ -52,7 +52,7 @@ LONG_BYTES: Final = 1 << 17
 _WORD: Final = np.empty(0, np.uint8)
 # Two messages that are much longer hold each other up: a tenth over the link's time became two
 # fifths on two hosts of 100 Mbit/s.
-_PIECE_BYTES: Final = 4 << 20
+PIECE_BYTES: Final = 4 << 20
 # Up to here a rank gets everyone's whole array in half the rounds: latency is all that counts.
 _WHOLE_BYTES: Final = 4096
 # From here on a checksum's own message takes no time that counts; below are votes and the like.
@@ -131,7 +131,7 @@ def _pieces(array: Array, bounds: Sequence[int], first: int, blocks: int) -> lis
     last = first + blocks
     begin = bounds[first]
     end = bounds[last] if last <= size else end_of_array + bounds[last - size]
-    step = max(1, _PIECE_BYTES // array.itemsize)
+    step = max(1, PIECE_BYTES // array.itemsize)
     starts = range(begin, end, step) or [begin]
     return [_around(array, end_of_array, start, min(start + step, end)) for start in starts]
 

@@ -26,6 +26,7 @@ from collectives.algorithms.regions import LOTS_PER_RANK
 from collectives.planning.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.recorder import RECEIVED, Event, Recorder
+from collectives.transports.reductions import PIECE_BYTES
 from collectives.transports.seal import CHECKSUM_BYTES
 from collectives.wire import EXACT, Format, encode
 
@@ -80,10 +81,11 @@ class Reduction(NamedTuple):
         """Return one whose entries fit, and one of half as many, at the same density.
 
         Dense ones have equal parts for all ranks, which a remainder would weigh on too much, none
-        of them as short as a word.
+        of them as short as a word, and messages that travel in one piece.
         """
         if self.algorithm == "dense":
-            part = max(2 * CHECKSUM_BYTES // _FLOAT_BYTES + 2, _MOST_ENTRIES // self.ranks**2)
+            most = min(_MOST_ENTRIES // self.ranks, PIECE_BYTES // _FLOAT_BYTES)
+            part = max(2 * CHECKSUM_BYTES // _FLOAT_BYTES + 2, most // self.ranks)
             lengths = [part * self.ranks, part // 2 * self.ranks]
             large, small = (self._replace(length=n, selected=n) for n in lengths)
             return large, small

@@ -551,7 +551,7 @@ def check_mpi(transport: Transport) -> None:
     ):
         for law in LAWS:
             law(transport)
-        with mock.patch.multiple(reductions, _PIECE_BYTES=96, LONG_BYTES=32):
+        with mock.patch.multiple(reductions, PIECE_BYTES=96, LONG_BYTES=32):
             test_a_reduction_is_that_of_all_ranks_arrays(transport)
 
     with mock.patch.object(transport, "_neighbours", [transport.rank]):  # as on hosts of their own

@@ -261,7 +261,7 @@ def test_long_dense_messages_are_answered_and_their_pieces_wait_for_nothing(
     length = ranks * block_bytes // 4
     link = Link(1e-2, 1e-7)
     world = virtual(ranks, link)
-    with mock.patch.object(reductions, "_PIECE_BYTES", 2 * LONG_BYTES):
+    with mock.patch.object(reductions, "PIECE_BYTES", 2 * LONG_BYTES):
         run_ranks(world.world, lambda t: t.allreduce(np.zeros(length, np.float32)))
     found = predict(Candidate("dense"), length, Network(ranks, link), DEFAULT_RATES)
     assert found.communicate_seconds == pytest.approx(max(world.seconds), rel=1e-3)  # checksums

@@ -46,7 +46,7 @@ def test_short_messages_need_no_word(size: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 5, 8])
 def test_no_more_than_three_pieces_are_unanswered(size: int) -> None:
-    with mock.patch.object(reductions, "_PIECE_BYTES", PIECE_BYTES):
+    with mock.patch.object(reductions, "PIECE_BYTES", PIECE_BYTES):
         everyones = events_of(size, 4 * PIECE_BYTES + LONG_BYTES)
     for events in everyones:
         unanswered, most, pieces = 0, 0, 0
@@ -80,7 +80,7 @@ def test_a_sum_has_the_same_bits_however_small_its_pieces(size: int, length: int
     patches = {"LONG_BYTES": 16, "_CHECKED_BYTES": 32, "_WHOLE_BYTES": 0}
     found = set()
     for piece_bytes in (8, 64, 1 << 20):
-        with mock.patch.multiple(reductions, _PIECE_BYTES=piece_bytes, **patches):
+        with mock.patch.multiple(reductions, PIECE_BYTES=piece_bytes, **patches):
             found |= set(run_ranks(local_world(size, timeout_seconds=30), reduce))
     assert len(found) == 1
     total = np.frombuffer(found.pop(), np.float32)
@@ -103,7 +103,7 @@ def test_blocks_of_unlike_lengths_have_unlike_numbers_of_pieces(size: int) -> No
         transport.allgather_into(array, bounds)
         return part, array.tolist()
 
-    with mock.patch.multiple(reductions, _PIECE_BYTES=64, LONG_BYTES=16):
+    with mock.patch.multiple(reductions, PIECE_BYTES=64, LONG_BYTES=16):
         everyones = run_ranks(local_world(size, timeout_seconds=30), go)
     total = [n * size * (size + 1) // 2 for n in range(bounds[-1])]
     for rank, (part, whole) in enumerate(everyones):
@@ -117,7 +117,7 @@ def test_arrays_of_unlike_lengths_are_an_error_and_nobody_waits(size: int) -> No
         transport.allreduce(np.zeros(1000 if transport.rank else 200, np.float32))
 
     with (
-        mock.patch.multiple(reductions, _PIECE_BYTES=256, LONG_BYTES=64, _WHOLE_BYTES=0),
+        mock.patch.multiple(reductions, PIECE_BYTES=256, LONG_BYTES=64, _WHOLE_BYTES=0),
         pytest.raises(MessageError, match="every rank must pass an array of one size"),
     ):
         run_ranks(local_world(size, timeout_seconds=30), go)

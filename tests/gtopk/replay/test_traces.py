@@ -70,6 +70,15 @@ def test_a_large_reduction_is_told_from_two_smaller_ones(
         assert [size for _, size in one] == pytest.approx([size for _, size in other], rel=0.01)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 32])
+def test_dense_messages_that_travel_in_pieces_are_told_from_whole_ones(ranks: int) -> None:
+    """Every rank sends all blocks but its own twice: 102 MB of them in all."""
+    length = 25_557_032
+    for events in trace_of(reduction("dense", ranks, length)):
+        sent = sum(size for _, size in events if size != RECEIVED)
+        assert sent == pytest.approx(2 * (ranks - 1) / ranks * 4 * length, rel=1e-3)
+
+
 def test_what_has_too_many_messages_or_lines_is_refused() -> None:
     with pytest.raises(ValueError, match=r"oktopk on 4,096 ranks has about 1[67],"):
         trace_of(Reduction("oktopk", 4096, 1000, 10))
