@@ -2,7 +2,7 @@
 //
 //   a  (1: 4.0) (5: 1.0) (7: -2.0)                 k = 2
 //   b  (5: 2.5) (7:  2.0) (9: 0.5)
-//      one walk along both; the exact zero at 7 is dropped
+//      walks along both; the exact zero at 7 is dropped
 //   =  (1: 4.0) (5: 3.5) | (9: 0.5)                kept | dropped
 #include <algorithm>
 #include <numeric>
@@ -32,32 +32,91 @@ T masked(T value, bool taken) {
   return value;
 }
 
-// Write the sum's nonzero entries, and return how many; room for a.count + b.count.
+// How far two walks have come, in either list.
+struct Place {
+  std::int64_t a, b;
+};
+
+// A walk along two lists from one place to another, which writes the sum's nonzero entries.
 //
 // No branch depends on the indices: of two sparse lists every guess would be a coin's.
 template <class T, class I>
-std::int64_t add(const List<T, I>& a, const List<T, I>& b, I* indices, T* values) {
-  std::int64_t at_a = 0, at_b = 0, count = 0;
-  while (at_a < a.count && at_b < b.count) {
-    const I of_a = a.indices[at_a], of_b = b.indices[at_b];
+class Walk {
+ public:
+  Walk(const List<T, I>& a, const List<T, I>& b, Place from, Place to, I* indices, T* values)
+      : a_(a), b_(b), at_(from), to_(to), indices_(indices), values_(values) {}
+
+  // How many steps can be made before either list may be at its end.
+  std::int64_t steps() const { return std::min(to_.a - at_.a, to_.b - at_.b); }
+
+  void step() {
+    const I of_a = a_.indices[at_.a], of_b = b_.indices[at_.b];
     const bool take_a = of_a <= of_b, take_b = of_b <= of_a;
-    const T sum = masked(a.values[at_a], take_a) + masked(b.values[at_b], take_b);
-    indices[count] = take_a ? of_a : of_b;
-    values[count] = sum;
-    count += sum != T(0);
-    at_a += take_a;
-    at_b += take_b;
+    put(take_a ? of_a : of_b, masked(a_.values[at_.a], take_a) + masked(b_.values[at_.b], take_b));
+    at_.a += take_a;
+    at_.b += take_b;
   }
-  const auto rest = [&](const List<T, I>& list, std::int64_t at) {
-    for (; at < list.count; at++) {
-      indices[count] = list.indices[at];
-      values[count] = list.values[at];
-      count += list.values[at] != T(0);
+
+  // Walk to the end, and return how many entries there are.
+  std::int64_t end() {
+    while (steps() > 0) step();
+    for (; at_.a < to_.a; at_.a++) put(a_.indices[at_.a], a_.values[at_.a]);
+    for (; at_.b < to_.b; at_.b++) put(b_.indices[at_.b], b_.values[at_.b]);
+    return count_;
+  }
+
+ private:
+  void put(I index, T value) {
+    indices_[count_] = index;
+    values_[count_] = value;
+    count_ += value != T(0);
+  }
+
+  const List<T, I> a_, b_;
+  Place at_;
+  const Place to_;
+  I* const indices_;
+  T* const values_;
+  std::int64_t count_ = 0;
+};
+
+// Where a walk along both is after half of all entries, equal indices taken together.
+template <class T, class I>
+Place half_way(const List<T, I>& a, const List<T, I>& b) {
+  const std::int64_t half = (a.count + b.count) / 2;
+  std::int64_t least = std::max(half - b.count, std::int64_t{0}), most = std::min(half, a.count);
+  while (least < most) {
+    const std::int64_t middle = (least + most) / 2;
+    const bool is_before = a.indices[middle] <= b.indices[half - middle - 1];
+    (is_before ? least : most) = middle + is_before;
+  }
+  Place place{least, half - least};
+  place.b += place.a > 0 && place.b < b.count && a.indices[place.a - 1] == b.indices[place.b];
+  return place;
+}
+
+// Write the sum's nonzero entries, and return how many; room for a.count + b.count.
+//
+//   a  [ first ->  | second ->  ]     Two walks in turn: a walk's next step waits for the last
+//   b  [ first -> | second ->   ]     one's, and not for the other walk's.
+template <class T, class I>
+std::int64_t add(const List<T, I>& a, const List<T, I>& b, I* indices, T* values) {
+  const Place middle = half_way(a, b);
+  const std::int64_t room = middle.a + middle.b;
+  Walk<T, I> first(a, b, {0, 0}, middle, indices, values);
+  Walk<T, I> second(a, b, middle, {a.count, b.count}, indices + room, values + room);
+  while (const std::int64_t steps = std::min(first.steps(), second.steps())) {
+    for (std::int64_t step = 0; step < steps; step++) {
+      first.step();
+      second.step();
     }
-  };
-  rest(a, at_a);
-  rest(b, at_b);
-  return count;
+  }
+  const std::int64_t found = first.end(), more = second.end();
+  if (found < room) {
+    std::copy_n(indices + room, more, indices + found);
+    std::copy_n(values + room, more, values + found);
+  }
+  return found + more;
 }
 
 // Write kept entries, then dropped ones, and return the number of both; *kept: of the first.

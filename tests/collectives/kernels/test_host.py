@@ -228,6 +228,19 @@ def test_64_bit_indices_select_the_same(
         assert found.indices.tolist() == expected[name].indices.tolist()
 
 
+def test_wherever_two_walks_part_the_sum_is_that_of_one() -> None:
+    """Of all lists with indices below 6, those that cancel out among them."""
+    lists = []
+    for chosen in range(2**6):
+        dense = np.array([index % 3 - 1.5 if chosen >> index & 1 else 0 for index in range(6)])
+        lists.append(SparseVector.from_dense(dense.astype(np.float32)))
+    for a in lists:
+        for b in lists:
+            for sign in (1, -1):
+                other = b._replace(values=b.values * np.float32(sign))
+                assert_same(host.sum_by_index([a, other]), reference.sum_by_index([a, other]))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("length", [2**20, 2**40])
 def test_long_lists_merge_and_add_up_as_in_the_reference(
