@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Final, Protocol
 
@@ -71,6 +71,7 @@ class Guard:
         self._handles_sigterm = False
         self._failures = failures
         self._retired = self._told = False  # _told: what this rank failed with
+        self._speaks = self._stopped_meanwhile = False  # while it tells that
         self._heartbeat: Heartbeat | None = None
         if self.needed and heartbeat_seconds > 0:
             warning_seconds = member.engine.settings.stall_warning_seconds
@@ -175,13 +176,25 @@ class Guard:
             self._fail(arguments.exc_value or arguments.exc_type())
 
     def _fail(self, error: BaseException) -> None:
-        self.tell(error)
-        _for_a_moment(lambda: self._write_down(self._failed(error), error), _DISK_SECONDS)
+        with self._to_the_end():
+            self.tell(error)
+            _for_a_moment(lambda: self._write_down(self._failed(error), error), _DISK_SECONDS)
         if self.member.engine.ranks_may_leave:
             self._end_alone(error)
         how = self._failed(error, place=f" ({self.place})")
         self._let_the_others_speak(how)
         self.member.transport.abort(1, how)
+
+    @contextlib.contextmanager
+    def _to_the_end(self) -> Iterator[None]:
+        """Put SIGTERM off: a launcher sends it as soon as one rank is lost, in mid-sentence."""
+        self._speaks = True
+        try:
+            yield
+        finally:
+            self._speaks = False
+            if self._stopped_meanwhile:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _let_the_others_speak(self, how: str) -> None:
         """Resign, and wait a moment: an abort would cut the others off in mid-sentence.
@@ -204,6 +217,9 @@ class Guard:
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self._speaks:
+            self._stopped_meanwhile = True
+            return
         if not self._retired and not self._told:  # else it has said why it ends
             self._say_that_it_is_stopped()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

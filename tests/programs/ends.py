@@ -8,13 +8,14 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import light_torch  # noqa: F401
 import torch
 
 import gtopk.torch as hvd
 from gtopk.launch import launched_by
-from gtopk.world import world
+from gtopk.world import guard, world
 
 way, culprit = sys.argv[1], int(sys.argv[2])
 
@@ -22,6 +23,15 @@ way, culprit = sys.argv[1], int(sys.argv[2])
 def end_here() -> None:
     match way:
         case "exception" | "exception, and a rank is slow to speak":
+            raise RuntimeError("boom")
+        case "exception, and SIGTERM in mid-sentence":
+            write = guard.write_error_file
+
+            def write_when_stopped(*words: Any) -> None:
+                os.kill(os.getpid(), signal.SIGTERM)
+                write(*words)
+
+            guard.write_error_file = write_when_stopped
             raise RuntimeError("boom")
         case "exception, once the heartbeat's secret is told":
             assert world._guard is not None

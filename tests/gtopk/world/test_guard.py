@@ -104,6 +104,17 @@ def test_nobody_is_cut_off_before_its_last_words(mpirun):
         assert re.search(rf"rank {rank} of 3 .* failed at step 5: .*rank 2 left", job.stderr)
 
 
+def test_nor_does_a_launcher_cut_a_rank_off_in_mid_sentence(mpirun, tmp_path):
+    """As torchrun does, as soon as it sees that another rank is lost."""
+    way = "exception, and SIGTERM in mid-sentence"
+    job = mpirun(2, "ends.py", way, "1", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
+    assert job.returncode != 0
+    said = r"rank 1 of 2 .* failed at step 5: RuntimeError: boom; ending the job"
+    assert len(re.findall(said, job.stderr)) == 1, job.stderr
+    assert "rank 1 of 2" not in re.sub(said, "", job.stderr), job.stderr
+    assert (tmp_path / "failure_rank1.json").exists()
+
+
 def test_a_job_that_ends_well_says_nothing(mpirun):
     job = mpirun(3, "ends.py", "well", "2", timeout=60)
     assert job.returncode == 0
