@@ -47,6 +47,12 @@ from mpi_scripts.predictions import Forecast, row
 COMPRESSIONS: Final = {"gtopk": hvd.Compression.gtopk, "oktopk": hvd.Compression.oktopk}
 NO_DELAY: Final = "0"
 UNITS: Final = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
+# Edges without a bandwidth: in the line's words, and as `said_edge` tells them.
+_WHEREVER: Final = {
+    "at no bandwidth or at every one": (None, 0.0, math.inf),
+    "at no bandwidth": (0.0, 0.0, 0.0),
+    "at every bandwidth": (math.inf, math.inf, math.inf),
+}
 
 
 class Held(NamedTuple):
@@ -144,13 +150,6 @@ def said_edge(line: str) -> tuple[float | None, float, float]:
     low, low_unit, high, unit = found.groups()
     about = said(edge, "below about") if "about" in edge else None
     return about, float(low) * UNITS[low_unit or unit], float(high) * UNITS[unit]
-
-
-_WHEREVER: Final = {
-    "at no bandwidth or at every one": (None, 0.0, math.inf),
-    "at no bandwidth": (0.0, 0.0, 0.0),
-    "at every bandwidth": (math.inf, math.inf, math.inf),
-}
 
 
 def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:
