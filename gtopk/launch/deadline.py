@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Final
 from collectives.environment import number
 
 from . import watchdog
+from .watchdog import Watch
 
 START_TIMEOUT: Final = "GTOPK_START_TIMEOUT"
 
@@ -23,22 +25,21 @@ def start_timeout_seconds() -> float:
 
 
 @contextmanager
-def deadline(seconds: float, late: str, *, launcher: int = 0, orphaned: str = "") -> Iterator[None]:
-    """Say `late` on stderr and kill this process if the body takes longer; inf: however long.
+def deadline(watch: Watch) -> Iterator[None]:
+    """Kill this process, and say why, should what is watched for come before the body ends.
 
-    launcher: the process that started this one; when it is gone, say `orphaned`, and do the same.
     By a process of its own: the body may hold Python's lock all the while.
     """
-    if seconds == math.inf and not launcher:
+    if watch.seconds == math.inf and not watch.launcher and not watch.ranks:
         yield
         return
-    words = [str(seconds), late, str(launcher), orphaned]
-    watch = subprocess.Popen(
-        [sys.executable, "-IS", os.path.abspath(watchdog.__file__), *words], stdin=subprocess.PIPE
+    program = os.path.abspath(watchdog.__file__)
+    dog = subprocess.Popen(
+        [sys.executable, "-IS", program, json.dumps(watch)], stdin=subprocess.PIPE
     )
-    assert watch.stdin is not None
+    assert dog.stdin is not None
     try:
         yield
     finally:
-        watch.stdin.close()
-        watch.wait()
+        dog.stdin.close()
+        dog.wait()

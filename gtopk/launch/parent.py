@@ -1,4 +1,4 @@
-"""Parent: the launcher's process that started this one, and whether it is gone."""
+"""Parent: the launcher's process that started this one; is it gone, and whom else has it here?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import socket
 from collections.abc import Mapping
 from typing import Final
 
+from .launched import Launched
+from .watchdog import variable_of
+
+# By the variable of a rank's number: one that no launcher has itself, and how many ranks it starts.
+_OF_A_RANK: Final = {
+    "RANK": ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"),
+    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "PMI_RANK": ("PMI_RANK", "MPI_LOCALNRANKS"),
+}
 _ASK_SECONDS: Final = 1.0
 
 _parent = os.getppid()  # at the import: who looks later may find who adopts orphans
@@ -32,6 +41,18 @@ def launcher(environ: Mapping[str, str] = os.environ) -> int:
     Of no other: who sets RANK by hand may do so in a shell that ends before its ranks.
     """
     return agent(environ) or (_parent if environ.get("OMPI_COMM_WORLD_RANK") else 0)
+
+
+def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks of a job this process's parent has started; 0 where nobody can tell.
+
+    Where that is a shell between the launcher and this rank, for one.
+    """
+    mark, count = _OF_A_RANK.get(job.variables[0], ("", ""))
+    if mark not in environ or variable_of(_parent, mark) != "":
+        return 0
+    said = environ.get(count, "")
+    return int(said) if said.isdecimal() else 0
 
 
 def is_gone(environ: Mapping[str, str] = os.environ) -> bool:

@@ -27,7 +27,8 @@ from collectives.transports import TRANSPORTS, Transport, open_transport
 from ..launch import Launched, carried_by, launched_by
 from ..launch.deadline import deadline, start_timeout_seconds
 from ..launch.meeting import Address, horovodrun_server, master, srun_address
-from ..launch.parent import is_gone, launcher
+from ..launch.parent import is_gone, launcher, ranks_here
+from ..launch.watchdog import Watch
 from .communicators import communicator_of, is_communicator
 
 if TYPE_CHECKING:
@@ -100,10 +101,10 @@ def join_over(name: str) -> Transport:
 
 def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, float]) -> Transport:
     if name == "mpi" or is_communicator(comm):
-        with _watched(job, timeouts[1]):
+        with _watched(job, timeouts[1], all_join=comm is None):
             return _join_mpi(comm, timeouts[0])
     if name == "torch.distributed" and (job or comm):
-        with _watched(job):
+        with _watched(job, all_join=not comm):
             return _join_torch(job, comm, *timeouts)
     if comm:
         _check(comm, 0, 1)
@@ -161,23 +162,35 @@ def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
     return open_mpi(comm, timeout_seconds)
 
 
-def _watched(job: Launched | None, seconds: float = math.inf) -> AbstractContextManager[None]:
-    """Return what ends this process should its launcher end, or MPI's start take longer, meanwhile.
+def _watched(
+    job: Launched | None, seconds: float = math.inf, *, all_join: bool
+) -> AbstractContextManager[None]:
+    """Return what ends this process should the others not come, or MPI's start take longer.
 
+    Its launcher may end meanwhile, or where all join one of the ranks that it started on this host.
     Companions look for the launcher from then on. Raises PeerError where it is gone already.
     """
     who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
-    late = (
-        f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
-        "another rank has ended before hvd.init(), or cannot be reached"
-    )
-    orphaned = (
-        f"{who} (host {socket.gethostname()}, pid {os.getpid()}) cannot join the others: "
-        f"{job.launcher if job else 'the launcher'}, which started it, is gone"
-    )
+    which = f"{who} (host {socket.gethostname()}, pid {os.getpid()})"
+    named = job.launcher if job else "the launcher"
+    orphaned = f"{which} cannot join the others: {named}, which started it, is gone"
     if is_gone():
         raise PeerError(orphaned)
-    return deadline(seconds, late, launcher=launcher(), orphaned=f"gtopk: {orphaned}")
+    here = ranks_here(job) if job and all_join else 0
+    return deadline(
+        Watch(
+            seconds,
+            late=f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and "
+            "ends: another rank has ended before hvd.init(), or cannot be reached",
+            launcher=launcher(),
+            orphaned=f"gtopk: {orphaned}",
+            ranks=here,
+            missed=f"gtopk: {which} cannot join the others: of those that {named} started on this "
+            "host {} before hvd.init()",
+            variable=job.variables[0] if job else "",
+            is_all=job is not None and job.size == here,
+        )
+    )
 
 
 def _join_torch(
