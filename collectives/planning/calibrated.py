@@ -20,12 +20,13 @@ from ..transports.transport import Transport
 from ..wire import EXACT, Format
 from .cache import Facts, as_json, cache_path, calibration_from, load, save
 from .calibration import Calibration, assumed, measure
+from .crowding import ranks_per_core
 from .probes import Clock
 from .recheck import still_holds
 
 # Of what the numbers of a calibration mean: one more whenever that of a field changes, or how it is
 # measured, so that what was kept by another meaning is measured anew.
-MODEL: Final = 2
+MODEL: Final = 3
 VARIABLE: Final = "GTOPK_CALIBRATION"  # rank 0's counts: off, fresh, or the path of a cache file
 
 
@@ -80,6 +81,7 @@ def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, s
         "model": str(MODEL),
         # In rank order: a, a, b, b is another network than a, b, a, b.
         "hosts": ", ".join(f"{len([*ranks])} x {host}" for host, ranks in groupby(hosts)),
+        "ranks a core": f"{ranks_per_core(transport):.4g}",
         "transport": transport.name,
         "library": transport.library(),
         "kernels": in_use(),

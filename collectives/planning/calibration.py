@@ -8,6 +8,7 @@
     allreduce   all                                                0.4, and as long again; and to
                                                                    agree on its time
     agreement   all                                                9 log2 P latencies, 3 if long
+    crowding    all: who shares cores with whom                    one allgather
     rates       each for itself                                    0.8
     calls       all                                                0.4, and 0.3 to rest
 
@@ -35,6 +36,7 @@ from ..kernels import accumulate_and_select, all_finite, contains, merge, sum_by
 from ..transports.transport import Transport
 from ..wire import EXACT, Format
 from .calls import DENSITY, measure_calls, own_call_seconds, picks
+from .crowding import ranks_per_core
 from .network import Network
 from .probes import (
     NOT_MEASURED,
@@ -144,6 +146,7 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
         allreduce,
         agreement_seconds,
         native_bytes if native_bytes < sys.maxsize else None,
+        ranks_per_core(transport),
     )
     if not in_order:
         # Any message may leave its node, and share the link with those of the other ranks there.

@@ -15,6 +15,7 @@ class Network(NamedTuple):
                None: the links above, without loss.
     native_bytes: from here on an allreduce is the library's own, and no words answer its messages;
                   None: none is.
+    ranks_per_core: that share a core where most do; 1: each has one of its own.
     agreement_seconds: what it takes until all have heard a word of each, as they must before every
                        reduction of a training; None: ceil(log2 P) latencies.
     """
@@ -26,6 +27,7 @@ class Network(NamedTuple):
     allreduce: Link | None = None
     agreement_seconds: float | None = None
     native_bytes: int | None = None
+    ranks_per_core: float = 1.0
 
     @property
     def is_one_node(self) -> bool:

@@ -26,6 +26,8 @@ from .network import Network
 from .rates import Rates
 from .schedules import Order, Round, schedule
 
+_ROUNDING: Final = 1e-9  # of a ratio of two whole numbers
+
 # What the algorithms call it.
 WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out", "hierarchical": "growth"}
 # What a Compression does unless one says otherwise; 1 where there is no such option.
@@ -138,15 +140,15 @@ def predict(
     network: Network,
     rates: Rates,
     value_bytes: int = 4,
-    cores: float = math.inf,
 ) -> Prediction:
     """Return what a candidate takes for a gradient of `length` values of `value_bytes`.
 
-    cores: that all ranks share, where one machine emulates their hosts. What ranks have to code is
-           taken to be shorter than the slices in which a core is divided: they stand in line.
+    What ranks that share cores have to code is taken to be shorter than the slices in which a core
+    is divided: they stand in line.
     A hierarchy is taken to sum picks inside a node and to run gtopk across, whatever it does.
     """
     is_dense = candidate.algorithm == "dense"
+    crowding = network.ranks_per_core / network.ranks  # of each rank that is at work
     order = _order(candidate, length, network, value_bytes)
     communicate = latency = code = merge = messages = sent = 0.0
     rounds = 0
@@ -155,7 +157,7 @@ def predict(
     for step in schedule(candidate.algorithm, order):
         each = _bytes_of(step, candidate, length, value_bytes, message_bytes)
         times = step.times
-        held_up = max(1, math.ceil(step.senders / cores))
+        held_up = max(1, math.ceil(step.senders * crowding - _ROUNDING))
         coded = 0.0
         if step.lists:
             asked = rates.coding[candidate.format]
@@ -186,7 +188,7 @@ def predict(
         select = length * rates.select_seconds + candidate.selected(length) * rates.pick_seconds
     return Prediction(
         candidate,
-        select,
+        network.ranks_per_core * select,
         code,
         communicate,
         merge,

@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--shared-cores",
         type=natural,
-        help="cores of all ranks together, if one machine emulates hosts",
+        help="cores of all ranks together; default: as found here",
     )
     add(
         "--interface",

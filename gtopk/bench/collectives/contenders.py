@@ -59,7 +59,7 @@ class Contender:
     """One way to reduce what the ranks have selected.
 
     prepare:   returns what is timed.
-    modelled:  of length, k, network, rates and the cores that all share; None: there is no model.
+    modelled:  of length, k, network and rates; None: there is no model.
     selective: whether it looks at the picks only, and not at every coordinate.
     conserves: what it does not put into the update returns.
     """
@@ -67,7 +67,7 @@ class Contender:
     name: str
     label: str
     prepare: Callable[[Task], Callable[[], Outcome]]
-    modelled: Callable[[int, int, Network, Rates, float], Modelled | None]
+    modelled: Callable[[int, int, Network, Rates], Modelled | None]
     algorithm: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     format: Format | None = None
@@ -85,13 +85,11 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
             *reduce(selected, k, transport, algorithm, format=format, **kept, **options)
         )
 
-    def modelled(
-        length: int, k: int, network: Network, rates: Rates, cores: float
-    ) -> Modelled | None:
+    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled | None:
         if algorithm not in SCHEDULES or options:
             return None
         candidate = Candidate(algorithm, k / length, format)
-        found = predict(candidate, length, network, rates, cores=cores)
+        found = predict(candidate, length, network, rates)
         code_seconds = found.code_seconds + found.merge_seconds
         return Modelled(found.communicate_seconds, code_seconds, found.rounds)
 
@@ -196,7 +194,7 @@ def dense_library() -> Contender:
 
         return go
 
-    def modelled(length: int, k: int, network: Network, rates: Rates, cores: float) -> Modelled:
+    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
         found = predict(Candidate("dense"), length, network, rates)
         return Modelled(found.communicate_seconds, 0.0)
 
@@ -212,7 +210,7 @@ def plain_allgather() -> Contender:
             None,
         )
 
-    def modelled(length: int, k: int, network: Network, rates: Rates, cores: float) -> Modelled:
+    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
         alpha, beta, _ = network.link(1)
         ranks = network.ranks
         return Modelled(rounds(ranks) * alpha + (ranks - 1) * k * 8 * beta, 0.0)
@@ -239,7 +237,7 @@ def published_tree(broadcast: str) -> Contender:
             baselines.published_tree(task.selected, task.k, rank, size, library, spread), None
         )
 
-    def modelled(length: int, k: int, network: Network, rates: Rates, cores: float) -> Modelled:
+    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
         alpha, beta, _ = network.link(1)
         steps = rounds(network.ranks)
         barriers = steps * steps * alpha

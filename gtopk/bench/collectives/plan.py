@@ -11,7 +11,7 @@ class Plan(NamedTuple):
     ranks:     how many of the launched ranks take part, one measurement after the other; none: all.
     formats:   that gtopk's algorithms send: "packed+bf16", or "bf16" for the one the model picks.
     bandwidth, latency: of the model's link, bits per second and seconds; None: as measured.
-    shared_cores: of all ranks together, on emulated hosts; None: each has one of its own.
+    shared_cores: of all ranks together; None: as many as are found.
     interface: whose sent bytes are noted; None: nobody's.
     """
 

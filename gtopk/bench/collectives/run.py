@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -29,22 +29,6 @@ from .record import Record, Results
 
 _GATHERS: Final = 32
 _WARM_UP = Case(ranks=0, length=4096, density=0.01, distribution="uniform")
-
-
-class Sharing(NamedTuple):
-    """What ranks that share cores have to wait for.
-
-    message_seconds: of a core, for the message that each sends and the one that it gets in a round.
-    """
-
-    ranks: int
-    cores: float
-    message_seconds: float
-
-    @property
-    def round_seconds(self) -> float:
-        """Return what the others' messages take of a round; the own one is in its latency."""
-        return max(0, math.ceil(self.ranks / self.cores) - 1) * self.message_seconds
 
 
 def message_seconds(transport: Transport) -> float:
@@ -115,7 +99,8 @@ def on_these_ranks(
     """Return the records of all cases with this number of ranks."""
     records: list[Record] = []
     network, rates = calibration.network, calibration.rates
-    sharing = Sharing(transport.size, plan.shared_cores or math.inf, message_seconds(transport))
+    # The others' messages, where ranks share cores; a round's own one is in its latency.
+    sharing_seconds = (math.ceil(network.ranks_per_core) - 1) * message_seconds(transport)
     for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
         contenders = chosen(plan, case, first, calibration)
         for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
@@ -131,7 +116,7 @@ def on_these_ranks(
                 say,
             )
         reference = reference_of(contenders, case.length, case.k, network, rates)
-        records += [_record(each, case, calibration, reference, sharing) for each in found]
+        records += [_record(each, case, calibration, reference, sharing_seconds) for each in found]
     return records
 
 
@@ -177,7 +162,11 @@ def modelled_network(plan: Plan, network: Network) -> tuple[Network, record.Link
         bandwidth_from="given" if plan.bandwidth else "measured",
         latency_from="measured" if plan.latency is None else "given",
     )
-    return Network(network.ranks, link, native_bytes=network.native_bytes), told
+    crowding = network.ranks_per_core
+    if plan.shared_cores is not None:
+        crowding = max(1.0, network.ranks / plan.shared_cores)
+    found = Network(network.ranks, link, native_bytes=network.native_bytes, ranks_per_core=crowding)
+    return found, told
 
 
 def count_hosts(transport: Transport) -> int:
@@ -191,14 +180,14 @@ def _record(
     case: Case,
     calibration: Calibration,
     reference: str | None,
-    sharing: Sharing,
+    sharing_seconds: float,
 ) -> Record:
     contender = measured.contender
     seconds = record.spread(measured.seconds)
     network, rates = calibration.network, calibration.rates
-    modelled = contender.modelled(case.length, case.k, network, rates, sharing.cores)
+    modelled = contender.modelled(case.length, case.k, network, rates)
     wire = modelled and modelled.wire_seconds
-    code = modelled and modelled.code_seconds + modelled.rounds * sharing.round_seconds
+    code = modelled and modelled.code_seconds + modelled.rounds * sharing_seconds
     on_interface = measured.interface_bytes
     return Record(
         contender=contender.name,

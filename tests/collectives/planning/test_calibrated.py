@@ -75,6 +75,9 @@ def test_what_is_saved_is_loaded(tmp_path):
         lambda text: text.replace('"ranks": 2', '"ranks": 3'),
         lambda text: text.replace('"ranks_per_node": 2', '"ranks_per_node": 2.5'),
         lambda text: text.replace('"ranks_per_node": 2', '"ranks_per_node": true'),
+        lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": 0.5'),
+        lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": Infinity'),
+        lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": "2"'),
         lambda text: 100_000 * "[",
         lambda text: re.sub(r'"between": \[[^\]]*\]', '"between": null', text),
         lambda text: re.sub(r'"between": \[[^\]]*\]', '"between": [0.001, 0, 1000]', text),
@@ -157,6 +160,20 @@ def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
     assert "kept in" in origin(native_bytes=0)
     monkeypatch.setattr(calibrated, "MODEL", calibrated.MODEL + 1)
     assert "kept in" not in origin()
+
+
+def test_ranks_on_other_cores_are_another_calibration(monkeypatch):
+    """As those that are bound to one each, or wherever a container grants more or less of them."""
+    monkeypatch.setattr(calibrated, "measure", lambda *_: KEPT)
+    monkeypatch.setattr(calibrated, "still_holds", lambda *_: True)
+
+    def origin(crowding: float) -> str:
+        monkeypatch.setattr(calibrated, "ranks_per_core", lambda transport: crowding)
+        return on_ranks(2)[0].origin
+
+    assert "kept in" not in origin(1.0)
+    assert "kept in" not in origin(2.0)
+    assert "kept in" in origin(1.0)
 
 
 def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):

@@ -385,8 +385,8 @@ def test_short_lists_take_their_calls_which_were_measured_where_ranks_share_a_co
     candidate = Candidate(algorithm, 1e-4)
 
     def seconds(ranks: int, cores: float) -> float:
-        network = Network(ranks, LINK)
-        return predict(candidate, 10**5, network, calls, cores=cores).merge_seconds
+        network = Network(ranks, LINK, ranks_per_core=max(1.0, ranks / cores))
+        return predict(candidate, 10**5, network, calls).merge_seconds
 
     expected = {"dense": 0.0, "topk-allgather": 1.7, "gtopk-tree": 3.3, "oktopk": 5.1}
     assert seconds(8, math.inf) == pytest.approx(expected.get(algorithm, 3.0))
@@ -401,10 +401,23 @@ def test_ranks_that_share_cores_code_in_turns(ranks, turns):
 
     def seconds(cores: float) -> float:
         candidate = Candidate("topk-allgather", 1e-3)
-        found = predict(candidate, 10**5, Network(ranks, LINK), coding, cores=cores)
+        network = Network(ranks, LINK, ranks_per_core=max(1.0, ranks / cores))
+        found = predict(candidate, 10**5, network, coding)
         return found.code_seconds + found.merge_seconds
 
     assert seconds(2) == pytest.approx(turns * seconds(math.inf))
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "gtopk"])
+def test_ranks_that_share_cores_select_and_copy_at_the_same_time(algorithm):
+    rates = Rates(1.0, 0.0, {EXACT: CodingRate(0.0, 0.0)}, copy_seconds=1.0)
+
+    def seconds(ranks_per_core: float) -> float:
+        network = Network(4, LINK, ranks_per_core=ranks_per_core)
+        return predict(Candidate(algorithm, 1e-3), 10**5, network, rates).select_seconds
+
+    assert seconds(1.0) == 10**5
+    assert seconds(1.5) == 1.5 * 10**5
 
 
 @pytest.mark.parametrize(("ranks", "goes"), [(2, 1), (3, 2), (8, 3)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,10 +56,17 @@ def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() 
 
 
 def test_dense_is_modelled_as_the_transport_reduces() -> None:
-    plan: Any = SimpleNamespace(bandwidth=1e9, latency=None)
-    measured = SLOW._replace(native_bytes=1 << 24)
+    plan: Any = SimpleNamespace(bandwidth=1e9, latency=None, shared_cores=None)
+    measured = SLOW._replace(native_bytes=1 << 24, ranks_per_core=1.5)
     network, _ = modelled_network(plan, measured)
     assert network == measured._replace(between=Link.of(1e9, 1e-4))
+
+
+@pytest.mark.parametrize(("cores", "ranks_per_core"), [(2, 4.0), (8, 1.0), (100, 1.0)])
+def test_cores_that_are_given_count_and_not_those_that_are_found(cores, ranks_per_core) -> None:
+    plan: Any = SimpleNamespace(bandwidth=None, latency=None, shared_cores=cores)
+    network, _ = modelled_network(plan, SLOW._replace(ranks_per_core=1.5))
+    assert network.ranks_per_core == ranks_per_core
 
 
 def test_ratios_are_told_against_the_gtopk_that_is_modelled_quickest() -> None:
@@ -74,7 +80,7 @@ def test_ratios_are_told_against_the_gtopk_that_is_modelled_quickest() -> None:
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk-tree", "gtopk"])
 def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
     format = Format("blocks", "bf16")
-    found = own(algorithm, {}, format).modelled(LENGTH, K, SLOW, RATES, math.inf)
+    found = own(algorithm, {}, format).modelled(LENGTH, K, SLOW, RATES)
     expected = predict(Candidate(algorithm, K / LENGTH, format), LENGTH, SLOW, RATES)
     code_seconds = expected.code_seconds + expected.merge_seconds
     assert found == (expected.communicate_seconds, code_seconds, expected.rounds)
@@ -100,7 +106,7 @@ def test_the_boundaries_of_oktopk_stand_from_go_to_go() -> None:
 def test_baselines_are_modelled_by_what_they_send() -> None:
     alpha, beta, _ = SLOW.between
     wire = {
-        contender.name: contender.modelled(LENGTH, K, SLOW, RATES, math.inf)[0]
+        contender.name: contender.modelled(LENGTH, K, SLOW, RATES)[0]
         for contenders in BASELINES.values()
         for contender in contenders
     }
