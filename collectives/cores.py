@@ -39,11 +39,21 @@ def core_quota(
 
     A container limited so (docker run --cpus=2) still sees every core of its machine.
     """
+    return granted_cores(membership, root)[0]
+
+
+def granted_cores(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> tuple[float, str]:
+    """Return the same, and a name for the group that grants so few; whoever is in it shares them.
+
+    By device and inode: a container sees its group under another path than others do.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
-        return math.inf
-    lowest = math.inf
+        return math.inf, ""
+    lowest, group = math.inf, ""
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2: one tree
@@ -57,8 +67,11 @@ def core_quota(
         for directory in (here, *here.parents):
             if directory == top.parent:
                 break
-            lowest = min(lowest, _quota_of(directory))
-    return lowest
+            quota = _quota_of(directory)
+            if quota < lowest:
+                status = directory.stat()
+                lowest, group = quota, f"{status.st_dev}:{status.st_ino}"
+    return lowest, group
 
 
 def _quota_of(directory: Path) -> float:

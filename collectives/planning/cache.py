@@ -99,8 +99,9 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
             raise ValueError(
                 f"{name} must be a whole number from {least} on, got {network[name]!r}"
             )
-    if not 1 <= network["ranks_per_core"] < math.inf:
-        raise ValueError(f"ranks_per_core must be at least 1, got {network['ranks_per_core']!r}")
+    crowding = network["ranks_per_core"]
+    if type(crowding) not in (int, float) or not 1 <= crowding < math.inf:
+        raise ValueError(f"ranks_per_core must be a number from 1 on, got {crowding!r}")
     link = network["between"]
     if link is None or (link.burst_bytes and not link.seconds_per_byte):
         raise ValueError("a network needs a link, and a link with a burst a bandwidth")

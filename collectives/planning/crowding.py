@@ -1,12 +1,17 @@
 """Crowding: how many ranks share a core, on whatever they take for hosts of their own.
 
 Containers, and hosts that one machine emulates, have names of their own and share its kernel: ranks
-that tell the same boot of a kernel are on one machine.
+that tell the same boot of a kernel are taken to be on one machine. A container that is told another
+one (systemd-nspawn, LXC) is taken for a machine.
+
+A core is what Linux counts: each hardware thread is one. What a thread loses to its sibling is in
+the rates, which all ranks measure at the same time.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,31 +19,40 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cores import allowed_cores, core_quota
+from ..cores import granted_cores
 from ..transports.transport import Transport
 
 
 class Seat(NamedTuple):
-    """Where a rank is: machine and host (or container), its cores, and its host's share of them."""
+    """Where a rank is: its machine, the cores it may run on, and how many of them are granted.
+
+    quota: to all in the same control group together; infinity: as many as there are.
+    """
 
     machine: str
-    host: str
-    cores: Sequence[str]
+    cores: Sequence[int]
     quota: float
+    group: str
 
 
 def own_seat(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Seat:
     """Return that of this process."""
-    host = socket.gethostname()
     try:
         machine = boot.read_text().strip()
     except OSError:
-        machine = host
-    return Seat(machine, host, sorted(allowed_cores()), core_quota())
+        machine = socket.gethostname()
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    else:
+        cores = list(range(os.cpu_count() or 1))
+    return Seat(machine, cores, *granted_cores())
 
 
 def ranks_per_core(transport: Transport) -> float:
-    """Return how many ranks share a core where most do, at least 1; every rank must call it."""
+    """Return how many ranks share a core where most do, at least 1; every rank must call it.
+
+    Of these ranks: a process set does not know who else is on its cores.
+    """
     told = np.frombuffer(json.dumps(own_seat()).encode(), np.uint8)
     return most_per_core([Seat(*json.loads(each.tobytes())) for each in transport.allgather(told)])
 
@@ -47,8 +61,10 @@ def most_per_core(seats: Sequence[Seat]) -> float:
     """Return the same of ranks in these seats."""
     most = 1.0
     for machine in {seat.machine for seat in seats}:
-        here = [seat for seat in seats if seat.machine == machine]
-        cores = len({core for seat in here for core in seat.cores})
-        granted = sum({seat.host: seat.quota for seat in here}.values())
-        most = max(most, len(here) / min(cores, granted))
+        here = [(frozenset(seat.cores), seat) for seat in seats if seat.machine == machine]
+        everywhere = frozenset[int]().union(*(cores for cores, _ in here))
+        for cores in {everywhere, *(cores for cores, _ in here)}:
+            most = max(most, sum(own <= cores for own, _ in here) / len(cores))
+        for grant in {(seat.group, seat.quota) for _, seat in here}:
+            most = max(most, sum((seat.group, seat.quota) == grant for _, seat in here) / grant[1])
     return most

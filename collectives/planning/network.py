@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Final, NamedTuple
 
 from ..cost import Link, rounds
+
+_ROUNDING: Final = 1e-9  # of a ratio of two whole numbers
 
 
 class Network(NamedTuple):
@@ -45,6 +48,10 @@ class Network(NamedTuple):
         if self.agreement_seconds is not None:
             return self.agreement_seconds
         return rounds(self.ranks) * self.farthest.latency_seconds
+
+    def turns(self, ranks: int) -> int:
+        """Return in how many turns so many ranks code that do so at the same time."""
+        return max(1, math.ceil(self.ranks_per_core * ranks / self.ranks - _ROUNDING))
 
     def link(self, leaving: int) -> Link:
         """Return what a rank gets of the link when `leaving` ranks of its node use it at once."""

@@ -11,7 +11,6 @@ lets a burst pass, it has rested before the first round, and rests while ranks c
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,8 +24,6 @@ from .lag import lag_steps
 from .network import Network
 from .rates import Rates
 from .schedules import Order, Round, schedule
-
-_ROUNDING: Final = 1e-9  # of a ratio of two whole numbers
 
 # What the algorithms call it.
 WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out", "hierarchical": "growth"}
@@ -143,12 +140,11 @@ def predict(
 ) -> Prediction:
     """Return what a candidate takes for a gradient of `length` values of `value_bytes`.
 
-    What ranks that share cores have to code is taken to be shorter than the slices in which a core
-    is divided: they stand in line.
+    Where ranks share cores, they select and copy at the same time. What they have to code is taken
+    to be shorter than the slices in which a core is divided: they stand in line.
     A hierarchy is taken to sum picks inside a node and to run gtopk across, whatever it does.
     """
     is_dense = candidate.algorithm == "dense"
-    crowding = network.ranks_per_core / network.ranks  # of each rank that is at work
     order = _order(candidate, length, network, value_bytes)
     communicate = latency = code = merge = messages = sent = 0.0
     rounds = 0
@@ -157,7 +153,7 @@ def predict(
     for step in schedule(candidate.algorithm, order):
         each = _bytes_of(step, candidate, length, value_bytes, message_bytes)
         times = step.times
-        held_up = max(1, math.ceil(step.senders * crowding - _ROUNDING))
+        held_up = network.turns(step.senders)
         coded = 0.0
         if step.lists:
             asked = rates.coding[candidate.format]

@@ -14,9 +14,10 @@ from typing import Final
 from collectives.environment import number
 
 from . import watchdog
-from .watchdog import Watch
+from .watchdog import Lookout
 
 START_TIMEOUT: Final = "GTOPK_START_TIMEOUT"
+_LEAVES_SECONDS: Final = 10.0  # that the watchdog gets to end when it is told to
 
 
 def start_timeout_seconds() -> float:
@@ -25,21 +26,24 @@ def start_timeout_seconds() -> float:
 
 
 @contextmanager
-def deadline(watch: Watch) -> Iterator[None]:
-    """Kill this process, and say why, should what is watched for come before the body ends.
+def deadline(lookout: Lookout) -> Iterator[None]:
+    """Kill this process, and say why, should what is looked for come before the body ends.
 
     By a process of its own: the body may hold Python's lock all the while.
     """
-    if watch.seconds == math.inf and not watch.launcher and not watch.ranks:
+    if lookout.seconds == math.inf and not lookout.launcher and lookout.roll is None:
         yield
         return
     program = os.path.abspath(watchdog.__file__)
     dog = subprocess.Popen(
-        [sys.executable, "-IS", program, json.dumps(watch)], stdin=subprocess.PIPE
+        [sys.executable, "-IS", program, json.dumps(lookout)], stdin=subprocess.PIPE
     )
     assert dog.stdin is not None
     try:
         yield
     finally:
         dog.stdin.close()
-        dog.wait()
+        try:
+            dog.wait(_LEAVES_SECONDS)
+        except subprocess.TimeoutExpired:  # it reads in /proc, where a page fault may hold it up
+            dog.kill()

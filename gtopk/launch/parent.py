@@ -11,7 +11,8 @@ from typing import Final
 from .launched import Launched
 from .watchdog import variable_of
 
-# By the variable of a rank's number: one that no launcher has itself, and how many ranks it starts.
+# By the variable of a rank's number: one that only ranks have, and one that says how many of them
+# their launcher starts on a host.
 _OF_A_RANK: Final = {
     "RANK": ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"),
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -46,13 +47,14 @@ def launcher(environ: Mapping[str, str] = os.environ) -> int:
 def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
     """Return how many ranks of a job this process's parent has started; 0 where nobody can tell.
 
-    Where that is a shell between the launcher and this rank, for one.
+    For one, where the parent is a shell between the launcher and this rank. A rank that is alone
+    has nobody to miss either.
     """
     mark, count = _OF_A_RANK.get(job.variables[0], ("", ""))
     if mark not in environ or variable_of(_parent, mark) != "":
         return 0
     said = environ.get(count, "")
-    return int(said) if said.isdecimal() else 0
+    return int(said) if said.isdecimal() and int(said) > 1 else 0
 
 
 def is_gone(environ: Mapping[str, str] = os.environ) -> bool:

@@ -3,7 +3,7 @@
 A program of its own, and of the standard library alone (deadline.py starts it): what it watches may
 hold Python's lock all the while. It ends when its stdin does.
 
-Argument: a `Watch` as a list in JSON.
+Argument: a `Lookout` as a list in JSON.
 """
 
 from __future__ import annotations
@@ -18,77 +18,110 @@ import time
 from typing import Final, NamedTuple
 
 _LOOK_SECONDS: Final = 0.3
-_ABSENT_SECONDS: Final = 3.0  # until a rank is missed: launchers start one after the other
+_ABSENT_SECONDS: Final = 3.0  # from the last that came: launchers start one after the other
 
 
-class Watch(NamedTuple):
+class Roll(NamedTuple):
+    """The ranks that the watched process's parent has started, itself among them.
+
+    missed:   what to say when one of them has ended, which {} tells in words.
+    variable: that has a rank's number in its environment; `rank` is the watched process's.
+    ranks:    how many there are. is_all: they are the whole job.
+    """
+
+    missed: str
+    variable: str
+    rank: int
+    ranks: int
+    is_all: bool
+
+
+class Lookout(NamedTuple):
     """What to look for, and what to say, before the watched process is ended.
 
     late:     when `seconds` are over.
     orphaned: when the process `launcher` is its parent no more; 0: none is looked for.
-    missed:   when of the `ranks` that the same process started as the watched one, one has ended,
-              which {} tells in words; 0: nobody looks. `variable` has a rank's number in the
-              environment. `is_all`: they are the whole job.
+    roll:     is called where there is one.
     """
 
     seconds: float
     late: str
     launcher: int = 0
     orphaned: str = ""
-    ranks: int = 0
-    missed: str = ""
-    variable: str = ""
-    is_all: bool = False
+    roll: Roll | None = None
 
 
-class _Roll:
-    """Who is there of the ranks that one launcher started on this host."""
+class Caller:
+    """Calls a roll, again and again."""
 
-    def __init__(self, watch: Watch, own: int) -> None:
-        self._watch = watch
-        self._own, self._launcher = own, parent_of(own)
-        self._numbers: dict[int, int] = {}  # of every process seen
+    def __init__(self, roll: Roll, own: int) -> None:
+        self._roll = roll
+        self._own, self._parent = own, parent_of(own)
+        self._numbers: dict[int, int] = {}  # of every process that told one
         self._since = 0.0
-        self._absent: list[int] | None = None  # since then; None: all are there
+        self._absent: list[int] | None = None  # since then; None: nobody is
 
     def missing(self) -> str:
         """Return which rank has ended, in words; "": none, or nobody can tell."""
-        here = _children(self._launcher)
+        here = _children(self._parent)
+        silent = 0  # that do not tell which rank they are
         for pid in here - self._numbers.keys():
-            number = variable_of(pid, self._watch.variable)
-            if number is not None and number.isdecimal():
+            number = variable_of(pid, self._roll.variable)
+            if number is None:
+                silent += 1
+            elif number.isdecimal():
                 self._numbers[pid] = int(number)
+                self._absent = None
         present = {number for pid, number in self._numbers.items() if pid in here}
-        if self._own not in self._numbers or len(present) >= self._watch.ranks:
+        ranks = here & self._numbers.keys()
+        if len(present) < len(ranks) or self._numbers.get(self._own) != self._roll.rank:
+            self._numbers.clear()  # the variable is not the launcher's, or not yet
+            self._absent = None
+            return ""
+        if self._own not in here or len(present) + silent >= self._roll.ranks:
             self._absent = None
             return ""
         if self._absent is None:
-            known = range(self._watch.ranks) if self._watch.is_all else self._numbers.values()
+            known = range(self._roll.ranks) if self._roll.is_all else self._numbers.values()
             self._since, self._absent = time.monotonic(), sorted(set(known) - present)
         if time.monotonic() - self._since < _ABSENT_SECONDS:
             return ""
         numbers = " and ".join(map(str, self._absent))
-        if len(self._absent) > 1:
-            return f"ranks {numbers} have ended"
-        return f"rank {numbers} has ended" if numbers else "a rank has ended"
+        if silent or not numbers:
+            return "a rank has ended"
+        return f"ranks {numbers} have ended" if self._absent[1:] else f"rank {numbers} has ended"
 
 
 def _children(pid: int) -> set[int]:
-    """Return the processes that another one started and has not buried."""
+    """Return the living processes that another one has started."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", "rb") as children:
                 found.update(map(int, children.read().split()))
-    return found
+    return {child for child in found if _stat(child)[:1] not in ([], [b"Z"])}
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return what Linux tells of a process, behind its name; nothing where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
 def variable_of(pid: int, name: str) -> str | None:
-    """Return a variable's value where a process began; "": not set, None: nobody may know."""
+    """Return a variable's value where a process began; "": not set, None: nobody may know.
+
+    A process may have written something else in its place (setproctitle).
+    """
     try:
         with open(f"/proc/{pid}/environ", "rb") as environ:
             variables = environ.read().split(b"\0")
     except OSError:
+        return None
+    if not any(b"=" in each for each in variables):
         return None
     start = f"{name}=".encode()
     found = (each for each in variables if each.startswith(start))
@@ -97,26 +130,22 @@ def variable_of(pid: int, name: str) -> str | None:
 
 def parent_of(pid: int) -> int:
     """Return the process that started another one, or has adopted it; 0 where that has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return int(stat.read().rpartition(b")")[2].split()[1])
-    except OSError:
-        return 0
+    return int((_stat(pid) or [b"", b"0"])[1])
 
 
-def watch(for_what: Watch) -> None:
+def watch(lookout: Lookout) -> None:
     """Return when stdin is closed; before, should it come to that, end this process's parent."""
     watched, begun = os.getppid(), time.monotonic()
-    roll = _Roll(for_what, watched) if for_what.ranks else None
+    caller = Caller(lookout.roll, watched) if lookout.roll is not None else None
     while True:
-        left = max(0.0, begun + for_what.seconds - time.monotonic())
+        left = max(0.0, begun + lookout.seconds - time.monotonic())
         if select.select([0], [], [], min(left, _LOOK_SECONDS))[0]:
             return
-        why = for_what.late if time.monotonic() - begun >= for_what.seconds else ""
-        if roll is not None and (absent := roll.missing()):
-            why = for_what.missed.format(absent)
-        if for_what.launcher and parent_of(watched) not in (0, for_what.launcher):
-            why = for_what.orphaned
+        why = lookout.late if time.monotonic() - begun >= lookout.seconds else ""
+        if caller is not None and lookout.roll is not None and (ended := caller.missing()):
+            why = lookout.roll.missed.format(ended)
+        if lookout.launcher and parent_of(watched) not in (0, lookout.launcher):
+            why = lookout.orphaned
         if why:
             with contextlib.suppress(OSError):  # whoever has read it may be gone, too
                 os.write(2, f"{why}\n".encode(errors="replace"))
@@ -127,4 +156,5 @@ def watch(for_what: Watch) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a keyboard's is the watched process's to answer
-    watch(Watch(*json.loads(sys.argv[1])))
+    *words, called = json.loads(sys.argv[1])
+    watch(Lookout(*words)._replace(roll=Roll(*called) if called else None))

@@ -28,7 +28,7 @@ from ..launch import Launched, carried_by, launched_by
 from ..launch.deadline import deadline, start_timeout_seconds
 from ..launch.meeting import Address, horovodrun_server, master, srun_address
 from ..launch.parent import is_gone, launcher, ranks_here
-from ..launch.watchdog import Watch
+from ..launch.watchdog import Lookout, Roll
 from .communicators import communicator_of, is_communicator
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def join(
     over, timeout_seconds: in place of GTOPK_TRANSPORT and GTOPK_TIMEOUT.
     Raises ValueError for another comm, ImportError when the transport lacks a package, RuntimeError
     when the launcher does not say enough, PeerTimeoutError (or, inside MPI's start, ends the
-    process) when a rank is missing, PeerError (or ends the process) when the launcher is gone.
+    process) when a rank is missing, PeerError (or ends the process) when the launcher is gone. Ends
+    the process when a rank that was started on this host has ended.
     """
     timeouts = _timeouts_seconds()
     if timeout_seconds is not None:
@@ -104,7 +105,7 @@ def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, flo
         with _watched(job, timeouts[1], all_join=comm is None):
             return _join_mpi(comm, timeouts[0])
     if name == "torch.distributed" and (job or comm):
-        with _watched(job, all_join=not comm):
+        with _watched(job, all_join=not comm and not _has_process_group()):
             return _join_torch(job, comm, *timeouts)
     if comm:
         _check(comm, 0, 1)
@@ -167,7 +168,7 @@ def _watched(
 ) -> AbstractContextManager[None]:
     """Return what ends this process should the others not come, or MPI's start take longer.
 
-    Its launcher may end meanwhile, or where all join one of the ranks that it started on this host.
+    When its launcher has ended, or, where all ranks join, one that it started on this host.
     Companions look for the launcher from then on. Raises PeerError where it is gone already.
     """
     who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
@@ -176,21 +177,18 @@ def _watched(
     orphaned = f"{which} cannot join the others: {named}, which started it, is gone"
     if is_gone():
         raise PeerError(orphaned)
-    here = ranks_here(job) if job and all_join else 0
-    return deadline(
-        Watch(
-            seconds,
-            late=f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and "
-            "ends: another rank has ended before hvd.init(), or cannot be reached",
-            launcher=launcher(),
-            orphaned=f"gtopk: {orphaned}",
-            ranks=here,
-            missed=f"gtopk: {which} cannot join the others: of those that {named} started on this "
-            "host {} before hvd.init()",
-            variable=job.variables[0] if job else "",
-            is_all=job is not None and job.size == here,
+    roll = None
+    if job and all_join and (here := ranks_here(job)):
+        missed = (
+            f"gtopk: {which} cannot join the others: of those that {named} started on this host "
+            "{} before hvd.init()"
         )
+        roll = Roll(missed, job.variables[0], job.rank, here, is_all=here == job.size)
+    late = (
+        f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
+        "another rank has ended before hvd.init(), or cannot be reached"
     )
+    return deadline(Lookout(seconds, late, launcher(), f"gtopk: {orphaned}", roll))
 
 
 def _join_torch(

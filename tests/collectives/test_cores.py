@@ -67,6 +67,21 @@ def test_the_containers_quota_is_found(
     assert cores.core_quota(tmp_path / "cgroup", tmp_path / "root") == quota
 
 
+def test_the_group_that_grants_the_quota_is_named_alike_for_all_that_are_in_it(
+    tmp_path: Path,
+) -> None:
+    for name, text in {"a/cpu.max": "200000 100000", "b/cpu.max": "200000 100000"}.items():
+        write(tmp_path / "root" / name, text)
+    groups = {}
+    for path in ("/a", "/a/inner", "/b"):
+        (tmp_path / "root" / path.lstrip("/")).mkdir(exist_ok=True)
+        write(tmp_path / "cgroup", f"0::{path}\n")
+        groups[path] = cores.granted_cores(tmp_path / "cgroup", tmp_path / "root")
+    assert groups["/a"] == groups["/a/inner"]
+    assert groups["/a"] != groups["/b"]
+    assert groups["/a"][0] == groups["/b"][0] == 2
+
+
 def test_no_control_groups_mean_no_limit(tmp_path: Path) -> None:
     assert cores.core_quota(tmp_path / "cgroup", tmp_path) == math.inf
 

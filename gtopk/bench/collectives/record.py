@@ -92,7 +92,7 @@ class Run(TypedDict):
     hosts: int
     link: Link  # of all that were launched
     calibration: str
-    shared_cores: int | None  # by all ranks, on hosts that one machine emulates
+    shared_cores: int | None  # of all ranks together, as given; None: as found
     seed: int
 
 

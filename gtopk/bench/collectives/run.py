@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -100,7 +99,7 @@ def on_these_ranks(
     records: list[Record] = []
     network, rates = calibration.network, calibration.rates
     # The others' messages, where ranks share cores; a round's own one is in its latency.
-    sharing_seconds = (math.ceil(network.ranks_per_core) - 1) * message_seconds(transport)
+    sharing_seconds = (network.turns(network.ranks) - 1) * message_seconds(transport)
     for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
         contenders = chosen(plan, case, first, calibration)
         for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
@@ -150,7 +149,7 @@ def _warm_up(case: Case) -> Case:
 
 
 def modelled_network(plan: Plan, network: Network) -> tuple[Network, record.Link]:
-    """Return the network of the model: one rank a host, its link given or measured."""
+    """Return the network of the model: one rank a host, link and cores given or measured."""
     measured = network.link(1)
     latency = measured.latency_seconds if plan.latency is None else plan.latency
     seconds_per_byte = 8.0 / plan.bandwidth if plan.bandwidth else measured.seconds_per_byte

@@ -78,6 +78,7 @@ def test_what_is_saved_is_loaded(tmp_path):
         lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": 0.5'),
         lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": Infinity'),
         lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": "2"'),
+        lambda text: text.replace('"ranks_per_core": 1.0', '"ranks_per_core": true'),
         lambda text: 100_000 * "[",
         lambda text: re.sub(r'"between": \[[^\]]*\]', '"between": null', text),
         lambda text: re.sub(r'"between": \[[^\]]*\]', '"between": [0.001, 0, 1000]', text),

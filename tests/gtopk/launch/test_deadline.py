@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -11,12 +10,13 @@ import time
 
 import pytest
 
+from gtopk.launch import watchdog
 from gtopk.launch.deadline import deadline
-from gtopk.launch.watchdog import Watch
+from gtopk.launch.watchdog import Lookout, Roll
 
 
 def test_a_body_in_time_is_left_alone(capfd) -> None:
-    with deadline(Watch(60, "late")):
+    with deadline(Lookout(60, "late")):
         pass
     assert capfd.readouterr().err == ""
 
@@ -25,8 +25,8 @@ def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> 
     program = (
         "import ctypes\n"
         "from gtopk.launch.deadline import deadline\n"
-        "from gtopk.launch.watchdog import Watch\n"
-        "with deadline(Watch(0.2, 'rank 1 is late')):\n"
+        "from gtopk.launch.watchdog import Lookout\n"
+        "with deadline(Lookout(0.2, 'rank 1 is late')):\n"
         "    ctypes.PyDLL(None).sleep(60)  # PyDLL: keeps Python's lock\n"
     )
     child = subprocess.run(
@@ -41,8 +41,8 @@ def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
         "import ctypes, math, os\n"
         "from gtopk.launch.deadline import deadline\n"
         "from gtopk.launch.parent import launcher\n"
-        "from gtopk.launch.watchdog import Watch\n"
-        "with deadline(Watch(math.inf, '', launcher(), 'torchrun is gone')):\n"
+        "from gtopk.launch.watchdog import Lookout\n"
+        "with deadline(Lookout(math.inf, '', launcher(), 'torchrun is gone')):\n"
         "    print(os.getpid(), flush=True)\n"
         "    ctypes.PyDLL(None).sleep(60)  # PyDLL: keeps Python's lock\n"
     )
@@ -67,28 +67,27 @@ def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
 
 def test_without_an_end_and_a_launcher_nothing_is_started(monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
-    with deadline(Watch(math.inf, "")):
+    with deadline(Lookout(math.inf, "")):
         pass
 
 
 PARENT = """
-import json, os, subprocess, sys, threading, time
+import os, signal, subprocess, sys
 
-def start(number, program, wrapped=False):
-    words = [sys.executable, "-c", program]
-    if wrapped:  # by what stays in between, as a script does that goes on after Python
-        words = ["/bin/sh", "-c", '"$0" "$@"; exit $?', *words]
-    return subprocess.Popen(words, env={**os.environ, **said, "OMPI_COMM_WORLD_RANK": str(number)})
+def start(number, program, **more):
+    said = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+    return subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **said}, **more)
 
-said = {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
-waits, ends, stays, wrapped = json.loads(sys.argv[1])
-ranks = [start(0, waits, wrapped), start(1, stays)]
-time.sleep(0.5)  # launchers start one rank after the other
-ranks.append(start(2, ends))
-threading.Thread(target=ranks[2].wait, daemon=True).start()
-code = ranks[0].wait()
-for rank in ranks[1:]:
-    rank.kill()
+idle = "import time; time.sleep(60)"
+others = [start(number, idle) for number in (1, 2)]
+first = start(0, sys.argv[1], stdout=subprocess.PIPE)
+assert first.stdout.readline() == b"waits\\n"
+if sys.argv[2] == "ends":
+    others[1].kill()
+    others[1].wait()
+code = first.wait()
+for other in others:
+    other.kill()
 sys.exit(code % 256)
 """
 WAITS = """
@@ -96,47 +95,119 @@ import math, time
 from gtopk.launch.deadline import deadline
 from gtopk.launch.launched import Launched
 from gtopk.launch.parent import ranks_here
-from gtopk.launch.watchdog import Watch
+from gtopk.launch.watchdog import Lookout, Roll
 
 variables = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
-here = ranks_here(Launched("mpirun", 0, SIZE, variables))
-watch = Watch(math.inf, "", ranks=here, missed="{}", variable=variables[0], is_all=ALL)
-print("waits", here, flush=True)
-with deadline(watch):
-    time.sleep(6)
+here = ranks_here(Launched("mpirun", 0, 3, variables))
+with deadline(Lookout(math.inf, "", roll=Roll("{}", variables[0], 0, here, True))):
+    time.sleep(1)
+    print("waits", flush=True)
+    time.sleep(WAITS)
 """
 
 
-def suffer_an_end(ends: str, is_all: bool, wrapped: bool = False) -> tuple[str, str, int]:
-    """Have rank 0 of three wait while rank 2 runs `ends`; return stdout, stderr and its exit."""
-    waits = WAITS.replace("SIZE", "3" if is_all else "6").replace("ALL", str(is_all))
-    programs = json.dumps([waits, ends, "import time; time.sleep(9)", wrapped])
+@pytest.mark.parametrize(
+    ("way", "said", "code"), [("ends", "rank 2 has ended\n", 247), ("stays", "", 0)]
+)
+def test_a_rank_that_ends_while_this_one_waits_is_named(way, said, code) -> None:
+    waits = WAITS.replace("WAITS", "50" if way == "ends" else "4")
     done = subprocess.run(
-        [sys.executable, "-c", PARENT, programs],
+        [sys.executable, "-c", PARENT, waits, way],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    return done.stdout, done.stderr, done.returncode
+    assert (done.stderr, done.returncode) == (said, code)
 
 
-@pytest.mark.parametrize("is_all", [True, False])
-def test_a_rank_that_ends_while_this_one_waits_is_named(is_all) -> None:
-    out, said, code = suffer_an_end("import time; time.sleep(1.5)", is_all)
-    assert out == "waits 3\n"
-    assert said == "rank 2 has ended\n"
-    assert code, "it has waited to the end"
+class Launcher:
+    """A launcher's processes as Linux would tell of them, and a clock."""
+
+    def __init__(self, monkeypatch, roll: Roll) -> None:
+        self.told: dict[int, str | None] = {}  # by process: which rank it says that it is
+        self.seconds = 0.0
+        monkeypatch.setattr(watchdog, "parent_of", lambda pid: 1)
+        monkeypatch.setattr(watchdog, "_children", lambda pid: set(self.told))
+        monkeypatch.setattr(watchdog, "variable_of", lambda pid, name: self.told[pid])
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.seconds)
+        self.caller = watchdog.Caller(roll, 100 + roll.rank)
+
+    def start(self, *ranks: int) -> None:
+        self.told |= {100 + rank: str(rank) for rank in ranks}
+
+    def end(self, *ranks: int) -> None:
+        for rank in ranks:
+            del self.told[100 + rank]
+
+    def after(self, seconds: float) -> str:
+        self.seconds += seconds
+        return self.caller.missing()
 
 
-def test_a_rank_that_ended_before_anybody_looked_is_named_where_all_are_of_this_host() -> None:
-    assert suffer_an_end("", is_all=True)[1:] == ("rank 2 has ended\n", 247)
-    assert suffer_an_end("", is_all=False)[1] == "a rank has ended\n"
+FOUR = Roll("", "RANK", 0, 4, is_all=True)
 
 
-def test_ranks_that_are_all_there_are_waited_for() -> None:
-    assert suffer_an_end("import time; time.sleep(20)", is_all=True) == ("waits 3\n", "", 0)
+@pytest.fixture
+def launcher(monkeypatch) -> Launcher:
+    return Launcher(monkeypatch, FOUR)
 
 
-def test_behind_a_shell_nobody_can_tell_who_is_missing() -> None:
-    assert suffer_an_end("", is_all=True, wrapped=True) == ("waits 0\n", "", 0)
+def test_who_has_ended_is_missed_after_three_seconds(launcher) -> None:
+    launcher.start(0, 1, 2, 3)
+    assert launcher.after(0) == ""
+    launcher.end(2)
+    assert launcher.after(1) == launcher.after(2.9) == ""
+    launcher.end(3)  # by its own watchdog: it is not the one that was missed
+    assert launcher.after(0.2) == "rank 2 has ended"
+
+
+def test_who_ended_before_anybody_looked_is_named_where_the_whole_job_is_here(monkeypatch) -> None:
+    for roll, said in ((FOUR, "ranks 2 and 3 have ended"), (FOUR._replace(is_all=False), "a rank")):
+        launcher = Launcher(monkeypatch, roll)
+        launcher.start(0, 1)
+        assert launcher.after(0) == ""
+        assert launcher.after(3.1).startswith(said)
+
+
+def test_ranks_that_come_one_after_the_other_are_waited_for(launcher) -> None:
+    for rank in range(4):
+        launcher.start(rank)
+        assert launcher.after(2.9) == ""
+    assert launcher.after(60) == ""
+    launcher.end(1)
+    assert launcher.after(0) == ""
+    assert launcher.after(3.1) == "rank 1 has ended"
+
+
+@pytest.mark.parametrize("told", [None, ""])
+def test_a_process_that_does_not_tell_its_rank_may_be_any(launcher, told) -> None:
+    """None: it has written over its environment (setproctitle). "": it is no rank (an ssh)."""
+    launcher.start(0, 1, 2)
+    launcher.told[103] = told
+    assert launcher.after(0) == ""
+    assert launcher.after(60) == ("" if told is None else "rank 3 has ended")
+    launcher.end(2)
+    launcher.after(0)
+    assert launcher.after(3.1) == ("a rank has ended" if told is None else "rank 3 has ended")
+
+
+def test_what_is_no_number_of_the_launchers_tells_nothing(launcher) -> None:
+    """As where a pod has set RANK, and functions are run whose own environment nobody sees."""
+    launcher.told = {100: "0", 101: "0", 102: "0", 103: "0"}
+    assert launcher.after(0) == launcher.after(60) == ""
+    launcher.told = {100: "7", 101: "1"}
+    assert launcher.after(0) == launcher.after(60) == ""
+    launcher.told = {101: "1", 102: "2"}  # not even this one
+    assert launcher.after(0) == launcher.after(60) == ""
+
+
+def test_what_a_process_says_before_it_has_become_a_rank_does_not_count(launcher) -> None:
+    launcher.start(0, 1, 2)
+    launcher.told[103] = "0"  # a copy of the launcher yet
+    assert launcher.after(0) == ""
+    launcher.start(3)
+    assert launcher.after(0) == launcher.after(60) == ""
+    launcher.end(3)
+    launcher.after(0)
+    assert launcher.after(3.1) == "rank 3 has ended"

@@ -7,6 +7,8 @@ import socket
 
 import pytest
 
+from gtopk.launch import parent
+from gtopk.launch.launched import Launched
 from gtopk.launch.parent import agent, is_gone, launcher
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
@@ -52,3 +54,27 @@ def test_a_forked_process_has_its_own_parent() -> None:
     if not child:
         os._exit(is_gone(TORCHRUN))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "of_parent", "expected"),
+    [
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, "", 4),
+        ({"RANK": "0", "LOCAL_WORLD_SIZE": "1"} | TORCHRUN, "", 0),  # it has nobody to miss
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "", 0),  # set by hand
+        ({"RANK": "1"} | TORCHRUN, "", 0),
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, "none", 0),  # a shell of this rank's
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, None, 0),  # another user's
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"} | OPEN_MPI, "", 3),
+        ({"PMI_RANK": "1", "MPI_LOCALNRANKS": "2"}, "", 2),
+        ({"PMI_RANK": "1"}, "", 0),  # srun's
+        ({"HOROVOD_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}, "", 0),
+    ],
+)
+def test_how_many_ranks_the_launcher_has_started_here(
+    monkeypatch, environ, of_parent, expected
+) -> None:
+    monkeypatch.setattr(parent, "variable_of", lambda pid, name: of_parent)
+    variable = next(name for name in environ if name.endswith("RANK"))
+    job = Launched("launcher", 1, 4, (variable, "SIZE"))
+    assert parent.ranks_here(job, environ) == expected
