@@ -121,12 +121,19 @@ def test_a_job_that_ends_well_says_nothing(mpirun):
     assert job.stderr == ""
 
 
-def test_a_rank_that_ends_before_all_have_met_ends_the_start(mpirun):
-    job = mpirun(2, "never_arrives.py", timeout=60, GTOPK_START_TIMEOUT="5")
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_rank_that_ends_before_all_have_met_is_missed(request, launcher):
+    job = request.getfixturevalue(launcher)(2, "never_arrives.py", timeout=60)
     assert job.returncode != 0
-    assert re.search(
-        r"gtopk: rank 0 of 2 has waited 5 s \(GTOPK_START_TIMEOUT\) in MPI's start", job.stderr
-    )
+    said = r"gtopk: rank 0 of 2 \(.*\) cannot join the others: .* rank 1 has ended before hvd.init"
+    assert re.search(said, job.stderr), job.stderr
+
+
+def test_a_rank_that_nobody_can_miss_is_waited_for_so_long_in_mpis_start(mpirun):
+    job = mpirun(2, "never_arrives.py", timeout=60, GTOPK_START_TIMEOUT="1")
+    assert job.returncode != 0
+    said = r"gtopk: rank 0 of 2 has waited 1 s \(GTOPK_START_TIMEOUT\) in MPI's start"
+    assert re.search(said, job.stderr), job.stderr
 
 
 def test_under_torchrun_too_a_rank_that_never_arrives_ends_the_start(torchrun):
