@@ -55,7 +55,7 @@ class Caller:
     """Calls a roll, again and again."""
 
     def __init__(self, roll: Roll, own: int) -> None:
-        self._roll = roll
+        self.roll = roll
         self._own, self._parent = own, parent_of(own)
         self._numbers: dict[int, int] = {}  # of every process that told one
         self._since = 0.0
@@ -66,7 +66,7 @@ class Caller:
         here = _children(self._parent)
         silent = 0  # that do not tell which rank they are
         for pid in here - self._numbers.keys():
-            number = variable_of(pid, self._roll.variable)
+            number = variable_of(pid, self.roll.variable)
             if number is None:
                 silent += 1
             elif number.isdecimal():
@@ -74,15 +74,15 @@ class Caller:
                 self._absent = None
         present = {number for pid, number in self._numbers.items() if pid in here}
         ranks = here & self._numbers.keys()
-        if len(present) < len(ranks) or self._numbers.get(self._own) != self._roll.rank:
+        if len(present) < len(ranks) or self._numbers.get(self._own) != self.roll.rank:
             self._numbers.clear()  # the variable is not the launcher's, or not yet
             self._absent = None
             return ""
-        if self._own not in here or len(present) + silent >= self._roll.ranks:
+        if self._own not in here or len(present) + silent >= self.roll.ranks:
             self._absent = None
             return ""
         if self._absent is None:
-            known = range(self._roll.ranks) if self._roll.is_all else self._numbers.values()
+            known = range(self.roll.ranks) if self.roll.is_all else self._numbers.values()
             self._since, self._absent = time.monotonic(), sorted(set(known) - present)
         if time.monotonic() - self._since < _ABSENT_SECONDS:
             return ""
@@ -142,8 +142,8 @@ def watch(lookout: Lookout) -> None:
         if select.select([0], [], [], min(left, _LOOK_SECONDS))[0]:
             return
         why = lookout.late if time.monotonic() - begun >= lookout.seconds else ""
-        if caller is not None and lookout.roll is not None and (ended := caller.missing()):
-            why = lookout.roll.missed.format(ended)
+        if caller is not None and (ended := caller.missing()):
+            why = caller.roll.missed.format(ended)
         if lookout.launcher and parent_of(watched) not in (0, lookout.launcher):
             why = lookout.orphaned
         if why:
