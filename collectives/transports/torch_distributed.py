@@ -66,6 +66,10 @@ _GONE_SECONDS: Final = 3.0  # after which a launcher that refuses all calls ther
 _NOTHING: Final = np.empty(0, np.uint8)
 _BACKLOG: Final = 4096  # ranks that call at once
 
+# What this process serves, by where it was asked to. Ranks that meet again meet at the same place:
+# what listens there has threads of the last world's, which hold it for as long as they live.
+_served: dict[tuple[str, int], TCPStore] = {}
+
 
 class TorchDistributedTransport(Carrier):
     """The ranks that meet at a store of torch.distributed."""
@@ -409,6 +413,8 @@ def connect(
     make = import_torch().distributed.TCPStore
     timeout = timedelta(seconds=start_timeout_seconds)
     if rank == 0 and not hosted:
+        if (host, port) in _served:
+            return _served[host, port]
         try:
             listener = listen(host, port)
             served: TCPStore = make(
@@ -423,6 +429,7 @@ def connect(
                 f"rank 0 must serve port {port} for the ranks to meet, and cannot: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+        _served[host, port] = served
         return served
     begun = time.monotonic()
     try:

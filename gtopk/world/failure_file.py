@@ -3,8 +3,8 @@
     GTOPK_FAILURE_DIR=DIR    DIR/failure_rank2.json, of each rank that failed
     GTOPK_RUN=DIR            the same, beside the run's record
 
-Without either nothing is written. A rank removes its own when it joins a world, and rank 0 those of
-ranks that are not in it: one that is there is of the last run.
+Without either nothing is written. A rank removes its own when it joins a world, and those of ranks
+that are not in it: in a folder that all hosts share, one that is there is of the last run.
 
     rank, size, host, pid    whose it is
     time                     when it was written, UTC
@@ -50,12 +50,12 @@ def path_of(folder: str | Path, rank: int) -> Path:
 
 
 def remove_earlier(folder: str, rank: int, size: int) -> None:
-    """Remove this rank's file of an earlier run; rank 0 those of ranks that this run lacks, too."""
+    """Remove this rank's file of an earlier run, and those of ranks that this run lacks."""
     if not folder:
         return
     with contextlib.suppress(OSError):  # who cannot write there writes none either
         path_of(folder, rank).unlink(missing_ok=True)
-        for path in Path(folder).iterdir() if rank == 0 else ():
+        for path in Path(folder).iterdir():
             found = _NAME.fullmatch(path.name)
             if found and int(found[1]) >= size:
                 path.unlink(missing_ok=True)

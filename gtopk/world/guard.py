@@ -178,7 +178,7 @@ class Guard:
     def _fail(self, error: BaseException) -> None:
         with self._to_the_end():
             self.tell(error)
-            _for_a_moment(lambda: self._write_down(self._failed(error), error), _DISK_SECONDS)
+            self._write_down(self._failed(error), error)
         if self.member.engine.ranks_may_leave:
             self._end_alone(error)
         how = self._failed(error, place=f" ({self.place})")
@@ -268,6 +268,9 @@ class Guard:
 
         error: this rank's; None: it was ended.
         """
+        _for_a_moment(lambda: self._write(how, error), _DISK_SECONDS)
+
+    def _write(self, how: str, error: BaseException | None) -> None:
         lost = self._lost()
         if self._failures and (error is not None or (lost and not self._told)):
             failure_file.write(

@@ -8,6 +8,7 @@ The folder may be one that all hosts share, or each host's own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
@@ -382,7 +383,11 @@ class Archive:
             self.number = writing.number
             self._whole = [*self._whole, writing.number][-self.kept :]
         stay = {*self._whole, *self._spared}
-        remove_checkpoints(self.folder, lambda number: number < self._next and number not in stay)
+        # Where its disk is gone, this rank is to say so as the others do; the next one removes.
+        with contextlib.suppress(OSError):
+            remove_checkpoints(
+                self.folder, lambda number: number < self._next and number not in stay
+            )
         if failures := _by_rank(problems):
             last = f"checkpoint {self.number} is whole" if self.number else "there is no other"
             raise CheckpointError(

@@ -156,12 +156,15 @@ def assemble(found: Found) -> Assembled:
         for each in found.owned:
             _check_own(each.state)
         tree = found.tree
+        held = {
+            name: _held_by_loader(found, name, tensors[name])
+            for name in tensors.keys() & set(_HELD_BY_LOADERS)
+        }
         if own is not None and found.ranks == size():
             tree = tree if own["tree"] is None else json.loads(own["tree"])
             tensors |= own["differing"]
-        else:
-            for name in tensors.keys() & set(_HELD_BY_LOADERS):
-                tensors[name] = _held_by_loader(found, name, tensors[name])
+        # A host's ranks may have the parts of several: its folder is its own, and it has more now.
+        tensors |= held
         state = put_together(tree, tensors)
         _check(state)
     except Exception as error:  # of any kind: nobody knows what wrote it
@@ -271,8 +274,11 @@ def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:
 
 
 def _held_by_loader(found: Found, name: str, of_rank_0: torch.Tensor) -> torch.Tensor:
-    """Return what this rank's loader is to hold back of what those of all ranks did."""
-    total = torch.zeros_like(of_rank_0)
-    for each in found.owned:
-        total += each.state["differing"].get(name, of_rank_0)
+    """Return what this rank's loader is to hold back: what those did whose parts it has."""
+    parts = [each.state["differing"].get(name, of_rank_0) for each in found.owned]
+    if not parts:
+        return torch.zeros_like(of_rank_0)
+    total = parts[0].clone()  # a sum with zero is not one's bits: -0.0
+    for part in parts[1:]:
+        total += part
     return total

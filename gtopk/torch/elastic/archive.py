@@ -38,10 +38,10 @@ def write(archive: Archive, commit: Commit) -> None:
 
     Raises CheckpointError, on every rank alike, when a rank cannot write its part.
     """
+    # Ranks that ran out of batches, or whose steps are their own, have counted fewer.
+    step = max(allgather_object(world.current().step, "elastic.step"))
     snapshot = on_all(
-        lambda: Snapshot(
-            world.current().step, take_apart({**commit.replicated}), take_apart({**commit.own})
-        ),
+        lambda: Snapshot(step, take_apart({**commit.replicated}), take_apart({**commit.own})),
         f"a commit cannot be written to {archive.folder} ({FOLDER})",
     )
     archive.finish(archive.write(snapshot))

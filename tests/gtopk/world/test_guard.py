@@ -204,8 +204,14 @@ def test_a_frozen_peer_is_named_and_does_not_hold_the_others(mpirun):
     assert_none_runs([frozen])
 
 
-def test_after_an_init_that_ranks_disagreed_in_another_one_is_as_if_it_were_the_first(mpirun):
-    job = mpirun(2, "inits_again.py", timeout=60)
+# "own store": where no agent serves it, as with RANK, WORLD_SIZE and MASTER_PORT set by hand.
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun", "own store"])
+def test_after_an_init_that_ranks_disagreed_in_another_one_is_as_if_it_were_the_first(
+    launcher, request
+):
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher == "own store" else {}
+    start = request.getfixturevalue("torchrun" if own else launcher)
+    job = start(2, "inits_again.py", timeout=60, **own)
     assert job.returncode == 0, job.stderr
     assert job.stdout.splitlines() == ["well"] * 2
     assert job.stderr == ""

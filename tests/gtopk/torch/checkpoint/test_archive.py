@@ -360,6 +360,25 @@ def test_who_cannot_write_is_named_on_every_rank_and_the_last_one_stays(ranks, t
     assert value_of(ranks(3, find(tmp_path))[0]) == "good"
 
 
+def test_whose_folder_is_gone_says_so_as_the_others_do(ranks, tmp_path):
+    """A host's own disk, or its way to the one that all share: nothing can be removed there."""
+
+    def program(rank):
+        folder = tmp_path / str(rank)
+        archive = write(folder, rank, "good")
+        if rank == 1:
+            shutil.rmtree(folder)
+        with pytest.raises(CheckpointError) as error:
+            archive.finish(archive.write(snapshot(rank, "bad")))
+        return str(error.value).split(": ", 1)[1]
+
+    said = ranks(2, program)
+    assert said[0] == said[1]
+    assert re.fullmatch(
+        r"rank 1 \(host \S+\): \[Errno 2\] No such file .*; checkpoint 1 is whole", said[0]
+    )
+
+
 def test_a_full_disk_is_named(ranks, tmp_path):
     def program(rank):
         archive = Archive(tmp_path, 2)

@@ -197,6 +197,42 @@ def test_what_is_whole_is_taken_before_what_is_newer_and_lacks_ranks(ranks, tmp_
         ranks(2, lambda rank: load_latest(tmp_path, None, missing_ranks="skip"))
 
 
+def test_ranks_that_moved_between_hosts_lose_nothing_that_loaders_hold_back(ranks, tmp_path):
+    """Each host has a folder of its own; one has three ranks of four now, where it had two."""
+
+    def open_run():
+        run = Run(momentum=0.0, mode="abs", micro_batch=4)
+        run.loader.rounds._wire = Prompt(run.loader.rounds._wire)
+        return run
+
+    def held_by(run):
+        return run.loader.state_dict()["residual"].double()
+
+    def first(rank):
+        run = open_run()
+        for x, y in run.loader:
+            (run.model(x) - y).square().mean().backward()
+            run.optimizer.step()
+            if run.loader.round >= 1:
+                save_checkpoint(tmp_path / "aabb"[rank], run.model, run.optimizer, run.loader)
+                return held_by(run)
+        raise AssertionError("no round was reached")
+
+    def then(homes):
+        def program(rank):
+            run, folder = open_run(), tmp_path / homes[rank]
+            assert load_latest(folder, run.model, run.optimizer, run.loader, generators=False)
+            return held_by(run)
+
+        return program
+
+    saved = ranks(4, first)
+    assert all(map(torch.equal, saved, ranks(4, then("aabb"))))
+    moved = ranks(4, then("aaab"))
+    assert sum(saved).abs().max() > 0
+    torch.testing.assert_close(sum(moved), sum(saved), rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("after", [2, 3, 1])
 def test_an_epoch_of_rounds_goes_on_with_all_that_loaders_hold_back(ranks, tmp_path, after):
     def held_by(run):

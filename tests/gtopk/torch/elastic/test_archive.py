@@ -10,6 +10,7 @@ from gtopk.torch.checkpoint import CheckpointError
 from gtopk.torch.checkpoint.files import list_parts
 from gtopk.torch.checkpoint.tree import put_together
 from gtopk.torch.elastic.archive import ADVICE, Commit, advice_of, open_archive, write
+from gtopk.world import world
 
 
 @pytest.fixture
@@ -38,6 +39,18 @@ def test_every_rank_finds_its_own_part_of_the_newest_commit(ranks, folder, monke
     found = ranks(2, lambda rank: open_archive().find())
     assert put_together(found[0].tree, found[0].tensors) == {"value": 4}
     assert [each.state for f in found for each in f.owned] == [{"own": [4, r]} for r in range(2)]
+
+
+def test_ranks_that_have_counted_unlike_steps_commit_the_most(ranks, folder):
+    """One ran out of batches, or its steps are its own."""
+
+    def program(rank):
+        world.current().step = 5 - rank
+        commit(rank, "good")
+
+    ranks(3, program)
+    assert {(part.number, part.step) for part in list_parts(folder)} == {(1, 5)}
+    assert [found.step for found in ranks(2, lambda rank: open_archive().find())] == [5, 5]
 
 
 def test_what_cannot_be_written_is_named_on_every_rank(ranks, folder):

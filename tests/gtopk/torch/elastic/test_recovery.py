@@ -167,6 +167,12 @@ def test_ranks_that_all_live_recover_from_failures(killed):
     assert told == 3, killed.again.stdout + killed.again.stderr
 
 
+def test_so_they_do_where_rank_0_itself_serves_the_port_where_they_meet(torchrun):
+    job = torchrun(3, "elastic_recovers.py", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("every failure was survived") == 3, job.stdout + job.stderr
+
+
 def test_torchrun_restarts_all_and_they_go_on(ranks, torchrun, tmp_path):
     (undisturbed, _) = train_here(ranks, 2)
     job = torchrun(
