@@ -30,7 +30,9 @@ from .logs import EVERYWHERE
 from .reductions import Adasum
 from .step.expected_step import ExpectedStep
 from .step.hooks import BackwardHooks
+from .step.in_a_row import InARow
 from .step.peers import Peers
+from .step.skipped_steps import MAX_SKIPPED_STEPS
 from .telemetry import StepReport
 from .world import world
 from .world.world import World
@@ -42,11 +44,27 @@ _KEY: Final = "adasum"
 _FORMAT: Final = 1
 
 
-class _AdasumOptimizer(Wrapping):
-    """What is mixed into the class of the wrapped optimizer.
+class _Skipped(InARow):
+    """How many steps changed nothing, and the end of too many in a row."""
 
-    skipped_steps: how many steps changed nothing, as a number was not finite on some rank.
-    """
+    def note(self, rank: int, step: int, why: str) -> None:
+        """Warn, on every rank, of a step that is skipped.
+
+        Raises FloatingPointError where more of them in a row were than may be.
+        """
+        self.count += 1
+        skipped = "rank %d: step %d is skipped on every rank: %s"
+        _log.warning(skipped, rank, step, why, extra=EVERYWHERE)
+        self._lengthen(
+            lambda n: (
+                f"rank {rank}: {n} steps in a row were skipped at step {step}, the last because "
+                f"{why}"
+            )
+        )
+
+
+class _AdasumOptimizer(Wrapping):
+    """What is mixed into the class of the wrapped optimizer."""
 
     op = Adasum
 
@@ -55,6 +73,7 @@ class _AdasumOptimizer(Wrapping):
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
         compression: type[Compressor],
         backward_passes_per_step: int,
+        max_skipped_steps: int,
     ) -> None:
         self._world = world.current()
         self._parameter_names = name_parameters(self, named_parameters)
@@ -68,7 +87,7 @@ class _AdasumOptimizer(Wrapping):
         self._traffic = Traffic()  # of this step
         self._communicate_seconds = 0.0
         self._select_seconds = 0.0
-        self.skipped_steps = 0
+        self._skipped = _Skipped(max_skipped_steps)
         self.last_step: StepReport | None = None
 
     def _enter(self, here: World) -> None:
@@ -76,7 +95,12 @@ class _AdasumOptimizer(Wrapping):
         self._world = here
         self._name = f"deltas.{here.name_optimizer(self._parameter_names.values())}"
         self._expected: ExpectedStep | None = None  # before the first exchange
-        self._are_finite = False  # the gradients, on all ranks; as long as nobody asked: not yet
+        self._are_finite: bool | None = None  # the gradients, on all ranks; nobody has asked yet
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps changed nothing, as a number was not finite on some rank."""
+        return self._skipped.count
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -98,8 +122,14 @@ class _AdasumOptimizer(Wrapping):
 
         Where they are not they become NaN on every rank: a GradScaler that looks at them next skips
         the step on all of them. `step` asks by itself, unless this was called before.
-        Raises HorovodInternalError, on every rank alike, when the ranks disagree.
+        Raises, on every rank alike, HorovodInternalError when the ranks disagree, and
+        FloatingPointError where more steps in a row were skipped than `max_skipped_steps`.
         """
+        if amiss := self._agree():
+            self._note_skip(amiss)
+
+    def _agree(self) -> str:
+        """Do what `synchronize` does but for noting; return what is amiss, or ""."""
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._enter(here)
         self._hooks.forget()
@@ -110,11 +140,12 @@ class _AdasumOptimizer(Wrapping):
         finite = all(bool(part.isfinite().all()) for part in entries)
         votes = self._run("finite", lambda transport, votes: votes, vote=finite)
         self._are_finite = all(votes)
-        if not self._are_finite:
-            for part in entries:
-                part.fill_(float("nan"))
-            ranks = [rank for rank, vote in enumerate(votes) if not vote]
-            self._warn_of_skip(f"the gradient is not finite on ranks {ranks}")
+        if self._are_finite:
+            return ""
+        for part in entries:
+            part.fill_(float("nan"))
+        ranks = [rank for rank, vote in enumerate(votes) if not vote]
+        return f"the gradient is not finite on ranks {ranks}"
 
     def _facts(self) -> list[str]:
         """Return what must be equal on all ranks."""
@@ -155,10 +186,13 @@ class _AdasumOptimizer(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         if not self._are_finite or world.current() is not self._world:
-            self.synchronize()
-        done = self._are_finite and self._step_together()
-        self._are_finite = False
-        self.skipped_steps += not done
+            noted = self._are_finite is False  # by `synchronize`, for this step
+            if (amiss := self._agree()) and not noted:
+                self._note_skip(amiss)
+        done = bool(self._are_finite) and self._step_together()
+        self._are_finite = None
+        if done:
+            self._skipped.end_row()
         self._report(not done)
         self._world.step += 1
         return loss
@@ -188,7 +222,7 @@ class _AdasumOptimizer(Wrapping):
             for parameter, change in zip(parameters, changes, strict=True):
                 parameter.add_(change)
         else:
-            self._warn_of_skip("what the ranks' steps changed is not finite")
+            self._note_skip("what the ranks' steps changed is not finite")
         self._select_seconds = taken - begun + time.perf_counter() - combined
         return finite
 
@@ -200,14 +234,8 @@ class _AdasumOptimizer(Wrapping):
             self._expected = ExpectedStep(Compression.none, Progress(), beyond="op=Adasum")
             self._expected.measure([deltas], peers)
 
-    def _warn_of_skip(self, reason: str) -> None:
-        _log.warning(
-            "rank %d: step %d is skipped on every rank: %s",
-            self._world.rank,
-            self._world.step,
-            reason,
-            extra=EVERYWHERE,
-        )
+    def _note_skip(self, why: str) -> None:
+        self._skipped.note(self._world.rank, self._world.step, why)
 
     def _report(self, skipped: bool) -> None:
         """Fill in `last_step`, and begin to count for the next one."""
@@ -274,7 +302,7 @@ class _AdasumOptimizer(Wrapping):
 
     def _forget(self) -> None:
         self._hooks.forget()
-        self._are_finite = False
+        self._are_finite = None
 
 
 def _entries(gradient: torch.Tensor) -> torch.Tensor:
@@ -287,11 +315,13 @@ def distribute_adasum(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
+    max_skipped_steps: int = MAX_SKIPPED_STEPS,
 ) -> Any:
     """Return the optimizer, whose steps on all ranks are combined by Adasum.
 
     compression: Compression.none, .fp16, .bf16 or a Compressor class; it gets deltas, which are
         smaller than gradients by about the learning rate.
+    max_skipped_steps: how many in a row may be before the next is an error.
     A parameter without a gradient on this rank has not changed here, and takes the others' change.
     Raises TypeError for another compression; else as DistributedOptimizer does.
     """
@@ -301,5 +331,7 @@ def distribute_adasum(
             f"{compression!r}: it combines dense vectors"
         )
     distributed = wrap(optimizer, _AdasumOptimizer)
-    distributed._distribute(named_parameters, compression, backward_passes_per_step)
+    distributed._distribute(
+        named_parameters, compression, backward_passes_per_step, max_skipped_steps
+    )
     return distributed

@@ -373,7 +373,9 @@ def DistributedOptimizer(
     if op == Adasum:
         if process_set is not global_process_set:
             raise ValueError("op=Adasum is for all ranks: it takes no process_set")
-        return distribute_adasum(optimizer, named_parameters, compression, backward_passes_per_step)
+        return distribute_adasum(
+            optimizer, named_parameters, compression, backward_passes_per_step, max_skipped_steps
+        )
     require_one_momentum(optimizer, options.feedback)
     distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)

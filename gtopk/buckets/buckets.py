@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from collectives.kernels import Gradient, all_finite, put_at
+from collectives.kernels.codes import checksum
 from collectives.vector import SparseVector
 
 from .arrays import current_stream, home_of, view_array, view_tensor, zeros
@@ -29,6 +30,7 @@ _READ_WHERE_THEY_LIE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
     np.dtype(np.float64): (torch.float64,),
 }
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class Bucket:
@@ -196,6 +198,24 @@ class Bucket:
             self._flat.mul_(self.weight)
         return self.flat
 
+    def rounded_away(self) -> torch.Tensor | None:
+        """Return what the gradients, in 16 bits, will not hold of `flat`, [length]; None: nothing.
+
+        Before `scatter`.
+        """
+        if all(gradient.dtype == self._flat.dtype for gradient in self.gradients):
+            return None
+        rest = self._flat.clone()
+        for part, gradient in zip(self.split(rest), self.gradients, strict=True):
+            part.sub_((part * self.scale).to(gradient.dtype).to(part.dtype) / self.scale)
+        return rest if bool(rest.any()) else None
+
+    def mark(self) -> torch.Tensor:
+        """Return what tells this step's gradients from any others, int64, on `device`."""
+        ordered = zip(self.gradients, self.strides, strict=True)
+        marks = [_mark(gradient, stride) for gradient, stride in ordered if gradient.numel()]
+        return torch.stack([mark.to(self.device) for mark in marks])
+
     def scatter(self) -> None:
         """Copy `flat`, times `scale`, out into the gradients."""
         if self.scale != 1.0:
@@ -274,6 +294,15 @@ def is_finite(gradient: torch.Tensor) -> bool:
     if gradient.is_contiguous() and not gradient.is_cuda:
         return all_finite(view_array(gradient))
     return bool(gradient.isfinite().all())
+
+
+def _mark(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return what changes with any bit of a tensor, int64; stride: of which its memory is dense."""
+    alike = _is_ordered(tensor, stride)
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if alike else tensor.reshape(-1)
+    if flat.is_cuda:  # nothing is waited for
+        return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    return torch.tensor(checksum(flat.view(torch.uint8).numpy()) - (1 << 63))
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

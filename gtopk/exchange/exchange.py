@@ -243,6 +243,7 @@ class DenseExchange:
     def __init__(self, residual: Residual | None = None) -> None:
         self.residual = residual
         self._share = 1.0  # of it, in the step under way
+        self._kept: torch.Tensor | None = None  # what this rank is to keep of that step's sum
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         directed = direct(bucket, self.residual)
@@ -256,12 +257,17 @@ class DenseExchange:
                 transport.allreduce(on_host)
         else:
             transport.allreduce(gradient)
+        if self.residual is not None and transport.rank == 0:
+            self._kept = bucket.rounded_away()
         return _dense(bucket, transport, added - begun, time.perf_counter() - added)
 
     def apply(self, bucket: Bucket) -> None:
-        """Put the sum in place; nothing is left of what was sent."""
+        """Put the sum in place; of what was sent nothing is left but what 16 bits cannot hold."""
         if self.residual is not None:
             self.residual.take_out(self._share)
+            if self._kept is not None:
+                self.residual.add_dense(self._kept)
+        self._kept = None
         bucket.scatter()
 
     def sends_all(self) -> bool:

@@ -131,6 +131,11 @@ class Residual:
         self.holds_nothing = False
         add_at(self.values, entries)
 
+    def add_dense(self, values: torch.Tensor) -> None:
+        """Put in more: [n]."""
+        self.holds_nothing = False
+        self._tensors[0].add_(values)
+
     def withheld(self, sent_mass: float) -> Withheld:
         """Return how much is here; reads all of it."""
         if self.holds_nothing:

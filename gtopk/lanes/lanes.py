@@ -35,7 +35,7 @@ class Lane:
         self.bucket = bucket
         self.exchange = exchange
         self._taken: list[tuple[torch.Tensor | None, int]] = []
-        self._sample: torch.Tensor | None = None
+        self._mark: torch.Tensor | None = None
 
     @property
     def elements(self) -> int:
@@ -91,30 +91,19 @@ class Lane:
 
     def watch(self) -> None:
         """Make sure that `is_as_taken` knows what was taken: before the program goes on."""
-        self._sample = self._take_sample()
+        self._mark = self.bucket.mark()
 
     def is_as_taken(self) -> bool:
         """Tell whether nobody has changed a gradient since `take`, and `watch`.
 
-        Changes in place are counted by torch; those by `.data` and GradScaler are not, and show in
-        one element of each gradient.
+        Changes in place are counted by torch; those by `.data` and by NumPy are not, and show in
+        the gradients' bits.
         """
         alike = all(
             p.grad is gradient and (gradient is None or gradient._version == version)
             for p, (gradient, version) in zip(self.parameters, self._taken, strict=True)
         )
-        if not alike or self._sample is None:
-            return alike
-        now = self._take_sample()
-        return bool(((now == self._sample) | (now.isnan() & self._sample.isnan())).all())
-
-    def _take_sample(self) -> torch.Tensor:
-        elements = [
-            g.as_strided((), (), g.storage_offset() + g.numel() // 2)
-            for g in self.bucket.gradients
-            if g.numel()
-        ]
-        return torch.stack([e.to(self.bucket.device, torch.float64) for e in elements])
+        return alike and (self._mark is None or torch.equal(self.bucket.mark(), self._mark))
 
     def missing(self) -> list[str]:
         """Return the names of the parameters that have no gradient here."""
@@ -179,7 +168,7 @@ class Lane:
 
     def _done(self) -> None:
         self._taken = []
-        self._sample = None
+        self._mark = None
         if self.exchange.residual is not None:
             self.exchange.residual.forget()
 

@@ -98,6 +98,7 @@ class Options:
             ("local_clip_norm", None),
             ("global_clip_norm", None),
             ("check_every", None),
+            ("on_divergence", None),
         ):
             if getattr(self, name) not in (usual, 0):
                 raise ValueError(

@@ -31,7 +31,7 @@ from ..engine import Engine, Operation
 from ..engine.agreement import describe_missing, gather_words
 from ..exchange.exchange import Exchanged
 from ..exchange.residual import Withheld
-from .samples import VOTE_BITS, Samples
+from .samples import VOTE_BITS, Samples, weighs
 from .weights import LocalClip
 
 _NOT_FINITE: Final = 1
@@ -41,7 +41,7 @@ _RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
 _HERE: Final = 8  # not of a rank that has joined, whose vote is 0
 _TOLD: Final = 16  # to end
 _BROKEN_OFF: Final = 32  # by a rank that is about to join
-_MISSING_SHIFT: Final = 6  # a checksum of the names, 30 bits; above it, the samples
+_MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
 _MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
 
 
@@ -274,7 +274,7 @@ class Round:
     def _submit(self, index: int, bits: int) -> None:
         lane = self.lanes[index]
         missing = lane.missing()
-        checksum = zlib.crc32("\n".join(missing).encode()) >> 2
+        checksum = zlib.crc32("\n".join(missing).encode()) >> 3
         self.operations[index] = self._engine.submit(
             lane.name,
             [self._facts, self.samples.facts, lane.facts],
@@ -318,7 +318,8 @@ class Round:
                 self.culprits = gather_words(transport, mine)
         if self._stopped:
             return
-        if self.samples.count is not None:
+        # Who has joined has no gradient, whatever it said last of how many samples its own are.
+        if self.samples.count is not None and votes[transport.rank] & _HERE:
             weight, share = self.samples.weight(votes), self.samples.share(votes)
             self.lanes[index].weigh(self._factor(self.lanes[index], weight, share), share)
         self.lanes[index].remember()
@@ -331,7 +332,7 @@ class Round:
         here = [rank for rank, vote in enumerate(votes) if vote & _HERE]
         if len({votes[rank] & _MISSING for rank in here}) > 1:
             said = gather_words(transport, missing)
-            heard = {transport.ranks[r]: said[r] for r in here if self.samples.weighs(votes[r])}
+            heard = {transport.ranks[r]: said[r] for r in here if weighs(votes[r])}
             if not self._missing_is_zero and len(set(map(tuple, heard.values()))) > 1:
                 raise MismatchError(describe_missing(heard))
             everywhere = set.intersection(*(set(said[rank]) for rank in here))

@@ -1,6 +1,7 @@
 """Samples: how many of them a rank's gradients come from, and the weight that follows.
 
-The number travels in the upper bits of the step's vote, so that no message is added.
+The number travels in the upper bits of the step's vote, above one that tells whether there is one,
+so that no message is added, and that a rank which has joined knows what the others go by.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-VOTE_BITS: Final = 36  # of the vote, below the number
+VOTE_BITS: Final = 35  # of the vote, below what is said here
 MOST: Final = 2**27 - 1
 
 
@@ -49,11 +50,7 @@ class Samples:
     @property
     def vote(self) -> int:
         """Return the part of the vote that says the number."""
-        return (self.count or 0) << VOTE_BITS
-
-    def weighs(self, vote: int) -> bool:
-        """Tell whether the gradients of a rank with this vote count for anything."""
-        return self.count is None or vote >> VOTE_BITS > 0
+        return 0 if self.count is None else (self.count << 1 | 1) << VOTE_BITS
 
     def weight(self, votes: Sequence[int]) -> float:
         """Return this rank's weight, from all ranks' votes: b/B, or 1/B where a sum was taken."""
@@ -64,5 +61,15 @@ class Samples:
         return self._part(self.count or 0, votes)
 
     def _part(self, of: int, votes: Sequence[int]) -> float:
-        total = sum(vote >> VOTE_BITS for vote in votes)
+        total = sum(_number(vote) or 0 for vote in votes)
         return of / total if total and self.count else 0.0
+
+
+def weighs(vote: int) -> bool:
+    """Tell whether the gradients of a rank with this vote count for anything."""
+    return _number(vote) != 0
+
+
+def _number(vote: int) -> int | None:
+    said = vote >> VOTE_BITS
+    return said >> 1 if said & 1 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +270,35 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(threads, caplog):
     assert "what the ranks' steps changed is not finite" in caplog.text
 
 
+@pytest.mark.parametrize("ask_first", [False, True])
+def test_too_many_skipped_steps_in_a_row_are_an_error_on_every_rank(threads, ask_first):
+    def program(transport: LocalTransport) -> tuple[int, str]:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        with world.entered(transport):
+            optimizer = distributed([parameter], max_skipped_steps=2)
+
+            def step(slope: float) -> None:
+                parameter.grad = torch.full((2,), slope if transport.rank == 1 else 1.0)
+                if ask_first:
+                    optimizer.synchronize()
+                optimizer.step()
+
+            for slope in (math.nan, math.nan, 1.0, math.inf, math.nan):
+                step(slope)
+            with pytest.raises(FloatingPointError) as error:
+                step(math.nan)
+        assert parameter.tolist() == [-1.0, -1.0]
+        return optimizer.skipped_steps, str(error.value)
+
+    ended = threads(2, program)
+    assert [skipped for skipped, _ in ended] == [5, 5]
+    for rank, (_, said) in enumerate(ended):
+        assert said == (
+            f"rank {rank}: 3 steps in a row were skipped at step 5, the last because the gradient "
+            "is not finite on ranks [1]; max_skipped_steps=2 allows as many"
+        )
+
+
 def test_a_grad_scaler_skips_on_every_rank_after_synchronize(threads):
     def program(transport: LocalTransport) -> list[list[float]]:
         parameter = torch.nn.Parameter(torch.zeros(2))
@@ -377,6 +407,7 @@ def test_a_rank_with_other_options_is_named_on_all(threads):
         (torch.optim.SGD, {"gradient_predivide_factor": 2.0}, ValueError, "op=Average only"),
         (torch.optim.SGD, {"global_clip_norm": 2.0}, ValueError, "global_clip_norm is not for"),
         (torch.optim.SGD, {"check_every": 5}, ValueError, "check_every is not for"),
+        (torch.optim.SGD, {"on_divergence": "heal"}, ValueError, "on_divergence is not for"),
         (torch.optim.LBFGS, {}, ValueError, "LBFGS"),
         (lambda p: distributed(p), {}, ValueError, "distributed already"),
     ],

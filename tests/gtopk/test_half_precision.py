@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport
+from gtopk.buckets.buckets import Bucket
 from gtopk.compression import Compression
+from gtopk.exchange.exchange import DenseExchange
+from gtopk.exchange.residual import Residual
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Sum
 from gtopk.world import world
@@ -196,3 +199,33 @@ def test_a_dense_sum_beyond_float16_skips_the_step(threads, compression, dtypes)
             np.testing.assert_array_equal(parameter.detach().numpy(), -4.0)
 
     threads(2, program)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_where_all_is_sent_in_16_bits_what_rounding_takes_is_kept(threads, dtype, ranks):
+    """Of what sparse steps have left, shares that are shorter than a last place of the gradient."""
+
+    def program(transport: LocalTransport) -> Any:
+        bucket = Bucket([torch.nn.Parameter(torch.zeros(64, dtype=dtype))])
+        residual = Residual(bucket.length, bucket.dtype)
+        residual.accumulate_and_select(np.full(64, 2.0**-11, np.float32), 1)
+        before = torch.from_numpy(residual.values).double()
+        exchange = DenseExchange(residual)
+        given, applied = torch.zeros(64).double(), torch.zeros(64).double()
+        for step in range(4):
+            (parameter,) = bucket.parameters
+            parameter.grad = torch.full((64,), 4.0 + step, dtype=dtype)
+            given += parameter.grad.double() / transport.size
+            bucket.take(1 / transport.size)
+            residual.remember()
+            assert exchange(bucket, transport).finite
+            exchange.apply(bucket)
+            applied += parameter.grad.double()
+        return before, given, applied, torch.from_numpy(residual.values).double()
+
+    seen = threads(ranks, program)
+    before, given, _, left = (sum(part) for part in zip(*seen, strict=True))
+    assert all(torch.equal(seen[0][2], applied) for _, _, applied, _ in seen)
+    assert float(left.abs().sum()) > 0
+    torch.testing.assert_close(seen[0][2] + left, before + given, rtol=1e-6, atol=0)

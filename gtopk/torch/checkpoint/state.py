@@ -275,7 +275,9 @@ def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:
 
 def _held_by_loader(found: Found, name: str, of_rank_0: torch.Tensor) -> torch.Tensor:
     """Return what this rank's loader is to hold back: what those did whose parts it has."""
-    parts = [each.state["differing"].get(name, of_rank_0) for each in found.owned]
+    parts: list[torch.Tensor] = [
+        each.state["differing"].get(name, of_rank_0) for each in found.owned
+    ]
     if not parts:
         return torch.zeros_like(of_rank_0)
     total = parts[0].clone()  # a sum with zero is not one's bits: -0.0

@@ -309,11 +309,34 @@ def clip_behind_torch(model: Any, optimizer: Any, step: int) -> None:
         parameter.grad.data.mul_(0.5 * (step + 1))
 
 
+def await_early_lanes(optimizer: Any) -> None:
+    """What was submitted in the backward pass has been read by then."""
+    for handle in optimizer._handles.values():
+        handle.wait()
+
+
+def clamp_behind_torch(model: Any, optimizer: Any, step: int) -> None:
+    await_early_lanes(optimizer)
+    for parameter in model.parameters():
+        largest = float(parameter.grad.abs().max())
+        parameter.grad.data.clamp_(-0.9 * largest, 0.9 * largest)
+
+
+def clip_by_numpy(model: Any, optimizer: Any, step: int) -> None:
+    await_early_lanes(optimizer)
+    for parameter in model.parameters():
+        array = parameter.grad.numpy()
+        np.clip(array, -0.9 * abs(array).max(), 0.9 * abs(array).max(), out=array)
+
+
 def put_others(model: Any, optimizer: Any, step: int) -> None:
     model[3].weight.grad = torch.full_like(model[3].weight, 0.1)
 
 
-@pytest.mark.parametrize("disturb", [clip_in_place, clip_behind_torch, put_others])
+@pytest.mark.parametrize(
+    "disturb",
+    [clip_in_place, clip_behind_torch, clamp_behind_torch, clip_by_numpy, put_others],
+)
 @pytest.mark.parametrize("on_one_rank", [False, True])
 def test_gradients_changed_after_backward_are_those_that_count(
     threads, caplog, disturb, on_one_rank

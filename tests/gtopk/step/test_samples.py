@@ -41,7 +41,7 @@ def test_weights_do_not_hang_on_the_size_of_the_step(counts: list[int], factor: 
 @pytest.mark.parametrize("of", [np.int64, np.int32, np.uint8, torch.tensor])
 def test_a_number_of_numpy_or_torch_travels_as_pythons_own(of: Any) -> None:
     samples = Samples(of(7))
-    assert samples.vote == 7 << VOTE_BITS
+    assert samples.vote == Samples(7).vote
     assert type(samples.vote) is int
 
 

@@ -185,3 +185,73 @@ def test_a_rank_may_join_between_the_steps_of_two_optimizers(threads):
 
     left = threads(2, lambda t: program(t, backwards=2))
     assert left == threads(2, lambda t: program(t, backwards=1))
+
+
+@pytest.mark.parametrize("said", [None, 10])
+def test_a_rank_that_has_joined_has_no_gradient_whatever_samples_it_said_last(threads, said):
+    """Adam's moments stay, and go on after: they are of gradients that there have been."""
+
+    def program(transport: LocalTransport) -> list[list[float]]:
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        compression = Compression.gtopk(1.0, adam_correction=(0.9, 0.999))
+        seen = []
+        with world.entered(transport):
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), compression=compression
+            )
+            for step in range(STEPS):
+                if (transport.rank, step) == (2, 3):
+                    break
+                optimizer.set_num_samples(said)
+                parameter.grad = torch.full((4,), float(transport.rank == 2))
+                optimizer.step()
+                seen.append(parameter.tolist())
+            hvd.join()
+        return seen
+
+    seen = threads(3, program)[0]
+    assert seen[2][0] < 0
+    assert seen[STEPS - 1] == seen[2]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(None, (8, 0), id="it said none, and the others do"),
+        pytest.param(8, (None, None), id="it said one, and the others do not"),
+    ],
+)
+def test_a_rank_that_has_joined_goes_by_what_the_others_say_of_their_samples(threads, first, then):
+    """Whose gradients are missing counts alike on all: else one is alone in a reduction."""
+
+    def program(transport: LocalTransport) -> str:
+        both = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+        said = ""
+        with world.entered(transport):
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(both, lr=1.0), compression=Compression.gtopk(1.0), check_every=0
+            )
+            optimizer.set_num_samples(first)
+            for parameter in both:
+                parameter.grad = torch.ones(4)
+            optimizer.step()
+            if transport.rank < 2:
+                optimizer.zero_grad()
+                optimizer.set_num_samples(then[transport.rank])
+                if transport.rank == 0:
+                    both[1].grad = torch.ones(4)
+                if then[transport.rank] != 0:
+                    both[0].grad = torch.ones(4)
+                try:
+                    optimizer.step()
+                except hvd.HorovodInternalError as error:
+                    said = str(error)
+            hvd.join()
+        return said
+
+    *told, of_joined = threads(3, program)
+    assert of_joined == ""
+    if then == (8, 0):
+        assert told == ["", ""]
+    else:
+        assert all("disagree about which parameters have a gradient" in said for said in told)
