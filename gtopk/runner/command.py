@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Final
 
 from collectives.cores import usable_cores
+from collectives.environment import whole_number
 
 from ..launch import LaunchError
 from ..launch.hosts import Host, parse_hosts, read_hostfile
@@ -49,7 +50,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = described.add_argument
-    add("-n", "--ranks", type=int, help="default: the hosts' slots; without hosts, the cores")
+    add(
+        "-n",
+        "--ranks",
+        type=int,
+        help="default: the hosts' slots; by srun, the allocation's tasks; else the cores",
+    )
     where = described.add_mutually_exclusive_group()
     where.add_argument(
         "--hosts", type=_hosts, default=[], help="such as one:4,two:2; needs mpirun and ssh"
@@ -130,23 +136,20 @@ def _let_save(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None
 
 def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
     """Return where the ranks are to be; raise ValueError for a number of them out of range."""
-    ranks = options.ranks
+    launcher, ranks = options.launcher or _launcher(hosts), options.ranks
     if ranks is None:
         ranks = sum(host.slots for host in hosts) or usable_cores()
+        if launcher == "srun" and not hosts:
+            ranks = whole_number("SLURM_NTASKS", ranks)
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
-    places = Places(
-        ranks,
-        hosts,
-        options.launcher,
-        options.mpi_args,
-        interfaces=options.interfaces,
-    )
-    if options.launcher is None:
-        in_slurm = "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
-        found = "srun" if in_slurm and not hosts else launcher_at_hand(places)
-        places = Places(ranks, hosts, found, options.mpi_args, interfaces=options.interfaces)
-    return places
+    return Places(ranks, hosts, launcher, options.mpi_args, interfaces=options.interfaces)
+
+
+def _launcher(hosts: list[Host]) -> str:
+    """Return what is to start the ranks where nobody says it."""
+    in_slurm = "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
+    return "srun" if in_slurm and not hosts else launcher_at_hand(hosts)
 
 
 def _program(options: argparse.Namespace) -> list[str]:

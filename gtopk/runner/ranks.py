@@ -73,7 +73,7 @@ def start_program(places: Places, program: list[str], needed: Mapping[str, str])
         variables |= interface_environment(places.interfaces)
     if places.hosts:
         refuse_too_few_slots(places.hosts, places.ranks)
-    launcher = places.launcher or launcher_at_hand(places)
+    launcher = places.launcher or launcher_at_hand(places.hosts)
     if launcher == "srun":
         return _by_srun(places, program, variables)
     if launcher == "torchrun":
@@ -81,13 +81,15 @@ def start_program(places: Places, program: list[str], needed: Mapping[str, str])
     return _by_mpirun(places, program, variables)
 
 
-def launcher_at_hand(places: Places) -> str:
-    """Return the launcher that works here: mpirun, or torchrun where MPI is not complete."""
+def launcher_at_hand(hosts: Sequence[Host] = ()) -> str:
+    """Return the launcher that works: mpirun, or torchrun where all is here and MPI incomplete."""
     complete = find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
-    return "mpirun" if complete or places.elsewhere else "torchrun"
+    return "torchrun" if not complete and all(host.is_this_one for host in hosts) else "mpirun"
 
 
 def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
+    from collectives.environment import whole_number  # which needs NumPy
+
     if shutil.which("srun") is None:
         raise LaunchError(
             "srun is not on PATH: start the ranks inside a Slurm allocation, or use "
@@ -95,7 +97,10 @@ def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> S
         )
     if places.hosts or places.mpi_args is not None:
         raise ValueError("srun starts ranks where the allocation is: give it no hosts and mpi_args")
-    return Start(["srun", f"--ntasks={places.ranks}", *program], variables)
+    options = [f"--ntasks={places.ranks}"]
+    if cores := whole_number("SLURM_CPUS_PER_TASK", 0):  # since 22.05 srun does not inherit it
+        options.append(f"--cpus-per-task={cores}")
+    return Start(["srun", *options, *program], variables)
 
 
 def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) -> Start:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.launch import Mpi
-from gtopk.runner import ranks
+from gtopk.runner import command, ranks
 from gtopk.runner.command import main
 
 PLENTY_SECONDS = 100.0
@@ -69,8 +69,51 @@ def test_each_launcher_gets_the_script_and_its_arguments(capsys, script: str, mo
         assert found["launcher"] == launcher
         assert word in found["command"]
         assert found["command"][-6:] == [sys.executable, script, "--lr", "1", "-n", "9"]
+
+
+@pytest.fixture
+def in_slurm(tmp_path: Path, monkeypatch) -> pytest.MonkeyPatch:
+    """An allocation of 8 tasks on hosts of 2 cores, and an srun on PATH."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert said(capsys, script)["launcher"] == "srun"
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setattr(command, "usable_cores", lambda: 2)
+    return monkeypatch
+
+
+def test_in_an_allocation_srun_starts_its_tasks_unless_told_otherwise(
+    capsys, script: str, in_slurm
+) -> None:
+    found = said(capsys, script)
+    assert (found["launcher"], found["ranks"]) == ("srun", 8)
+    assert found["command"][:2] == ["srun", "--ntasks=8"]
+    assert said(capsys, "-n", "3", script)["command"][1] == "--ntasks=3"
+    assert said(capsys, "--launcher", "torchrun", script)["ranks"] == 2
+    assert said(capsys, "--hosts", "localhost:3", script)["ranks"] == 3
+    in_slurm.delenv("SLURM_NTASKS")  # of an allocation of nodes only
+    assert said(capsys, script)["ranks"] == 2
+
+
+@pytest.mark.parametrize("words", [[], ["-n", "3"]])
+def test_srun_gives_each_task_the_cores_that_the_allocation_has_for_it(
+    capsys, script: str, in_slurm, words: list[str]
+) -> None:
+    assert not any("cpus" in word for word in said(capsys, *words, script)["command"])
+    in_slurm.setenv("SLURM_CPUS_PER_TASK", "4")
+    assert said(capsys, *words, script)["command"][2] == "--cpus-per-task=4"
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_CPUS_PER_TASK"])
+def test_an_allocation_that_says_no_number_is_an_error(
+    capsys, script: str, in_slurm, name: str
+) -> None:
+    in_slurm.setenv(name, "4(x2)")
+    assert main(["--dry-run", script]) == 2
+    assert f"{name} must be a whole number, at least 1, got '4(x2)'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["tr", "as_no_program_on_path"])
