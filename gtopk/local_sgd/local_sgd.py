@@ -144,7 +144,10 @@ class _LocalSGD(Wrapping):
         self._world.step += 1
         # More than that where it was lowered since, or an exchange that was due has failed.
         if self.inner_steps is not None and self.steps_made >= self.inner_steps:
-            self.outer_step()
+            self._end_round(
+                f"the round was over after inner_steps={self.inner_steps} (where ranks make unlike "
+                "numbers of steps, use inner_steps=None, and call outer_step() on all of them)"
+            )
         return loss
 
     def _begin_round(self) -> None:
@@ -190,7 +193,6 @@ class _LocalSGD(Wrapping):
             "(all ranks load, or broadcast_optimizer_state gives them one's)"
         )
 
-    @torch.no_grad()
     def outer_step(self) -> bool:
         """End the round: move the model of all ranks by what they have changed; they call it alike.
 
@@ -201,10 +203,15 @@ class _LocalSGD(Wrapping):
         replicas and residuals are then as before. FloatingPointError when replicas were lost, or a
         sum was not finite, more often in a row than may be.
         """
+        return self._end_round("the script called outer_step()")
+
+    @torch.no_grad()
+    def _end_round(self, why: str) -> bool:
+        """Make an outer step; `why` is the same on all ranks, as else they end unlike rounds."""
         self._begin_round()
         begun = time.perf_counter()
         told, made = self._world.told_here, self.steps_made
-        with self._exchange.reduced(self._center, self._facts(), made, told) as outcome:
+        with self._exchange.reduced(self._center, [*self._facts(), why], made, told) as outcome:
             torch._foreach_copy_(list(self._names), self._center)
             if outcome.moves:
                 self.outer.step()
@@ -317,7 +324,8 @@ def LocalSGD(
     the first step looks. Between rounds their models are the same to the bit.
 
     inner_steps: between two exchanges; None: they are where the script calls `outer_step()`, as all
-        ranks must at the end of an epoch in which they made unlike numbers of steps.
+        ranks must. Ranks that make unlike numbers of steps need None: with a number, one's round is
+        over where another calls `outer_step()` at its epoch's end, which is an error on all.
     outer: makes the optimizer that steps with the exchanged change, of a list of parameters.
         None: `nesterov`, as in DiLoCo; where a residual delays changes, `averaging`: momentum on
         top of what comes late overshoots (docs/local_sgd.md).

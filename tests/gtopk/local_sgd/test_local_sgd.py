@@ -271,6 +271,50 @@ def test_ranks_that_disagree_or_begin_apart_hear_of_it() -> None:
         on_ranks(2, program)
 
 
+def epochs(optimizer: Any, model: torch.nn.Module, rank: int, batches: int) -> None:
+    """Train two epochs of so many batches, as docs/local_sgd.md has it."""
+    for epoch in range(2):
+        for step in range(batches):
+            backward(model, rank, 10 * epoch + step)
+            optimizer.step()
+        optimizer.outer_step()
+
+
+def test_ranks_that_end_unlike_rounds_hear_of_it_in_the_first_and_of_the_way_out() -> None:
+    def rank(transport: LocalTransport) -> None:
+        model = network()
+        start = weights(model)
+        optimizer = LocalSGD(momentum(model.parameters()), inner_steps=4)
+        with pytest.raises(hvd.HorovodInternalError) as raised:
+            epochs(optimizer, model, transport.rank, [5, 3][transport.rank])
+        said = str(raised.value)
+        assert "rank 0: the round was over after inner_steps=4" in said
+        assert "rank 1: the script called outer_step()" in said
+        assert "use inner_steps=None" in said
+        assert (optimizer.outer_steps, optimizer.steps_made) == (0, [4, 3][transport.rank])
+        assert not torch.equal(weights(model), start)  # the replica is as before
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("inner_steps", "batches", "outer_steps"),
+    [(None, (5, 3), 2), (4, (7, 5), 4), (8, (5, 3), 2)],
+)
+def test_unlike_numbers_of_steps_are_fine_where_all_ranks_end_a_round_for_one_reason(
+    inner_steps: int | None, batches: tuple[int, int], outer_steps: int
+) -> None:
+    def rank(transport: LocalTransport) -> torch.Tensor:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), inner_steps)
+        epochs(optimizer, model, transport.rank, batches[transport.rank])
+        assert optimizer.outer_steps == outer_steps
+        return weights(model)
+
+    one, other = on_ranks(2, rank)
+    assert torch.equal(one, other)
+
+
 def test_a_failed_exchange_leaves_replica_residual_and_gradients_as_they_were() -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
