@@ -196,8 +196,9 @@ class _LocalSGD(Wrapping):
     def outer_step(self) -> bool:
         """End the round: move the model of all ranks by what they have changed; they call it alike.
 
-        Return whether it has moved. Ranks may have made different numbers of steps: a replica
-        weighs as many as it made. One that is not finite is lost: it becomes the others' model, and
+        Return whether it has moved. Where no rank has made a step there is nothing to end, and
+        nothing is counted. Ranks may have made different numbers of steps: a replica weighs as many
+        as it made. One that is not finite is lost: it becomes the others' model, and
         the wrapped optimizer begins anew on its rank.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
         replicas and residuals are then as before. FloatingPointError when replicas were lost, or a
@@ -219,6 +220,9 @@ class _LocalSGD(Wrapping):
             self.state.clear()
         self._world.hear(outcome.told)
         self._center, self.steps_made = [], 0
+        if outcome.empty:
+            self._ended += time.perf_counter() - begun  # of no round
+            return False
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
         self._report(outcome, begun, made)

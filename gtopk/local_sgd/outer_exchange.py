@@ -59,6 +59,11 @@ class Outcome(NamedTuple):
         return self.exchanged is not None and self.exchanged.finite
 
     @property
+    def empty(self) -> bool:
+        """Tell whether no rank has made a step, and none is lost."""
+        return self.exchanged is None and not self.lost
+
+    @property
     def overflowed(self) -> bool:
         """Tell whether there is a sum, and it is not finite."""
         return self.exchanged is not None and not self.exchanged.finite

@@ -107,6 +107,7 @@ def test_a_rank_without_a_step_weighs_nothing() -> None:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), None, averaging)
         assert not optimizer.outer_step()  # nobody has made one
+        assert optimizer.last_step is None
         assert torch.equal(weights(model), weights(network()))
         if transport.rank == 1:
             backward(model, 1, 0)
@@ -278,6 +279,26 @@ def epochs(optimizer: Any, model: torch.nn.Module, rank: int, batches: int) -> N
             backward(model, rank, 10 * epoch + step)
             optimizer.step()
         optimizer.outer_step()
+
+
+def test_an_epoch_whose_rounds_are_all_over_ends_with_no_step_that_is_skipped(
+    tmp_path: Path,
+) -> None:
+    def rank(transport: LocalTransport) -> None:
+        gtopk.record(str(tmp_path))
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), inner_steps=2)
+        epochs(optimizer, model, transport.rank, 4)
+        assert (optimizer.outer_steps, optimizer.skipped_steps) == (4, 0)
+        assert optimizer.last_step.local_steps == 2
+        before, last_step = weights(model), optimizer.last_step
+        assert not optimizer.outer_step()
+        assert torch.equal(weights(model), before)
+        assert optimizer.last_step is last_step
+
+    on_ranks(2, rank)
+    for record in read_run(tmp_path).ranks:
+        assert [step.report.skipped for step in record.steps] == [False] * 4
 
 
 def test_ranks_that_end_unlike_rounds_hear_of_it_in_the_first_and_of_the_way_out() -> None:
