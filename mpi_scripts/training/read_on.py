@@ -76,6 +76,8 @@ class ReadOn(Task[Window]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = LstmState(**state) if state else None
+        if self._state is not None and self._state.hidden.shape[1] != self.feed.batch_size:
+            self._state = None  # with another batch the text is cut into other lanes
 
 
 def open_ptb(source: Source, feed: Feed) -> ReadOn:

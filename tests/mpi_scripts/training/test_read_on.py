@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from models.data.synthetic_text import synthesise_text
@@ -22,3 +23,15 @@ def test_a_state_that_was_loaded_goes_to_where_the_batches_are() -> None:
     resumed.load_state_dict(saved.state_dict())
     assert resumed.loss(model.to(elsewhere), moved(second, elsewhere)).device == elsewhere
     assert {state.device for state in resumed.state_dict().values()} == {elsewhere}
+
+
+@pytest.mark.parametrize(("batch_size", "remembers"), [(2, True), (4, False)])
+def test_what_is_remembered_is_of_as_many_lanes(batch_size: int, remembers: bool) -> None:
+    text = synthesise_text(600, 0)
+    saved = ReadOn(text, Feed(0, 1, 2))
+    model = LstmLanguageModel(saved.sizes.outputs, width=4, dropout=0.0)
+    saved.loss(model, next(saved.batches(0, 0)))
+    resumed = ReadOn(text, Feed(0, 1, batch_size))
+    resumed.load_state_dict(saved.state_dict())
+    assert bool(resumed.state_dict()) == remembers
+    assert resumed.loss(model, next(resumed.batches(0, 1))).isfinite()
