@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 after Ctrl-C, and 141 where nobody reads on (`gtopk plan ... | head -1`), as of a program
     that SIGINT or SIGPIPE ends: a shell's pipefail tells the latter from all of the output.
     """
+    if sys.stdout is None:  # closed (>&-): what is written there is to fail as in a full one
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     try:
         try:
             code = _run(list(sys.argv[1:] if arguments is None else arguments))

@@ -62,11 +62,12 @@ PRINTING = [
 
 
 def printed_to(stdout, folder, words, unbuffered=""):
-    """Return the command's exit code and stderr, its output going to a file or a pipe's end."""
+    """Return the command's exit code and stderr; stdout: a file, a pipe's end, None: closed."""
     told = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
     write_run(folder / "made", ranks=1, steps=2)
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh"] if stdout is None else []
     done = subprocess.run(
-        [sys.executable, "-m", "gtopk", *words],
+        [*closing, sys.executable, "-m", "gtopk", *words],
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -91,6 +92,12 @@ def test_an_output_that_takes_no_more_is_an_error_in_one_line(tmp_path, unbuffer
     with open("/dev/full", "w") as full:
         code, said = printed_to(full, tmp_path, PRINTING[2], unbuffered)
     assert (code, said) == (1, "gtopk: stdout cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("words", PRINTING, ids=" ".join)
+def test_an_output_that_is_closed_is_an_error_in_one_line(tmp_path, words):
+    said = "gtopk: stdout cannot be written: Bad file descriptor\n"
+    assert printed_to(None, tmp_path, words) == (1, said)
 
 
 def raises(error):
