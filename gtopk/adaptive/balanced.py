@@ -358,6 +358,7 @@ class BalancedLoader:
             "mode": "balanced",
             "ranks": self._world.size,
             "global_batch": self._limits.total,
+            "global_batch_given": self._options.global_batch,  # what it was at first
             "step": done,
             "epochs": self._epochs.state_dict(is_of_before=is_over(self._world)),
             "plan": self._plan.state_dict(done),
@@ -370,9 +371,10 @@ class BalancedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader stopped: the same samples are left, in the same order.
 
-        With another number of ranks the sizes begin equal; with other bounds, such as a smaller
-        max_batch, they are cut to them. Raises ValueError for another mode, and where this loader's
-        bounds do not allow the state's global batch.
+        With another number of ranks, or another global_batch given to this loader, the sizes begin
+        equal; with other bounds, such as a smaller max_batch, they are cut to them. Raises
+        ValueError for another mode, and where this loader's bounds do not allow the state's global
+        batch.
         """
         if state["mode"] != "balanced":
             raise ValueError(
@@ -382,7 +384,8 @@ class BalancedLoader:
         self._enter()  # else what is loaded would be lost there
         if self._cut is not None:
             self._abandon()  # it is of before
-        if state["ranks"] == self._world.size:
+        given = self._options.global_batch
+        if (state["ranks"], state.get("global_batch_given", given)) == (self._world.size, given):
             self._load_sizes(state)
         self._epochs.load_state_dict(state["epochs"])
         self._noise.load_state_dict(state["noise"])

@@ -112,13 +112,15 @@ class MegaBatches:
         """Return what the ranks know after the last merge."""
         return {
             "number": self.number,
+            "global_batch": self.options.global_batch,
             "sizes": list(self.sizes),
             "left": [[place.start, place.stop] for place in self.left],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Know it; with another number of ranks, sizes are the first ones."""
+        """Know it; with another number of ranks, or global_batch, sizes are the first ones."""
         self.number = state["number"]
         self._left = Stretch([range(start, stop) for start, stop in state["left"]])
-        if len(state["sizes"]) == self.ranks:
+        given = self.options.global_batch
+        if (len(state["sizes"]), state.get("global_batch", given)) == (self.ranks, given):
             self.sizes = within(state["sizes"], self._limits)

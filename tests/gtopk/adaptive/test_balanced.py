@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    TensorDataset,
 )
 
 import gtopk.torch as hvd
@@ -334,6 +336,46 @@ def test_a_batch_of_another_total_scales_the_rate() -> None:
         assert totals == [10, 10, 10, 20, 20, 10]
         assert rates == pytest.approx([0.1 * total / 10 for total in totals])
         assert rate_after == 0.1
+
+
+def test_a_run_that_is_resumed_with_another_batch_has_it_at_its_rate() -> None:
+    def train(here: World, batch_size: int, state: Any, steps: int | None) -> Any:
+        model = network()
+        optimizer = sgd(model)
+        loader = hvd.adapt(
+            DataLoader(TensorDataset(torch.arange(240), *data(240).tensors), batch_size),
+            optimizer,
+            lr_scaling="linear",
+            interval=1,
+            min_batch=1,
+            timer=Modelled(1.0 + 3 * here.rank),
+        )
+        if state is not None:
+            loader.load_state_dict(state)
+        rates: list[float] = []
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *step: rates.append(optimizer.param_groups[0]["lr"])
+        )
+        seen, sizes, within = [], [], {}
+        for indices, *batch in itertools.islice(loader, steps):
+            seen += indices.tolist() if loader.num_samples else []
+            sizes.append(loader.sizes)
+            step_on(model, optimizer, batch, mean_loss)
+            within = loader.state_dict()
+        return seen, sizes, rates, within
+
+    def program(here: World) -> Any:
+        seen, sizes, _, state = train(here, 6, None, 10)
+        assert sizes[-1][0] < sizes[-1][1]
+        resumed, sizes, rates, _ = train(here, 12, state, None)
+        assert sizes[0] == [12, 12]
+        assert [sum(each) for each in sizes] == [24] * 5
+        assert rates == pytest.approx([0.1] * 5)
+        del state["global_batch_given"]  # a state of before it was kept
+        assert sum(train(here, 12, state, 1)[1][0]) == 12
+        return seen + resumed
+
+    assert sorted(itertools.chain(*on_ranks(2, program))) == list(range(240))
 
 
 def test_a_step_between_epochs_is_at_the_rate_as_it_is() -> None:

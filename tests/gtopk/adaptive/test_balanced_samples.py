@@ -210,8 +210,8 @@ def test_a_resumed_run_keeps_to_its_own_bounds() -> None:
     assert sorted(seen) == list(range(400))
 
     def refuse(here: World) -> None:
-        loader = open_loader(here, None)
-        loader.load_state_dict(saved[here.rank][2])
+        loader = hvd.adapt(DataLoader(Indices(400), 4), some_optimizer(), min_batch=0)
+        loader.set_global_batch(16)
         state = loader.state_dict()
         small = hvd.adapt(DataLoader(Indices(400), 4), some_optimizer(), max_batch=5, min_batch=0)
         with pytest.raises(ValueError, match="allow 0 to 10 samples a step, and the global batch"):

@@ -101,3 +101,16 @@ def test_a_checkpoint_holds_sizes_and_what_is_left() -> None:
         other.load_state_dict(batches.state_dict())
         assert other.left == batches.left == [range(100, 400)]
         assert other.sizes == (batches.sizes if ranks == 2 else [16] * 3)
+
+
+def test_a_checkpoint_of_another_global_batch_leaves_the_sizes_as_they_were_asked_for() -> None:
+    batches = mega_batches(2, mega_batch=100)
+    batches.begin([range(100, 400)])
+    other = mega_batches(2, first_size=24, mega_batch=100)
+    other.load_state_dict(batches.state_dict())
+    assert other.left == [range(100, 400)]
+    assert other.sizes == [24, 24]
+    before_it_was_said = batches.state_dict()
+    del before_it_was_said["global_batch"]
+    other.load_state_dict(before_it_was_said)
+    assert other.sizes == [16, 16]
