@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ..charts.terminal import wants_colour
-from ..launch import Launched, by_reason, find_mpirun, launched_by, rank_environment
+from ..launch import Launched, by_reason, find_mpirun, launched_by
+from ..runner.ranks import Places, launcher_at_hand, start_program
 from . import ranks
 from .finding import Finding, State
 from .isolation import PROBES, look
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     described.add_argument("--json", action="store_true", help="print the findings as JSON")
-    described.add_argument("--no-run", action="store_true", help="start no ranks to try MPI")
+    described.add_argument("--no-run", action="store_true", help="start no ranks to try them")
     described.add_argument(
         "--ranks",
         action="store_true",
@@ -150,9 +151,12 @@ def _conclude(findings: Sequence[Finding], job: Launched | None) -> str:
     if several is None:
         return "Ready to train on one rank: python train.py\nSeveral ranks were not tried."
     lines = ["Ready to train. On two ranks:"]
-    for reason, group in by_reason(rank_environment(2)).items():
+    start = start_program(Places(2), ["python", "train.py"], {})
+    for reason, group in by_reason(start.variables).items():
         assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in group.items())
         lines += [f"  # {reason}", f"  export {assignments}"]
+    if launcher_at_hand() == "torchrun":
+        return "\n".join([*lines, f"  {ranks.TORCHRUN} 2 train.py"])
     mpirun = find_mpirun()
     on_path = shutil.which("mpirun")
     same = mpirun is not None and on_path is not None and os.path.samefile(mpirun, on_path)

@@ -23,7 +23,7 @@ _MPICH_FAMILY: Final = ("MPICH", "Intel MPI", "MVAPICH")
 def look_at_mpi4py() -> Finding:
     """Whether mpi4py is there."""
     if not installed("mpi4py"):
-        return Finding("mpi4py", State.MISSING, "needed for several ranks", INSTALL_MPI)
+        return Finding("mpi4py", State.MISSING, "mpirun needs it, torchrun does not", INSTALL_MPI)
     return Finding("mpi4py", State.OK, import_module("mpi4py").__version__)
 
 

@@ -24,8 +24,9 @@ from ..launch import (
     find_mpirun,
     run,
 )
+from ..runner.ranks import launcher_at_hand
 from .finding import Finding, State, gist, installed
-from .isolation import how_it_ended, like_this_process
+from .isolation import PROBES, how_it_ended, like_this_process
 from .mpi import INSTALL_MPI
 
 NAME: Final = "ranks"
@@ -33,6 +34,8 @@ NETWORK: Final = "network"
 LINKS: Final = "links"
 JOB_SECONDS: Final = 60.0
 _RANKS_ALONE: Final = 2
+TORCHRUN: Final = "torchrun --nproc-per-node"
+_INIT: Final = "import gtopk.torch as hvd; hvd.init()"
 _MARK: Final = "gtopk doctor: "
 _MEGABYTE: Final = 1 << 20
 _BUSY: Final = "look whether the network, or a host, is busy with something else; then try again"
@@ -40,8 +43,9 @@ _BUSY: Final = "look whether the network, or a host, is busy with something else
 
 def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     """Start two ranks and have them add."""
-    if find_mpirun() is None or not installed("mpi4py"):
-        return Finding(NAME, State.MISSING, "several need mpirun and mpi4py", INSTALL_MPI)
+    launcher = launcher_at_hand()
+    if launcher == "torchrun" and not installed("torch"):
+        return Finding(NAME, State.MISSING, "several need torch or MPI to start them", INSTALL_MPI)
     lines: list[str] = []
     begun = time.monotonic()
     program = like_this_process(__name__, add_up.__name__, False)
@@ -50,23 +54,25 @@ def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
             code = run(
                 _RANKS_ALONE,
                 program,
+                by_torchrun=launcher == "torchrun",
                 on_line=lines.append,
                 timeout_seconds=seconds,
                 errors=errors,
             )
         except LaunchTimeoutError:
             detail = f"{_RANKS_ALONE} ranks did not come together in {seconds:g} s"
-            return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE))
+            return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE, launcher))
         except LaunchError as error:
             return Finding(NAME, State.FAIL, f"{error}", INSTALL_MPI)
+        except ImportError as error:  # of NumPy, which tells the cores
+            return Finding(NAME, State.FAIL, f"{error}", PROBES["numpy"].repair)
         errors.seek(0)
         said = gist(errors.read().decode(errors="replace"))
     took = time.monotonic() - begun
     sums = _find_report(lines)
     if code != 0 or sums is None:
-        return Finding(
-            NAME, State.FAIL, f"mpirun's exit code {code}: {said}", _see_all(_RANKS_ALONE)
-        )
+        detail = f"{launcher}'s exit code {code}: {said}"
+        return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE, launcher))
     finding = judge(sums, _RANKS_ALONE)
     return finding._replace(detail=f"{finding.detail}; {took:.1f} s with their start")
 
@@ -132,7 +138,7 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
 def _look_closer(job: Launched) -> str:
     """Return the advice for ranks of a job that do not work together."""
     if carried_by(job) != "mpi":
-        return "see all they say: start `import gtopk; gtopk.init()` in their place"
+        return f"see all they say: start `{_INIT}` in their place"
     return _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
 
 
@@ -161,7 +167,9 @@ def _mpirun() -> str:
     return shlex.quote(str(find_mpirun() or "mpirun"))
 
 
-def _see_all(ranks: int) -> str:
+def _see_all(ranks: int, launcher: str = "mpirun") -> str:
+    if launcher == "torchrun":
+        return f"see all they say: {TORCHRUN} {ranks} --no-python python -c '{_INIT}'"
     return f"see all it says: {_mpirun()} -n {ranks} python -m mpi4py.bench helloworld"
 
 

