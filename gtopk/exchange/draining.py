@@ -8,7 +8,7 @@ converged is thrown off. So each step sends a share of it half as long as that s
     sent            |g|/2 each       beside a gradient of |g|
 
 Whatever direction it has, their sum points downhill still: <g, g + s> >= |g|^2 / 2. Nothing is lost
-on the way: what is not sent yet stays in the residual.
+on the way: what is not sent yet, or 16 bits cannot hold of the sum, stays in the residual.
 """
 
 from __future__ import annotations

@@ -322,6 +322,7 @@ class SendingAlong:
     """Dense while any rank has something left of sparse steps, which goes along; then as `then`.
 
     For a way without a residual. All ranks begin so together, also those that have nothing left.
+    What 16 bits cannot hold of the last step's sum is lost, as of each step after it.
     """
 
     def __init__(self, bucket: Bucket, then: Exchange) -> None:
