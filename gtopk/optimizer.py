@@ -89,6 +89,7 @@ class _DistributedOptimizer(Readings):
         samples / total, a sum's 1 / total, and that of no samples nothing, whatever it is.
         None: every rank weighs alike. Where some ranks only say a number, the step is an error.
         Say it before the backward pass: what was exchanged during one is exchanged anew otherwise.
+        Where the model has a SyncBatchNorm say it before the forward pass, which goes by it.
         While a batch of an adapted loader stands in for none, a number stays 0.
         Raises ValueError for a number out of range, or with op=Sum; TypeError for no whole number.
         """
@@ -98,7 +99,9 @@ class _DistributedOptimizer(Readings):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
         if self._stands_in and samples is not None:
             samples = 0
-        self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
+        said = self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
+        here = world.current() if world.is_initialized() else self._world  # after a recovery, say
+        here.weight = said.own_weight
 
     def _tell_of_compression(self) -> None:
         """Have rank 0 say, once, what it may cost of accuracy; not where nothing is exchanged."""

@@ -52,6 +52,13 @@ class Samples:
         """Return the part of the vote that says the number."""
         return 0 if self.count is None else (self.count << 1 | 1) << VOTE_BITS
 
+    @property
+    def own_weight(self) -> int:
+        """Return what this rank's gradients weigh, by its number alone: in no unit but others'."""
+        if self.count is None:
+            return 1
+        return min(self.count, 1) if self.summed else self.count
+
     def weight(self, votes: Sequence[int]) -> float:
         """Return this rank's weight, from all ranks' votes: b/B, or 1/B where a sum was taken."""
         return self._part(1 if self.summed else self.count or 0, votes)

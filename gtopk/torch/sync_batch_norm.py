@@ -4,6 +4,11 @@
     backward    sum_dy, sum_dy_xmu of this rank  -> allreduce -> those of all rows -> gradient
 
 What travels is a few float64 numbers a channel, of whatever type the input is.
+
+Where ranks weigh unlike (`set_num_samples`, `adapt`), the loss of all is the sum of w_j * loss_j,
+and the optimizer multiplies what rank i computes with w_i. So what comes back to its rows from rank
+j's loss has to be w_j / w_i times that: sums are multiplied with this rank's weight before they are
+added, and divided by it after.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..world import world
 from . import mpi_ops
 
 
@@ -22,9 +28,12 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm1d, 2d and 3d for any number of ranks: what one rank would do with all the rows.
 
     In training, every rank calls it alike, with as many rows as it has, or none; their number
-    weighs. Layers run one after the other, and so share the names of their operations: do not run
-    two at a time, in threads. In eval mode, and in a world of one rank, it is BatchNorm. The
-    gradients of weight and bias are of this rank's rows, as those of any layer are.
+    weighs in the statistics, but for those of a batch that stands in for none. Gradients are of the
+    loss that the optimizer makes of all ranks', by what it was told of their samples before the
+    forward pass (`set_num_samples`, `adapt`). Layers run one after the other, and so share the
+    names of their operations: do not run two at a time, in threads. In eval mode, and in a world of
+    one rank, it is BatchNorm. The gradients of weight and bias are of this rank's rows, as those of
+    any layer are.
 
     Input in float16 or bfloat16 is normalized in float32. Raises ValueError, on all ranks alike,
     where they have one row or none together.
@@ -53,7 +62,8 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or mpi_ops.size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        batch = _statistics_of_all(input, self.eps)
+        weight = world.current().weight
+        batch = _statistics_of_all(input, self.eps, counts=weight > 0)
         if batch.total < 2:
             raise ValueError(
                 "Expected more than 1 value per channel when training, got "
@@ -61,7 +71,9 @@ class SyncBatchNorm(_BatchNorm):
             )
         if self.track_running_stats:
             self._track(batch)
-        output: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, batch, self.eps)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, batch, self.eps, weight
+        )
         return output
 
     @torch.no_grad()
@@ -116,10 +128,10 @@ class _Statistics(NamedTuple):
     variance: torch.Tensor
 
 
-def _statistics_of_all(input: torch.Tensor, eps: float) -> _Statistics:
-    """Return the statistics of the inputs of all ranks; the same bits on each."""
+def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statistics:
+    """Return the statistics of the inputs of all ranks, of those that count; the same on each."""
     wide = _widened(input.detach())
-    count = input.shape[0] * math.prod(input.shape[2:])
+    count = input.shape[0] * math.prod(input.shape[2:]) if counts else 0
     mean = variance = torch.zeros(input.shape[1], dtype=torch.float64, device="cpu")
     if count:
         parts = torch.var_mean(wide, _all_but_channels(input), correction=0)
@@ -133,9 +145,9 @@ def _statistics_of_all(input: torch.Tensor, eps: float) -> _Statistics:
         mpi_ops.allgather_async(tensor, f"sync_batch_norm.{name}")
         for name, tensor in of_this_rank.items()
     ]
-    counts, means, invstds = map(mpi_ops.synchronize, handles)
-    total = int(counts.sum())
-    shares = (counts.double() / max(total, 1))[:, None]
+    rows, means, invstds = map(mpi_ops.synchronize, handles)
+    total = int(rows.sum())
+    shares = (rows.double() / max(total, 1))[:, None]
     mean = (shares * means).sum(0)
     # Chan et al. 1979: spread within the ranks, and between them.
     spreads = (invstds**-2 - eps).clamp(min=0) + (means - mean) ** 2
@@ -153,10 +165,11 @@ class _Normalize(torch.autograd.Function):
         bias: torch.Tensor | None,
         batch: _Statistics,
         eps: float,
+        rank_weight: int,
     ) -> torch.Tensor:
         mean, invstd = _spread_out(input, batch.mean, (batch.variance + eps).rsqrt())
         ctx.save_for_backward(input, weight, mean, invstd)
-        ctx.total = batch.total
+        ctx.total, ctx.rank_weight = batch.total, rank_weight
         ctx.bias_dtype = None if bias is None else bias.dtype
         output = (_widened(input) - mean) * invstd
         if weight is not None:
@@ -173,7 +186,7 @@ class _Normalize(torch.autograd.Function):
         dims = _all_but_channels(input)
         dy, xmu = _widened(gradient), _widened(input) - mean
         sum_dy, sum_dy_xmu = dy.sum(dims), (dy * xmu).sum(dims)
-        gradients: list[torch.Tensor | None] = [None] * 5
+        gradients: list[torch.Tensor | None] = [None] * 6
         if of_weight:
             gradients[1] = (sum_dy_xmu * invstd.flatten()).to(weight.dtype)
         if of_bias:
@@ -181,17 +194,25 @@ class _Normalize(torch.autograd.Function):
         if of_input:
             handles = [
                 mpi_ops.allreduce_async(
-                    tensor.to("cpu", torch.float64), name=f"sync_batch_norm.{name}", op=mpi_ops.Sum
+                    _weighed(tensor.to("cpu", torch.float64), ctx.rank_weight),
+                    name=f"sync_batch_norm.{name}",
+                    op=mpi_ops.Sum,
                 )
                 for name, tensor in (("sum_dy", sum_dy), ("sum_dy_xmu", sum_dy_xmu))
             ]
-            sums = [mpi_ops.synchronize(handle) / ctx.total for handle in handles]
+            total = ctx.total * max(ctx.rank_weight, 1)
+            sums = [mpi_ops.synchronize(handle) / total for handle in handles]
             mean_dy, mean_dy_xmu = _spread_out(input, *sums)
             dx = (dy - mean_dy - xmu * (invstd**2 * mean_dy_xmu)) * invstd
             if weight is not None:
                 dx *= _spread_out(input, weight)[0]
             gradients[0] = dx.to(input.dtype)
         return tuple(gradients)
+
+
+def _weighed(sums: torch.Tensor, weight: int) -> torch.Tensor:
+    """Return the sums times a weight; what weighs nothing may be NaN."""
+    return sums * weight if weight else torch.zeros_like(sums)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

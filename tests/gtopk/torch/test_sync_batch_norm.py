@@ -297,3 +297,47 @@ def test_a_model_trains_alike_on_several_ranks_and_on_one(threads):
     expected = train(alone, torch.optim.SGD(alone.parameters(), lr=1e-3), slice(None))
     for tensors in threads(3, program):
         torch.testing.assert_close(tensors, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("splits", [[2, 6], [7, 1, 3], [5, 0, 1]], ids=str)
+def test_unlike_batches_train_as_one_of_all_rows_whose_loss_is_their_mean(
+    threads, splits, reduction
+):
+    """A rank without samples has a batch that stands in, of NaN, and counts for nothing."""
+
+    def model() -> torch.nn.Module:
+        generator = torch.Generator().manual_seed(0)
+        layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
+        ).double()
+        for parameter in layers.parameters():
+            torch.nn.init.normal_(parameter, generator=generator)
+        return layers
+
+    def rows(step: int) -> torch.Tensor:
+        return normal(sum(splits), 4, seed=step) - 50
+
+    def program(transport: LocalTransport) -> list[torch.Tensor]:
+        layers = hvd.SyncBatchNorm.convert_sync_batchnorm(model())
+        with world.entered(transport):
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers.parameters(), lr=0.1))
+            for step in range(3):
+                mine = rows(step).split(splits)[transport.rank]
+                optimizer.set_num_samples(len(mine), reduction)
+                optimizer.zero_grad()
+                losses = layers(mine if len(mine) else torch.full_like(rows(step), torch.nan)) ** 2
+                (losses.mean() if reduction == "mean" else losses.sum()).backward()
+                optimizer.step()
+                assert not optimizer.last_step.skipped
+        return [tensor.detach() for tensor in layers.state_dict().values()]
+
+    alone = model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        (alone(rows(step)) ** 2).mean().backward()
+        optimizer.step()
+    expected = list(alone.state_dict().values())
+    for tensors in threads(len(splits), program):
+        torch.testing.assert_close(tensors, expected, rtol=1e-9, atol=1e-9)
