@@ -110,9 +110,18 @@ def not_all_here(store: Store, rank: int, begun: float, *keys: list[str]) -> Pee
                 absent = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
                 break
     except RuntimeError:
-        absent = "the others, and where the ranks meet nobody answers any more"
-    waited = time.monotonic() - begun
+        return unanswered(rank, size, begun)
+    return _waited(rank, size, begun, absent)
+
+
+def unanswered(rank: int, size: int, begun: float) -> PeerTimeoutError:
+    """Return the error of a rank that has waited since `begun`, last for the store itself."""
+    absent = "the others, and where the ranks meet nobody answers any more"
+    return _waited(rank, size, begun, absent)
+
+
+def _waited(rank: int, size: int, begun: float, absent: str) -> PeerTimeoutError:
     return PeerTimeoutError(
-        f"rank {rank} of {size} has waited {waited:.3g} s at the start for {absent}: start every "
-        "rank, with the same address to meet at"
+        f"rank {rank} of {size} has waited {time.monotonic() - begun:.3g} s at the start for "
+        f"{absent}: start every rank, with the same address to meet at"
     )

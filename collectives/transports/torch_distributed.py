@@ -33,7 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
@@ -44,12 +44,15 @@ from ..vector import Array
 from .carrier import Carrier
 from .farewell import Farewell
 from .mailbox import Mailbox
-from .roll_call import call_roll, not_all_here
+from .patience import wait_until
+from .roll_call import call_roll, not_all_here, unanswered
 from .transport import Transport, say
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store, TCPStore, Work
+
+T = TypeVar("T")
 
 PIECE_BYTES: Final = 1 << 18  # of a message; the first travels with its header
 # From here on gloo's own allreduce is the faster one, up to 3 times at 100 MB; at 4 ranks it takes
@@ -62,7 +65,8 @@ _FAREWELL, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbo
 _FOREVER: Final = timedelta(days=365)
 _PATIENCE_SECONDS: Final = 1.0  # what a last word gets to go out
 _CALL_SECONDS: Final = 2.0  # what one call of the port where the ranks meet gets
-_GONE_SECONDS: Final = 3.0  # after which a launcher that refuses all calls there is given up
+# After which a launcher that refuses all calls there, or a store whose rank is lost, is given up.
+_GONE_SECONDS: Final = 3.0
 _NOTHING: Final = np.empty(0, np.uint8)
 _BACKLOG: Final = 4096  # ranks that call at once
 
@@ -314,15 +318,35 @@ class StoreCounter:
         self._stream = stream
 
     def add(self, amount: int) -> int:
-        """Add, and return what the number was before."""
-        try:
-            return self._store.add(self._name, amount) - amount
-        except RuntimeError as error:
-            rank = self._stream.ranks[self._stream.rank]
-            raise PeerError(
-                f"rank {rank} cannot reach the store where the ranks have met, which counts for "
-                f"them: {str(error).splitlines()[0]}"
-            ) from None
+        """Add, and return what the number was before.
+
+        Raises PeerError, or PeerTimeoutError, when the store is gone, or rank 0, which serves it
+        where no launcher does, and it does not answer.
+        """
+        answers: list[int | RuntimeError] = []
+
+        def ask() -> None:
+            try:
+                answers.append(self._store.add(self._name, amount) - amount)
+            except RuntimeError as error:
+                answers.append(error)
+
+        # Who asks a store that is frozen, or whose host is gone, waits for ever.
+        threading.Thread(target=ask, name="gtopk-counter", daemon=True).start()
+        answer = wait_until(
+            lambda: answers[0] if answers else None,
+            self._stream,
+            [self._stream.ranks[0]],
+            self._stream.timeout_seconds,
+            grace_seconds=_GONE_SECONDS,
+        )
+        if isinstance(answer, int):
+            return answer
+        rank = self._stream.ranks[self._stream.rank]
+        raise PeerError(
+            f"rank {rank} cannot reach the store where the ranks have met, which counts for "
+            f"them: {str(answer).splitlines()[0]}"
+        )
 
 
 def import_torch() -> Any:
@@ -391,14 +415,19 @@ def join_at(
         prefix += f"-of-{'-'.join(map(str, ranks))}"
         rank, size = ranks.index(rank), len(ranks)
     store = under(prefix, store)
-    word = call_roll(store, rank, size, start_timeout_seconds)
-    return TorchDistributedTransport(
-        under(word, store),
-        rank,
-        size,
-        timeout_seconds,
-        start_timeout_seconds,
-    )
+    begun, seconds = time.monotonic(), start_timeout_seconds + _PATIENCE_SECONDS
+
+    def meet(word: str) -> TorchDistributedTransport:
+        return TorchDistributedTransport(
+            under(word, store), rank, size, timeout_seconds, start_timeout_seconds
+        )
+
+    try:
+        # Who asks a store that is frozen, or whose host is gone, waits for ever.
+        word = _within(seconds, lambda: call_roll(store, rank, size, start_timeout_seconds))
+        return _within(seconds, lambda: meet(word))
+    except TimeoutError:
+        raise unanswered(rank, size, begun) from None
 
 
 def connect(
@@ -436,10 +465,11 @@ def connect(
         # TCPStore, where nobody listens, takes its timeout two times and more; where somebody
         # listens and does not answer, for ever.
         _await_port(host, port, start_timeout_seconds, _GONE_SECONDS if hosted else math.inf)
-        return _within(
+        reached: TCPStore = _within(
             max(_PATIENCE_SECONDS, begun + start_timeout_seconds - time.monotonic()),
             lambda: make(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
         )
+        return reached
     except (RuntimeError, OSError) as error:
         waited = time.monotonic() - begun
         why = (
@@ -475,9 +505,9 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
         pause = min(2 * pause, _CALL_SECONDS / 2)
 
 
-def _within(seconds: float, make: Callable[[], TCPStore]) -> TCPStore:
+def _within(seconds: float, make: Callable[[], T]) -> T:
     """Return what `make` does; raise TimeoutError, and leave it alone, when it takes longer."""
-    made: list[TCPStore | Exception] = []
+    made: list[T | Exception] = []
 
     def run() -> None:
         try:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from collectives.errors import PeerError, PeerTimeoutError
-from collectives.transports import Transport
-from collectives.transports.torch_distributed import connect, listen
+from collectives.transports import Transport, local_world
+from collectives.transports.torch_distributed import StoreCounter, connect, join_at, listen
 
 
 @pytest.mark.parametrize(
@@ -85,6 +89,46 @@ def test_a_store_that_takes_calls_and_does_not_answer_is_not_waited_for_for_ever
         ),
     ):
         connect("127.0.0.1", frozen.getsockname()[1], 1, 1.0)
+
+
+SERVE = """
+import sys, time, torch
+store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def frozen_store() -> Iterator[Any]:
+    """Return a store of a process that answered when it was called, and does not any more."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        store = connect("127.0.0.1", int(server.stdout.readline()), 1, 60)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        server.send_signal(signal.SIGSTOP)
+        yield store
+        server.kill()
+
+
+def test_ranks_that_meet_where_nobody_answers_any_more_do_not_wait_for_ever(frozen_store) -> None:
+    said = r"rank 1 of 2 has waited 1\.\d* s at the start for .* nobody answers any more: start"
+    with pytest.raises(PeerTimeoutError, match=said):
+        join_at(frozen_store, 1, 2, 30.0, 0.5)
+
+
+def test_nor_does_who_counts_there(frozen_store, monkeypatch) -> None:
+    _, stream = local_world(2, timeout_seconds=1.0)
+    counter = StoreCounter(frozen_store, "number", stream)
+    with pytest.raises(PeerTimeoutError, match="rank 1 has waited 1 s for rank 0"):
+        counter.add(1)
+    monkeypatch.setattr("collectives.transports.torch_distributed._GONE_SECONDS", 0.1)
+    stream.lose(0, "it is silent")
+    with pytest.raises(PeerError, match=r"rank 0 is lost \(it is silent\) while rank 1 waited"):
+        counter.add(1)
 
 
 def test_messages_are_the_hosts_whatever_the_default_device(
