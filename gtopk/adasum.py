@@ -125,7 +125,9 @@ class _AdasumOptimizer(Wrapping):
         Raises, on every rank alike, HorovodInternalError when the ranks disagree, and
         FloatingPointError where more steps in a row were skipped than `max_skipped_steps`.
         """
-        if amiss := self._agree():
+        # Not twice of the same gradients, where `step` asks again.
+        noted = self._are_finite is False and not self._hooks.has_counted
+        if (amiss := self._agree()) and not noted:
             self._note_skip(amiss)
 
     def _agree(self) -> str:
@@ -150,7 +152,8 @@ class _AdasumOptimizer(Wrapping):
     def _facts(self) -> list[str]:
         """Return what must be equal on all ranks."""
         return [
-            f"op=Adasum compression={self._compression.__name__}",
+            f"op=Adasum compression={self._compression.__name__} "
+            f"max_skipped_steps={self._skipped.allowed}",
             *(
                 f"parameter '{self._parameter_names[p]}' {list(p.shape)} {p.dtype}"
                 for p in self._trained()
@@ -186,11 +189,9 @@ class _AdasumOptimizer(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         if not self._are_finite or world.current() is not self._world:
-            noted = self._are_finite is False  # by `synchronize`, for this step
-            if (amiss := self._agree()) and not noted:
-                self._note_skip(amiss)
-        done = bool(self._are_finite) and self._step_together()
-        self._are_finite = None
+            self.synchronize()
+        finite, self._are_finite = self._are_finite, None
+        done = bool(finite) and self._step_together()
         if done:
             self._skipped.end_row()
         self._report(not done)

@@ -99,9 +99,7 @@ class _DistributedOptimizer(Readings):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
         if self._stands_in and samples is not None:
             samples = 0
-        said = self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
-        here = world.current() if world.is_initialized() else self._world  # after a recovery, say
-        here.weight = said.own_weight
+        self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
     def _tell_of_compression(self) -> None:
         """Have rank 0 say, once, what it may cost of accuracy; not where nothing is exchanged."""

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from collectives.kernels import Gradient, all_finite, put_at
-from collectives.kernels.codes import checksum
 from collectives.vector import SparseVector
 
 from .arrays import current_stream, home_of, view_array, view_tensor, zeros
@@ -211,10 +210,17 @@ class Bucket:
         return rest if bool(rest.any()) else None
 
     def mark(self) -> torch.Tensor:
-        """Return what tells this step's gradients from any others, int64, on `device`."""
+        """Return what tells this step's gradients from changed ones, int64, on `device`.
+
+        Of each the sum of its bits, which any one change shows in, and an element: there a change
+        shows that the sum is blind to, of all signs or of their order.
+        """
         ordered = zip(self.gradients, self.strides, strict=True)
-        marks = [_mark(gradient, stride) for gradient, stride in ordered if gradient.numel()]
-        return torch.stack([mark.to(self.device) for mark in marks])
+        bits = [_bits_of(gradient, stride) for gradient, stride in ordered if gradient.numel()]
+        marks = [
+            mark for each in bits for mark in (each.sum(dtype=each.dtype), each[len(each) // 3])
+        ]
+        return torch.stack([mark.to(self.device, torch.int64) for mark in marks])
 
     def scatter(self) -> None:
         """Copy `flat`, times `scale`, out into the gradients."""
@@ -296,13 +302,11 @@ def is_finite(gradient: torch.Tensor) -> bool:
     return bool(gradient.isfinite().all())
 
 
-def _mark(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return what changes with any bit of a tensor, int64; stride: of which its memory is dense."""
+def _bits_of(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor's elements as integers, [numel]; stride: of which its memory is dense."""
     alike = _is_ordered(tensor, stride)
     flat = tensor.as_strided((tensor.numel(),), (1,)) if alike else tensor.reshape(-1)
-    if flat.is_cuda:  # nothing is waited for
-        return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
-    return torch.tensor(checksum(flat.view(torch.uint8).numpy()) - (1 << 63))
+    return flat.contiguous().view(_INTEGERS[flat.element_size()])
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

@@ -73,7 +73,7 @@ def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     if code != 0 or sums is None:
         detail = f"{launcher}'s exit code {code}: {said}"
         return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE, launcher))
-    finding = judge(sums, _RANKS_ALONE)
+    finding = judge(sums, _RANKS_ALONE, launcher)
     return finding._replace(detail=f"{finding.detail}; {took:.1f} s with their start")
 
 
@@ -142,17 +142,21 @@ def _look_closer(job: Launched) -> str:
     return _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
 
 
-def judge(sums: dict[str, Any], launched: int) -> Finding:
-    """Say whether what rank 0 reports is what `launched` ranks should report."""
+def judge(sums: dict[str, Any], launched: int, launcher: str = "mpirun") -> Finding:
+    """Say whether what rank 0 reports is what `launched` ranks should report.
+
+    launcher: that is at hand, to be advised.
+    """
     size = sums["size"]
     if size != launched:
         detail = f"{launched} were started, but {size} joined: each would train alone"
-        advice = f"start them with {_mpirun()} -n {launched} python ..."
+        start = TORCHRUN if launcher == "torchrun" else f"{_mpirun()} -n"
+        advice = f"start them with {start} {launched} {'' if start == TORCHRUN else 'python '}..."
         return Finding(NAME, State.FAIL, detail, advice)
     hosts = Counter(sums["hosts"])
     detail = f"{size} ranks on {', '.join(hosts)}"
     if not sums["right"]:
-        return Finding(NAME, State.FAIL, f"{detail} add up wrongly", _see_all(size))
+        return Finding(NAME, State.FAIL, f"{detail} add up wrongly", _see_all(size, launcher))
     detail += f": 1 MB summed in {1e3 * sums['seconds']:.1f} ms over {sums['transport']}"
     for host, ranks in hosts.items():
         cores = sums["cores"][host]

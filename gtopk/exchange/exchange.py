@@ -257,8 +257,8 @@ class DenseExchange:
                 transport.allreduce(on_host)
         else:
             transport.allreduce(gradient)
-        if self.residual is not None and transport.rank == 0:
-            self._kept = bucket.rounded_away()
+        keeps = self.residual is not None and transport.rank == 0
+        self._kept = bucket.rounded_away() if keeps else None
         return _dense(bucket, transport, added - begun, time.perf_counter() - added)
 
     def apply(self, bucket: Bucket) -> None:

@@ -64,7 +64,7 @@ class _LocalSGD(Wrapping):
     inner_steps:   of a round, at least; None: rounds end where `outer_step` is called. May be set,
                    on all ranks alike.
     steps_made:    in this round, by this rank.
-    outer_steps:   so far, those that changed nothing included.
+    outer_steps:   so far, skipped ones included.
     skipped_steps: outer steps that changed nothing.
     lost_replicas: how often a rank's own was not finite, and became the others'.
     last_step:     what the last outer step cost; None before the first.

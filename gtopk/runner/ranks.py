@@ -98,7 +98,8 @@ def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> S
     if places.hosts or places.mpi_args is not None:
         raise ValueError("srun starts ranks where the allocation is: give it no hosts and mpi_args")
     options = [f"--ntasks={places.ranks}"]
-    if cores := whole_number("SLURM_CPUS_PER_TASK", 0):  # since 22.05 srun does not inherit it
+    cores = whole_number("SLURM_CPUS_PER_TASK", 0)  # since 22.05 srun does not inherit it
+    if cores and places.ranks <= whole_number("SLURM_NTASKS", 1):  # more share what there is
         options.append(f"--cpus-per-task={cores}")
     return Start(["srun", *options, *program], variables)
 

@@ -56,6 +56,11 @@ class BackwardHooks:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(hook)
 
+    @property
+    def has_counted(self) -> bool:
+        """Tell whether there was a backward pass since `forget`, of a parameter that is watched."""
+        return bool(self._passes)
+
     def passes_left(self, parameter: torch.nn.Parameter) -> int:
         """Return how many backward passes a parameter's gradient still lacks."""
         return self.limit - self._passes.get(parameter, 0)

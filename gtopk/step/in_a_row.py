@@ -13,7 +13,7 @@ class InARow:
     """
 
     def __init__(self, allowed: int) -> None:
-        self._allowed = allowed
+        self.allowed = allowed
         self._in_a_row = 0
         self.count = 0
 
@@ -28,7 +28,7 @@ class InARow:
         Raises FloatingPointError that says so, where that were more than may be.
         """
         self._in_a_row += 1
-        if self._in_a_row > self._allowed:
+        if self._in_a_row > self.allowed:
             raise FloatingPointError(
-                f"{said(self._in_a_row)}; max_skipped_steps={self._allowed} allows as many"
+                f"{said(self._in_a_row)}; max_skipped_steps={self.allowed} allows as many"
             )

@@ -34,7 +34,7 @@ from .overlap import Overlap
 from .peers import peers_in
 from .planned_lanes import PlannedLanes
 from .rounds import Round
-from .samples import Samples
+from .samples import Samples, note_stepper
 from .standing_in import stands_in
 from .weights import LocalClip
 
@@ -72,6 +72,7 @@ class Reducer:
         self.planned = PlannedLanes(names, options, self.progress)
         self.scaler = scaler
         self.samples = Samples()
+        note_stepper(self, names)
         overlaps = options.overlap and options.local_clip_norm is None
         self.overlap = Overlap(overlaps, options.compression)
         is_planned = options.groups is None and options.bucket_bytes is None
@@ -172,6 +173,7 @@ class Reducer:
         """Make the lanes with all ranks, and exchange them from now on."""
         trained = self.trained()
         self.names.add(self._param_groups)
+        note_stepper(self, trained)
         self.planned.plan(trained, order, self.peers)
         self.overlap.await_all(self.planned.lanes)
         if self.peers.size > 1:

@@ -7,9 +7,13 @@ so that no message is added, and that a rank which has joined knows what the oth
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 VOTE_BITS: Final = 35  # of the vote, below what is said here
 MOST: Final = 2**27 - 1
@@ -80,3 +84,26 @@ def weighs(vote: int) -> bool:
 def _number(vote: int) -> int | None:
     said = vote >> VOTE_BITS
     return said >> 1 if said & 1 else None
+
+
+class Stepper(Protocol):
+    """Who steps with parameters, and was told of how many samples their next gradients are."""
+
+    samples: Samples
+
+
+_steppers = WeakTensorKeyDictionary()  # weak references to them, by parameter
+
+
+def note_stepper(stepper: Stepper, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Have `own_weight` know who steps with these."""
+    known = weakref.ref(stepper)
+    for parameter in parameters:
+        _steppers[parameter] = known
+
+
+def own_weight(parameter: torch.nn.Parameter | None) -> int:
+    """Return what the next gradient of a parameter weighs on this rank; 1 where nobody knows."""
+    known = None if parameter is None else _steppers.get(parameter)
+    stepper: Stepper | None = known() if known is not None else None
+    return 1 if stepper is None else stepper.samples.own_weight

@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..world import world
+from ..step.samples import own_weight
 from . import mpi_ops
 
 
@@ -29,11 +29,12 @@ class SyncBatchNorm(_BatchNorm):
 
     In training, every rank calls it alike, with as many rows as it has, or none; their number
     weighs in the statistics, but for those of a batch that stands in for none. Gradients are of the
-    loss that the optimizer makes of all ranks', by what it was told of their samples before the
-    forward pass (`set_num_samples`, `adapt`). Layers run one after the other, and so share the
-    names of their operations: do not run two at a time, in threads. In eval mode, and in a world of
-    one rank, it is BatchNorm. The gradients of weight and bias are of this rank's rows, as those of
-    any layer are.
+    loss that the optimizer of its weight makes of all ranks', by what that was told of their
+    samples before the forward pass (`set_num_samples`, `adapt`); without a weight (affine=False) as
+    if all ranks weighed alike. Layers run one after the other, and so share the names of their
+    operations: do not run two at a time, in threads. In eval mode, and in a world of one rank, it
+    is BatchNorm. The gradients of weight and bias are of this rank's rows, as those of any layer
+    are.
 
     Input in float16 or bfloat16 is normalized in float32. Raises ValueError, on all ranks alike,
     where they have one row or none together.
@@ -62,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or mpi_ops.size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        weight = world.current().weight
+        weight = own_weight(self.weight if self.affine else None)
         batch = _statistics_of_all(input, self.eps, counts=weight > 0)
         if batch.total < 2:
             raise ValueError(

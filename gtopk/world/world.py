@@ -57,8 +57,6 @@ class World:
     advised:    whether it was said what compression saves.
     told_here:  whether this rank was told to end; told: which ranks were, as all ranks know after
                 the same step. See `told_to_end`.
-    weight:     what this rank's next gradients weigh beside the others', as an optimizer was told
-                last; 0: they are of no samples.
     optimizers: how many distributed optimizers it has made, by the name of a parameter.
     sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
                 their operations without a name, anew: where ranks left the last one at different
@@ -81,7 +79,6 @@ class World:
         self.advised = False
         self.told_here = False
         self.told: list[int] = []
-        self.weight = 1
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
@@ -382,7 +379,6 @@ def rejoin() -> None:
     init(_communicator)
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
-    current().weight = here.weight
     current().advice = here.advice
     current().told_here, current().told = here.told_here, here.told
 

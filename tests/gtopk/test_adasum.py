@@ -299,6 +299,37 @@ def test_too_many_skipped_steps_in_a_row_are_an_error_on_every_rank(threads, ask
         )
 
 
+def test_a_step_is_skipped_once_however_often_it_is_asked_about(threads):
+    """A GradScaler leaves out the step after the first; the model clears its gradients."""
+
+    def program(transport: LocalTransport) -> int:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        with world.entered(transport):
+            optimizer = distributed([parameter])
+            for steps in (0, 1):
+                parameter.grad = None
+                (parameter * math.nan).sum().backward()
+                for _ in range(3):
+                    optimizer.synchronize()
+                for _ in range(steps):
+                    optimizer.step()
+            return optimizer.skipped_steps
+
+    assert threads(2, program) == [2, 2]
+
+
+def test_ranks_that_allow_unlike_numbers_of_skipped_steps_are_told(threads):
+    def program(transport: LocalTransport) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        with world.entered(transport):
+            optimizer = distributed([parameter], max_skipped_steps=5 * transport.rank)
+            parameter.grad = torch.ones(2)
+            with pytest.raises(HorovodInternalError, match="max_skipped_steps=5"):
+                optimizer.step()
+
+    threads(2, program)
+
+
 def test_a_grad_scaler_skips_on_every_rank_after_synchronize(threads):
     def program(transport: LocalTransport) -> list[list[float]]:
         parameter = torch.nn.Parameter(torch.zeros(2))

@@ -159,3 +159,34 @@ def test_without_cupy_the_way_through_the_host_is_told_once(
         assert arrays.home_of([OnGpu(), torch.zeros(1)]) == torch.device("cpu")
     finally:
         arrays._kernels_reach_gpus.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "lying",
+    [
+        lambda wide: wide[:, ::2],
+        lambda wide: wide[:, :1],
+        lambda wide: wide[::2],
+        lambda wide: wide.t(),
+        lambda wide: wide[1:, 1:],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_a_changed_element_shows_however_the_gradients_lie(dtype: torch.dtype, lying: Any) -> None:
+    wide = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gradient = lying(wide)
+    parameter = torch.nn.Parameter(torch.zeros(gradient.shape, dtype=dtype))
+    parameter.grad = gradient
+    assert parameter.grad.data_ptr() == gradient.data_ptr()
+    bucket = Bucket([parameter, torch.nn.Parameter(torch.zeros(0, dtype=dtype))])
+    bucket.take(1.0)
+    before = bucket.mark()
+    assert torch.equal(bucket.mark(), before)
+    for element in gradient.reshape(-1).tolist():
+        where = gradient == element
+        gradient.data[where] = 0.9 * element
+        assert not torch.equal(bucket.mark(), before)
+        gradient.data[where] = element
+        assert torch.equal(bucket.mark(), before)
+    gradient.data.neg_()
+    assert not torch.equal(bucket.mark(), before)

@@ -107,6 +107,18 @@ def test_srun_gives_each_task_the_cores_that_the_allocation_has_for_it(
     assert said(capsys, *words, script)["command"][2] == "--cpus-per-task=4"
 
 
+@pytest.mark.parametrize(("tasks", "words"), [(None, []), ("1", ["-n", "4"])])
+def test_ranks_beyond_the_allocations_tasks_share_its_cores(
+    capsys, script: str, in_slurm, tasks: str | None, words: list[str]
+) -> None:
+    in_slurm.setenv("SLURM_CPUS_PER_TASK", "8")
+    if tasks is None:
+        in_slurm.delenv("SLURM_NTASKS")
+    else:
+        in_slurm.setenv("SLURM_NTASKS", tasks)
+    assert not any("cpus" in word for word in said(capsys, *words, script)["command"])
+
+
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_CPUS_PER_TASK"])
 def test_an_allocation_that_says_no_number_is_an_error(
     capsys, script: str, in_slurm, name: str

@@ -329,13 +329,26 @@ def clip_by_numpy(model: Any, optimizer: Any, step: int) -> None:
         np.clip(array, -0.9 * abs(array).max(), 0.9 * abs(array).max(), out=array)
 
 
+def negate_behind_torch(model: Any, optimizer: Any, step: int) -> None:
+    await_early_lanes(optimizer)
+    for parameter in model.parameters():
+        parameter.grad.data.neg_()
+
+
 def put_others(model: Any, optimizer: Any, step: int) -> None:
     model[3].weight.grad = torch.full_like(model[3].weight, 0.1)
 
 
 @pytest.mark.parametrize(
     "disturb",
-    [clip_in_place, clip_behind_torch, clamp_behind_torch, clip_by_numpy, put_others],
+    [
+        clip_in_place,
+        clip_behind_torch,
+        clamp_behind_torch,
+        negate_behind_torch,
+        clip_by_numpy,
+        put_others,
+    ],
 )
 @pytest.mark.parametrize("on_one_rank", [False, True])
 def test_gradients_changed_after_backward_are_those_that_count(

@@ -341,3 +341,24 @@ def test_unlike_batches_train_as_one_of_all_rows_whose_loss_is_their_mean(
     expected = list(alone.state_dict().values())
     for tensors in threads(len(splits), program):
         torch.testing.assert_close(tensors, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_whose_optimizer_was_told_nothing_weighs_alike_whatever_another_was_told(threads):
+    """As of a generator and its critic."""
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        input = (normal(8, 3, seed=0) - 50).split(4)[transport.rank].requires_grad_()
+        told, other = torch.nn.Linear(1, 1), prepared(hvd.SyncBatchNorm(3))
+        with world.entered(transport):
+            optimizers = [
+                hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+                for model in (other, told)
+            ]
+            optimizers[1].set_num_samples([5, 0][transport.rank])
+            (other(input) ** 3).mean().backward()
+        return input.grad
+
+    alone = (normal(8, 3, seed=0) - 50).requires_grad_()
+    (prepared(torch.nn.BatchNorm1d(3))(alone) ** 3).mean().backward()
+    gradients = torch.cat(threads(2, program))
+    torch.testing.assert_close(gradients / 2, alone.grad, rtol=1e-9, atol=1e-12)
