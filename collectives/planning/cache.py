@@ -55,12 +55,12 @@ def load(path: Path, facts: Facts, ranks: int) -> Calibration | None:
 def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
     """Write the file beside its place, then move it there; tell whether that worked."""
     record = {"facts": dict(facts), "saved": time.time(), "calibration": as_json(calibration)}
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         beside.replace(path)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: "." and "/" have no name
         return False
     return True
 

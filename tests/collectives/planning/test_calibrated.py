@@ -111,6 +111,12 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path):
     assert not cache.save(tmp_path / "file" / "kept.json", FACTS, KEPT)
 
 
+@pytest.mark.parametrize("place", [".", "/"])
+def test_a_folder_in_place_of_a_cache_file_keeps_nothing(monkeypatch, place):
+    monkeypatch.setenv(VARIABLE, place)
+    assert all("kept in" not in found.origin for found in on_ranks(2))
+
+
 def test_the_second_run_finds_what_the_first_one_measured():
     first = on_ranks(3)
     second = on_ranks(3)
