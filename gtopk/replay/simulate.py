@@ -30,7 +30,12 @@ def find_python(environ: Mapping[str, str] = os.environ) -> str:
     asked = environ.get(_VARIABLE)
     tried = [asked] if asked else [sys.executable, "/usr/bin/python3", shutil.which("python3")]
     for python in filter(None, tried):
-        found = subprocess.run([python, "-c", "import simgrid"], capture_output=True, check=False)
+        try:
+            found = subprocess.run(
+                [python, "-c", "import simgrid"], capture_output=True, check=False
+            )
+        except OSError:  # none is there, or none that may be run
+            continue
         if found.returncode == 0:
             return python
     raise SimulationError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +134,21 @@ def test_without_simgrid_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("subprocess.run", lambda *a, **o: type("Done", (), {"returncode": 1})())
     with pytest.raises(SimulationError, match="apt-get install python3-simgrid"):
         find_python()
+
+
+def test_a_python_that_cannot_be_run_has_no_simgrid(tmp_path: Path) -> None:
+    (tmp_path / "python").touch()  # may not be run
+    for place in (tmp_path / "python", tmp_path / "nothing"):
+        with pytest.raises(SimulationError, match=f"which {re.escape(str(place))} does not have"):
+            find_python({"GTOPK_SIMGRID_PYTHON": str(place)})
+
+
+def test_behind_a_python_that_is_not_there_the_next_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_all = tmp_path / "python3"
+    has_all.write_text("#!/bin/sh\n")
+    has_all.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_python({}) in ("/usr/bin/python3", str(has_all))
