@@ -244,15 +244,16 @@ class MpiTransport(Carrier):
         That takes a third of the time. Its messages are reckoned as those of the other way.
         """
         sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
-        ours = self.checks_messages or len(sizes) > 1 or array.nbytes > _SMALL_BYTES
+        parts = array[bounds[0] : bounds[-1]]
+        ours = self.checks_messages or len(sizes) > 1 or parts.nbytes > _SMALL_BYTES
         if self.size == 1 or ours:
             super().allgather_into(array, bounds)
             return
         self._gathers += 1
         with self._calling:
-            request = self._communicator.Iallgather(self._mpi.IN_PLACE, [array, self._mpi.BYTE])
+            request = self._communicator.Iallgather(self._mpi.IN_PLACE, [parts, self._mpi.BYTE])
         self._await_gather(request)
-        block_bytes = array.nbytes // self.size
+        block_bytes = parts.nbytes // self.size
         self.traffic.count((self.size - 1) * block_bytes, cost.rounds(self.size))
 
     def _await_gather(self, request: MPI.Request) -> None:

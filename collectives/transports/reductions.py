@@ -127,22 +127,24 @@ def _pieces(array: Array, bounds: Sequence[int], first: int, blocks: int) -> lis
 
     At least one piece, be it empty.
     """
-    size, end_of_array = len(bounds) - 1, bounds[-1]
+    size, length = len(bounds) - 1, bounds[-1] - bounds[0]
     last = first + blocks
     begin = bounds[first]
-    end = bounds[last] if last <= size else end_of_array + bounds[last - size]
+    end = bounds[last] if last <= size else length + bounds[last - size]
     step = max(1, PIECE_BYTES // array.itemsize)
     starts = range(begin, end, step) or [begin]
-    return [_around(array, end_of_array, start, min(start + step, end)) for start in starts]
+    return [_around(array, bounds, start, min(start + step, end)) for start in starts]
 
 
-def _around(array: Array, end_of_array: int, begin: int, end: int) -> list[Array]:
-    """Return the slices from begin to end, where behind the array's end it begins again."""
-    if begin >= end_of_array:
-        return [array[begin - end_of_array : end - end_of_array]]
-    if end <= end_of_array:
+def _around(array: Array, bounds: Sequence[int], begin: int, end: int) -> list[Array]:
+    """Return the slices from begin to end, where the first block follows the last one."""
+    first, last = bounds[0], bounds[-1]
+    length = last - first
+    if begin >= last:
+        return [array[begin - length : end - length]]
+    if end <= last:
         return [array[begin:end]]
-    return [array[begin:end_of_array], array[: end - end_of_array]]
+    return [array[begin:last], array[first : end - length]]
 
 
 def _joined(slices: list[Array]) -> Array:

@@ -268,6 +268,25 @@ def test_every_rank_fills_in_the_part_it_owns(transport: Transport) -> None:
         assert transport.traffic.take().sent_messages == rounds(transport.size)
 
 
+def test_what_lies_outside_of_the_parts_is_left_alone(transport: Transport) -> None:
+    size, rank = transport.size, transport.rank
+    for dtype, first in itertools.product(DTYPES, (0, 1)):
+        bounds = range(first, first + 2 * size + 1, 2)
+        parts, mine = slice(bounds[0], bounds[-1]), slice(bounds[rank], bounds[rank + 1])
+        array = np.full(bounds[-1] + 3, 20 + rank, dtype)
+        expected = array.copy()
+        expected[parts] = np.repeat(np.arange(size), 2)
+        array[mine] = rank
+        transport.traffic.take()
+        transport.allgather_into(array, bounds)
+        assert array.tolist() == expected.tolist()
+        assert transport.traffic.take().sent_bytes == (size - 1) * 2 * array.itemsize
+        transport.reduce_scatter(array, bounds)
+        assert array[mine].tolist() == [size * rank] * 2
+        array[parts] = expected[parts]
+        assert array.tolist() == expected.tolist()
+
+
 def uneven_bounds(transport: Transport) -> list[list[int]]:
     """Return the ends of parts that are all empty, that grow with the rank, and one that is all."""
     size = transport.size
