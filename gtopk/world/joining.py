@@ -204,7 +204,7 @@ def _join_torch(
     elif ranks:
         _check(ranks, torch.distributed.get_rank(), torch.distributed.get_world_size())
     # A process group, torchrun, or who does as it does.
-    if job is None or {"RANK", "WORLD_SIZE"} <= set(os.environ):
+    if job is None or (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
         return open_torch_distributed(timeout_seconds, start_timeout_seconds, ranks)
     store = _meet(job, start_timeout_seconds)
     return join_at(store, job.rank, job.size, timeout_seconds, start_timeout_seconds, ranks)

@@ -131,7 +131,12 @@ def test_a_transport_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ", [HOROVODRUN, OPEN_MPI | {"GTOPK_TRANSPORT": "torch.distributed"}]
+    "environ",
+    [
+        HOROVODRUN,
+        HOROVODRUN | dict.fromkeys(TORCHRUN, ""),
+        OPEN_MPI | {"GTOPK_TRANSPORT": "torch.distributed"},
+    ],
 )
 def test_a_launcher_that_does_not_say_where_to_meet_is_named(monkeypatch, environ) -> None:
     for name, value in environ.items():
