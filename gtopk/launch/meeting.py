@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from collectives.environment import whole_number
+from collectives.errors import PeerTimeoutError
 
 _KEY: Final = "/gtopk/store"
 _ASK_SECONDS: Final = 0.1  # between two looks for rank 0's address
@@ -87,25 +88,36 @@ class HorovodrunServer:
             host: str = probe.getsockname()[0]
         return host
 
-    def tell(self, address: Address) -> None:
-        """Say where the ranks meet."""
-        request = urllib.request.Request(self._url, str(address).encode(), method="PUT")
-        with self._opener.open(request, timeout=_REQUEST_SECONDS):
-            pass
+    def tell(self, address: Address, timeout_seconds: float) -> None:
+        """Say where the ranks meet, as rank 0; raises as `ask`."""
+        self._answer(0, "PUT", str(address).encode(), timeout_seconds)
 
-    def ask(self, timeout_seconds: float) -> Address | None:
-        """Return where the ranks meet, once rank 0 has said it; None after the timeout."""
+    def ask(self, rank: int, timeout_seconds: float) -> Address:
+        """Return where the ranks meet, once rank 0 has said it; rank: who asks, for an error.
+
+        Raises PeerTimeoutError after the timeout, HTTPError where the server refuses.
+        """
+        host, port = self._answer(rank, "GET", None, timeout_seconds).decode().rsplit(":", 1)
+        return Address(host, int(port))
+
+    def _answer(self, rank: int, method: str, body: bytes | None, timeout_seconds: float) -> bytes:
+        request = urllib.request.Request(self._url, body, method=method)
         deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
+        while True:
             try:
-                with self._opener.open(self._url, timeout=_REQUEST_SECONDS) as response:
-                    host, port = response.read(_ADDRESS_BYTES).decode().rsplit(":", 1)
-                    return Address(host, int(port))
-            except urllib.error.HTTPError as error:
-                if error.code != 404:
+                with self._opener.open(request, timeout=_REQUEST_SECONDS) as response:
+                    answer: bytes = response.read(_ADDRESS_BYTES)
+                    return answer
+            except OSError as error:  # an HTTPError, too, or a busy server turns us away
+                if isinstance(error, urllib.error.HTTPError) and error.code != 404:
                     raise
+                if time.monotonic() > deadline:
+                    raise PeerTimeoutError(
+                        f"rank {rank} has waited {timeout_seconds:g} s at the start for "
+                        f"horovodrun's server at {self._address}, where rank 0 says where the "
+                        f"ranks meet: {error}"
+                    ) from None
             time.sleep(_ASK_SECONDS)
-        return None
 
 
 def horovodrun_server(environ: Mapping[str, str]) -> HorovodrunServer | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from collectives.environment import number
-from collectives.errors import PeerError, PeerTimeoutError
+from collectives.errors import PeerError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from ..launch import Launched, carried_by, launched_by
@@ -220,14 +220,9 @@ def _meet(job: Launched, start_timeout_seconds: float) -> TCPStore:
         if job.rank == 0:
             host = server.own_host()
             store = connect(host, 0, 0, start_timeout_seconds)
-            server.tell(Address(host, store.port))
+            server.tell(Address(host, store.port), start_timeout_seconds)
             return store
-        address = server.ask(start_timeout_seconds)
-        if address is None:
-            raise PeerTimeoutError(
-                f"rank {job.rank} of {job.size} has waited {start_timeout_seconds:g} s at the "
-                "start for rank 0, which has not said where the ranks meet"
-            )
+        address = server.ask(job.rank, start_timeout_seconds)
     elif address is None and job.launcher == "srun":
         address = srun_address(os.environ)
     if address is None:

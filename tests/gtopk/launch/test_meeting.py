@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.error import HTTPError
+
 import pytest
 
+from collectives import PeerTimeoutError
+from gtopk.launch import meeting
 from gtopk.launch.meeting import (
     Address,
     HorovodrunServer,
@@ -60,9 +68,62 @@ def test_an_address_is_named_by_both_variables() -> None:
 def test_what_rank_0_tells_horovodruns_server_the_others_are_told(key_value_server) -> None:
     server = HorovodrunServer(key_value_server)
     assert server.own_host() == "127.0.0.1"
-    assert server.ask(0.3) is None
-    server.tell(Address("10.0.0.1", 4711))
-    assert server.ask(5) == Address("10.0.0.1", 4711)
+    with pytest.raises(PeerTimeoutError, match=r"rank 1 has waited 0\.3 s .* Error 404"):
+        server.ask(1, 0.3)
+    server.tell(Address("10.0.0.1", 4711), 5)
+    assert server.ask(1, 5) == Address("10.0.0.1", 4711)
+
+
+ANSWER = b"HTTP/1.0 200 OK\r\n\r\n10.0.0.1:4711"
+
+
+@contextmanager
+def answering(*answers: bytes | None) -> Iterator[HorovodrunServer]:
+    """Serve as many connections, each with its answer; None: with nothing, and for a while."""
+    held = []
+
+    def serve() -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            held.append(connection)
+            if answer is not None:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield HorovodrunServer(Address(*listener.getsockname()))
+        thread.join()
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.parametrize("first", [None, b""])
+def test_a_server_that_is_slow_or_hangs_up_is_asked_again(monkeypatch, first) -> None:
+    monkeypatch.setattr(meeting, "_REQUEST_SECONDS", 0.2)
+    with answering(first, ANSWER) as server:
+        assert server.ask(1, 60) == Address("10.0.0.1", 4711)
+    with answering(first, ANSWER) as server:
+        server.tell(Address("10.0.0.1", 4711), 60)
+
+
+def test_a_server_that_nobody_reaches_is_named_after_the_timeout() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        address = Address(*nobody.getsockname())
+        server = HorovodrunServer(address)
+        with pytest.raises(PeerTimeoutError, match=rf"rank 2 .* 0\.2 s .* {address}.* refused"):
+            server.ask(2, 0.2)
+        with pytest.raises(PeerTimeoutError, match=rf"rank 0 .* 0\.2 s .* {address}.* refused"):
+            server.tell(Address("10.0.0.1", 4711), 0.2)
+
+
+def test_a_server_that_refuses_is_not_asked_again() -> None:
+    forbidden = b"HTTP/1.0 403 Forbidden\r\n\r\n"
+    with answering(forbidden) as server, pytest.raises(HTTPError, match="403"):
+        server.ask(1, 60)
 
 
 def test_horovodrun_names_its_server_in_two_variables(monkeypatch, key_value_server) -> None:
@@ -71,6 +132,6 @@ def test_horovodrun_names_its_server_in_two_variables(monkeypatch, key_value_ser
     server = horovodrun_server(
         {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
     )
-    server.tell(Address("10.0.0.1", 4711))
-    assert server.ask(5) == Address("10.0.0.1", 4711)
+    server.tell(Address("10.0.0.1", 4711), 5)
+    assert server.ask(1, 5) == Address("10.0.0.1", 4711)
     assert horovodrun_server({"HOROVOD_GLOO_RENDEZVOUS_ADDR": host}) is None
