@@ -1,29 +1,32 @@
 """NodeMemory: bytes that the ranks of one host share, a lock on them, and who is still there.
 
-Lock and presence are the kernel's: a file's byte ranges, which it frees when a process ends,
-however it ends. So a rank that is killed holds up nobody, and is known to be gone at once:
+Locks and presence are the kernel's: a file's byte ranges, which it frees when a process ends,
+however it ends. So a rank that is killed holds up nobody, and is known to be gone at once. All
+memories of the same ranks have one such file, for who lets go of a memory lives on:
 
     offset in the lock file    who locks it
-    base + place               the rank at that place, for as long as it lives
-    base + ranks               whoever holds the lock
+    place                      the rank at that place, for as long as it lives
+    ranks + number             whoever holds the lock of the memory of that number
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from ..errors import PeerTimeoutError
 from ..vector import Array
 
-_BASE: Final = 1 << 40  # beyond all that is written: the file may be the memory, too
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 2e-6, 1e-3
 
 
@@ -45,20 +48,54 @@ class NodeMemory(Protocol):
         """Tell whether a rank's process lives; once it does not, it never will."""
 
 
-class FileMemory:
-    """Memory of processes.
+class FileLocks:
+    """The lock file of processes, and the presence of this one.
 
-    file: open for reading and writing; closing it anywhere in this process frees its locks.
+    file: open for reading and writing, and closed with this object. It must not be mapped: closing
+          any descriptor of it in this process frees its locks, and a map closes one of its own.
     """
 
-    def __init__(self, memory: Array, file: int, place: int, places: int, seconds: float) -> None:
-        self.bytes = memory
+    def __init__(self, file: int, place: int, places: int) -> None:
         self.place, self.places = place, places
+        self.memories = itertools.count()  # their numbers
         self._file = file
+        self._gone: set[int] = set()
+        # Not at exit: until the process ends it is there.
+        weakref.finalize(self, os.close, file).atexit = False
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+
+    def is_present(self, place: int) -> bool:
+        """Tell whether a rank's process lives."""
+        if place == self.place:
+            return True
+        if place not in self._gone and self.take(place, fcntl.LOCK_SH):
+            self.release(place)
+            self._gone.add(place)
+        return place not in self._gone
+
+    def take(self, offset: int, kind: int = fcntl.LOCK_EX) -> bool:
+        """Lock a byte; False where another process has locked it."""
+        try:
+            fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, offset)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def release(self, offset: int) -> None:
+        """Unlock a byte."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, offset)
+
+
+class FileMemory:
+    """Memory of processes; they make theirs in the same order."""
+
+    def __init__(self, memory: Array, locks: FileLocks, seconds: float) -> None:
+        self.bytes = memory
+        self.place, self.places = locks.place, locks.places
+        self._locks = locks
+        self._offset = locks.places + next(locks.memories)
         self._timeout_seconds = seconds
         self._of_threads = threading.Lock()  # to the kernel a process is one
-        self._gone: set[int] = set()
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _BASE + place)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -68,13 +105,13 @@ class FileMemory:
             try:
                 yield
             finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _BASE + self.places)
+                self._locks.release(self._offset)
 
     def _acquire(self) -> None:
         """Lock; a holder that is frozen is waited for no longer than any peer is."""
         deadline = time.monotonic() + self._timeout_seconds
         pause_seconds = _SHORTEST_SLEEP_SECONDS
-        while not self._try(fcntl.LOCK_EX, self.places):
+        while not self._locks.take(self._offset):
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
                     f"the memory of this host's {self.places} ranks has been locked for "
@@ -85,19 +122,7 @@ class FileMemory:
 
     def is_present(self, place: int) -> bool:
         """Tell whether a rank's process lives."""
-        if place == self.place:
-            return True
-        if place not in self._gone and self._try(fcntl.LOCK_SH, place):
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _BASE + place)
-            self._gone.add(place)
-        return place not in self._gone
-
-    def _try(self, kind: int, place: int) -> bool:
-        try:
-            fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, _BASE + place)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+        return self._locks.is_present(place)
 
 
 class OfThreads:

@@ -2,7 +2,9 @@
 
 threads of a process     the object itself, by a name
 processes                a file in memory that all map, known by its path until all have it
-processes under MPI      a window of MPI's; the file is for the locks only
+processes under MPI      a window of MPI's
+
+The locks of processes are in a file of their own, one for all memories of a stream.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from typing import Final
 import numpy as np
 
 from ..vector import Array
-from .node_memory import FileMemory, NodeMemory, OfThreads, ThreadMemory
+from .node_memory import FileLocks, FileMemory, NodeMemory, OfThreads, ThreadMemory
 from .transport import Transport
 
 _FOLDER: Final = Path("/dev/shm")  # files there are memory
 _PROCESS: Final = uuid.uuid4().hex  # in containers that share memory several may have one pid
 _in_this_process: weakref.WeakValueDictionary[str, OfThreads] = weakref.WeakValueDictionary()
+_locks: weakref.WeakKeyDictionary[Transport, FileLocks] = weakref.WeakKeyDictionary()
 
 
 def share(stream: Transport, size_bytes: int) -> NodeMemory:
@@ -56,19 +59,30 @@ def share_by_file(stream: Transport, size_bytes: int, memory: Array | None = Non
     memory: what they share already; None: a file in memory is mapped by each.
     Raises OSError, on every rank, where there is no room for it.
     """
-    made = _make_file(0 if memory is not None else size_bytes) if stream.rank == 0 else (-1, "")
+    if memory is None:
+        file = _open_file(stream, size_bytes)
+        try:
+            mapped = mmap.mmap(file, size_bytes) if size_bytes else b""
+        finally:
+            os.close(file)  # a map has its own
+        memory = np.frombuffer(mapped, np.uint8)
+    if stream not in _locks:
+        _locks[stream] = FileLocks(_open_file(stream, 0), stream.rank, stream.size)
+        stream.barrier()  # all are present
+    return FileMemory(memory, _locks[stream], stream.timeout_seconds)
+
+
+def _open_file(stream: Transport, size_bytes: int) -> int:
+    """Return a new file of zeros that a stream's ranks have all opened, and nobody else can."""
+    made = _make_file(size_bytes) if stream.rank == 0 else (-1, "")
     told = stream.broadcast(np.frombuffer(made[1].encode(), np.uint8), 0).tobytes().decode()
     if told.startswith("!"):
         raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {told[1:]}")
     file = made[0] if stream.rank == 0 else os.open(told, os.O_RDWR)
-    if memory is None:
-        mapped = mmap.mmap(file, size_bytes) if size_bytes else b""
-        memory = np.frombuffer(mapped, np.uint8)
-    result = FileMemory(memory, file, stream.rank, stream.size, stream.timeout_seconds)
-    stream.barrier()  # all have opened it, and say so by their locks
+    stream.barrier()  # all have opened it
     if stream.rank == 0:
         os.unlink(told)
-    return result
+    return file
 
 
 def _make_file(size_bytes: int) -> tuple[int, str]:

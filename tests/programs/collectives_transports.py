@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import sys
 import threading
 import time
@@ -487,6 +488,29 @@ def test_ranks_of_a_host_map_the_same_zeros(transport: Transport) -> None:
         stream.barrier()
 
 
+def test_who_lets_go_of_what_is_shared_is_still_there(transport: Transport) -> None:
+    for stream in (transport, transport.channel(4)):
+        memory = [stream.shared_memory(64), stream.shared_memory(64)]
+        del memory[stream.rank % 2 :]
+        stream.barrier()
+        assert all(left.is_present(place) for left in memory for place in range(stream.size))
+        stream.barrier()
+
+
+def check_descriptors(transport: Transport) -> None:
+    """Check that memory that nobody has any more leaves no file open."""
+
+    def count() -> int:
+        transport.barrier()
+        return len(os.listdir("/proc/self/fd"))
+
+    transport.shared_memory(64)
+    before = count()
+    for _ in range(5):
+        transport.shared_memory(64)
+    assert count() == before
+
+
 def check_large_allreduce(transport: Transport, length: int) -> None:
     """Check the sum and the count of an array that the library reduces, after a barrier."""
     transport.barrier()
@@ -531,13 +555,13 @@ def check_torch_distributed(transport: Transport) -> None:
         law(transport)
     check_large_allreduce(transport, torch_distributed.NATIVE_BYTES // 4 + 1)
     check_native(transport, True)
+    check_descriptors(transport)
     assert "gloo of torch" in transport.library()
     check_checked(transport)
 
 
 def check_mpi(transport: Transport) -> None:
     """Run the laws on MPI, with its limits as they are and so low that every path is taken."""
-    import os
     from unittest import mock
 
     from collectives import open_transport
@@ -553,6 +577,7 @@ def check_mpi(transport: Transport) -> None:
                 too_many_pieces = law in LARGE and piece_bytes == 16
                 if not other_count and not too_many_pieces:
                     law(transport)
+    check_descriptors(transport)
     check_large_allreduce(transport, blocking_from // 4 + 1)
     check_native(transport, True)
     with mock.patch.object(transport, "_reduces_itself", True):

@@ -16,12 +16,13 @@ import pytest
 
 from collectives import PeerTimeoutError, Transport
 from collectives.transports import LocalTransport
-from collectives.transports.node_memory import FileMemory
+from collectives.transports.node_memory import FileLocks, FileMemory
 from collectives.transports.sharing import share_by_file
 
 
 def open_memory(path: str, place: int, seconds: float = 30.0) -> FileMemory:
-    return FileMemory(np.empty(0, np.uint8), os.open(path, os.O_RDWR), place, 2, seconds)
+    locks = FileLocks(os.open(path, os.O_RDWR), place, 2)
+    return FileMemory(np.empty(0, np.uint8), locks, seconds)
 
 
 @contextmanager
