@@ -158,8 +158,10 @@ class GTopKState:
         _write_what_ddp_does_not(bucket.parameters(), buffer)
         return future
 
-    def _open_lane(self, whole: torch.nn.Parameter) -> Lane:
-        return open_lane(self._name, [whole], ["bucket"], self.compression, self.progress)
+    def _open_lane(self, whole: torch.nn.Parameter, sizes: Sequence[int]) -> Lane:
+        return open_lane(
+            self._name, [whole], ["bucket"], self.compression, self.progress, sizes=sizes
+        )
 
     def _refuse_another_model(self, bucket: GradBucket) -> None:
         """Only the first step has new parameters, and its buckets are numbered as they come."""

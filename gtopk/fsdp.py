@@ -284,9 +284,11 @@ class ReplicaState:
             queue = Variable._execution_engine.queue_callback
             queue(partial(queue, self._end_pass))
 
-    def _open_lane(self, unit: Unit, whole: torch.nn.Parameter) -> Lane:
+    def _open_lane(self, unit: Unit, whole: torch.nn.Parameter, sizes: Sequence[int]) -> Lane:
         vector = stand_in(whole.detach().new_empty(1), whole.numel())
-        return open_lane(unit.name, [vector], [unit.name], self.compression, self.progress)
+        return open_lane(
+            unit.name, [vector], [unit.name], self.compression, self.progress, sizes=sizes
+        )
 
     def _parameters(self) -> set[torch.Tensor]:
         """Return those that have gradients: what is not resharded has whole ones in their place."""

@@ -35,6 +35,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 class Bucket:
     """The vector of all gradients, in the order of the parameters and of their elements in memory.
 
+    sizes:     of the parameters, or of those that the one in their place stands for.
     length, dtype: of the vector; float64 when a parameter is float64, float32 otherwise.
     device:    where it is worked on.
     strides:   of each parameter when the bucket was made; they are the order of its elements.
@@ -47,9 +48,12 @@ class Bucket:
     Raises ValueError for complex parameters, and when there is no element at all.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], sizes: Sequence[int] | None = None
+    ) -> None:
         self.parameters = list(parameters)
         refuse_complex(self.parameters)
+        self.sizes = [p.numel() for p in self.parameters] if sizes is None else list(sizes)
         self.length = sum(p.numel() for p in self.parameters)
         if self.length == 0:
             raise ValueError(

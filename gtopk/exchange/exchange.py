@@ -386,7 +386,7 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
         bucket.device,
         masked=compression.factor_masking,
         betas=compression.adam_correction,
-        sizes=[parameter.numel() for parameter in bucket.parameters],
+        sizes=bucket.sizes,
     )
 
 

@@ -7,6 +7,7 @@ What is held back of one that is frozen, or in no bucket now, waits outside.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,13 +20,14 @@ from ..lanes.lanes import Lane
 class BucketLanes:
     """A lane for each bucket that was seen.
 
-    open_lane: of one parameter, which is all of a bucket.
+    open_lane: of one parameter, which is all of a bucket, and the sizes of those in it.
     """
 
-    def __init__(self, open_lane: Callable[[torch.nn.Parameter], Lane]) -> None:
+    def __init__(self, open_lane: Callable[[torch.nn.Parameter, list[int]], Lane]) -> None:
         self._open_lane = open_lane
         self._lanes: dict[tuple[int, ...], Lane] = {}  # by the identities of their parameters
-        self._homes: dict[torch.Tensor, tuple[Lane, int]] = {}  # where a parameter begins
+        # Which of its lane's parameters each is, and where it begins.
+        self._homes: dict[torch.Tensor, tuple[Lane, int, int]] = {}
         # Of parameters without a lane, and of frozen ones, in memory's order.
         self._held: dict[torch.Tensor, Held] = {}
 
@@ -47,11 +49,12 @@ class BucketLanes:
             for parameter in parameters:
                 if parameter in self._homes:
                     self._take_out(self._homes[parameter][0])
-            lane = self._open_lane(torch.nn.Parameter(buffer.detach()))  # its own memory
-            start = 0
-            for parameter in parameters:
-                self._homes[parameter] = lane, start
-                start += parameter.numel()
+            sizes = [parameter.numel() for parameter in parameters]
+            whole = torch.nn.Parameter(buffer.detach())  # its own memory
+            lane = self._open_lane(whole, sizes)
+            starts = itertools.accumulate(sizes, initial=0)
+            for index, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
+                self._homes[parameter] = lane, index, start
             self._lanes[key] = lane
         self._pass_over_frozen(parameters, buffer)
         return self._lanes[key]
@@ -69,7 +72,7 @@ class BucketLanes:
 
     def _take_out(self, lane: Lane) -> None:
         """Keep what a lane holds back until other lanes have its parameters."""
-        moved = [parameter for parameter, (home, _) in self._homes.items() if home is lane]
+        moved = [parameter for parameter, (home, *_) in self._homes.items() if home is lane]
         for parameter in moved:
             if parameter not in self._held:
                 self._held[parameter] = self._copy_of(parameter)
@@ -87,10 +90,10 @@ class BucketLanes:
 
     def _views(self, parameter: torch.Tensor) -> Held:
         """Return a parameter's part of what its lane holds, in memory's order."""
-        lane, start = self._homes[parameter]
+        lane, index, start = self._homes[parameter]
         assert lane.exchange.residual is not None
         return {
-            what: tensor[0] if what == AGE else tensor[start : start + parameter.numel()]
+            what: tensor[index] if what == AGE else tensor[start : start + parameter.numel()]
             for what, tensor in lane.exchange.residual.after_last_step().items()
         }
 

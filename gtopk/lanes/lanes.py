@@ -181,12 +181,14 @@ def open_lane(
     progress: Progress,
     share: float = 1.0,
     room_share: float = 1.0,
+    sizes: Sequence[int] | None = None,
 ) -> Lane:
     """Return the lane of these parameters, with nothing in its residual.
 
     share: of the elements of a step that are compressed so.
     room_share: of the time from when its gradients are there until backward ends, to hide in.
+    sizes: of the parameters that the one given stands for, side by side; None: it is itself.
     """
-    bucket = Bucket(parameters)
+    bucket = Bucket(parameters, sizes)
     exchange = open_exchange(bucket, compression, progress, share, room_share)
     return Lane(name, parameters, names, exchange, bucket)

@@ -129,6 +129,20 @@ def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is
     torch.testing.assert_close(weights(model), weights(alone), rtol=1e-10, atol=1e-12)
 
 
+def test_adam_before_the_selection_goes_on_where_a_layer_in_the_bucket_is_frozen() -> None:
+    state = GTopKState(1.0, adam_correction=BETAS)
+    model = wrapped(state, find_unused_parameters=True, bucket_cap_mb=25)
+    alone = Net()
+
+    def loss(each: Any, step: int) -> torch.Tensor:
+        net = getattr(each, "module", each)
+        net.layers[2].requires_grad_(step not in (2, 3))
+        return each(batch(step, rank=0)).square().mean()
+
+    train_beside_adamw(model, alone, loss)
+    torch.testing.assert_close(weights(model), weights(alone), rtol=1e-10, atol=1e-12)
+
+
 def test_nothing_is_lost_also_when_ddp_makes_its_buckets_anew() -> None:
     for options in ({}, {"static_graph": True}):
         state = GTopKState(0.05)

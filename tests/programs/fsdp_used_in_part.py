@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from checks import run_tests
+from checks import BETAS, run_tests
 from fsdp_hook import MESH, RANK, weights
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -44,7 +46,7 @@ class Model(torch.nn.Module):
 
 
 def replicated(
-    density: float, *, units_of_their_own: bool = False
+    density: float, *, units_of_their_own: bool = False, **options: Any
 ) -> tuple[Model, fsdp.ReplicaState]:
     model = Model()
     if units_of_their_own:
@@ -52,7 +54,7 @@ def replicated(
             fully_shard(layer, mesh=MESH["shard"])
     fully_shard(model.block, mesh=MESH["shard"])
     fully_shard(model, mesh=MESH["shard"])
-    return model, fsdp.replicate(model, MESH["replicate"], density)
+    return model, fsdp.replicate(model, MESH["replicate"], density, **options)
 
 
 def loss(model: Model, uses: Uses, step: int) -> torch.Tensor:
@@ -93,6 +95,19 @@ def test_layers_used_in_turn_are_trained_as_units_of_their_own() -> None:
             optimizer.step()
         trained.append(weights(model))
     assert torch.equal(*trained)
+
+
+def test_adam_is_as_old_as_each_layers_steps_whichever_are_used_together() -> None:
+    trained = []
+    for units_of_their_own in (False, True):
+        model, _ = replicated(1.0, units_of_their_own=units_of_their_own, adam_correction=BETAS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step, layers in enumerate(("a", "a", "ab", "b", "abc", "bc", "abc")):
+            optimizer.zero_grad()
+            loss(model, (layers,), step).backward()
+            optimizer.step()
+        trained.append(weights(model))
+    torch.testing.assert_close(*trained, rtol=1e-10, atol=1e-12)
 
 
 def check_nothing_is_lost(
