@@ -27,6 +27,7 @@ from ..compression import Compression, ErrorFeedback, check_count, hides_behind_
 from ..exchange.exchanges import require_compression
 from ..recording import looks
 from ..replicas.replicas import checksums
+from ..step.momentum import require_one_momentum
 from ..telemetry import StepReport
 from ..world import world
 from ..world.process_sets import ProcessSet, global_process_set
@@ -89,6 +90,8 @@ class _LocalSGD(Wrapping):
         if not self._names:
             raise ValueError("LocalSGD needs a parameter that requires a gradient")
         self.outer = outer(list(self._names))
+        if isinstance(compression, ErrorFeedback):
+            require_one_momentum(self.outer, compression, outer=True)
         self.steps_made = self.outer_steps = self.skipped_steps = 0
         self.last_step: StepReport | None = None
         self._lost = LostReplicas(max_skipped_steps)
@@ -334,7 +337,7 @@ def LocalSGD(
         None: `nesterov`, as in DiLoCo; where a residual delays changes, `averaging`: momentum on
         top of what comes late overshoots (docs/local_sgd.md).
     compression: as DistributedOptimizer's; what is not sent of a change waits in a residual. With
-        momentum_correction the outer optimizer's own momentum must be 0.
+        momentum_correction the outer optimizer's own momentum must be 0: another is refused.
     named_parameters: pairs of name and parameter, usually model.named_parameters(); for errors.
     process_set: the ranks that exchange, say one of each node; all of them step alike.
     max_skipped_steps: in how many outer steps in a row replicas may be lost, not being finite.

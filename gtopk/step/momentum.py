@@ -17,9 +17,12 @@ _log = logging.getLogger("gtopk")
 
 
 def require_one_momentum(
-    optimizer: torch.optim.Optimizer, compression: ErrorFeedback | None
+    optimizer: torch.optim.Optimizer, compression: ErrorFeedback | None, *, outer: bool = False
 ) -> None:
-    """Raise ValueError for an optimizer whose momentum would be taken twice."""
+    """Raise ValueError for an optimizer whose momentum would be taken twice.
+
+    outer: it is that of LocalSGD, which has no adam_correction to offer.
+    """
     if compression is None or not compression.corrects:
         return
     adam = compression.adam_correction
@@ -32,8 +35,8 @@ def require_one_momentum(
     if momentum:
         more = "" if adam else more_weight_decay(momentum, optimizer.param_groups)
         raise ValueError(
-            f"{correction} takes the momentum before selection: use an optimizer with momentum=0, "
-            f"not {momentum}{more}"
+            f"{correction} takes the momentum before selection: use an {'outer ' if outer else ''}"
+            f"optimizer with momentum=0, not {momentum}{more}"
         )
     if any("betas" in group for group in optimizer.param_groups):
         kind = type(optimizer).__name__
@@ -42,7 +45,7 @@ def require_one_momentum(
             "torch.optim.SGD with the same lr and weight_decay"
             if adam
             else f"{correction} is for SGD; {kind} has a momentum of its own: leave "
-            "momentum_correction at 0, or use SGD and give adam_correction"
+            f"momentum_correction at 0, or use SGD{'' if outer else ' and give adam_correction'}"
         )
 
 

@@ -421,6 +421,17 @@ def test_momentum_is_outside_where_nothing_comes_late() -> None:
         ({"compression": hvd.Compression.gtopk(dense_vectors=True)}, "dense parameters"),
         ({"compression": hvd.Compression.auto(hide_behind_backward=True)}, "bytes_per_step="),
         ({"compression": "gtopk"}, "compression must be"),
+        (
+            {"outer": nesterov, "compression": hvd.Compression.gtopk(momentum_correction=0.9)},
+            r"use an outer optimizer with momentum=0, not 0\.9$",
+        ),
+        (
+            {
+                "outer": torch.optim.AdamW,
+                "compression": hvd.Compression.topk(momentum_correction=0.9),
+            },
+            "AdamW has a momentum of its own: leave momentum_correction at 0, or use SGD$",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
