@@ -29,13 +29,15 @@ class GTopK(Callback):
 
     density, options: as `gtopk.ddp.GTopKState` takes them.
     state: of the hook, while a fit goes on: `state.skipped_steps` counts the steps that all ranks
-        passed over, as a gradient or a sum was not finite.
+        passed over, as a gradient or a sum was not finite. Another fit of the same module goes on
+        with what is held back, unless it begins from a checkpoint.
     """
 
     def __init__(self, density: float = 0.001, **options: Any) -> None:
         self._density = density
         self._options = options
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None  # empty: of a checkpoint without gTop-k
+        self._module: LightningModule | None = None  # that the state is of
         self.state: GTopKState | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -47,11 +49,13 @@ class GTopK(Callback):
                 f"DistributedDataParallel: use strategy='ddp', got "
                 f"{type(trainer.strategy).__name__}"
             )
+        if self._loaded is None and self.state is not None and self._module is pl_module:
+            self._loaded = self.state.state_dict(model)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.state = GTopKState(self._density, scaler=scaler, **self._options)
-        if self._loaded is not None:
+        if self._loaded:
             self.state.load_state_dict(self._loaded, model)
-            self._loaded = None
+        self._loaded, self._module = None, pl_module
         model.register_comm_hook(self.state, gtopk_hook)
         if scaler is not None:  # which has to see a NaN before it is dropped
             for optimizer in trainer.optimizers:
@@ -76,4 +80,4 @@ class GTopK(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep it until the module is wrapped; a checkpoint of a run without gTop-k is fine."""
-        self._loaded = checkpoint.get("gtopk")
+        self._loaded = checkpoint.get("gtopk", {})

@@ -123,12 +123,27 @@ class Look(GTopK):
     """Looks at what is held back when training begins."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        seen.append(residuals(self, pl_module))
+        if self.state.progress.steps:
+            seen.append(residuals(self, pl_module))
 
 
 again = fit([Look(density=0.1)], epochs=3, path=FOLDER / "1-2.ckpt")
 torch.testing.assert_close(seen[0], total, rtol=1e-12, atol=1e-12)
 assert torch.equal(again.seen[0], mine)
+
+# Another fit of a model goes on with what the one before held back, and with its steps.
+callback = Look(density=0.1)
+fit([callback], model=model)
+total = residuals(callback, model)
+fit([callback], model=model)
+torch.testing.assert_close(seen[-1], total, rtol=1e-12, atol=1e-12)
+assert callback.state.progress.steps == 8
+
+# One of another model does not, nor one that begins from a checkpoint without.
+fit([callback])
+assert callback.state.progress.steps == 4
+fit([callback], epochs=2, model=model, path=FOLDER / "0-1.ckpt")
+assert callback.state.progress.steps == 4
 
 # A gradient that is not finite on one rank costs one step on all.
 callback = GTopK(density=0.1)
