@@ -7,6 +7,7 @@ A file that is damaged, old or about other facts is as good as none: measuring a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -53,15 +54,23 @@ def load(path: Path, facts: Facts, ranks: int) -> Calibration | None:
 
 
 def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
-    """Write the file beside its place, then move it there; tell whether that worked."""
+    """Write the file beside its place, then move it there; tell whether that worked.
+
+    Nothing stays beside it, whatever ends the writing.
+    """
+    if not path.name:  # "." and "/" have none
+        return False
     record = {"facts": dict(facts), "saved": time.time(), "calibration": as_json(calibration)}
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         beside.replace(path)
-    except (OSError, ValueError):  # ValueError: "." and "/" have no name
+    except OSError:
         return False
+    finally:
+        with contextlib.suppress(OSError):  # where it was moved it is not there any more
+            beside.unlink()
     return True
 
 

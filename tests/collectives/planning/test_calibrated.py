@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +116,21 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path):
 def test_a_folder_in_place_of_a_cache_file_keeps_nothing(monkeypatch, place):
     monkeypatch.setenv(VARIABLE, place)
     assert all("kept in" not in found.origin for found in on_ranks(2))
+
+
+def test_nothing_stays_beside_a_file_that_could_not_be_written(tmp_path, monkeypatch):
+    folder = tmp_path / "in the way"
+    folder.mkdir()
+    assert not cache.save(folder, FACTS, KEPT)
+    assert [*tmp_path.iterdir()] == [folder]
+
+    def interrupted(beside: Path, path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.save(tmp_path / "kept.json", FACTS, KEPT)
+    assert [*tmp_path.iterdir()] == [folder]
 
 
 def test_the_second_run_finds_what_the_first_one_measured():
