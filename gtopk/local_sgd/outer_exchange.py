@@ -36,8 +36,10 @@ from ..world.process_sets import ProcessSet
 from ..world.world import World
 from ..wrapped.checkpoint import CHANGES
 
-_FINITE, _TOLD = 1, 2  # of a vote, below the steps: this rank's replica is, and was told to end
-_STEPS_SHIFT: Final = 2
+# Of a vote, below the steps: this rank's replica is finite, it was told to end, and some of its
+# parameters are frozen and as they were.
+_FINITE, _TOLD, _FROZEN = 1, 2, 4
+_STEPS_SHIFT: Final = 3
 
 
 class Outcome(NamedTuple):
@@ -45,11 +47,13 @@ class Outcome(NamedTuple):
 
     told:      the ranks that were told to end.
     lost:      by rank, the parameters that are not finite; of those ranks whose replica has some.
+    frozen:    the parameters that every rank has frozen, and none has changed in the round.
     exchanged: None: there was nothing to exchange, as no rank has made a step that is not lost.
     """
 
     told: list[int]
     lost: dict[int, list[str]]
+    frozen: set[str]
     exchanged: Exchanged | None
     operation: Operation
 
@@ -165,6 +169,7 @@ class OuterExchange:
     ) -> Iterator[Outcome]:
         """Let the gradients be S meanwhile, where there is one, which then counts.
 
+        A frozen parameter has none where S is zero: the outer momentum is not to move it.
         facts: as in `meet`. steps: that this rank has made in the round. told: it was told to end.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
         what is held back is then as before.
@@ -174,7 +179,7 @@ class OuterExchange:
         try:
             outcome = self._exchange(center, facts, steps, told)
             if outcome.moves:
-                lane.apply(())
+                lane.apply(outcome.frozen)
             else:
                 lane.undo()
             yield outcome
@@ -191,27 +196,31 @@ class OuterExchange:
         lane = self._lane
         pseudo = torch._foreach_sub(list(center), [p.detach() for p in lane.parameters])
         for parameter, gradient in zip(lane.parameters, pseudo, strict=True):
-            parameter.grad = gradient
+            is_still = not parameter.requires_grad and not bool(gradient.any())
+            parameter.grad = None if is_still else gradient
         lane.take(1.0, 1.0)
+        frozen = lane.missing()
         mine = [] if lane.all_finite() else lane.not_finite()
         if mine:
             torch._foreach_zero_(pseudo)  # a weight of 0 makes no numbers of them
         operation = self._engine.submit(
             f"{self._name}.outer",
             self._facts([*facts, self._lane.facts]),
-            partial(self._work, mine),
-            vote=(0 if mine else steps << _STEPS_SHIFT | _FINITE) | (_TOLD if told else 0),
+            partial(self._work, mine, frozen),
+            vote=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
+            | (_TOLD if told else 0)
+            | (_FROZEN if frozen else 0),
         )
         try:
-            told_to_end, lost, exchanged = operation.wait()
+            told_to_end, lost, everywhere, exchanged = operation.wait()
         except BaseException:
             lane.undo()
             raise
-        return Outcome(told_to_end, lost, exchanged, operation)
+        return Outcome(told_to_end, lost, everywhere, exchanged, operation)
 
     def _work(
-        self, mine: list[str], transport: Transport, votes: list[int]
-    ) -> tuple[list[int], dict[int, list[str]], Exchanged | None]:
+        self, mine: list[str], frozen: list[str], transport: Transport, votes: list[int]
+    ) -> tuple[list[int], dict[int, list[str]], set[str], Exchanged | None]:
         """Run on the engine's thread, on every rank; return what an `Outcome` begins with."""
         steps = [vote >> _STEPS_SHIFT for vote in votes]
         told = [transport.ranks[place] for place, vote in enumerate(votes) if vote & _TOLD]
@@ -220,11 +229,14 @@ class OuterExchange:
             said = gather_words(transport, mine)
             lost = {rank: names for rank, names in zip(transport.ranks, said, strict=True) if names}
         if not any(steps):
-            return told, lost, None
+            return told, lost, set(), None
+        everywhere: set[str] = set()
+        if all(vote & _FROZEN for vote in votes):
+            everywhere = set.intersection(*map(set, gather_words(transport, frozen)))
         self._lane.remember()
         share = steps[transport.rank] / sum(steps)
         self._lane.weigh(share, share)
-        return told, lost, self._lane.reduce(transport)
+        return told, lost, everywhere, self._lane.reduce(transport)
 
     def withheld(self) -> Withheld | None:
         """Return what this rank holds back, in sums; None where this way holds nothing back."""

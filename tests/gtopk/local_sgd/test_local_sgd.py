@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from gtopk.recording.reading import read_run
 from tests.gtopk.local_rounds import (
     backward,
     close,
+    flat,
     held,
     momentum,
     network,
@@ -398,6 +400,49 @@ def test_parameters_that_are_trained_later_are_refused() -> None:
             optimizer.step()
 
     on_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.gtopk(density=1.0)],
+    ids=repr,
+)
+def test_a_layer_that_all_ranks_have_frozen_keeps_its_values(compression: Any) -> None:
+    """Once what was changed of it is applied: also that of the round in which it was frozen."""
+
+    def rank(transport: LocalTransport) -> None:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 2, nesterov, compression)
+        seen = []
+        for step in range(12):
+            model[0].requires_grad_(not 3 <= step < 8)
+            backward(model, transport.rank, step)
+            optimizer.step()
+            if step % 2:
+                seen.append((flat(model[0].parameters()), flat(model[2].parameters())))
+        frozen, other = zip(*seen, strict=True)
+        stays = [torch.equal(a, b) for a, b in itertools.pairwise(frozen)]
+        assert stays == [False, True, True, False, False]
+        assert not any(torch.equal(a, b) for a, b in itertools.pairwise(other))
+
+    on_ranks(3, rank)
+
+
+def test_a_layer_that_one_rank_does_not_use_and_the_others_have_frozen_is_one_on_all() -> None:
+    def rank(transport: LocalTransport) -> torch.Tensor:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 1)
+        for step in range(4):
+            if step == 2 and transport.rank:
+                model[0].requires_grad_(False)
+            backward(model, transport.rank, step)
+            if step >= 2:
+                model[0].zero_grad()
+            optimizer.step()
+        return weights(model)
+
+    one, *others = on_ranks(3, rank)
+    assert all(torch.equal(one, other) for other in others)
 
 
 def test_momentum_is_outside_where_nothing_comes_late() -> None:
