@@ -339,7 +339,8 @@ def LocalSGD(
     compression: as DistributedOptimizer's; what is not sent of a change waits in a residual. With
         momentum_correction the outer optimizer's own momentum must be 0: another is refused.
     named_parameters: pairs of name and parameter, usually model.named_parameters(); for errors.
-    process_set: the ranks that exchange, say one of each node; all of them step alike.
+    process_set: the ranks that exchange; all of them step alike. With DDP inside nodes each rank
+        gives its counterparts on the other nodes, [0, 2] or [1, 3] say: DDP's ranks all exchange.
     max_skipped_steps: in how many outer steps in a row replicas may be lost, not being finite.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range.
     """

@@ -493,6 +493,12 @@ def test_real_ranks_train_save_and_go_on(mpirun: Any, tmp_path: Any) -> None:
     assert job.stdout.count("local steps, one model") == 2
 
 
+def test_with_ddp_inside_nodes_all_ranks_exchange_each_with_its_counterparts(torchrun: Any) -> None:
+    job = torchrun(4, "local_sgd_nodes.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("DDP inside, local steps between") == 4
+
+
 def test_the_record_tells_what_is_held_back(tmp_path: Path) -> None:
     def rank(transport: LocalTransport) -> None:
         gtopk.record(str(tmp_path))

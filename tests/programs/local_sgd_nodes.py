@@ -1,0 +1,59 @@
+"""Run under torchrun on 4 ranks, two nodes of two: DDP in a node, LocalSGD between the nodes."""
+
+import torch
+from checks import check_close, run_tests, same_bits_everywhere
+from torch.nn.parallel import DistributedDataParallel
+
+import gtopk
+import gtopk.torch as hvd
+from gtopk.local_sgd import averaging
+
+torch.distributed.init_process_group("gloo")
+RANK = torch.distributed.get_rank()
+NODES = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+COUNTERPARTS = [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 3])]
+hvd.init(process_sets=COUNTERPARTS)
+
+
+def train(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + RANK)
+        optimizer.zero_grad()
+        model(torch.randn(8, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def test_all_ranks_are_one_model_where_each_exchanges_with_its_counterparts() -> None:
+    for compression in (hvd.Compression.none, hvd.Compression.gtopk(density=0.2)):
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = gtopk.LocalSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            None,
+            averaging,
+            compression,
+            process_set=COUNTERPARTS[RANK % 2],
+        )
+        inside = DistributedDataParallel(model, process_group=NODES[RANK // 2])
+        for turn in range(3):
+            train(inside, optimizer, range(4 * turn, 4 * turn + 4))
+            before = weights(model)
+            everyones = hvd.allgather(before[None])
+            assert torch.equal(everyones[0], everyones[1])
+            assert torch.equal(everyones[2], everyones[3])
+            assert not torch.equal(everyones[0], everyones[2])
+            assert optimizer.outer_step()
+            assert same_bits_everywhere(weights(model))
+            if compression is hvd.Compression.none:
+                check_close(weights(model), everyones.mean(0))
+
+
+if __name__ == "__main__":
+    run_tests(globals())
+    print("DDP inside, local steps between\n", end="", flush=True)
+    hvd.shutdown()
+    torch.distributed.destroy_process_group()
