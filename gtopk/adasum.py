@@ -125,8 +125,9 @@ class _AdasumOptimizer(Wrapping):
         Raises, on every rank alike, HorovodInternalError when the ranks disagree, and
         FloatingPointError where more steps in a row were skipped than `max_skipped_steps`.
         """
-        # Not twice of the same gradients, where `step` asks again.
-        noted = self._are_finite is False and not self._hooks.has_counted
+        # Not twice of the same gradients, where `step` asks again. Alone a rank hears of no pass.
+        again = self._world.size > 1 and not self._hooks.has_counted
+        noted = self._are_finite is False and again
         if (amiss := self._agree()) and not noted:
             self._note_skip(amiss)
 

@@ -87,13 +87,13 @@ class FileLocks:
 
 
 class FileMemory:
-    """Memory of processes; they make theirs in the same order."""
+    """Memory of processes; number: of `locks.memories`, the same on all."""
 
-    def __init__(self, memory: Array, locks: FileLocks, seconds: float) -> None:
+    def __init__(self, memory: Array, locks: FileLocks, number: int, seconds: float) -> None:
         self.bytes = memory
         self.place, self.places = locks.place, locks.places
         self._locks = locks
-        self._offset = locks.places + next(locks.memories)
+        self._offset = locks.places + number
         self._timeout_seconds = seconds
         self._of_threads = threading.Lock()  # to the kernel a process is one
 

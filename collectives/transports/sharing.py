@@ -59,6 +59,11 @@ def share_by_file(stream: Transport, size_bytes: int, memory: Array | None = Non
     memory: what they share already; None: a file in memory is mapped by each.
     Raises OSError, on every rank, where there is no room for it.
     """
+    if stream not in _locks:
+        _locks[stream] = FileLocks(_open_file(stream, 0), stream.rank, stream.size)
+        stream.barrier()  # all are present
+    locks = _locks[stream]
+    number = next(locks.memories)  # first: the same on all ranks, whatever becomes of this one
     if memory is None:
         file = _open_file(stream, size_bytes)
         try:
@@ -66,10 +71,7 @@ def share_by_file(stream: Transport, size_bytes: int, memory: Array | None = Non
         finally:
             os.close(file)  # a map has its own
         memory = np.frombuffer(mapped, np.uint8)
-    if stream not in _locks:
-        _locks[stream] = FileLocks(_open_file(stream, 0), stream.rank, stream.size)
-        stream.barrier()  # all are present
-    return FileMemory(memory, _locks[stream], stream.timeout_seconds)
+    return FileMemory(memory, locks, number, stream.timeout_seconds)
 
 
 def _open_file(stream: Transport, size_bytes: int) -> int:

@@ -333,19 +333,26 @@ class StoreCounter:
 
         # Who asks a store that is frozen, or whose host is gone, waits for ever.
         threading.Thread(target=ask, name="gtopk-counter", daemon=True).start()
-        answer = wait_until(
-            lambda: answers[0] if answers else None,
-            self._stream,
-            [self._stream.ranks[0]],
-            self._stream.timeout_seconds,
-            grace_seconds=_GONE_SECONDS,
-        )
+        stream = self._stream
+        who, store = f"rank {stream.ranks[stream.rank]}", "the store where the ranks have met"
+        begun = time.monotonic()
+        try:
+            answer = wait_until(
+                lambda: answers[0] if answers else None,
+                stream,
+                [0],
+                stream.timeout_seconds,
+                grace_seconds=_GONE_SECONDS,
+            )
+        except PeerTimeoutError:
+            raise PeerTimeoutError(
+                f"{who} has waited {time.monotonic() - begun:.0f} s for {store}, which counts for "
+                "them and does not answer"
+            ) from None
         if isinstance(answer, int):
             return answer
-        rank = self._stream.ranks[self._stream.rank]
         raise PeerError(
-            f"rank {rank} cannot reach the store where the ranks have met, which counts for "
-            f"them: {str(answer).splitlines()[0]}"
+            f"{who} cannot reach {store}, which counts for them: {str(answer).splitlines()[0]}"
         )
 
 
@@ -415,7 +422,7 @@ def join_at(
         prefix += f"-of-{'-'.join(map(str, ranks))}"
         rank, size = ranks.index(rank), len(ranks)
     store = under(prefix, store)
-    begun, seconds = time.monotonic(), start_timeout_seconds + _PATIENCE_SECONDS
+    begun = time.monotonic()
 
     def meet(word: str) -> TorchDistributedTransport:
         return TorchDistributedTransport(
@@ -424,8 +431,12 @@ def join_at(
 
     try:
         # Who asks a store that is frozen, or whose host is gone, waits for ever.
-        word = _within(seconds, lambda: call_roll(store, rank, size, start_timeout_seconds))
-        return _within(seconds, lambda: meet(word))
+        word = _within(
+            start_timeout_seconds + _PATIENCE_SECONDS,
+            lambda: call_roll(store, rank, size, start_timeout_seconds),
+        )
+        # Which tells the hosts, and has gloo connect all: each has that long.
+        return _within(2 * start_timeout_seconds + _PATIENCE_SECONDS, lambda: meet(word))
     except TimeoutError:
         raise unanswered(rank, size, begun) from None
 

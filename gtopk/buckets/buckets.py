@@ -214,17 +214,10 @@ class Bucket:
         return rest if bool(rest.any()) else None
 
     def mark(self) -> torch.Tensor:
-        """Return what tells this step's gradients from changed ones, int64, on `device`.
-
-        Of each the sum of its bits, which any one change shows in, and an element: there a change
-        shows that the sum is blind to, of all signs or of their order.
-        """
+        """Return what tells this step's gradients from changed ones, int64, on `device`."""
         ordered = zip(self.gradients, self.strides, strict=True)
-        bits = [_bits_of(gradient, stride) for gradient, stride in ordered if gradient.numel()]
-        marks = [
-            mark for each in bits for mark in (each.sum(dtype=each.dtype), each[len(each) // 3])
-        ]
-        return torch.stack([mark.to(self.device, torch.int64) for mark in marks])
+        marks = [_mark(gradient, stride) for gradient, stride in ordered if gradient.numel()]
+        return torch.stack([mark.to(self.device) for mark in marks])
 
     def scatter(self) -> None:
         """Copy `flat`, times `scale`, out into the gradients."""
@@ -306,11 +299,22 @@ def is_finite(gradient: torch.Tensor) -> bool:
     return bool(gradient.isfinite().all())
 
 
-def _bits_of(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor's elements as integers, [numel]; stride: of which its memory is dense."""
+def _mark(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return two sums of a tensor, int64 [2]; stride: of which its memory is dense.
+
+    Of its bits, by words of 64, in which a change of a few elements shows; and of its values, in
+    which what changes all of them does, where their bits may add up to the same.
+    """
     alike = _is_ordered(tensor, stride)
-    flat = tensor.as_strided((tensor.numel(),), (1,)) if alike else tensor.reshape(-1)
-    return flat.contiguous().view(_INTEGERS[flat.element_size()])
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if alike else tensor.reshape(-1).contiguous()
+    in_word = 8 // flat.element_size()
+    if flat.storage_offset() % in_word:
+        flat = flat.clone()  # words begin where memory is divided into them
+    end = flat.numel() - flat.numel() % in_word
+    bits = (
+        flat[:end].view(torch.int64).sum() + flat[end:].view(_INTEGERS[flat.element_size()]).sum()
+    )
+    return torch.stack([bits, flat.sum().double().view(torch.int64)])
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

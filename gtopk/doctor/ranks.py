@@ -150,8 +150,9 @@ def judge(sums: dict[str, Any], launched: int, launcher: str = "mpirun") -> Find
     size = sums["size"]
     if size != launched:
         detail = f"{launched} were started, but {size} joined: each would train alone"
-        start = TORCHRUN if launcher == "torchrun" else f"{_mpirun()} -n"
-        advice = f"start them with {start} {launched} {'' if start == TORCHRUN else 'python '}..."
+        by_torchrun = f"{TORCHRUN} {launched} ..."
+        by_mpirun = f"{_mpirun()} -n {launched} python ..."
+        advice = f"start them with {by_torchrun if launcher == 'torchrun' else by_mpirun}"
         return Finding(NAME, State.FAIL, detail, advice)
     hosts = Counter(sums["hosts"])
     detail = f"{size} ranks on {', '.join(hosts)}"

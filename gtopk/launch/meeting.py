@@ -7,16 +7,19 @@ srun                        on the step's first node, at port 20000 + (16 job + 
 
 from __future__ import annotations
 
+import http.client
 import re
 import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, TypeVar
 
 from collectives.environment import whole_number
 from collectives.errors import PeerTimeoutError
+
+T = TypeVar("T")
 
 _KEY: Final = "/gtopk/store"
 _ASK_SECONDS: Final = 0.1  # between two looks for rank 0's address
@@ -90,34 +93,52 @@ class HorovodrunServer:
 
     def tell(self, address: Address, timeout_seconds: float) -> None:
         """Say where the ranks meet, as rank 0; raises as `ask`."""
-        self._answer(0, "PUT", str(address).encode(), timeout_seconds)
+        self._answer(0, "PUT", str(address).encode(), timeout_seconds, bytes)
 
     def ask(self, rank: int, timeout_seconds: float) -> Address:
         """Return where the ranks meet, once rank 0 has said it; rank: who asks, for an error.
 
         Raises PeerTimeoutError after the timeout, HTTPError where the server refuses.
         """
-        host, port = self._answer(rank, "GET", None, timeout_seconds).decode().rsplit(":", 1)
-        return Address(host, int(port))
+        return self._answer(rank, "GET", None, timeout_seconds, _read_address)
 
-    def _answer(self, rank: int, method: str, body: bytes | None, timeout_seconds: float) -> bytes:
+    def _answer(
+        self,
+        rank: int,
+        method: str,
+        body: bytes | None,
+        timeout_seconds: float,
+        read: Callable[[bytes], T],
+    ) -> T:
+        """Return what `read` makes of an answer; who is busy, or cut off, is asked again."""
         request = urllib.request.Request(self._url, body, method=method)
         deadline = time.monotonic() + timeout_seconds
         while True:
             try:
                 with self._opener.open(request, timeout=_REQUEST_SECONDS) as response:
-                    answer: bytes = response.read(_ADDRESS_BYTES)
-                    return answer
-            except OSError as error:  # an HTTPError, too, or a busy server turns us away
-                if isinstance(error, urllib.error.HTTPError) and error.code != 404:
+                    return read(response.read(_ADDRESS_BYTES))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                code = error.code if isinstance(error, urllib.error.HTTPError) else 0
+                is_said_later = (method, code) == ("GET", 404)
+                if 400 <= code < 500 and not is_said_later:
                     raise
                 if time.monotonic() > deadline:
-                    raise PeerTimeoutError(
-                        f"rank {rank} has waited {timeout_seconds:g} s at the start for "
-                        f"horovodrun's server at {self._address}, where rank 0 says where the "
+                    absent = (
+                        "rank 0, which has not said where the ranks meet"
+                        if is_said_later
+                        else f"horovodrun's server at {self._address}, where rank 0 says where the "
                         f"ranks meet: {error}"
+                    )
+                    raise PeerTimeoutError(
+                        f"rank {rank} has waited {timeout_seconds:g} s at the start for {absent}"
                     ) from None
             time.sleep(_ASK_SECONDS)
+
+
+def _read_address(answer: bytes) -> Address:
+    """Raise ValueError for what is none."""
+    host, port = answer.decode().rsplit(":", 1)
+    return Address(host, int(port))
 
 
 def horovodrun_server(environ: Mapping[str, str]) -> HorovodrunServer | None:

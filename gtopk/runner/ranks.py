@@ -99,7 +99,8 @@ def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> S
         raise ValueError("srun starts ranks where the allocation is: give it no hosts and mpi_args")
     options = [f"--ntasks={places.ranks}"]
     cores = whole_number("SLURM_CPUS_PER_TASK", 0)  # since 22.05 srun does not inherit it
-    if cores and places.ranks <= whole_number("SLURM_NTASKS", 1):  # more share what there is
+    tasks = whole_number("SLURM_NTASKS", whole_number("SLURM_JOB_NUM_NODES", 1))
+    if cores and places.ranks <= tasks:  # more share what there is
         options.append(f"--cpus-per-task={cores}")
     return Start(["srun", *options, *program], variables)
 

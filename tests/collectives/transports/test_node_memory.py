@@ -22,7 +22,7 @@ from collectives.transports.sharing import share_by_file
 
 def open_memory(path: str, place: int, seconds: float = 30.0) -> FileMemory:
     locks = FileLocks(os.open(path, os.O_RDWR), place, 2)
-    return FileMemory(np.empty(0, np.uint8), locks, seconds)
+    return FileMemory(np.empty(0, np.uint8), locks, 0, seconds)
 
 
 @contextmanager

@@ -190,3 +190,18 @@ def test_a_changed_element_shows_however_the_gradients_lie(dtype: torch.dtype, l
         assert torch.equal(bucket.mark(), before)
     gradient.data.neg_()
     assert not torch.equal(bucket.mark(), before)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.25, 2.0**-10, 2.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_so_does_a_factor_that_all_elements_have(dtype: torch.dtype, factor: float) -> None:
+    """Whose exponents change alike, and the sum of their bits by a number that may wrap to 0."""
+    parameter = torch.nn.Parameter(torch.zeros(100, 512, dtype=dtype))
+    generator = torch.Generator().manual_seed(0)
+    parameter.grad = torch.randn(100, 512, generator=generator).to(dtype)
+    parameter.grad[::3] = 0
+    bucket = Bucket([parameter])
+    bucket.take(1.0)
+    before = bucket.mark()
+    parameter.grad.data.mul_(factor)
+    assert not torch.equal(bucket.mark(), before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -68,7 +70,9 @@ def test_an_address_is_named_by_both_variables() -> None:
 def test_what_rank_0_tells_horovodruns_server_the_others_are_told(key_value_server) -> None:
     server = HorovodrunServer(key_value_server)
     assert server.own_host() == "127.0.0.1"
-    with pytest.raises(PeerTimeoutError, match=r"rank 1 has waited 0\.3 s .* Error 404"):
+    with pytest.raises(
+        PeerTimeoutError, match=r"rank 1 has waited 0\.3 s .* for rank 0, which has not"
+    ):
         server.ask(1, 0.3)
     server.tell(Address("10.0.0.1", 4711), 5)
     assert server.ask(1, 5) == Address("10.0.0.1", 4711)
@@ -79,34 +83,46 @@ ANSWER = b"HTTP/1.0 200 OK\r\n\r\n10.0.0.1:4711"
 
 @contextmanager
 def answering(*answers: bytes | None) -> Iterator[HorovodrunServer]:
-    """Serve as many connections, each with its answer; None: with nothing, and for a while."""
+    """Answer each connection in turn, the last ones alike; None: with nothing, and for a while."""
     held = []
 
     def serve() -> None:
-        for answer in answers:
-            connection, _ = listener.accept()
+        for answer in itertools.chain(answers, itertools.repeat(answers[-1])):
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
             held.append(connection)
             if answer is not None:
-                connection.recv(1 << 16)
-                connection.sendall(answer)
+                with contextlib.suppress(OSError):  # who asked may be gone by now
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
                 connection.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield HorovodrunServer(Address(*listener.getsockname()))
+        listener.shutdown(socket.SHUT_RDWR)
         thread.join()
     for connection in held:
         connection.close()
 
 
-@pytest.mark.parametrize("first", [None, b""])
-def test_a_server_that_is_slow_or_hangs_up_is_asked_again(monkeypatch, first) -> None:
-    monkeypatch.setattr(meeting, "_REQUEST_SECONDS", 0.2)
+@pytest.mark.parametrize(
+    "first", [None, b"", b"no HTTP\r\n\r\n", b"HTTP/1.0 503 Service Unavailable\r\n\r\n"]
+)
+def test_a_server_that_is_slow_or_busy_or_hangs_up_is_asked_again(monkeypatch, first) -> None:
+    monkeypatch.setattr(meeting, "_REQUEST_SECONDS", 0.5)
     with answering(first, ANSWER) as server:
         assert server.ask(1, 60) == Address("10.0.0.1", 4711)
     with answering(first, ANSWER) as server:
         server.tell(Address("10.0.0.1", 4711), 60)
+
+
+def test_an_answer_that_is_cut_off_is_none(monkeypatch) -> None:
+    with answering(b"HTTP/1.0 200 OK\r\n\r\n", ANSWER) as server:
+        assert server.ask(1, 60) == Address("10.0.0.1", 4711)
 
 
 def test_a_server_that_nobody_reaches_is_named_after_the_timeout() -> None:
@@ -124,6 +140,9 @@ def test_a_server_that_refuses_is_not_asked_again() -> None:
     forbidden = b"HTTP/1.0 403 Forbidden\r\n\r\n"
     with answering(forbidden) as server, pytest.raises(HTTPError, match="403"):
         server.ask(1, 60)
+    unknown = b"HTTP/1.0 404 Not Found\r\n\r\n"
+    with answering(unknown) as server, pytest.raises(HTTPError, match="404"):
+        server.tell(Address("10.0.0.1", 4711), 60)
 
 
 def test_horovodrun_names_its_server_in_two_variables(monkeypatch, key_value_server) -> None:

@@ -107,6 +107,14 @@ def test_srun_gives_each_task_the_cores_that_the_allocation_has_for_it(
     assert said(capsys, *words, script)["command"][2] == "--cpus-per-task=4"
 
 
+def test_an_allocation_of_nodes_has_a_task_on_each(capsys, script: str, in_slurm) -> None:
+    in_slurm.delenv("SLURM_NTASKS")
+    in_slurm.setenv("SLURM_JOB_NUM_NODES", "4")
+    in_slurm.setenv("SLURM_CPUS_PER_TASK", "8")
+    assert said(capsys, "-n", "4", script)["command"][2] == "--cpus-per-task=8"
+    assert not any("cpus" in word for word in said(capsys, "-n", "5", script)["command"])
+
+
 @pytest.mark.parametrize(("tasks", "words"), [(None, []), ("1", ["-n", "4"])])
 def test_ranks_beyond_the_allocations_tasks_share_its_cores(
     capsys, script: str, in_slurm, tasks: str | None, words: list[str]
