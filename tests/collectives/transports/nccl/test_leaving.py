@@ -88,7 +88,7 @@ def test_a_silent_rank_is_named_after_the_timeout(cuda: Any, met: bool) -> None:
             announce_only(transport, 0)
             silent.wait(30)
             return
-        text = r"rank 0 has waited 0 s for rank 1 in an exchange"
+        text = r"rank 0 has waited \d+ s for rank 1 in an exchange"
         try:
             with pytest.raises(PeerTimeoutError, match=text):
                 transport.receive(1)
