@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import zlib
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Final, cast
 
 from .malformed import MalformedFile
+
+_PIECE_BYTES: Final = 1 << 20
 
 
 class BinaryFile:
@@ -53,7 +55,12 @@ class BinaryFile:
         return MalformedFile(self.path, None, reason, byte=self.place)
 
     def _read(self, count: int) -> bytes:
+        # Piece by piece: what a few packed bytes announce is no reason to make room for it.
+        pieces, left = [], count
         try:
-            return self._file.read(count)
+            while left and (piece := self._file.read(min(left, _PIECE_BYTES))):
+                pieces.append(piece)
+                left -= len(piece)
+            return b"".join(pieces)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self.refuse(f"the gzip file is truncated or damaged: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -85,3 +86,17 @@ def test_an_idx_file_says_what_it_is_and_ends_there(tmp_path) -> None:
         assert str(path) in str(caught.value)
     path.write_bytes(packed)
     assert read_idx(path, 1).tolist() == LABELS.tolist()
+
+
+def test_what_a_packed_file_announces_is_no_reason_to_make_room_for_it(tmp_path):
+    path = tmp_path / "images.gz"
+    announced = struct.pack(">HBB3I", 0, 8, 3, 1 << 15, 1 << 8, 1 << 8)  # 2 GiB
+    path.write_bytes(gzip.compress(announced + bytes(1000)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedFile, match=r"ends after 1000 of the 2147483648 bytes"):
+            read_idx(path, 3)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 1 << 26
