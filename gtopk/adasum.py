@@ -26,13 +26,11 @@ from .engine import Work
 from .exchange.deltas import Deltas
 from .exchange.exchange import Progress
 from .lanes.held import unsent
-from .logs import EVERYWHERE
 from .reductions import Adasum
 from .step.expected_step import ExpectedStep
 from .step.hooks import BackwardHooks
-from .step.in_a_row import InARow
 from .step.peers import Peers
-from .step.skipped_steps import MAX_SKIPPED_STEPS
+from .step.skipped_steps import MAX_SKIPPED_STEPS, SkippedSteps
 from .telemetry import StepReport
 from .world import world
 from .world.world import World
@@ -42,25 +40,6 @@ from .wrapped.wrapping import Wrapping, wrap
 _log = logging.getLogger("gtopk")
 _KEY: Final = "adasum"
 _FORMAT: Final = 1
-
-
-class _Skipped(InARow):
-    """How many steps changed nothing, and the end of too many in a row."""
-
-    def note(self, rank: int, step: int, why: str) -> None:
-        """Warn, on every rank, of a step that is skipped.
-
-        Raises FloatingPointError where more of them in a row were than may be.
-        """
-        self.count += 1
-        skipped = "rank %d: step %d is skipped on every rank: %s"
-        _log.warning(skipped, rank, step, why, extra=EVERYWHERE)
-        self._lengthen(
-            lambda n: (
-                f"rank {rank}: {n} steps in a row were skipped at step {step}, the last because "
-                f"{why}"
-            )
-        )
 
 
 class _AdasumOptimizer(Wrapping):
@@ -87,7 +66,7 @@ class _AdasumOptimizer(Wrapping):
         self._traffic = Traffic()  # of this step
         self._communicate_seconds = 0.0
         self._select_seconds = 0.0
-        self._skipped = _Skipped(max_skipped_steps)
+        self._skipped = SkippedSteps(max_skipped_steps)
         self.last_step: StepReport | None = None
 
     def _enter(self, here: World) -> None:
@@ -128,11 +107,6 @@ class _AdasumOptimizer(Wrapping):
         # Not twice of the same gradients, where `step` asks again. Alone a rank hears of no pass.
         again = self._world.size > 1 and not self._hooks.has_counted
         noted = self._are_finite is False and again
-        if (amiss := self._agree()) and not noted:
-            self._note_skip(amiss)
-
-    def _agree(self) -> str:
-        """Do what `synchronize` does but for noting; return what is amiss, or ""."""
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             self._enter(here)
         self._hooks.forget()
@@ -144,11 +118,12 @@ class _AdasumOptimizer(Wrapping):
         votes = self._run("finite", lambda transport, votes: votes, vote=finite)
         self._are_finite = all(votes)
         if self._are_finite:
-            return ""
+            return
         for part in entries:
             part.fill_(float("nan"))
-        ranks = [rank for rank, vote in enumerate(votes) if not vote]
-        return f"the gradient is not finite on ranks {ranks}"
+        if not noted:
+            ranks = [rank for rank, vote in enumerate(votes) if not vote]
+            self._note_skip(f"the gradient is not finite on ranks {ranks}")
 
     def _facts(self) -> list[str]:
         """Return what must be equal on all ranks."""
@@ -237,7 +212,7 @@ class _AdasumOptimizer(Wrapping):
             self._expected.measure([deltas], peers)
 
     def _note_skip(self, why: str) -> None:
-        self._skipped.note(self._world.rank, self._world.step, why)
+        self._skipped.note_that(self._world.rank, self._world.step, why, why)
 
     def _report(self, skipped: bool) -> None:
         """Fill in `last_step`, and begin to count for the next one."""

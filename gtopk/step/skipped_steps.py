@@ -23,17 +23,16 @@ class SkippedSteps(InARow):
         where: what these are; "" where their sum is what is not.
         Raises FloatingPointError where more steps in a row were skipped than may be.
         """
+        unlike = f"gradient is not finite on {where}"
+        seen = f"the {unlike}" if where else "the sum of finite gradients is not finite"
+        why = f"a {unlike}" if where else "a sum overflowed"
+        self.note_that(rank, step, seen, why, left=", residuals untouched")
+
+    def note_that(self, rank: int, step: int, seen: str, why: str, left: str = "") -> None:
+        """Do what `note` does, in other words: seen warns, why is the error's; left: what stays."""
         self.count += 1
-        _log.warning(
-            "rank %d: step %d is skipped on every rank, residuals untouched: %s",
-            rank,
-            step,
-            f"the gradient is not finite on {where}"
-            if where
-            else "the sum of finite gradients is not finite",
-            extra=EVERYWHERE,
-        )
-        why = f"a gradient is not finite on {where}" if where else "a sum overflowed"
+        skipped = "rank %d: step %d is skipped on every rank%s: %s"
+        _log.warning(skipped, rank, step, left, seen, extra=EVERYWHERE)
         self._lengthen(
             lambda n: (
                 f"rank {rank}: {n} steps in a row were skipped at step {step}, the last because "
