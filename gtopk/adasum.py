@@ -212,7 +212,8 @@ class _AdasumOptimizer(Wrapping):
             self._expected.measure([deltas], peers)
 
     def _note_skip(self, why: str) -> None:
-        self._skipped.note_that(self._world.rank, self._world.step, why, why)
+        warning = "rank %d: step %d is skipped on every rank: %s"
+        self._skipped.note_that(self._world.rank, self._world.step, warning, why, why)
 
     def _report(self, skipped: bool) -> None:
         """Fill in `last_step`, and begin to count for the next one."""

@@ -26,13 +26,13 @@ class SkippedSteps(InARow):
         unlike = f"gradient is not finite on {where}"
         seen = f"the {unlike}" if where else "the sum of finite gradients is not finite"
         why = f"a {unlike}" if where else "a sum overflowed"
-        self.note_that(rank, step, seen, why, left=", residuals untouched")
+        warning = "rank %d: step %d is skipped on every rank, residuals untouched: %s"
+        self.note_that(rank, step, warning, seen, why)
 
-    def note_that(self, rank: int, step: int, seen: str, why: str, left: str = "") -> None:
-        """Do what `note` does, in other words: seen warns, why is the error's; left: what stays."""
+    def note_that(self, rank: int, step: int, warning: str, seen: str, why: str) -> None:
+        """Do what `note` does in other words: `warning` with rank, step and what was seen."""
         self.count += 1
-        skipped = "rank %d: step %d is skipped on every rank%s: %s"
-        _log.warning(skipped, rank, step, left, seen, extra=EVERYWHERE)
+        _log.warning(warning, rank, step, seen, extra=EVERYWHERE)
         self._lengthen(
             lambda n: (
                 f"rank {rank}: {n} steps in a row were skipped at step {step}, the last because "
