@@ -72,7 +72,7 @@ _BLOCKING_BYTES: Final = 1 << 20
 def launched_ranks() -> int | None:
     """Return how many ranks an MPI launcher says it started; None when none started us."""
     for variable in LAUNCHED_SIZES:
-        if variable in os.environ:
+        if os.environ.get(variable):
             return whole_number(variable, None)
     return None
 

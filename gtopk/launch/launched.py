@@ -60,7 +60,7 @@ def carried_by(job: Launched | None, environ: Mapping[str, str] = os.environ) ->
     if job is None:
         return "local"
     # srun --mpi=pmix leaves only PMIX_RANK, and to what its tasks start as well.
-    by_pmix = job.launcher == _SRUN[0] and "PMIX_RANK" in environ
+    by_pmix = job.launcher == _SRUN[0] and environ.get("PMIX_RANK")
     if job.variables[1] in _MPI_SIZES or by_pmix:
         return "mpi"
     return "torch.distributed" if job.size > 1 else "local"

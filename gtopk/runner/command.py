@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Final
 
 from collectives.cores import usable_cores
-from collectives.environment import whole_number
 
 from ..launch import LaunchError
 from ..launch.hosts import Host, parse_hosts, read_hostfile
 from ..launch.job import job, refuse_inside_a_job
+from .allocation import allocated_tasks, in_allocation
 from .ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program
 
 _SAVE_SECONDS: Final = 30.0  # what torchrun gives its ranks, too
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "-n",
         "--ranks",
         type=int,
-        help="default: the hosts' slots; by srun, the allocation's tasks; else the cores",
+        help="default: the hosts' slots; by srun, the allocation's tasks or cores; else the cores",
     )
     where = described.add_mutually_exclusive_group()
     where.add_argument(
@@ -138,9 +138,8 @@ def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
     """Return where the ranks are to be; raise ValueError for a number of them out of range."""
     launcher, ranks = options.launcher or _launcher(hosts), options.ranks
     if ranks is None:
-        ranks = sum(host.slots for host in hosts) or usable_cores()
-        if launcher == "srun" and not hosts:
-            ranks = whole_number("SLURM_NTASKS", ranks)
+        by_srun = launcher == "srun" and not hosts
+        ranks = sum(h.slots for h in hosts) or (allocated_tasks() if by_srun else usable_cores())
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
     return Places(ranks, hosts, launcher, options.mpi_args, interfaces=options.interfaces)
@@ -148,8 +147,7 @@ def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
 
 def _launcher(hosts: list[Host]) -> str:
     """Return what is to start the ranks where nobody says it."""
-    in_slurm = "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
-    return "srun" if in_slurm and not hosts else launcher_at_hand(hosts)
+    return "srun" if in_allocation() and not hosts else launcher_at_hand(hosts)
 
 
 def _program(options: argparse.Namespace) -> list[str]:

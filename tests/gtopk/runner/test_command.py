@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gtopk.launch import Mpi
-from gtopk.runner import command, ranks
+from gtopk.runner import allocation, command, ranks
 from gtopk.runner.command import main
 
 PLENTY_SECONDS = 100.0
@@ -82,6 +82,7 @@ def in_slurm(tmp_path: Path, monkeypatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_NTASKS", "8")
     monkeypatch.setattr(command, "usable_cores", lambda: 2)
+    monkeypatch.setattr(allocation, "usable_cores", lambda: 2)
     return monkeypatch
 
 
@@ -94,8 +95,20 @@ def test_in_an_allocation_srun_starts_its_tasks_unless_told_otherwise(
     assert said(capsys, "-n", "3", script)["command"][1] == "--ntasks=3"
     assert said(capsys, "--launcher", "torchrun", script)["ranks"] == 2
     assert said(capsys, "--hosts", "localhost:3", script)["ranks"] == 3
-    in_slurm.delenv("SLURM_NTASKS")  # of an allocation of nodes only
+    in_slurm.delenv("SLURM_NTASKS")
     assert said(capsys, script)["ranks"] == 2
+    in_slurm.setenv("SLURM_JOB_ID", "")
+    assert said(capsys, script)["launcher"] != "srun"
+
+
+def test_an_allocation_of_nodes_alone_has_a_task_for_each_core_of_theirs(
+    capsys, script: str, in_slurm
+) -> None:
+    in_slurm.delenv("SLURM_NTASKS")
+    in_slurm.setenv("SLURM_JOB_CPUS_PER_NODE", "16(x2),9")
+    assert said(capsys, script)["ranks"] == 41
+    in_slurm.setenv("SLURM_CPUS_PER_TASK", "4")
+    assert said(capsys, script)["ranks"] == 4 + 4 + 2
 
 
 @pytest.mark.parametrize("words", [[], ["-n", "3"]])

@@ -51,6 +51,7 @@ def _no_launcher(monkeypatch) -> None:
         (HOROVODRUN, "torch.distributed"),
         (HOROVODRUN | {"PMIX_RANK": "0"}, "torch.distributed"),
         (SRUN, "torch.distributed"),
+        (SRUN | {"PMIX_RANK": ""}, "torch.distributed"),
         (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, "local"),
         (OPEN_MPI | {"GTOPK_TRANSPORT": "torch.distributed"}, "torch.distributed"),
         (TORCHRUN | {"GTOPK_TRANSPORT": "mpi"}, "mpi"),
