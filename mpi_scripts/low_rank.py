@@ -6,6 +6,8 @@ runs on ranks that are threads.
     M + error  [n x m]        P = M Q       averaged over the ranks, made orthonormal   [n x r]
                               Q = M' P      averaged over the ranks                     [m x r]
     update = P Q'             error = M - update, stays on the rank
+
+A step has three messages, as the hooks have: all vectors, all P, all Q.
 """
 
 from __future__ import annotations
@@ -67,31 +69,36 @@ class LowRank:
     def step(self) -> None:
         """Average the gradients, and apply them."""
         before = self._transport.traffic.sent_bytes
-        elements = 0
-        for parameter in self._parameters:
-            gradient = parameter.grad
-            assert gradient is not None
-            if parameter not in self._matrices:
-                self._average(gradient)
-                elements += gradient.numel()
-                continue
-            error, q = self._matrices[parameter]
-            wanted = gradient.reshape(error.shape) + error
-            p = self._average(wanted @ q)
-            p = torch.linalg.qr(p).Q
-            q = self._average(wanted.T @ p)
+        gradients = {each: each.grad for each in self._parameters if each.grad is not None}
+        vectors = [gradient for each, gradient in gradients.items() if each not in self._matrices]
+        for vector, mean in zip(vectors, self._averages(vectors), strict=True):
+            vector.copy_(mean)
+
+        kept = self._matrices.values()
+        wanted = [
+            gradients[each].reshape(matrix.error.shape) + matrix.error
+            for each, matrix in self._matrices.items()
+        ]
+        ps = self._averages([m @ matrix.q for m, matrix in zip(wanted, kept, strict=True)])
+        ps = [torch.linalg.qr(p).Q for p in ps]
+        qs = self._averages([m.T @ p for m, p in zip(wanted, ps, strict=True)])
+        for each, m, p, q in zip(list(self._matrices), wanted, ps, qs, strict=True):
             update = p @ q.T
-            self._matrices[parameter] = Matrix(wanted - update, q)
-            gradient.copy_(update.view_as(gradient))
-            elements += p.numel() + q.numel()
+            self._matrices[each] = Matrix(m - update, q)
+            gradients[each].copy_(update.view_as(each))
+
         self._inner.step()
         everything = sum(parameter.numel() for parameter in self._parameters)
         sent = self._transport.traffic.sent_bytes - before
+        elements = sum(each.numel() for each in (*vectors, *ps, *qs))
         self.last_step = Cost(elements, everything, sent)
 
-    def _average(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Average over the ranks, in place."""
-        flat = tensor.contiguous().view(-1)
+    def _averages(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the ranks' averages, by one message."""
+        if not tensors:
+            return []
+        flat = torch.cat([each.reshape(-1) for each in tensors])
         self._transport.allreduce(flat.numpy())
         flat /= self._transport.size
-        return tensor.copy_(flat.view_as(tensor))
+        parts = flat.split([each.numel() for each in tensors])
+        return [part.view_as(each) for part, each in zip(parts, tensors, strict=True)]

@@ -10,6 +10,7 @@ from collectives.transports import Transport, local_world
 from mpi_scripts.low_rank import LowRank
 
 SHAPES = {"weight": (12, 10), "kernel": (6, 5, 3, 3), "bias": (12,)}
+COPIES = 40
 
 
 def gradient(name: str, rank: int, step: int) -> torch.Tensor:
@@ -40,6 +41,23 @@ def test_ranks_agree_and_vectors_are_averaged_whole(size: int) -> None:
         assert all(torch.equal(of_rank[name], moved[0][name]) for of_rank in moved)
     whole = sum(gradient("bias", rank, step) for rank in range(size) for step in range(3)) / size
     torch.testing.assert_close(moved[0]["bias"], whole)
+
+
+def test_a_step_has_three_messages_however_many_matrices_there_are() -> None:
+    shapes = COPIES * list(SHAPES.values())
+
+    def program(transport: Transport) -> int:
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        named = [(str(number), each) for number, each in enumerate(parameters)]
+        optimizer = LowRank(torch.optim.SGD(parameters, lr=1.0), named, 2, transport)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape)
+        optimizer.step()
+        return transport.traffic.sent_bytes
+
+    elements = COPIES * (12 + 2 * (12 + 10) + 2 * (6 + 45))
+    sent = run_ranks(local_world(4), program)
+    assert sum(sent) == 2 * 3 * 4 * elements  # alone, a vector would travel whole to everyone
 
 
 def test_a_gradient_of_low_rank_passes_whole() -> None:
