@@ -4,9 +4,9 @@ python mpi_scripts/convergence.py --ranks 4 16 --densities 0.005 0.01 0.05 --see
 
 Models, gradients, residuals, messages and their bytes are real; nothing is timed. Every recipe
 starts from the same weights and sees the same batches, so that accuracies are compared seed by
-seed: what stands beside each is its mean difference to the dense recipe last seen, of SGD or of
-AdamW as it is itself, and the standard error of that. `--losses 0.5 0.2` adds how many steps later
-it comes to these training losses.
+seed: what stands beside each is its mean difference to the first dense recipe, of SGD or of AdamW
+as it is itself, and the standard error of that. `--losses 0.5 0.2` adds how many steps later it
+comes to these training losses.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = RECIPES[result.recipe](Setting(result.ranks, 0.1, 10**6, 100))
         kind = result.ranks, recipe.adam
         if recipe.is_dense:
-            dense[kind] = result
+            dense.setdefault(kind, result)
         print(line(result, dense.get(kind), options.losses), flush=True)
         done.append(result)
     if options.json:

@@ -45,6 +45,18 @@ def test_adam_is_held_against_adam(tmp_path: Path, capsys) -> None:
         assert f"| {accuracy - adam:+.2f} ± " in row
 
 
+def test_all_are_held_against_the_first_dense_recipe(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "runs.json"
+    names = ["dense", "dense, no momentum", "topk"]
+    words = ["--seeds", "2", "--epochs", "1", "--json", str(file)]
+    assert main([*words, "--recipes", *names]) == 0
+    results = json.loads(file.read_text())["results"]
+    dense, *others = [sum(run["accuracy"] for run in each["runs"]) / 2 for each in results]
+    rows = capsys.readouterr().out.splitlines()[3:]
+    for accuracy, row in zip(others, rows, strict=True):
+        assert f"| {accuracy - dense:+.2f} ± " in row
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_trains_on_an_odd_number_of_ranks(name: str) -> None:
     task = TASKS["digits"](0, 1)
