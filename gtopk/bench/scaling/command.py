@@ -165,7 +165,7 @@ def run(options: argparse.Namespace, command: str) -> Results:
         model=options.model,
         emulated_compute=compute.emulated,
         elements=sum(p.numel() for p in compute.make().parameters()),
-        scale=options.scale if compute.emulated else 1.0,
+        scale=compute.scale,
         batch=compute.batch,
         density=options.density,
         ranks=here.size,

@@ -24,11 +24,13 @@ FORWARD_SHARE: Final = 1 / 3
 class Compute(NamedTuple):
     """What a step computes. emulated: it takes its time asleep, and its gradients are random.
 
+    scale: how many times smaller the model is than the one it stands for.
     make: the model; backward: the forward and backward pass of a batch of it.
     """
 
     name: str
     emulated: bool
+    scale: float
     batch: int
     make: Callable[[], nn.Module]
     backward: Callable[[nn.Module], None]
@@ -87,6 +89,7 @@ def emulated(model: str, scale: float, rank: int) -> Compute:
     return Compute(
         model,
         True,
+        scale,
         published.batch,
         lambda: Emulated(layers, published.step_seconds, rank),
         backward,
@@ -106,4 +109,4 @@ def real(model: str, batch: int, rank: int) -> Compute:
     def backward(network: nn.Module) -> None:
         nn.functional.cross_entropy(network(images), labels).backward()
 
-    return Compute(model, False, batch, make, backward)
+    return Compute(model, False, 1.0, batch, make, backward)

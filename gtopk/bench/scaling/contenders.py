@@ -3,7 +3,8 @@
 alone           no exchange: what the others' efficiency is told against
 ssgd            MPI's own allreduce (gloo's, under torchrun) of the whole gradient, after backward
 dense           gtopk's DistributedOptimizer without compression: overlaps
-ddp             DistributedDataParallel over gloo: overlaps
+ddp             DistributedDataParallel over gloo: overlaps; its buckets are as many as those of the
+                model that this one stands for
 ddp-fp16        the same with PyTorch's hook that sends halves
 ddp-powersgd    the same with PyTorch's PowerSGD hook, rank 2, in one bucket: with several, the hook
                 calls gloo in orders that differ from rank to rank, which ends the job
@@ -29,6 +30,7 @@ from .compute import Compute
 ALONE: Final = "alone"
 POWER_RANK: Final = 2
 _WHOLE_MODEL_MB: Final = 1 << 16
+_BUCKET_MB: Final = 25  # PyTorch's default, but for a smaller first one
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,11 @@ def ddp(
 ) -> Step:
     """Return a step of DistributedDataParallel.
 
-    hook: registers one; it gets model and group. bucket_mb: None: PyTorch's default.
+    hook: registers one; it gets model and group. bucket_mb: None: PyTorch's default, to scale.
     """
+    scale = setting.compute.scale
+    if bucket_mb is None and scale != 1.0:
+        bucket_mb = _BUCKET_MB / scale
     model = nn.parallel.DistributedDataParallel(
         setting.compute.make(), process_group=setting.group, bucket_cap_mb=bucket_mb
     )
