@@ -1,7 +1,8 @@
-"""Baselines: what gtopk is measured against, made of the library's own collectives and NumPy.
+"""Baselines: what gtopk is measured against, made of the library's own collectives.
 
 dense-library       the library's own allreduce of every coordinate
-plain-allgather     its allgather of the k entries of every rank, int32 and float32: 8 bytes
+plain-allgather     its allgather of the k entries of every rank, int32 and float32: 8 bytes; they
+                    are added up by gtopk's kernel, so that messages alone make the difference
 published-tree      gTop-k as its authors published it (Shi et al. 2019): see `published_tree`
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from collectives.kernels import sum_by_index
 from collectives.vector import Array, SparseVector
 
 from .library import Library
@@ -22,8 +24,12 @@ def plain_allgather(selected: SparseVector, k: int, size: int, library: Library)
     message[0, : selected.entries] = selected.indices
     message[1, : selected.entries] = selected.values.view(np.int32)
     gathered = library.allgather(message.reshape(-1).view(np.uint8)).view(np.int32)
-    indices, values = gathered.reshape(size, 2, k).transpose(1, 0, 2).reshape(2, -1)
-    return summed(indices, values.view(np.float32), selected.length)
+    lists = []
+    for indices, bits in gathered.reshape(size, 2, k):
+        entries = np.count_nonzero(bits)
+        values = bits[:entries].view(np.float32)
+        lists.append(SparseVector(indices[:entries], values, selected.length))
+    return sum_by_index(lists)
 
 
 def summed(indices: Array, values: Array, length: int) -> SparseVector:

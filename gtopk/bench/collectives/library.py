@@ -97,7 +97,7 @@ class Reckoning:
 
     def broadcast(self, message: Array, root: int) -> None:
         self._library.broadcast(message, root)
-        if self._rank != root:  # as if everyone passed it on once
+        if (self._rank + 1) % self._size != root:  # as if passed on from one to the next
             self.traffic.count(message.size)
 
     def barrier(self) -> None:

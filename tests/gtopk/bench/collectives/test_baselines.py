@@ -82,6 +82,6 @@ def test_what_a_library_sends_is_reckoned_at_the_least_there_can_be(threads) -> 
             sent.append(library.traffic.take().sent_bytes)
         return sent
 
-    root, *others = threads(size, program)
-    assert root == [6_000, 150, 0]
-    assert others == [[6_000, 150, 50]] * 3
+    *passing_on, last = threads(size, program)
+    assert passing_on == [[6_000, 150, 50]] * 3
+    assert last == [6_000, 150, 0]
