@@ -61,7 +61,8 @@ def forecasts(
             foretold = wire + (code or 0.0)
             measured = record["seconds"]["median"]
             network = name, record["ranks"], record["length"]
-            yield Forecast(*network, record["k"], record["label"], foretold, measured)
+            entries = record["length"] if record["label"] == DENSE else record["k"]
+            yield Forecast(*network, entries, record["label"], foretold, measured)
 
 
 def savings(found: Sequence[Forecast]) -> Iterator[Forecast]:
