@@ -155,7 +155,7 @@ def results(options: argparse.Namespace) -> Iterator[Result]:
                 name,
                 [
                     pool.submit(run_seed, options.task, name, density, ranks, seed, options.epochs)
-                    for seed in range(options.seeds)
+                    for seed in range(options.first_seed, options.first_seed + options.seeds)
                 ],
             )
             for ranks in options.ranks
@@ -218,6 +218,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--densities", type=float, nargs="+", default=[0.01])
     add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="RECIPE")
     add("--seeds", type=int, default=5, help="at least 2")
+    add("--first-seed", type=int, default=0, help="others than those that a recipe was chosen by")
     add("--epochs", type=int, help="default: the task's")
     add("--losses", type=float, nargs="+", default=[], help="of training, to wait for")
     add("--jobs", type=int, default=1, help="seeds trained at a time, each on a core")

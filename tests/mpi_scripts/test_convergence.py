@@ -32,6 +32,18 @@ def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsy
     assert sparse["runs"][0]["sent_bytes"] < dense["runs"][0]["sent_bytes"] / 10
 
 
+def test_fresh_seeds_are_others(tmp_path: Path) -> None:
+    def trained(*words: str) -> list[float]:
+        file = tmp_path / "runs.json"
+        main(["--epochs", "1", "--json", str(file), "--recipes", "dense", *words])
+        (dense,) = json.loads(file.read_text())["results"]
+        return [run["losses"][-1] for run in dense["runs"]]
+
+    first, second, third = trained("--seeds", "3")
+    assert trained("--seeds", "2", "--first-seed", "1") == [second, third]
+    assert len({first, second, third}) == 3
+
+
 def test_adam_is_held_against_adam(tmp_path: Path, capsys) -> None:
     file = tmp_path / "runs.json"
     words = ["--seeds", "2", "--epochs", "1", "--json", str(file)]
