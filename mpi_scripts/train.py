@@ -88,8 +88,9 @@ def parse() -> argparse.Namespace:
     run.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     run.add_argument("--checkpoint", type=Path, help="folder to save in, and to go on from")
     run.add_argument("--checkpoint-every", type=at_least(0), default=0, help="steps; 0: epochs")
+    # Not --log: torchrun and horovodrun would take that for the beginning of options of their own.
     run.add_argument(
-        "--log", type=as_argument(output_file), help="file for a line of JSON an epoch"
+        "--log-file", type=as_argument(output_file), help="for a line of JSON an epoch"
     )
     arguments = parser.parse_args()
     _require_one_source(arguments)
@@ -192,7 +193,7 @@ def prepare(arguments: argparse.Namespace) -> Training:
         scaler=loss_scaler(arguments.amp, device),
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,
-        log=arguments.log,
+        log=arguments.log_file,
         facts=facts,
     )
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Sampler
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
-from gtopk.arguments import output_file
+from gtopk.arguments import as_argument, output_file, share
 from models.data.batches import SparseBatch, SparseDataset, as_batch
 from models.data.catalogue import shape_of
 from models.data.rows import LabelledRows
@@ -170,8 +170,9 @@ def parse() -> argparse.Namespace:
         default=4096,
         help="labels sampled for the softmax; 0: all labels, a dense gradient",
     )
-    parser.add_argument("--density", type=float, default=0.01, help="of gTop-k, for gradients")
-    parser.add_argument("--merge-density", type=float, default=1.0, help="the same, for merges")
+    density = as_argument(share)
+    parser.add_argument("--density", type=density, default=0.01, help="of gTop-k, for gradients")
+    parser.add_argument("--merge-density", type=density, default=1.0, help="the same, for merges")
     parser.add_argument("--mega-batch", type=at_least(1), default=5000, help="samples to a merge")
     parser.add_argument(
         "--local-steps", type=at_least(1), default=8, help="to one of k-step, elastic"

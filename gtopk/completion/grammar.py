@@ -56,9 +56,8 @@ def command_of(described: argparse.ArgumentParser) -> Command:
             meaning = formatter._expand_help(action) if action.help else ""
             names = tuple(action.option_strings)
             options.append(Option(names, meaning, action.nargs != 0, choices, is_file))
-        elif action.nargs == argparse.REMAINDER:
-            hands_on = True
         else:
             words |= dict.fromkeys(choices, "")
             takes_file |= is_file
+            hands_on |= action.nargs == argparse.REMAINDER
     return Command(tuple(options), words, takes_file, hands_on)

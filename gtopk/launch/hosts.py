@@ -19,7 +19,7 @@ class Host(NamedTuple):
     def is_this_one(self) -> bool:
         """Tell whether the name means the host that this process is on."""
         own = socket.gethostname()
-        return self.name in ("localhost", "127.0.0.1", "::1", own, own.split(".")[0])
+        return self.name in ("localhost", "127.0.0.1", own, own.split(".")[0])
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -40,7 +40,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
         words = line.partition("#")[0].strip()
         if not words:
             continue
-        match = re.fullmatch(r"(\S+)(?:\s+slots\s*=\s*([1-9]\d*))?", words)
+        match = re.fullmatch(r"([^\s:]+)(?:\s+slots\s*=\s*([1-9]\d*))?", words)
         if match is None:
             raise ValueError(f"a line of {path} must look like 'name slots=4', got {line!r}")
         hosts.append(Host(match[1], int(match[2] or 1)))

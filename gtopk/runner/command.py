@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "any failure. SIGTERM and Ctrl-C reach the ranks as SIGTERM; torchrun gives them 30 s to\n"
         "save. A second signal ends them at once. If this command is killed, they end with it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # a script's --host is no short form of --hosts or --hostfile
     )
     add = described.add_argument
     add(
@@ -69,8 +70,13 @@ def parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="print what would be run, and stop")
     add("--json", action="store_true", help="print it as JSON")
     add("-m", "--module", action="store_true", help="SCRIPT is a module's name")
-    add("script", metavar="SCRIPT", help="a Python file or a program")
-    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments for SCRIPT")
+    # With its arguments: of two positionals, argparse would drop a -- between them.
+    add(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help="a Python file or a program; what follows it are its arguments",
+    )
     return described
 
 
@@ -152,7 +158,12 @@ def _launcher(hosts: list[Host]) -> str:
 
 def _program(options: argparse.Namespace) -> list[str]:
     """Return the command of a rank; raise ValueError for a script that is not there."""
-    script, words = options.script, options.arguments
+    words = options.program
+    if words[:1] == ["--"]:  # as in `gtopk run -- SCRIPT`
+        words = words[1:]
+    if not words:
+        raise ValueError("SCRIPT must be a file or a program, and there is none")
+    script, *words = words
     if options.module:
         return [sys.executable, "-m", script, *words]
     if Path(script).is_file():

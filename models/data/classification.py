@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 TEST_SHARE = 0.2
 BUNDLED: Final = ("digits", "breast-cancer", "wine")  # with scikit-learn
 MOST_BYTES: Final = 16 << 30  # of an array: compressed, they may be few
+MOST_CLASSES: Final = 1000  # of fewer rows; of more, as many as those
 
 _HEADERS: Final = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -93,6 +94,11 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(
             f"'{path}': y must hold one class number (0, 1, ...) for each row of x, got x of shape "
             f"{x.shape} and y of shape {y.shape}, {y.dtype}"
+        )
+    if (largest := int(labels.max())) >= (most := max(len(labels), MOST_CLASSES)):
+        raise ValueError(
+            f"'{path}': y must number the classes 0, 1, ..., below {most} for {len(labels)} rows, "
+            f"got {largest}"
         )
     return inputs, labels
 

@@ -18,4 +18,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 exec torchrun --nnodes="$hosts" --nproc-per-node="$ranks_per_host" --max-restarts="${RESTARTS:-0}" \
     --rdzv-id="${JOB:-gtopk}" --rdzv-backend=c10d --rdzv-endpoint="$first_host:${PORT:-29500}" \
-    "$root/mpi_scripts/train.py" "$@"
+    -- "$root/mpi_scripts/train.py" "$@"

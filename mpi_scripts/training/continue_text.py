@@ -24,6 +24,11 @@ class ContinueText(Task[Window]):
     def __init__(self, text: Text, feed: Feed, context: int = CONTEXT) -> None:
         self.feed, self.origin = feed, text.origin
         self._test = TextWindows(text.test, context)
+        if not len(self._test):
+            raise ValueError(
+                f"the text held out for testing must have a window of {context} bytes and the one "
+                f"after it, got {len(text.test)}"
+            )
         self._loading: Loading[Window] = Loading(TextWindows(text.train, context), feed)
         self.batches_per_epoch = len(self._loading)
         self.sizes = Sizes(text.vocabulary, text.vocabulary)

@@ -138,7 +138,7 @@ PRESETS: Final = {
         epochs=50,
         batch_size=20,
         lr=1.0,
-        # The authors' code has further falls at epochs 60 and 63, after the end of the run.
+        # The authors' code has falls at epochs 63 and 80, after the end of the run.
         momentum=0.0,
         clip_norm=0.25,
         has_workers=False,

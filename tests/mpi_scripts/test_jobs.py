@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args
 
 JOBS = Path(__file__).parents[2] / "mpi_scripts" / "jobs"
 TRAIN = str(JOBS.parent / "train.py")
@@ -49,6 +50,14 @@ def test_every_script_hands_on_what_it_was_given(tmp_path) -> None:
         assert got[-4:] == ARGUMENTS
         assert got[-5] in (TRAIN, "mpi_scripts/train.py")
         assert [word for word in wanted if word not in " ".join(got)] == []
+
+
+def test_torchrun_leaves_the_arguments_of_train_py_alone(tmp_path) -> None:
+    arguments = ["--log", "a.json", "--", "b"]  # --log begins several of torchrun's
+    got = run("torchrun.sh", [*SCRIPTS["torchrun.sh"][1], *arguments], tmp_path)
+    assert isinstance(got, list), got
+    read = parse_args(got)
+    assert [read.training_script, *read.training_script_args] == [TRAIN, *arguments]
 
 
 def test_a_script_without_what_it_needs_says_so(tmp_path) -> None:

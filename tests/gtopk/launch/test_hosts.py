@@ -24,9 +24,10 @@ def test_a_file_names_a_host_on_each_line(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# mine\none slots=4\n\ntwo slots = 2  # slow\nthree\n")
     assert read_hostfile(path) == [Host("one", 4), Host("two", 2), Host("three", 1)]
-    path.write_text("one 4\n")
-    with pytest.raises(ValueError, match="must look like 'name slots=4', got 'one 4'"):
-        read_hostfile(path)
+    for line in ("one 4", "one:4"):
+        path.write_text(f"{line}\n")
+        with pytest.raises(ValueError, match=f"must look like 'name slots=4', got '{line}'"):
+            read_hostfile(path)
     path.write_text("# nobody\n")
     with pytest.raises(ValueError, match="must name a host"):
         read_hostfile(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed.run import parse_args
+
 from gtopk.launch.torchrun import torchrun_command
 
 
@@ -9,4 +11,10 @@ def test_the_command_runs_the_program_on_so_many_ranks() -> None:
     command = torchrun_command(3, ["python", "-c", "pass"], "/my/python")
     assert command[:3] == ["/my/python", "-m", "torch.distributed.run"]
     assert "--nproc-per-node=3" in command
-    assert command[-4:] == ["--no-python", "python", "-c", "pass"]
+    assert command[-5:] == ["--no-python", "--", "python", "-c", "pass"]
+
+
+def test_torchrun_leaves_the_programs_arguments_alone() -> None:
+    program = ["train.py", "--log", "a.json", "--", "b"]
+    read = parse_args(torchrun_command(3, program)[3:])
+    assert [read.training_script, *read.training_script_args] == program

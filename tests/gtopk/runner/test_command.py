@@ -71,6 +71,23 @@ def test_each_launcher_gets_the_script_and_its_arguments(capsys, script: str, mo
         assert found["command"][-6:] == [sys.executable, script, "--lr", "1", "-n", "9"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--", "b"],
+        ["--host", "0.0.0.0"],  # the beginning of --hosts, and of --hostfile
+        ["--r", "3", "--json", "-n", "9"],
+    ],
+)
+def test_what_follows_the_script_is_its_own(capsys, script: str, arguments: list[str]) -> None:
+    for launcher in ("mpirun", "torchrun"):
+        for words in ([script], ["--", script]):
+            options = ["-n", "2", "--launcher", launcher]
+            found = said(capsys, *options, *words, *arguments)
+            assert found["ranks"] == 2
+            assert found["command"][-len(arguments) - 2 :] == [sys.executable, script, *arguments]
+
+
 @pytest.fixture
 def in_slurm(tmp_path: Path, monkeypatch) -> pytest.MonkeyPatch:
     """An allocation of 8 tasks on hosts of 2 cores, and an srun on PATH."""
@@ -197,7 +214,8 @@ def test_other_hosts_are_told_nothing_of_the_cores_of_this_one(
     ("words", "text"),
     [
         (["-n", "0", "true"], "--ranks must be at least 1, got 0"),
-        (["no_such_script.py"], "SCRIPT must be a file or a program"),
+        (["no_such_script.py"], "SCRIPT must be a file or a program, and 'no_such_script.py' is"),
+        (["-n", "2"], "SCRIPT must be a file or a program, and there is none"),
         (["-n", "4", "--hosts", "localhost:2", "true"], "4 ranks need as many slots"),
     ],
 )

@@ -1,7 +1,8 @@
-"""Real sets that come with scikit-learn."""
+"""Sets that come with scikit-learn, and sets of a file."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,3 +30,15 @@ def test_bundled_sets_are_split_and_scaled(name, rows, features, classes) -> Non
 def test_a_set_that_is_not_there_is_named_with_those_that_are(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="give 'digits', 'breast-cancer', 'wine', or"):
         load(str(tmp_path / "mnist"))
+
+
+@pytest.mark.parametrize(("rows", "largest"), [(20, 999), (1500, 1499)])
+def test_classes_are_at_most_as_many_as_rows_or_a_thousand(tmp_path, rows, largest) -> None:
+    x, y = np.ones((rows, 2)), np.zeros(rows, int)
+    y[3] = largest
+    np.savez(tmp_path / "good", x=x, y=y)
+    assert load(str(tmp_path / "good.npz")).classes == largest + 1
+    y[3] += 1
+    np.savez(tmp_path / "bad", x=x, y=y)
+    with pytest.raises(ValueError, match=f"below {y[3]} for {rows} rows, got {y[3]}"):
+        load(str(tmp_path / "bad.npz"))

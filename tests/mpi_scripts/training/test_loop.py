@@ -31,7 +31,7 @@ def trained(monkeypatch, tmp_path, capsys):
 
     def run(ranks: int, *arguments: str) -> list[dict[str, object]]:
         log = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "--log", str(log)])
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "--log-file", str(log)])
 
         def rank(transport: LocalTransport) -> None:
             with world.entered(transport):
@@ -232,7 +232,10 @@ def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
             "--density-warmup-epochs begins at 0.25: the density must be lower",
         ),
         (["--density-warmup-epochs", "inf"], "--density-warmup-epochs: must lie in [0, inf)"),
-        (["--log", "/proc/nothing/log"], "--log: /proc/nothing/log cannot be written"),
+        (
+            ["--log-file", "/proc/nothing/log"],
+            "--log-file: /proc/nothing/log cannot be written",
+        ),
         (["--compression", "topk", "--growth", "1"], "--growth is of gtopk and hierarchical, got"),
         (["--checkpoint-every", "3"], "--checkpoint-every needs --checkpoint FOLDER"),
         *(

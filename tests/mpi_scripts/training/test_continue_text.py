@@ -1,0 +1,20 @@
+"""A transformer is tested on windows of a text: there must be one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.data.lanes import Text
+from mpi_scripts.training.continue_text import ContinueText
+from mpi_scripts.training.task import Feed
+
+
+def test_a_text_too_short_to_test_on_is_refused_before_training() -> None:
+    def task(tested: int) -> ContinueText:
+        text = Text(torch.zeros(100, dtype=torch.int64), torch.zeros(tested), 256, "zeros")
+        return ContinueText(text, Feed(0, 1, 2), context=8)
+
+    assert task(9).sizes.outputs == 256
+    with pytest.raises(ValueError, match="a window of 8 bytes and the one after it, got 8"):
+        task(8)
