@@ -86,6 +86,26 @@ def test_training_by_a_copy_is_training_as_ever_to_the_bit(name: str) -> None:
     assert torch.equal(train(made, optimizer, DeviceCopy(shared, parameters)), expected)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_fused_step_takes_the_gradient_of_a_copy_in_any_strides(kind: Any) -> None:
+    """Once, it paired entries as they lay in memory: those of channels_last with others' own."""
+    taken = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        made = torch.nn.Conv2d(3, 4, 3, bias=False)
+        with torch.no_grad():
+            made.weight.copy_(torch.arange(108.0).view(4, 3, 3, 3))
+        made = made.to(memory_format=layout)
+        optimizer = kind(made.parameters(), lr=0.1, fused=True)
+        shared, parameters, states = share(made, optimizer)
+        shared.map_state(parameters, states, optimizer)
+        copy = DeviceCopy(shared, parameters)
+        made.weight.grad = torch.arange(108.0).view_as(made.weight).sin().to(memory_format=layout)
+        with copy.lent():
+            optimizer.step()
+        taken.append(shared.parameters[0])
+    assert torch.equal(*taken)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_as_old_as_can_be_is_the_optimizers_own_step(name: str) -> None:
     """Once, what a step of the copy had changed was added, 600 updates later: v < 0, and NaN."""
