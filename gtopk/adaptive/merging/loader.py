@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from collectives.transports import Counter, Transport
-from collectives.vector import Array
 
 from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...compression import ErrorFeedback
@@ -39,6 +37,7 @@ from ..options import Job
 from ..shares.cursor import ReplayedCursor, in_step, open_cursor, record_of
 from .mega_batches import MegaBatches
 from .options import MergingOptions
+from .report_wire import decode, encode
 from .strategies import STRATEGIES
 from .taken_batches import TakenBatches
 from .weights import Report
@@ -459,23 +458,6 @@ class MergingLoader:
             self._replica.load_state_dict(replica)
         else:
             self._replica, self._loaded = None, replica
-
-
-def encode(report: Report, count: int) -> Array:
-    """Return a report, and how far its rank has seen the cursor, as a message."""
-    numbers = [report.size, report.updates, report.samples, report.finite, count]
-    takes = [bound for take in report.takes for bound in (take.start, take.stop)]
-    head = np.array([report.norm]).view(np.int64)
-    return np.concatenate([head, np.array([*numbers, *takes], np.int64)]).view(np.uint8)
-
-
-def decode(message: Array) -> tuple[Report, int]:
-    """Return what `encode` made a message of."""
-    numbers = message.view(np.int64)
-    norm = float(numbers[:1].view(np.float64)[0])
-    size, updates, samples, finite, count, *bounds = numbers[1:].tolist()
-    takes = [range(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
-    return Report(size, updates, samples, norm, bool(finite), takes), count
 
 
 def check(job: Job[MergingOptions]) -> None:
