@@ -253,7 +253,7 @@ class MergingLoader:
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica with its own gradients.
 
-        Raises RuntimeError where no batch is in hand.
+        Raises RuntimeError where no batch is in hand, or the parameters are the merged model's.
         """
         optimizer = self._optimizer
         if self._in_hand is None:
@@ -261,6 +261,11 @@ class MergingLoader:
                 f"rank {self._world.rank}: optimizer.step() without a batch in hand; in mode "
                 "'adaptive-sgd' it is a local step with a batch of its loader, before "
                 "loader.drain(): another loader needs an optimizer of its own"
+            )
+        if self._replica is not None and self._replica.is_at_center:
+            raise RuntimeError(
+                f"rank {self._world.rank}: optimizer.step() within loader.merged(), whose end "
+                "undoes it; step before or after"
             )
         loss = None
         if closure is not None:
@@ -373,7 +378,8 @@ class MergingLoader:
         """Let the parameters be those of the merged model meanwhile: to evaluate it, or save it.
 
         They are, after an epoch, by themselves; but for compressed merges and the strategies with
-        an elastic force, where replicas stay apart.
+        an elastic force, where replicas stay apart. A state taken meanwhile has the replica that
+        comes back; after a drain that is the merged model.
         """
         replica = self._resumed()
         return nullcontext() if replica is None else replica.at_center()

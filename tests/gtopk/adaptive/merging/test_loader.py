@@ -522,6 +522,37 @@ def test_draining_puts_all_that_was_not_sent_into_the_model() -> None:
     on_ranks(2, on_fewer)
 
 
+def test_the_merged_model_is_saved_as_it_is_shown_and_nothing_unsent_is_lost() -> None:
+    """Once, a state of then, or a drain, had replicas without what they had not sent."""
+
+    def program(here: World) -> Any:
+        run = Run(hvd.Compression.gtopk(density=0.3), mega_batch=50, replay=EVENLY[2])
+        run.epoch()
+        state = run.loader.state_dict()
+        with run.loader.merged():
+            within = run.loader.state_dict()
+        weight = run.loader.last_merge.weights[here.rank]
+        offset = torch.from_numpy(run.loader._replica.weighted_offset(weight))
+        center = run.loader._replica.center[0].clone()
+        for _ in run.loader:
+            with run.loader.merged(), pytest.raises(RuntimeError, match=r"within loader\.merged"):
+                run.optimizer.step()
+        run.loader.load_state_dict(state)
+        with run.loader.merged():
+            run.loader.drain()
+            shown = run.weight.detach().clone()
+        return state["replica"], within["replica"], offset, center, shown, run.weight.detach()
+
+    results = on_ranks(2, program)
+    assert any(offset.any() for _, _, offset, *_ in results)
+    expected = results[0][3] + sum(offset for _, _, offset, *_ in results)
+    for state, within, _, _, shown, drained in results:
+        assert state["own"]
+        assert all(map(torch.equal, state["own"], within["own"]))
+        torch.testing.assert_close(shown, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(shown, drained)
+
+
 def test_what_replicas_cannot_do_is_said() -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"mega_batch": -1}, ValueError, "mega_batch must be at least 0, got -1"),
