@@ -49,7 +49,9 @@ class BatchInHand:
         self._skipped = SkippedUpdates(job.optimizer._options.max_skipped_steps)
         self._writer, self._sizer = writer, sizer
         self._memory = Memory(self._rank, trained)
-        self._rate = LearningRate(job.optimizer, job.options.lr_scaling, job.options.global_batch)
+        # Merges average the nodes' models: each node's has to come as far as all steps would.
+        reference = job.options.global_batch / node.nodes
+        self._rate = LearningRate(job.optimizer, job.options.lr_scaling, reference)
         self._began = 0
         self.places: Sequence[int] = ()
         self._wrapped_step = take_over(job.optimizer, mode, self._step)

@@ -39,6 +39,7 @@ _STRETCHES: Final = 64  # of an epoch, where several nodes take from one counter
 class Node:
     """One worker's view of its node.
 
+    nodes:   how many there are.
     ranks:   of the world, by place.
     longest: the most places of a round.
     """
@@ -46,11 +47,13 @@ class Node:
     def __init__(
         self,
         memory: NodeMemory,
+        nodes: int,
         ranks: Sequence[int],
         length: int,
         layout: Layout,
     ) -> None:
         self.memory = memory
+        self.nodes = nodes
         self.ranks = ranks
         self.longest = length
         self.board = Board(memory)
@@ -131,7 +134,7 @@ def join_node(
         ranks = next(node for node in nodes if transport.rank in node)
         stream = transport.subset(ranks)
         memory = stream.shared_memory(Regions.laid_out(len(ranks), length, layout).end)
-        node = Node(memory, ranks, length, layout)
+        node = Node(memory, len(nodes), ranks, length, layout)
         shared = SharedModel(node.model_bytes, layout)
         counter: Counter | None = None
         if len(nodes) > 1:

@@ -17,7 +17,7 @@ class HogbatchOptions(Options):
     """What the modes "hogbatch" and "adaptive-hogbatch" know; equal on all ranks but for `own`.
 
     The learning rate is that of a global batch, as everywhere; with lr_scaling="linear" each update
-    has its own batch's share of it.
+    has its own batch's share of it, of several nodes its share of its node's part of that batch.
 
     device_class: of this rank; None: "cpu" or "gpu", by its parameters.
     sizes: by class, its smallest and largest batch, or one for both. Not said: up to the loader's

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
 from collectives import PeerError
@@ -477,6 +477,38 @@ def test_beta_weighs_updates_in_place() -> None:
         return found
 
     assert on_ranks(2, program)[0] == [[10.0, 10.0], [5.0, 10.0], [6.0, 10.0]]
+
+
+@pytest.mark.parametrize("nodes", [None, [[0], [1]]])
+def test_an_epoch_moves_the_model_as_far_as_synchronous_steps(nodes: Any) -> None:
+    """Once, half as far on two nodes: rates were by the batch of all, and models are averaged."""
+    size, batch, length = 2, 4, 64
+    turn = threading.Barrier(size)  # as many batches for both
+
+    def program(here: World) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+        loader = hvd.adapt(
+            DataLoader(TensorDataset(torch.ones(length, 1).double()), batch),
+            optimizer,
+            "hogbatch",
+            device_class="slow",
+            sizes={"slow": 1},
+            nodes=nodes,
+            merge_every=length,
+        )
+        for (x,) in loader:
+            optimizer.zero_grad()
+            (x @ weight).mean().backward()
+            turn.wait(30)
+            for rank in range(size):
+                if rank == here.rank:
+                    optimizer.step()
+                turn.wait(30)
+        loader.drain()
+        return weight.item()
+
+    assert on_ranks(size, program) == [-length / (size * batch)] * size
 
 
 @pytest.mark.parametrize("density", [None, 0.2])
