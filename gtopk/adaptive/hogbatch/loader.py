@@ -185,7 +185,7 @@ class HogbatchLoader:
         self._require_its_world()
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, self._writer.refresh
-        idles = not evaluates(self._node)
+        idles = not evaluates(self._node, self._ledger.round + 1)
         with self._steps.spent.waiting() if idles else nullcontext():
             return mean_loss(self._node, data, collate, batch, refresh, loss_of)
 
