@@ -64,7 +64,8 @@ class MergingLoader:
     drain_wanted: other ranks drain, and wait for this one to do so.
     merges:      so far; where the number has grown, the replicas have just been merged.
     last_merge:  what it went by.
-    record:      of all ranks' takes, mega-batch by mega-batch, where it was asked for.
+    record:      of all ranks' takes, mega-batch by mega-batch, where it was asked for; empty for
+                 those before the state that the run went on from.
     lost_replicas: how often a rank's own was not finite, and became the others'.
     """
 
@@ -458,6 +459,9 @@ class MergingLoader:
             )
         self._epochs.load_state_dict(state["epochs"])
         self._batches.load_state_dict(state["batches"])
+        if self._options.record:
+            number = self._batches.number
+            self.record = [*self.record[:number], *[[]] * (number - len(self.record))]
         self._finished = None
         self._weights = state["weights"] if state["ranks"] == self._world.size else None
         if self._replica is not None and replica:

@@ -159,6 +159,34 @@ def test_a_record_of_takes_repeats_a_run_to_the_bit() -> None:
         assert torch.equal(weight, same_weight)
 
 
+def test_a_record_repeats_a_run_that_went_on_from_a_state() -> None:
+    """Once, it began with the state and was read from the first stretch of all: other takes."""
+
+    def unlike(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
+        return by_speed([1.0 + number % 3, 1.0 + (number + 1) % 4])(number, total, sizes)
+
+    def program(here: World) -> None:
+        options = {"mega_batch": 50, "batch_rule": "none"}
+        first = Run(record=True, replay=unlike, **options)
+        first.epoch()
+        state, before = first.loader.state_dict(), list(first.loader.record)
+        epochs, records = [], []
+        for replay in (unlike, None):
+            run = Run(record=True, replay=replay or records[0], **options)
+            run.loader.load_state_dict(state)
+            epochs.append([run.epoch() for _ in range(2)])
+            records.append(run.loader.record)
+        assert epochs[0] == epochs[1]
+        assert records[0] == records[1] == [*[[]] * len(before), *records[0][len(before) :]]
+        first.epoch()
+        first.loader.load_state_dict(state)  # back to there
+        assert first.loader.record == before
+        with pytest.raises(ValueError, match=r"does not have stretch 0: .* from a later state"):
+            Run(replay=records[0], **options).epoch()
+
+    on_ranks(2, program)
+
+
 def test_sizes_follow_speeds_and_rates_follow_sizes() -> None:
     def program(here: World) -> Any:
         run = Run(batch=16, mega_batch=200, min_batch=1, replay=by_speed([4.0, 2.0, 1.0]))
