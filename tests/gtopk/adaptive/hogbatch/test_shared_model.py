@@ -163,6 +163,25 @@ def test_a_state_that_is_there_already_goes_on() -> None:
     assert torch.equal(train(made, optimizers[1]), train(plain, optimizers[0]))
 
 
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_a_parameter_without_a_state_shares_its_first_beside_others(name: str) -> None:
+    """Once, where others had one, as after a layer is thawed, each worker made its own of it."""
+    plain, made = model(), model()
+    optimizers = [OPTIMIZERS[name](each.parameters()) for each in (plain, made)]
+    for each, optimizer in zip((plain, made), optimizers, strict=True):
+        each[0].requires_grad_(False)
+        train(each, optimizer)
+        each[0].requires_grad_()
+    shared, parameters, states = share(made, optimizers[1])
+    shared.map_state(parameters, states, optimizers[1])
+    shared.map_parameters(parameters)
+    kept = [optimizers[1].state[parameter] for parameter in parameters]
+    assert {*kept[0]} == {*kept[-1]}
+    places = {place.parameter for place in shared.layout.places if place.key}
+    assert places == set(range(len(parameters)))
+    assert torch.equal(train(made, optimizers[1]), train(plain, optimizers[0]))
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
