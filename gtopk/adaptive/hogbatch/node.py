@@ -110,7 +110,7 @@ def join_node(
 
     steps: what merges between nodes cost is counted to.
     Every rank calls it. Raises HorovodInternalError where the ranks' arguments differ, ValueError
-    where ranks may leave of several nodes.
+    where ranks may leave of several nodes, or their steps are to be audited.
     """
     options, world = job.options, job.world
     length = len(job.loader.dataset)  # type: ignore[arg-type]
@@ -165,6 +165,11 @@ def join_node(
             f"ranks_may_leave=True is for the ranks of one host, got those of {len(hosts)}: models "
             "are merged between hosts by operations of all ranks; let elastic commits or "
             "checkpoints start the job again"
+        )
+    if options.audit and len(hosts) > 1:
+        raise ValueError(
+            f"audit=True is for the ranks of one host, got those of {len(hosts)}: merges between "
+            "hosts change the models, too, and what steps have lost cannot be told from that"
         )
     advises = all(row["advice"] for row in rows)
     if len(hosts) > 1:

@@ -30,8 +30,8 @@ class HogbatchOptions(Options):
     nodes: the ranks of each node; None: by their hosts.
     lock_step: one worker at a time, in turns: exact, and slow; for tests.
     ranks_may_leave: the others go on without a rank that dies, and compute what it had in hand.
-    audit: keep the sum of this rank's steps, to tell at `audited` what was lost. It takes the
-        memory of two more models.
+    audit: keep the sum of this rank's steps, to tell at `audited` what was lost, on a single node.
+        It takes the memory of two more models.
     """
 
     own: ClassVar[Collection[str]] = ("max_batch", "min_batch", "device_class")

@@ -414,10 +414,13 @@ def test_an_order_of_more_than_the_samples_is_refused() -> None:
     on_ranks(1, program)
 
 
-def test_ranks_may_leave_a_single_node_only() -> None:
+@pytest.mark.parametrize("option", ["ranks_may_leave", "audit"])
+def test_ranks_may_leave_and_are_audited_on_a_single_node_only(option: str) -> None:
+    """Once, an audit took what merges had changed for what steps had lost."""
+
     def program(here: World) -> None:
-        with pytest.raises(ValueError, match="is for the ranks of one host, got those of 2"):
-            adapted(nodes=[[0], [1]], ranks_may_leave=True)
+        with pytest.raises(ValueError, match=f"{option}=True is for the ranks of one host, got"):
+            adapted(nodes=[[0], [1]], **{option: True})
 
     on_ranks(2, program)
 
