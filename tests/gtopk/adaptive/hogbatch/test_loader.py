@@ -197,6 +197,23 @@ def test_unless_told_otherwise_a_worker_that_dies_is_missed_by_name() -> None:
         on_ranks(2, program)
 
 
+def test_busy_is_a_share_of_the_time_within_epochs_at_any_time() -> None:
+    """Once, time within an epoch was not counted before its end, and the share was a million."""
+
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted(device_class=classes(here))
+        for _, x, y in loader:
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            shares = [worker.busy for worker in loader.report().workers]
+            assert 0 < shares[here.rank] <= 1
+            assert max(shares) <= 1
+        assert all(worker.busy <= 1 for worker in loader.report().workers)
+
+    on_ranks(2, program)
+
+
 def test_a_batch_without_a_step_is_done_and_counted() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted()
