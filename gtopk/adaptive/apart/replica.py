@@ -121,8 +121,12 @@ class Replica:
 
     @torch.no_grad()
     def pull(self, update: list[torch.Tensor] | None, force: float) -> None:
-        """Move the center by S, and the replica by what it has sent of the force."""
-        self.was_center = update is None
+        """Move the center by S, and the replica by what it has sent of the force.
+
+        update: None, on all ranks: every replica becomes the center as it was.
+        force: 0: this replica becomes the center, too.
+        """
+        self.was_center = update is None or not force
         if update is None:
             self.reduction.forget()
             self.reset()
@@ -133,6 +137,8 @@ class Replica:
             torch._foreach_sub_(moved, _like(unsent, self.center))
         torch._foreach_sub_(list(self._own), moved)
         self._move_center(update)
+        if not force:
+            self.reset()
         self.reduction.forget()
 
     def _move_center(self, update: list[torch.Tensor]) -> None:

@@ -141,6 +141,20 @@ def test_momentum_is_of_the_center(how: str) -> None:
     close(plain.center, centers[0] + 1.0 + 2.0 + 3.0)
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS[:2], ids=repr)
+def test_a_replica_that_is_not_finite_becomes_the_center_that_others_pull(compression: Any) -> None:
+    """Once, it became the center from before the merge."""
+    world = World(3, compression, momentum=0.5)
+    world.train()
+    with torch.no_grad():
+        world.replicas[1].parameters[1][2] = float("nan")
+    start = world.center
+    assert world.merge([0.3, 0.0, 0.3], how="pull") == [True, False, True]
+    assert not torch.equal(world.center, start)
+    assert torch.equal(flat(world.replicas[1].parameters), world.center)
+    assert [replica.was_center for replica in world.replicas] == [False, True, False]
+
+
 def test_a_replica_that_is_not_finite_becomes_the_others_model() -> None:
     for compression in COMPRESSIONS[:2]:
         world = World(3, compression)
