@@ -23,7 +23,7 @@ from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...compression import ErrorFeedback
 from ...engine import Operation
 from ...logs import EVERYWHERE
-from ...replicas.replicas import checksums, require_the_same
+from ...replicas.replicas import BUFFERS_STAY, checksums, require_the_same
 from ..apart.own_steps import OwnSteps
 from ..apart.replica import Replica
 from ..apart.spent import Waited
@@ -350,11 +350,12 @@ class MergingLoader:
         self._lost_in_a_row = 0 if merged and not lost else self._lost_in_a_row + 1
         if not merged or lost:
             _log.warning(
-                "rank %d: merge %d %s: the replica is not finite on rank %s",
+                "rank %d: merge %d %s: the replica is not finite on rank %s%s",
                 self._world.rank,
                 self.merges,
                 "goes on without some" if merged else "is none, all ranks go back",
                 ", ".join(map(str, lost)) or "none, but their sum",
+                f"; {BUFFERS_STAY}" if merged else "",
                 extra=EVERYWHERE,
             )
         allowed = self._optimizer._options.max_skipped_steps

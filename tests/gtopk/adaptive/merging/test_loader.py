@@ -16,6 +16,7 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.adaptive.merging.strategies import STRATEGIES
 from gtopk.adaptive.shares.cursor import by_speed
+from gtopk.replicas.replicas import BUFFERS_STAY
 from gtopk.world import world
 from gtopk.world.world import World
 
@@ -479,7 +480,9 @@ def test_a_rank_that_does_not_drain_is_an_error_on_every_rank() -> None:
         assert "ranks [1] did not" in error
 
 
-def test_a_replica_that_is_not_finite_is_everybodys_business() -> None:
+def test_a_replica_that_is_not_finite_is_everybodys_business(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def program(here: World) -> Any:
         run = Run(mega_batch=100, momentum=0.9, lr=0.01, replay=EVENLY[3])
 
@@ -495,6 +498,7 @@ def test_a_replica_that_is_not_finite_is_everybodys_business() -> None:
     results = on_ranks(3, program)
     assert [lost for lost, *_ in results] == [1, 1, 1]
     assert all(finite and torch.equal(weight, results[0][2]) for _, finite, weight in results)
+    assert f"without some: the replica is not finite on rank 1; {BUFFERS_STAY}" in caplog.text
 
     def diverging(here: World) -> None:
         run = Run(mega_batch=30, distributed={"max_skipped_steps": 2})
