@@ -14,10 +14,10 @@ import torch
 from .batches.in_hand import InHand
 from .noise_scale import Noise
 
-Factor = Callable[[float, Noise | None, int], float]
+Factor = Callable[[float, Noise | None, float], float]
 
 
-def adascale(s: float, noise: Noise | None, reference: int) -> float:
+def adascale(s: float, noise: Noise | None, reference: float) -> float:
     """Return AdaScale's gain (V + M) / (V/s + M), between 1 and s; 1 while nothing was measured.
 
     V, the variance of the reference batch's gradient, and M, its mean's square. Johnson et al.
@@ -38,9 +38,12 @@ FACTORS: Final[Mapping[str, Factor]] = {
 
 
 class LearningRate:
-    """Has an optimizer's rates follow the samples of its batches."""
+    """Has an optimizer's rates follow the samples of its batches.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaling: str, reference: int) -> None:
+    reference: the samples that the rates are meant for.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaling: str, reference: float) -> None:
         self._factor = FACTORS[scaling]
         self._reference = reference
         self._in_hand = InHand.of(optimizer)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from ..engine.agreement import name_ranks
+from ..replicas.replicas import BUFFERS_STAY
 from ..step.in_a_row import InARow
 
 _log = logging.getLogger("gtopk")
@@ -29,7 +30,7 @@ class LostReplicas(InARow):
             rank,
             step,
             f"goes on without {name_ranks(list(lost))}" if moved else "changes nothing",
-            why,
+            f"{why}; {BUFFERS_STAY}" if moved else why,
         )
         self._lengthen(
             lambda n: (

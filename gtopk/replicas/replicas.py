@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,11 @@ from collectives.kernels.codes import checksum
 from collectives.transports import Transport
 
 from ..engine.agreement import name_ranks
+
+# Said of ranks whose replica was not finite, and became the others' model: nobody knows the rest.
+BUFFERS_STAY: Final = (
+    "buffers (BatchNorm's means) stay as they are there: broadcast those of another rank"
+)
 
 
 class Parted(NamedTuple):

@@ -52,6 +52,7 @@ class Replica:
     ) -> None:
         """momentum: of the center."""
         self.parameters = list(parameters)
+        self._own: Sequence[torch.Tensor] = self.parameters  # a copy of them, while `at_center`
         self.center = self._copy()
         self.was_center = True
         self._momentum = momentum
@@ -59,7 +60,12 @@ class Replica:
         self.reduction = RoundExchange(self.parameters, compression)
 
     def _copy(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.parameters]
+        return [tensor.detach().clone() for tensor in self._own]
+
+    @property
+    def is_at_center(self) -> bool:
+        """Tell whether the parameters are the center's meanwhile."""
+        return self._own is not self.parameters
 
     @property
     def facts(self) -> str:
@@ -68,16 +74,22 @@ class Replica:
 
     def norm(self) -> float:
         """Return |w|_2 / n of its n parameters; not finite where one is not."""
-        return norm_of(self.parameters) / sum(p.numel() for p in self.parameters)
+        return norm_of(self._own) / sum(tensor.numel() for tensor in self._own)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Become the center again: what this replica has done is lost."""
-        torch._foreach_copy_(list(self.parameters), self.center)
+        torch._foreach_copy_(list(self._own), self.center)
+        self._show_center()
+
+    def _show_center(self) -> None:
+        """Let the parameters be the center as it is by now, while they are to be the center."""
+        if self.is_at_center:
+            torch._foreach_copy_(list(self.parameters), self.center)
 
     def offsets(self) -> list[torch.Tensor]:
         """Return how far the replica is from the center."""
-        return list(torch._foreach_sub([p.detach() for p in self.parameters], self.center))
+        return list(torch._foreach_sub([tensor.detach() for tensor in self._own], self.center))
 
     def prepare(self) -> bool:
         """Take the offsets for a merge; return whether they are finite: else become the center."""
@@ -104,13 +116,17 @@ class Replica:
         unsent = self.reduction.unsent
         self.was_center = update is None or unsent is None or not weight
         if unsent is not None and not self.was_center:
-            torch._foreach_add_(list(self.parameters), _like(unsent, self.center), alpha=1 / weight)
+            torch._foreach_add_(list(self._own), _like(unsent, self.center), alpha=1 / weight)
         self.reduction.forget()
 
     @torch.no_grad()
     def pull(self, update: list[torch.Tensor] | None, force: float) -> None:
-        """Move the center by S, and the replica by what it has sent of the force."""
-        self.was_center = update is None
+        """Move the center by S, and the replica by what it has sent of the force.
+
+        update: None, on all ranks: every replica becomes the center as it was.
+        force: 0: this replica becomes the center, too.
+        """
+        self.was_center = update is None or not force
         if update is None:
             self.reduction.forget()
             self.reset()
@@ -119,8 +135,10 @@ class Replica:
         unsent = self.reduction.unsent
         if unsent is not None:
             torch._foreach_sub_(moved, _like(unsent, self.center))
-        torch._foreach_sub_(list(self.parameters), moved)
+        torch._foreach_sub_(list(self._own), moved)
         self._move_center(update)
+        if not force:
+            self.reset()
         self.reduction.forget()
 
     def _move_center(self, update: list[torch.Tensor]) -> None:
@@ -135,14 +153,17 @@ class Replica:
 
     @contextmanager
     def at_center(self) -> Iterator[None]:
-        """Let the parameters be the center's meanwhile."""
-        own = self._copy()
-        self.reset()
+        """Let the parameters be the center's meanwhile; all else goes by the replica's own."""
+        outer = self._own
+        self._own = self._copy()
+        with torch.no_grad():
+            self._show_center()
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(list(self.parameters), own)
+                torch._foreach_copy_(list(outer), self._own)
+            self._own = outer
 
     def weighted_offset(self, weight: float) -> NDArray[Any]:
         """Return a copy on the host of what this replica keeps, times its weight: [n]."""
@@ -174,7 +195,8 @@ class Replica:
         torch._foreach_copy_(self.center, list(state["center"]))
         if self._before:
             torch._foreach_copy_(self._before, list(state["before"] or state["center"]))
-        torch._foreach_copy_(list(self.parameters), list(state["own"] or state["center"]))
+        torch._foreach_copy_(list(self._own), list(state["own"] or state["center"]))
+        self._show_center()
         self.was_center = not state["own"]
 
 

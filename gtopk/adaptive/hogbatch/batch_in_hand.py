@@ -49,10 +49,21 @@ class BatchInHand:
         self._skipped = SkippedUpdates(job.optimizer._options.max_skipped_steps)
         self._writer, self._sizer = writer, sizer
         self._memory = Memory(self._rank, trained)
-        self._rate = LearningRate(job.optimizer, job.options.lr_scaling, job.options.global_batch)
-        self._began = 0
+        # Merges average the nodes' models: each node's has to come as far as all steps would.
+        reference = job.options.global_batch / node.nodes
+        self._rate = LearningRate(job.optimizer, job.options.lr_scaling, reference)
+        self._began = self._counted = 0
         self.places: Sequence[int] = ()
         self._wrapped_step = take_over(job.optimizer, mode, self._step)
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._counted = now_nanoseconds()
+
+    def count_time(self) -> None:
+        """Note the time within the round so far: with every batch, as what is busy of it is."""
+        before, self._counted = self._counted, now_nanoseconds()
+        self._board.add("in_rounds", self._counted - before)
 
     def take(self, places: Sequence[int]) -> None:
         """Have a batch in hand, and the model be what it is now."""
@@ -114,6 +125,7 @@ class BatchInHand:
 
     def _let_go(self) -> None:
         spent = now_nanoseconds() - self._began
+        self.count_time()
         self._board.add("busy", spent)
         size = len(self.places)
         self._ledger.finish(self.places)

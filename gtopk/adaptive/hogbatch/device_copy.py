@@ -45,8 +45,8 @@ class DeviceCopy:
     def lent(self) -> Iterator[None]:
         """Have the parameters be the shared ones, and their gradients on the host, for a step."""
         gradients = [parameter.grad for parameter in self._parameters]
-        on_host = [None if gradient is None else gradient.to("cpu") for gradient in gradients]
-        self._put(self._shared, on_host)
+        on_host = map(_on_host, gradients, self._shared)
+        self._put(self._shared, list(on_host))
         try:
             yield
         finally:
@@ -59,3 +59,15 @@ class DeviceCopy:
             parameter.grad = None  # one on another device than its parameter's is an error
             parameter.data = tensor
             parameter.grad = gradient
+
+
+def _on_host(gradient: torch.Tensor | None, shared: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient on the host, in the strides of the shared parameter.
+
+    Fused steps take the two entry by entry as they lie in memory, whatever their strides.
+    """
+    if gradient is None:
+        return None
+    if gradient.layout is torch.strided and gradient.stride() != shared.stride():
+        return torch.empty_like(shared).copy_(gradient)
+    return gradient.to("cpu")

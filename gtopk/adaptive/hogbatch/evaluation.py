@@ -1,18 +1,16 @@
 """Evaluation: the mean loss of all samples at the shared model, by the fast classes together.
 
-It is a round of the ledger, whose places are batches: who dies in it is made up for, too.
+It is a round of the ledger, whose places are batches: who dies or fails in it is made up for, too.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from .device_classes import CLASSES, NAMES
-from .ledger import pause_seconds
 from .node import Node
 
 BATCH: Final = 4096  # samples
@@ -32,7 +30,7 @@ def mean_loss(
     refresh: called once no worker updates the model any more.
     loss_of: from a batch to the mean loss of its samples.
     """
-    board, ledger, begun = node.board, node.ledger, time.monotonic()
+    board, ledger = node.board, node.ledger
     samples = len(dataset)
     batch = max(batch, -(-samples // node.longest))  # as many places as there are notes
     ledger.begin(-(-samples // batch), between_nodes=False)
@@ -40,17 +38,14 @@ def mean_loss(
         refresh()
         rows, parity = board.rows, ledger.round % 2
         own = rows[board.me : board.me + 1]
-        while True:
-            chunks: Sequence[int] = ledger.claim(1) if evaluates(node) else ()
-            if not chunks and ledger.has_more():
-                time.sleep(pause_seconds(time.monotonic() - begun))
-                continue
-            chunks = chunks or ledger.reclaim(1)
-            if not chunks:
-                break
+        while chunks := next_chunks(node):
             for chunk in chunks:
                 part = range(chunk * batch, min((chunk + 1) * batch, samples))
-                loss = float(loss_of(collate(fetch(dataset, part))))
+                try:
+                    loss = float(loss_of(collate(fetch(dataset, part))))
+                except BaseException:
+                    ledger.give_back(chunks)
+                    raise
                 own["losses"][0, parity] += loss * len(part)
                 own["evaluated"][0, parity] += len(part)
             ledger.finish(chunks)
@@ -60,14 +55,26 @@ def mean_loss(
         ledger.end()
 
 
-def evaluates(node: Node) -> bool:
-    """Tell whether this worker takes part: it is fast, or nobody else who lives is."""
-    kinds = node.board.rows["kind"]
+def next_chunks(node: Node) -> Sequence[int]:
+    """Return what this worker is to evaluate next; nothing: everything is evaluated.
+
+    A slow worker waits until the fast ones have claimed everything, or have left.
+    """
+    ledger = node.ledger
+    ledger.await_claims(lambda: evaluates(node, ledger.round))
+    chunks = ledger.claim(1) if evaluates(node, ledger.round) else ()
+    return chunks or ledger.reclaim(1)
+
+
+def evaluates(node: Node, round: int) -> bool:
+    """Tell whether this worker takes part in a round: it is fast, or nobody else in it is."""
+    kinds, over = node.board.rows["kind"], node.board.rows["over"]
 
     def is_fast(place: int) -> bool:
         return CLASSES[NAMES[kinds[place]]].is_fast
 
-    return is_fast(node.board.me) or not any(map(is_fast, node.board.others()))
+    others = [place for place in node.board.others() if over[place] < round]
+    return is_fast(node.board.me) or not any(map(is_fast, others))
 
 
 def fetch(dataset: Any, samples: Sequence[int]) -> Any:

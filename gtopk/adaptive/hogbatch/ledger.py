@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,15 @@ class Ledger:
         if found:
             board.add("taken_over", len(found))
         return found
+
+    def await_claims(self, may_claim: Callable[[], bool]) -> None:
+        """Return once others have claimed everything, or this worker may; wait while they claim."""
+
+        def look(claimed: int) -> bool:
+            return may_claim() or bool(self._head["next"][0] > claimed)
+
+        while self.has_more() and not may_claim():
+            self._await(partial(look, int(self._head["next"][0])), "evaluate")
 
     def await_others(self) -> None:
         """Return when nobody of this node has anything in hand; takes none of it."""

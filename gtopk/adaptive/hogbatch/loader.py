@@ -22,7 +22,6 @@ from ..batches.next_world import is_over, require_its_world
 from ..batches.sources import order_of, rebuilt
 from ..options import Job
 from .batch_in_hand import BatchInHand
-from .board import now_nanoseconds
 from .check import check
 from .claimed_batches import ClaimedBatches
 from .class_sizes import ClassSizes
@@ -106,7 +105,7 @@ class HogbatchLoader:
         self._begin(len(order))
         self._claims.begin(order)
         self._in_epoch = True
-        begun = now_nanoseconds()
+        self._batch.begin()
         try:
             yield from self._hand_out()
             while self._claims.reclaim():
@@ -120,7 +119,7 @@ class HogbatchLoader:
             raise
         finally:
             self._give_back()
-            self._board.add("in_rounds", now_nanoseconds() - begun)
+            self._batch.count_time()
             self._ledger.end()
             self._epochs.finish()
             self._periods.end()
@@ -185,7 +184,7 @@ class HogbatchLoader:
         self._require_its_world()
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, self._writer.refresh
-        idles = not evaluates(self._node)
+        idles = not evaluates(self._node, self._ledger.round + 1)
         with self._steps.spent.waiting() if idles else nullcontext():
             return mean_loss(self._node, data, collate, batch, refresh, loss_of)
 

@@ -39,6 +39,7 @@ _STRETCHES: Final = 64  # of an epoch, where several nodes take from one counter
 class Node:
     """One worker's view of its node.
 
+    nodes:   how many there are.
     ranks:   of the world, by place.
     longest: the most places of a round.
     """
@@ -46,11 +47,13 @@ class Node:
     def __init__(
         self,
         memory: NodeMemory,
+        nodes: int,
         ranks: Sequence[int],
         length: int,
         layout: Layout,
     ) -> None:
         self.memory = memory
+        self.nodes = nodes
         self.ranks = ranks
         self.longest = length
         self.board = Board(memory)
@@ -107,7 +110,7 @@ def join_node(
 
     steps: what merges between nodes cost is counted to.
     Every rank calls it. Raises HorovodInternalError where the ranks' arguments differ, ValueError
-    where ranks may leave of several nodes.
+    where ranks may leave of several nodes, or their steps are to be audited.
     """
     options, world = job.options, job.world
     length = len(job.loader.dataset)  # type: ignore[arg-type]
@@ -131,7 +134,7 @@ def join_node(
         ranks = next(node for node in nodes if transport.rank in node)
         stream = transport.subset(ranks)
         memory = stream.shared_memory(Regions.laid_out(len(ranks), length, layout).end)
-        node = Node(memory, ranks, length, layout)
+        node = Node(memory, len(nodes), ranks, length, layout)
         shared = SharedModel(node.model_bytes, layout)
         counter: Counter | None = None
         if len(nodes) > 1:
@@ -162,6 +165,11 @@ def join_node(
             f"ranks_may_leave=True is for the ranks of one host, got those of {len(hosts)}: models "
             "are merged between hosts by operations of all ranks; let elastic commits or "
             "checkpoints start the job again"
+        )
+    if options.audit and len(hosts) > 1:
+        raise ValueError(
+            f"audit=True is for the ranks of one host, got those of {len(hosts)}: merges between "
+            "hosts change the models, too, and what steps have lost cannot be told from that"
         )
     advises = all(row["advice"] for row in rows)
     if len(hosts) > 1:

@@ -17,7 +17,7 @@ class HogbatchOptions(Options):
     """What the modes "hogbatch" and "adaptive-hogbatch" know; equal on all ranks but for `own`.
 
     The learning rate is that of a global batch, as everywhere; with lr_scaling="linear" each update
-    has its own batch's share of it.
+    has its own batch's share of it, of several nodes its share of its node's part of that batch.
 
     device_class: of this rank; None: "cpu" or "gpu", by its parameters.
     sizes: by class, its smallest and largest batch, or one for both. Not said: up to the loader's
@@ -30,8 +30,8 @@ class HogbatchOptions(Options):
     nodes: the ranks of each node; None: by their hosts.
     lock_step: one worker at a time, in turns: exact, and slow; for tests.
     ranks_may_leave: the others go on without a rank that dies, and compute what it had in hand.
-    audit: keep the sum of this rank's steps, to tell at `audited` what was lost. It takes the
-        memory of two more models.
+    audit: keep the sum of this rank's steps, to tell at `audited` what was lost, on a single node.
+        It takes the memory of two more models.
     """
 
     own: ClassVar[Collection[str]] = ("max_batch", "min_batch", "device_class")

@@ -117,11 +117,25 @@ def states_of(
 ) -> list[dict[str, Any]]:
     """Return the state that an optimizer has, or will have made in its first step, by parameter.
 
-    Where it has none yet, a copy of it steps with parameters and gradients of zero to tell: the
-    state is that of an optimizer which has not stepped. Raises ValueError where such a step fails.
+    Raises ValueError where such a step fails.
     """
-    if optimizer.state:
-        return [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+    states = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+    # A parameter that was frozen so far has none beside others that have one.
+    without = [number for number, state in enumerate(states) if not state]
+    first = first_states(optimizer, [parameters[number] for number in without]) if without else []
+    for number, state in zip(without, first, strict=True):
+        states[number] = state
+    return states
+
+
+def first_states(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Return the state that an optimizer will make for parameters which it has not stepped yet.
+
+    A copy of it steps with parameters and gradients of zero to tell. Raises ValueError where such a
+    step fails.
+    """
     # On the host, where workers of every device step.
     stand_ins = [torch.nn.Parameter(torch.zeros_like(p, device="cpu")) for p in parameters]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}

@@ -7,4 +7,5 @@ mega_batches.py    what all know alike of the stretches between merges
 taken_batches.py   what a rank takes of one
 batch_scaling.py   from the updates made in one to the sizes of the next
 weights.py         how much each replica counts
+report_wire.py     what ranks tell each other of themselves in a merge
 """

@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from collectives.transports import Counter, Transport
-from collectives.vector import Array
 
 from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...compression import ErrorFeedback
 from ...engine import Operation
 from ...logs import EVERYWHERE
-from ...replicas.replicas import checksums, require_the_same
+from ...replicas.replicas import BUFFERS_STAY, checksums, require_the_same
 from ..apart.own_steps import OwnSteps
 from ..apart.replica import Replica
 from ..apart.spent import Waited
@@ -39,6 +37,7 @@ from ..options import Job
 from ..shares.cursor import ReplayedCursor, in_step, open_cursor, record_of
 from .mega_batches import MegaBatches
 from .options import MergingOptions
+from .report_wire import decode, encode
 from .strategies import STRATEGIES
 from .taken_batches import TakenBatches
 from .weights import Report
@@ -65,7 +64,8 @@ class MergingLoader:
     drain_wanted: other ranks drain, and wait for this one to do so.
     merges:      so far; where the number has grown, the replicas have just been merged.
     last_merge:  what it went by.
-    record:      of all ranks' takes, mega-batch by mega-batch, where it was asked for.
+    record:      of all ranks' takes, mega-batch by mega-batch, where it was asked for; empty for
+                 those before the state that the run went on from.
     lost_replicas: how often a rank's own was not finite, and became the others'.
     """
 
@@ -254,7 +254,7 @@ class MergingLoader:
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica with its own gradients.
 
-        Raises RuntimeError where no batch is in hand.
+        Raises RuntimeError where no batch is in hand, or the parameters are the merged model's.
         """
         optimizer = self._optimizer
         if self._in_hand is None:
@@ -262,6 +262,11 @@ class MergingLoader:
                 f"rank {self._world.rank}: optimizer.step() without a batch in hand; in mode "
                 "'adaptive-sgd' it is a local step with a batch of its loader, before "
                 "loader.drain(): another loader needs an optimizer of its own"
+            )
+        if self._replica is not None and self._replica.is_at_center:
+            raise RuntimeError(
+                f"rank {self._world.rank}: optimizer.step() within loader.merged(), whose end "
+                "undoes it; step before or after"
             )
         loss = None
         if closure is not None:
@@ -345,11 +350,12 @@ class MergingLoader:
         self._lost_in_a_row = 0 if merged and not lost else self._lost_in_a_row + 1
         if not merged or lost:
             _log.warning(
-                "rank %d: merge %d %s: the replica is not finite on rank %s",
+                "rank %d: merge %d %s: the replica is not finite on rank %s%s",
                 self._world.rank,
                 self.merges,
                 "goes on without some" if merged else "is none, all ranks go back",
                 ", ".join(map(str, lost)) or "none, but their sum",
+                f"; {BUFFERS_STAY}" if merged else "",
                 extra=EVERYWHERE,
             )
         allowed = self._optimizer._options.max_skipped_steps
@@ -374,7 +380,8 @@ class MergingLoader:
         """Let the parameters be those of the merged model meanwhile: to evaluate it, or save it.
 
         They are, after an epoch, by themselves; but for compressed merges and the strategies with
-        an elastic force, where replicas stay apart.
+        an elastic force, where replicas stay apart. A state taken meanwhile has the replica that
+        comes back; after a drain that is the merged model.
         """
         replica = self._resumed()
         return nullcontext() if replica is None else replica.at_center()
@@ -453,29 +460,15 @@ class MergingLoader:
             )
         self._epochs.load_state_dict(state["epochs"])
         self._batches.load_state_dict(state["batches"])
+        if self._options.record:
+            number = self._batches.number
+            self.record = [*self.record[:number], *[[]] * (number - len(self.record))]
         self._finished = None
         self._weights = state["weights"] if state["ranks"] == self._world.size else None
         if self._replica is not None and replica:
             self._replica.load_state_dict(replica)
         else:
             self._replica, self._loaded = None, replica
-
-
-def encode(report: Report, count: int) -> Array:
-    """Return a report, and how far its rank has seen the cursor, as a message."""
-    numbers = [report.size, report.updates, report.samples, report.finite, count]
-    takes = [bound for take in report.takes for bound in (take.start, take.stop)]
-    head = np.array([report.norm]).view(np.int64)
-    return np.concatenate([head, np.array([*numbers, *takes], np.int64)]).view(np.uint8)
-
-
-def decode(message: Array) -> tuple[Report, int]:
-    """Return what `encode` made a message of."""
-    numbers = message.view(np.int64)
-    norm = float(numbers[:1].view(np.float64)[0])
-    size, updates, samples, finite, count, *bounds = numbers[1:].tolist()
-    takes = [range(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
-    return Report(size, updates, samples, norm, bool(finite), takes), count
 
 
 def check(job: Job[MergingOptions]) -> None:

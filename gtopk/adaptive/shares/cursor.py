@@ -141,11 +141,19 @@ def check_takes(number: int, total: int, takes: Sequence[Sequence[range]], ranks
 
 
 def recorded(takes: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Replay:
-    """Return what repeats a record: of each stretch, by rank, the (start, stop) of its takes."""
+    """Return what repeats a record: of each stretch, by rank, the (start, stop) of its takes.
+
+    Of a stretch that was before the recorded run there is nothing in it.
+    """
 
     def replay(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
         if number >= len(takes):
             raise ValueError(f"the record ends after {len(takes)} stretches")
+        if not takes[number]:
+            raise ValueError(
+                f"the record does not have stretch {number}: it is of a run that went on from a "
+                "later state; replay it from that"
+            )
         return [[range(start, stop) for start, stop in each] for each in takes[number]]
 
     return replay

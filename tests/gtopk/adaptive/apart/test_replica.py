@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,20 @@ def test_momentum_is_of_the_center(how: str) -> None:
     close(plain.center, centers[0] + 1.0 + 2.0 + 3.0)
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS[:2], ids=repr)
+def test_a_replica_that_is_not_finite_becomes_the_center_that_others_pull(compression: Any) -> None:
+    """Once, it became the center from before the merge."""
+    world = World(3, compression, momentum=0.5)
+    world.train()
+    with torch.no_grad():
+        world.replicas[1].parameters[1][2] = float("nan")
+    start = world.center
+    assert world.merge([0.3, 0.0, 0.3], how="pull") == [True, False, True]
+    assert not torch.equal(world.center, start)
+    assert torch.equal(flat(world.replicas[1].parameters), world.center)
+    assert [replica.was_center for replica in world.replicas] == [False, True, False]
+
+
 def test_a_replica_that_is_not_finite_becomes_the_others_model() -> None:
     for compression in COMPRESSIONS[:2]:
         world = World(3, compression)
@@ -210,3 +225,55 @@ def test_a_replica_can_stand_at_the_center_for_a_while() -> None:
     with world.replicas[0].at_center():
         assert torch.equal(flat(world.replicas[0].parameters), world.center)
     assert torch.equal(flat(world.replicas[0].parameters), own)
+
+
+def at_center_of(world: World, within: bool) -> ExitStack:
+    """Have the parameters of all replicas be the center's meanwhile, or not."""
+    stack = ExitStack()
+    for replica in world.replicas if within else ():
+        stack.enter_context(replica.at_center())
+    return stack
+
+
+@pytest.mark.parametrize("how", ["merge", "pull"])
+def test_a_replica_at_the_center_is_still_the_replica_that_it_was(how: str) -> None:
+    """Once, its state there was the center's, a merge took no offset, and a collapse was undone."""
+    found = []
+    for within in (False, True):
+        world = World(2, hvd.Compression.gtopk(density=0.1), momentum=0.5)
+        world.train()
+        world.merge([0.5, 0.5], how)
+        world.train()
+        with at_center_of(world, within):
+            taken = [world.offsets()[0], torch.tensor(world.replicas[0].norm())]
+            taken += world.replicas[0].state_dict()["own"]
+            world.merge([0.25, 0.75], how)
+            taken.append(torch.tensor(world.replicas[1].weighted_offset(0.75)))
+        found.append([*taken, world.center, *world.replicas[0].parameters])
+    assert len(found[0]) == len(found[1]) == 3 + 2 * len(SHAPES) + 1
+    assert all(map(torch.equal, *found))
+
+
+def test_a_collapse_at_the_center_is_not_undone() -> None:
+    world = World(2, hvd.Compression.gtopk(density=0.1))
+    world.train()
+    world.merge([0.5, 0.5])
+    replica = world.replicas[0]
+    with replica.at_center(), replica.at_center():
+        replica.collapse(replica.weighted_offset(0.5))
+        moved = flat(replica.center)
+        assert torch.equal(flat(replica.parameters), moved)
+    assert not torch.equal(moved, flat(world.replicas[1].center))
+    assert torch.equal(flat(replica.parameters), moved)
+
+
+def test_what_is_loaded_at_the_center_is_there_afterwards() -> None:
+    world, other = (World(2, hvd.Compression.gtopk(density=0.1)) for _ in range(2))
+    for each in (world, other, other):
+        each.train()
+        each.merge([0.5, 0.5])
+    replica = world.replicas[0]
+    with replica.at_center():
+        replica.load_state_dict(other.replicas[0].state_dict())
+        assert torch.equal(flat(replica.parameters), other.center)
+    assert torch.equal(flat(replica.parameters), flat(other.replicas[0].parameters))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
 from collectives import PeerError
@@ -195,6 +195,23 @@ def test_unless_told_otherwise_a_worker_that_dies_is_missed_by_name() -> None:
 
     with pytest.raises(Killed):
         on_ranks(2, program)
+
+
+def test_busy_is_a_share_of_the_time_within_epochs_at_any_time() -> None:
+    """Once, time within an epoch was not counted before its end, and the share was a million."""
+
+    def program(here: World) -> None:
+        loader, model, optimizer = adapted(device_class=classes(here))
+        for _, x, y in loader:
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            shares = [worker.busy for worker in loader.report().workers]
+            assert 0 < shares[here.rank] <= 1
+            assert max(shares) <= 1
+        assert all(worker.busy <= 1 for worker in loader.report().workers)
+
+    on_ranks(2, program)
 
 
 def test_a_batch_without_a_step_is_done_and_counted() -> None:
@@ -414,10 +431,13 @@ def test_an_order_of_more_than_the_samples_is_refused() -> None:
     on_ranks(1, program)
 
 
-def test_ranks_may_leave_a_single_node_only() -> None:
+@pytest.mark.parametrize("option", ["ranks_may_leave", "audit"])
+def test_ranks_may_leave_and_are_audited_on_a_single_node_only(option: str) -> None:
+    """Once, an audit took what merges had changed for what steps had lost."""
+
     def program(here: World) -> None:
-        with pytest.raises(ValueError, match="is for the ranks of one host, got those of 2"):
-            adapted(nodes=[[0], [1]], ranks_may_leave=True)
+        with pytest.raises(ValueError, match=f"{option}=True is for the ranks of one host, got"):
+            adapted(nodes=[[0], [1]], **{option: True})
 
     on_ranks(2, program)
 
@@ -477,6 +497,38 @@ def test_beta_weighs_updates_in_place() -> None:
         return found
 
     assert on_ranks(2, program)[0] == [[10.0, 10.0], [5.0, 10.0], [6.0, 10.0]]
+
+
+@pytest.mark.parametrize("nodes", [None, [[0], [1]]])
+def test_an_epoch_moves_the_model_as_far_as_synchronous_steps(nodes: Any) -> None:
+    """Once, half as far on two nodes: rates were by the batch of all, and models are averaged."""
+    size, batch, length = 2, 4, 64
+    turn = threading.Barrier(size)  # as many batches for both
+
+    def program(here: World) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+        loader = hvd.adapt(
+            DataLoader(TensorDataset(torch.ones(length, 1).double()), batch),
+            optimizer,
+            "hogbatch",
+            device_class="slow",
+            sizes={"slow": 1},
+            nodes=nodes,
+            merge_every=length,
+        )
+        for (x,) in loader:
+            optimizer.zero_grad()
+            (x @ weight).mean().backward()
+            turn.wait(30)
+            for rank in range(size):
+                if rank == here.rank:
+                    optimizer.step()
+                turn.wait(30)
+        loader.drain()
+        return weight.item()
+
+    assert on_ranks(size, program) == [-length / (size * batch)] * size
 
 
 @pytest.mark.parametrize("density", [None, 0.2])

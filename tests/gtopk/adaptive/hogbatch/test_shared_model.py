@@ -86,6 +86,26 @@ def test_training_by_a_copy_is_training_as_ever_to_the_bit(name: str) -> None:
     assert torch.equal(train(made, optimizer, DeviceCopy(shared, parameters)), expected)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_fused_step_takes_the_gradient_of_a_copy_in_any_strides(kind: Any) -> None:
+    """Once, it paired entries as they lay in memory: those of channels_last with others' own."""
+    taken = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        made = torch.nn.Conv2d(3, 4, 3, bias=False)
+        with torch.no_grad():
+            made.weight.copy_(torch.arange(108.0).view(4, 3, 3, 3))
+        made = made.to(memory_format=layout)
+        optimizer = kind(made.parameters(), lr=0.1, fused=True)
+        shared, parameters, states = share(made, optimizer)
+        shared.map_state(parameters, states, optimizer)
+        copy = DeviceCopy(shared, parameters)
+        made.weight.grad = torch.arange(108.0).view_as(made.weight).sin().to(memory_format=layout)
+        with copy.lent():
+            optimizer.step()
+        taken.append(shared.parameters[0])
+    assert torch.equal(*taken)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_as_old_as_can_be_is_the_optimizers_own_step(name: str) -> None:
     """Once, what a step of the copy had changed was added, 600 updates later: v < 0, and NaN."""
@@ -140,6 +160,25 @@ def test_a_state_that_is_there_already_goes_on() -> None:
     shared, parameters, states = share(made, optimizers[1])
     shared.map_state(parameters, states, optimizers[1])
     shared.map_parameters(parameters)
+    assert torch.equal(train(made, optimizers[1]), train(plain, optimizers[0]))
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_a_parameter_without_a_state_shares_its_first_beside_others(name: str) -> None:
+    """Once, where others had one, as after a layer is thawed, each worker made its own of it."""
+    plain, made = model(), model()
+    optimizers = [OPTIMIZERS[name](each.parameters()) for each in (plain, made)]
+    for each, optimizer in zip((plain, made), optimizers, strict=True):
+        each[0].requires_grad_(False)
+        train(each, optimizer)
+        each[0].requires_grad_()
+    shared, parameters, states = share(made, optimizers[1])
+    shared.map_state(parameters, states, optimizers[1])
+    shared.map_parameters(parameters)
+    kept = [optimizers[1].state[parameter] for parameter in parameters]
+    assert {*kept[0]} == {*kept[-1]}
+    places = {place.parameter for place in shared.layout.places if place.key}
+    assert places == set(range(len(parameters)))
     assert torch.equal(train(made, optimizers[1]), train(plain, optimizers[0]))
 
 

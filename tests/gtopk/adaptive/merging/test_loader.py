@@ -16,6 +16,7 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.adaptive.merging.strategies import STRATEGIES
 from gtopk.adaptive.shares.cursor import by_speed
+from gtopk.replicas.replicas import BUFFERS_STAY
 from gtopk.world import world
 from gtopk.world.world import World
 
@@ -157,6 +158,34 @@ def test_a_record_of_takes_repeats_a_run_to_the_bit() -> None:
     for (record, weight), (same_record, same_weight) in zip(first, again, strict=True):
         assert record == same_record
         assert torch.equal(weight, same_weight)
+
+
+def test_a_record_repeats_a_run_that_went_on_from_a_state() -> None:
+    """Once, it began with the state and was read from the first stretch of all: other takes."""
+
+    def unlike(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
+        return by_speed([1.0 + number % 3, 1.0 + (number + 1) % 4])(number, total, sizes)
+
+    def program(here: World) -> None:
+        options = {"mega_batch": 50, "batch_rule": "none"}
+        first = Run(record=True, replay=unlike, **options)
+        first.epoch()
+        state, before = first.loader.state_dict(), list(first.loader.record)
+        epochs, records = [], []
+        for replay in (unlike, None):
+            run = Run(record=True, replay=replay or records[0], **options)
+            run.loader.load_state_dict(state)
+            epochs.append([run.epoch() for _ in range(2)])
+            records.append(run.loader.record)
+        assert epochs[0] == epochs[1]
+        assert records[0] == records[1] == [*[[]] * len(before), *records[0][len(before) :]]
+        first.epoch()
+        first.loader.load_state_dict(state)  # back to there
+        assert first.loader.record == before
+        with pytest.raises(ValueError, match=r"does not have stretch 0: .* from a later state"):
+            Run(replay=records[0], **options).epoch()
+
+    on_ranks(2, program)
 
 
 def test_sizes_follow_speeds_and_rates_follow_sizes() -> None:
@@ -451,7 +480,9 @@ def test_a_rank_that_does_not_drain_is_an_error_on_every_rank() -> None:
         assert "ranks [1] did not" in error
 
 
-def test_a_replica_that_is_not_finite_is_everybodys_business() -> None:
+def test_a_replica_that_is_not_finite_is_everybodys_business(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def program(here: World) -> Any:
         run = Run(mega_batch=100, momentum=0.9, lr=0.01, replay=EVENLY[3])
 
@@ -467,6 +498,7 @@ def test_a_replica_that_is_not_finite_is_everybodys_business() -> None:
     results = on_ranks(3, program)
     assert [lost for lost, *_ in results] == [1, 1, 1]
     assert all(finite and torch.equal(weight, results[0][2]) for _, finite, weight in results)
+    assert f"without some: the replica is not finite on rank 1; {BUFFERS_STAY}" in caplog.text
 
     def diverging(here: World) -> None:
         run = Run(mega_batch=30, distributed={"max_skipped_steps": 2})
@@ -520,6 +552,37 @@ def test_draining_puts_all_that_was_not_sent_into_the_model() -> None:
             run.loader.load_state_dict(results[0][3])
 
     on_ranks(2, on_fewer)
+
+
+def test_the_merged_model_is_saved_as_it_is_shown_and_nothing_unsent_is_lost() -> None:
+    """Once, a state of then, or a drain, had replicas without what they had not sent."""
+
+    def program(here: World) -> Any:
+        run = Run(hvd.Compression.gtopk(density=0.3), mega_batch=50, replay=EVENLY[2])
+        run.epoch()
+        state = run.loader.state_dict()
+        with run.loader.merged():
+            within = run.loader.state_dict()
+        weight = run.loader.last_merge.weights[here.rank]
+        offset = torch.from_numpy(run.loader._replica.weighted_offset(weight))
+        center = run.loader._replica.center[0].clone()
+        for _ in run.loader:
+            with run.loader.merged(), pytest.raises(RuntimeError, match=r"within loader\.merged"):
+                run.optimizer.step()
+        run.loader.load_state_dict(state)
+        with run.loader.merged():
+            run.loader.drain()
+            shown = run.weight.detach().clone()
+        return state["replica"], within["replica"], offset, center, shown, run.weight.detach()
+
+    results = on_ranks(2, program)
+    assert any(offset.any() for _, _, offset, *_ in results)
+    expected = results[0][3] + sum(offset for _, _, offset, *_ in results)
+    for state, within, _, _, shown, drained in results:
+        assert state["own"]
+        assert all(map(torch.equal, state["own"], within["own"]))
+        torch.testing.assert_close(shown, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(shown, drained)
 
 
 def test_what_replicas_cannot_do_is_said() -> None:

@@ -1,0 +1,68 @@
+"""The loss of all samples is that of all samples, or an error: never of those that were left."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import PeerTimeoutError
+from gtopk.world.world import World
+from tests.gtopk.adaptive.hogbatch_workers import adapted
+from tests.gtopk.adaptive.modelled_ranks import on_ranks
+
+LENGTH = 203
+
+
+def numbers(batch: Any) -> torch.Tensor:
+    """Return the mean of a batch's indices as its loss."""
+    return batch[0].double().mean()
+
+
+@pytest.mark.parametrize("batch", [LENGTH, 20])
+@pytest.mark.parametrize("kinds", [("fast", "slow"), ("fast", "slow", "fast", "slow")])
+def test_what_a_worker_fails_at_is_evaluated_by_the_others(
+    kinds: tuple[str, ...], batch: int
+) -> None:
+    """Once, its batch was nobody's: the others' mean went without it, or they waited for ever."""
+
+    def fails(batch: Any) -> torch.Tensor:
+        raise MemoryError("of a GPU")
+
+    def program(here: World) -> Any:
+        loader, *_ = adapted(length=LENGTH, device_class=kinds[here.rank])
+        try:
+            found = loader.evaluate(numbers if here.rank else fails, batch=batch)
+        except MemoryError:
+            found = "failed"
+        return found, loader.evaluate(numbers, batch=batch)
+
+    mean = pytest.approx((LENGTH - 1) / 2)
+    failed, *others = on_ranks(len(kinds), program)
+    assert others == [(mean, mean)] * (len(kinds) - 1)
+    if kinds.count("fast") == 1:  # else another may have been quicker
+        assert failed == ("failed", mean)
+
+
+@pytest.mark.parametrize("batch", [LENGTH, 20])
+def test_a_worker_that_is_stuck_is_an_error_for_those_who_wait(batch: int) -> None:
+    """Once, slow workers waited for ever for the fast one to claim what came next."""
+    is_over = threading.Event()
+
+    def stuck(batch: Any) -> torch.Tensor:
+        assert is_over.wait(30)
+        return numbers(batch)
+
+    def program(here: World) -> None:
+        loader, *_ = adapted(length=LENGTH, device_class="slow" if here.rank else "fast")
+        if here.rank == 0:
+            loader.evaluate(stuck, batch=batch)
+            return
+        loader._ledger._timeout_seconds = 0.5
+        with pytest.raises(PeerTimeoutError, match=r"rank 1 has waited 0.5 s for ranks \[0\] to"):
+            loader.evaluate(numbers, batch=batch)
+        is_over.set()
+
+    on_ranks(2, program)
