@@ -65,7 +65,7 @@ class BalancedLoader:
         self._epochs = Epochs(job.loader)
         self.dataset = job.loader.dataset
         parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
-        self._memory = Memory(world.rank, parameters)
+        self._memory = Memory(world.rank)
         self._timer = job.timer or GradientTimer(parameters)
         self._in_hand = InHand.of(job.optimizer)
         self._rate = LearningRate(job.optimizer, options.lr_scaling, options.global_batch)

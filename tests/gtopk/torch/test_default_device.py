@@ -91,7 +91,7 @@ def adapted_batches(rank: int, device: Device, folder: Path) -> Any:
         copy = GradientCopy([used, unused])
         copy.arm()
         (rows[0] * used).sum().backward()
-        memory = Memory(rank, [used])
+        memory = Memory(rank)
         loss = memory.backward(lambda part: (part * used).sum(), rows, 3, summed=True)
         return loss, copy.disarm(), shuffled(9, seed=1, epoch=2)
 
