@@ -64,6 +64,10 @@ def test_factors_are_one_at_the_reference_and_adascale_lies_between(
     assert adascale(s, None, 64) == 1.0
 
 
+def test_adascale_of_gradients_that_are_all_zero_leaves_the_rate() -> None:
+    assert adascale(0.5, estimate(0.0, 0.0, [4, 4]), 8) == 1.0
+
+
 @pytest.mark.parametrize(("scaling", "expected"), [("none", 1), ("linear", 4), ("sqrt", 2)])
 def test_a_rate_is_scaled_for_the_step_alone(scaling: str, expected: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
