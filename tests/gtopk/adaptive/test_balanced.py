@@ -397,23 +397,6 @@ def test_a_step_between_epochs_is_at_the_rate_as_it_is() -> None:
     assert on_ranks(2, program) == [pytest.approx([0.075, 0.1])] * 2
 
 
-def test_the_noise_is_probed_now_and_then() -> None:
-    def program(here: World) -> Any:
-        model = network()
-        optimizer = sgd(model, hvd.Compression.gtopk(density=0.1))
-        loader = hvd.adapt(
-            DataLoader(data(96), 8), optimizer, noise_every=2, timer=Modelled(1.0 + here.rank)
-        )
-        for batch in loader:
-            step_on(model, optimizer, batch, mean_loss)
-        return loader.noise
-
-    noises = on_ranks(3, program)
-    assert noises[0] is not None
-    assert noises[0].variance > 0
-    assert noises == [noises[0]] * 3
-
-
 def test_memory_that_runs_out_on_a_rank_bounds_it() -> None:
     def program(here: World) -> Any:
         model = network()
