@@ -77,12 +77,14 @@ class DelayedLoader:
         self._steps = OwnSteps(world, optimizer, "round")
         self._steps.expect(self.exchange, name)
         self._settings = AgreedSettings(optimizer)
+        self._applied = optimizer._reducer.progress  # rounds; the replicas' check goes by it
         self._wire = RoundWire(
             name,
             self.exchange,
             [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
             world.engine,
             self._settings,
+            optimizer._replicas,
             asked.local_clip_norm,
             self._steps,
         )
@@ -123,6 +125,8 @@ class DelayedLoader:
         self._optimizer._clip(1.0)
         with self._optimizer.skip_synchronize(), self._settings.set():
             self._wrapped_step()
+        self._applied.steps += 1
+        self._optimizer._replicas.await_step(updates=True)
 
     def _skip(self, culprits: Sequence[int]) -> None:
         """Count a round that is not applied, on all ranks alike."""
@@ -134,6 +138,8 @@ class DelayedLoader:
     def _report(self, skipped: bool) -> None:
         """Report the round whose outcome has just arrived."""
         self._steps.arrived(self.exchange)
+        if self._wire.parted is not None:
+            self._optimizer._replicas.end(self._wire.parted, self._optimizer.state)
         self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -328,6 +334,8 @@ class DelayedLoader:
         self._epochs.load_state_dict(state["epochs"])
         self._passes.load_state_dict(state["passes"])
         self.rounds.load(state["round"], state["samples"])
+        self._applied.steps = state["steps"]  # some ranks may have been a round ahead
+        self._optimizer._replicas.await_step(updates=False)
         self._settings.seen = self.round
         if self._abandoned is None:
             self.exchange.load_state_dict(state)
