@@ -143,6 +143,13 @@ class BalancedLoader:
         low = [min(least, *each) for each in zip(equal, most, strict=True)]
         return Limits(samples, low, most, self._options.grain)
 
+    def _meet_at(self, epoch: int, start: int) -> None:
+        """Raise HorovodInternalError, on every rank, where ranks begin unlike iterations."""
+        facts = [f"sample {start} of epoch {epoch}, at step {self.step}"]
+        facts += self._source.open(epoch)
+        name = f"{self._name}.epoch"
+        self._world.engine.submit(name, facts, lambda transport, votes: None).wait()
+
     def _compare(self, columns: Array) -> None:
         """Raise HorovodInternalError, on every rank, where ranks read unlike streams.
 
@@ -189,6 +196,7 @@ class BalancedLoader:
         if self._cut is not None:
             self._abandon()
         with self._epochs.iterate() as (epoch, start):
+            self._meet_at(epoch, start)
             self._plan.drawn = self.step
             for cut, batch in self._source.begin(epoch, self.step, start, self._compare):
                 self._hand_over(cut)

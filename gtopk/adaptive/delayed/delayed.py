@@ -25,6 +25,7 @@ from ..apart.stepping import take_over
 from ..batches.drains import all_alike
 from ..batches.epochs import Epochs
 from ..batches.next_world import require_its_world
+from ..batches.same_stream import order_in_words
 from ..batches.sources import Numbers, order_of, rebuilt
 from ..learning_rate import LearningRate
 from ..options import Job, RoundOptions
@@ -102,7 +103,7 @@ class DelayedLoader:
         self._abandoned: Rounds | None = None  # under way as a state was loaded
         self._loaded: dict[str, Any] = {}  # that state, whose residual waits for their end
         self._in_epoch = self._in_pass = False
-        self._length = 0  # of the epoch's order
+        self._length, self._order_said = 0, ""  # of the epoch's order
         self._in_hand = False
         self.num_samples = 0
         self.drain_wanted = False
@@ -201,7 +202,7 @@ class DelayedLoader:
         self._steps.spent.begin()
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)
-            self._length = len(order)
+            self._length, self._order_said = len(order), order_in_words(order)
             if start == 0:
                 self._passes.begin([range(self._length)])
             self._in_epoch = True
@@ -265,7 +266,8 @@ class DelayedLoader:
 
         Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
         """
-        facts = [f"epoch {self._epochs.epoch}", f"{len(self._passes.left)} micro-batches left"]
+        left = f"{len(self._passes.left)} micro-batches left"
+        facts = [f"epoch {self._epochs.epoch}", left, self._order_said]
         said = self._wire.meet(facts, drains)
         rank = self._world.rank
         alike = all_alike(said, self.drain_wanted, rank, "loader.round", self.round)
