@@ -138,10 +138,12 @@ class BalancedLoader:
 
     def _limits_of(self, samples: int) -> Limits:
         """Return what the sizes of a global batch must keep to."""
-        most = [min(each, samples) for each in self._most]
+        grain = self._options.grain
+        # A grain that does not fit into memory is computed in parts.
+        most = [min(max(each // grain, 1) * grain, samples) for each in self._most]
         equal, least = self._equal(samples), self._options.min_batch
         low = [min(least, *each) for each in zip(equal, most, strict=True)]
-        return Limits(samples, low, most, self._options.grain)
+        return Limits(samples, low, most, grain)
 
     def _meet_at(self, epoch: int, start: int) -> None:
         """Raise HorovodInternalError, on every rank, where ranks begin unlike iterations."""
