@@ -14,10 +14,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from collectives.kernels import squared_norm
 from collectives.transports import Transport
 from collectives.vector import Array
 
+from ..buckets.parameters import trained_by
 from ..objects import decode, encode
+from ..step.grad_scaler import loss_scale
 from .batches.epochs import Epochs
 from .batches.in_hand import InHand
 from .batches.next_world import entered, is_over
@@ -64,9 +67,8 @@ class BalancedLoader:
         self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
         self._epochs = Epochs(job.loader)
         self.dataset = job.loader.dataset
-        parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
-        self._memory = Memory(world.rank, parameters)
-        self._timer = job.timer or GradientTimer(parameters)
+        self._memory = Memory(world.rank)
+        self._timer = job.timer or GradientTimer(job.optimizer)
         self._in_hand = InHand.of(job.optimizer)
         self._rate = LearningRate(job.optimizer, options.lr_scaling, options.global_batch)
         self._noise = NoiseAverage()
@@ -74,7 +76,7 @@ class BalancedLoader:
         needed = self._aims or options.lr_scaling == "adascale"
         probes = options.noise_every or (100 if needed else 0)
         self._noise_every = probes if world.size > 1 else 0
-        self._copy = GradientCopy(parameters) if self._noise_every else None
+        self._copy = GradientCopy() if self._noise_every else None
         self._lead, self._most = self._meet()
         self._limits = self._limits_of(options.global_batch)
         self._limits.check()
@@ -136,10 +138,19 @@ class BalancedLoader:
 
     def _limits_of(self, samples: int) -> Limits:
         """Return what the sizes of a global batch must keep to."""
-        most = [min(each, samples) for each in self._most]
+        grain = self._options.grain
+        # A grain that does not fit into memory is computed in parts.
+        most = [min(max(each // grain, 1) * grain, samples) for each in self._most]
         equal, least = self._equal(samples), self._options.min_batch
         low = [min(least, *each) for each in zip(equal, most, strict=True)]
-        return Limits(samples, low, most, self._options.grain)
+        return Limits(samples, low, most, grain)
+
+    def _meet_at(self, epoch: int, start: int) -> None:
+        """Raise HorovodInternalError, on every rank, where ranks begin unlike iterations."""
+        facts = [f"sample {start} of epoch {epoch}, at step {self.step}"]
+        facts += self._source.open(epoch)
+        name = f"{self._name}.epoch"
+        self._world.engine.submit(name, facts, lambda transport, votes: None).wait()
 
     def _compare(self, columns: Array) -> None:
         """Raise HorovodInternalError, on every rank, where ranks read unlike streams.
@@ -187,6 +198,7 @@ class BalancedLoader:
         if self._cut is not None:
             self._abandon()
         with self._epochs.iterate() as (epoch, start):
+            self._meet_at(epoch, start)
             self._plan.drawn = self.step
             for cut, batch in self._source.begin(epoch, self.step, start, self._compare):
                 self._hand_over(cut)
@@ -206,7 +218,7 @@ class BalancedLoader:
         self._in_hand.take(cut, self.num_samples, reduction, self._world)
         self._rate.scale(cut.total, self._noise.value)
         if self._copy is not None and self.step % self._noise_every == 0:
-            self._copy.arm()
+            self._copy.arm(trained_by(self._optimizer), loss_scale(self._optimizer.scaler))
         self._timer.hand_over(self.num_samples)
 
     def _close_step(self) -> None:
@@ -305,10 +317,12 @@ class BalancedLoader:
         def work(transport: Transport, votes: list[int]) -> None:
             transport.allreduce(mine)
 
-        self._world.engine.submit(f"{self._name}.noise", [], work).wait()
+        facts = [f"gradients of {mine.size - 1} values"]
+        self._world.engine.submit(f"{self._name}.noise", facts, work).wait()
         if np.isfinite(mine).all() and sum(size > 0 for size in cut.sizes) > 1:
-            mean = mine[:-1]
-            self._noise.add(estimate(float(mine[-1]), float(mean @ mean), cut.sizes))
+            # By the kernels: all ranks' rates hang on it, to the bit.
+            square_of_mean = squared_norm(mine[:-1])
+            self._noise.add(estimate(float(mine[-1]), square_of_mean, cut.sizes))
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle the next iteration as this epoch; otherwise epochs count on by themselves."""

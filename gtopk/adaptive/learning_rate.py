@@ -18,12 +18,12 @@ Factor = Callable[[float, Noise | None, float], float]
 
 
 def adascale(s: float, noise: Noise | None, reference: float) -> float:
-    """Return AdaScale's gain (V + M) / (V/s + M), between 1 and s; 1 while nothing was measured.
+    """Return AdaScale's gain (V + M) / (V/s + M), between 1 and s; 1 where both are 0 or unknown.
 
     V, the variance of the reference batch's gradient, and M, its mean's square. Johnson et al.
     2020, arXiv 2007.05105, section 3.
     """
-    if noise is None:
+    if noise is None or noise.variance == noise.square == 0.0:
         return 1.0
     variance, square = noise.variance / reference, noise.square
     return (variance + square) / (variance / s + square)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,19 +18,19 @@ class Memory:
     most: None until the memory has run out once.
     """
 
-    def __init__(self, rank: int, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, rank: int) -> None:
         self.most: int | None = None
         self._rank = rank
-        self._parameters = [p for p in parameters if p.requires_grad]
 
     def backward(
         self, loss_of: Callable[[Any], torch.Tensor], batch: Any, size: int, summed: bool
     ) -> torch.Tensor:
-        """Add the gradients of a batch's loss to the parameters', and return the loss.
+        """Add the gradients of a batch's loss to those of all it hangs on, and return the loss.
 
         loss_of: from a batch, or a part of it, to its loss: a mean over samples, or a sum.
         The gradients reach the parameters all at once, when they are complete: an attempt that
-        runs out of memory leaves nothing behind, and every hook is called once.
+        runs out of memory leaves nothing behind, and every hook of a parameter is called once.
+        Raises RuntimeError where the loss hangs on nothing that is trained.
         """
         while True:
             try:
@@ -48,29 +49,66 @@ class Memory:
                 before,
                 self.most,
             )
-        has = [(p, g) for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
-        torch.autograd.backward([p for p, _ in has], [g for _, g in has])
+        if not gradients:
+            raise RuntimeError(
+                "the loss must require a gradient, and hangs on no parameter that is trained: all "
+                "may be frozen, or the loss detached"
+            )
+        torch.autograd.backward(list(gradients), list(gradients.values()))
         return loss
 
     def _in_parts(
         self, loss_of: Callable[[Any], torch.Tensor], batch: Any, size: int, summed: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    ) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
         """Return the loss of the whole batch and its gradients."""
         most = size if self.most is None else min(size, self.most)
         loss = torch.zeros((), device="cpu")
-        gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
         for first in range(0, size, most):
             last = min(first + most, size)
             part = batch if last - first == size else slice_of(batch, size, first, last)
             share = 1.0 if summed else (last - first) / size
             of_part = loss_of(part) * share
-            found = torch.autograd.grad(of_part, self._parameters, allow_unused=True)
             loss = loss.to(of_part.device) + of_part.detach()
-            gradients = [
-                old if new is None else new if old is None else old.add_(new)
-                for old, new in zip(gradients, found, strict=True)
-            ]
+            leaves = leaves_of(of_part)
+            if not leaves:
+                continue
+            with without_hooks(leaves):
+                found = torch.autograd.grad(of_part, leaves, allow_unused=True)
+            for leaf, new in zip(leaves, found, strict=True):
+                if new is not None:
+                    # Not in place: two leaves may share a gradient's memory.
+                    gradients[leaf] = gradients[leaf] + new if leaf in gradients else new
         return loss, gradients
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Return all that `backward` would add gradients to, whichever optimizer it is of."""
+    found = []
+    left: list[Any] = [loss.grad_fn] if loss.grad_fn else []
+    seen = set(left)
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            left.append(node)
+            if node.name().endswith("AccumulateGrad"):
+                found.append(node.variable)
+    return found
+
+
+@contextmanager
+def without_hooks(leaves: Collection[torch.Tensor]) -> Iterator[None]:
+    """Let the leaves' own hooks not be called meanwhile: they are for whole gradients."""
+    hooks = [leaf._backward_hooks for leaf in leaves]
+    for leaf in leaves:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, own in zip(leaves, hooks, strict=True):
+            leaf._backward_hooks = own
 
 
 def ran_out(error: BaseException) -> bool:

@@ -85,11 +85,20 @@ class NoiseAverage:
 class GradientCopy:
     """A copy of one backward pass's gradients, before anything is added to or made of them."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
+    def __init__(self) -> None:
+        self._places: dict[torch.Tensor, int] = {}  # of all that were ever copied
+        self._parameters: Sequence[torch.Tensor] = ()
+        self._scale = 1.0
         self._copies: dict[int, torch.Tensor] | None = None
+
+    def arm(self, parameters: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+        """Copy the next backward pass; scale: what the loss is multiplied with in it."""
+        self._parameters, self._scale, self._copies = parameters, scale, {}
         take = weakref.WeakMethod(self._take)
-        for place, parameter in enumerate(self._parameters):
+        for parameter in parameters:
+            if parameter in self._places:
+                continue
+            place = self._places[parameter] = len(self._places)
 
             def hook(gradient: torch.Tensor, place: int = place) -> None:
                 if (call := take()) is not None:
@@ -97,24 +106,20 @@ class GradientCopy:
 
             parameter.register_hook(hook)
 
-    def arm(self) -> None:
-        """Copy the next backward pass."""
-        self._copies = {}
-
     def _take(self, place: int, gradient: torch.Tensor) -> None:
         if self._copies is not None:
-            self._copies[place] = gradient.detach().to("cpu", torch.float64, copy=True)
+            copy = gradient.detach().to("cpu", torch.float64, copy=True)
+            self._copies[place] = copy.to_dense()  # an embedding's may be sparse
 
     def disarm(self) -> torch.Tensor | None:
         """Return the copy, float64 [n], zeros where there was no gradient; None where not armed."""
         copies, self._copies = self._copies, None
         if copies is None:
             return None
-        return torch.cat(
-            [
-                copies[place].reshape(-1)
-                if place in copies
-                else torch.zeros(parameter.numel(), dtype=torch.float64, device="cpu")
-                for place, parameter in enumerate(self._parameters)
-            ]
-        )
+        parts = [
+            copies[place].reshape(-1)
+            if (place := self._places[parameter]) in copies
+            else torch.zeros(parameter.numel(), dtype=torch.float64, device="cpu")
+            for parameter in self._parameters
+        ]
+        return torch.cat(parts).div_(self._scale)

@@ -23,7 +23,7 @@ class Options:
 
     global_batch:   samples of all ranks in a step.
     min_batch:      of a rank; lowered to an equal share where that is less.
-    max_batch:      of this rank, for its memory.
+    max_batch:      of this rank, for its memory; at least a grain.
     grain:          sizes are multiples of it: larger => whole tiles of a GPU, coarser balance.
     """
 
@@ -41,8 +41,10 @@ class Options:
         """Raise ValueError for an option out of its range."""
         self._require(1, "global_batch", "grain")
         self._require(0, "min_batch")
-        if self.max_batch is not None and self.max_batch < 1:
-            raise ValueError(f"max_batch must be at least 1, got {self.max_batch}")
+        if self.max_batch is not None and self.max_batch < self.grain:
+            raise ValueError(
+                f"max_batch must be at least {self.grain} (the grain), got {self.max_batch}"
+            )
         self._choose("lr_scaling", FACTORS)
         self._choose("loss_reduction", ("mean", "sum"))
 

@@ -133,6 +133,11 @@ def require_known(
         raise ValueError(f"{what}, but now others do, too: {'; '.join(later)}")
 
 
+def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters that require a gradient by now, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
 def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Parameter]:
     """Return the parameters that may have a gradient, in their order.
 

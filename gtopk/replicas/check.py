@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
+
+from collectives.transports import Transport
 
 from ..engine.agreement import name_ranks
 from ..logs import EVERYWHERE
@@ -16,6 +18,8 @@ from .healing import pack, put_in, spread_majority
 from .replicas import Parted, checksums, compare, require_the_same
 
 _log = logging.getLogger("gtopk")
+
+Look = Callable[[Transport], list[Parted]]
 
 EVERY: Final = 100  # where nobody says
 _STAY: Final = (
@@ -61,19 +65,33 @@ class ReplicaCheck:
         Replicas of ranks that have joined are apart, as they should be: nobody looks then.
         Raises HorovodInternalError, on every rank alike, where that is an error or the end of it.
         """
-        is_due, self._is_due = self._is_due, False
-        if not is_due:
-            return
-        parameters = self._reducer.names
+        if (look := self.begin()) is not None:
+            self.end(self._reducer.peers.run_unless_joined("replicas", look), state)
+
+    def begin(self) -> Look | None:
+        """Return what all ranks run together to look at parameters as they are; None: no time to.
+
+        It is time until `end`. The look raises MismatchError, on every rank alike, where that was
+        asked for.
+        """
+        if not self._is_due:
+            return None
+        parameters, is_error = self._reducer.names, self._on_divergence == "error"
         own, names = checksums(parameters), list(parameters.values())
-        if self._on_divergence == "error":
-            self._reducer.peers.run_unless_joined(
-                "replicas", lambda transport: require_the_same(transport, own, names)
-            )
-            return
-        parted: list[Parted] | None = self._reducer.peers.run_unless_joined(
-            "replicas", lambda transport: compare(transport, own, names)
-        )
+
+        def look(transport: Transport) -> list[Parted]:
+            if is_error:
+                require_the_same(transport, own, names)
+                return []
+            return compare(transport, own, names)
+
+        return look
+
+    def end(
+        self, parted: Sequence[Parted] | None, state: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> None:
+        """Do what was asked for with what a look has found; None: nobody looked."""
+        self._is_due = False
         if not parted:
             return
         self.divergences += 1

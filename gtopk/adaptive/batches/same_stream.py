@@ -7,7 +7,7 @@
              (image, 3)             (image', 3)     samples
 
 What is drawn at random, as in augmentation, may differ; in a stream that ranks read parts of, every
-column does that tells samples apart.
+column does that tells samples apart. An order of a data set's samples has to be the same whole.
 """
 
 from __future__ import annotations
@@ -64,6 +64,19 @@ def checksum(value: Any, before: int = 0) -> int:
         for part in _parts(value):
             before = checksum(part, before)
     return before
+
+
+def order_in_words(order: Sequence[Any]) -> str:
+    """Return, in short, in which order an epoch's samples come: must be equal on all ranks."""
+    try:
+        told = zlib.crc32(np.fromiter(order, np.int64, len(order)).data)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ):  # a data set's own kind of indices, such as names
+        told = checksum(order)
+    return f"an order of {len(order)} samples of checksum {told:08x}"
 
 
 def _parts(value: Any) -> list[Any]:

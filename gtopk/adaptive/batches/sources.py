@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from collectives.vector import Array
 
 from ..shares.cuts import Cut, Plan, cut_epoch, shuffled
-from .same_stream import columns_of
+from .same_stream import columns_of, order_in_words
 
 Order = Callable[[int], Sequence[int]]
 Compare = Callable[[Array], None]
@@ -37,6 +37,9 @@ class Source(Protocol):
 
     lead: int
     facts: str
+
+    def open(self, epoch: int) -> list[str]:
+        """Have an epoch's order, before `begin`; return what must be equal on all ranks then."""
 
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
@@ -56,25 +59,20 @@ class BatchSampler(Sampler[list[int]]):
     A rank without a sample in a step gets some of the step's, to be weighted with zero.
     """
 
-    def __init__(self, plan: Plan, rank: int, order: Order, length: int, drop_last: bool) -> None:
+    def __init__(self, plan: Plan, rank: int, length: int, drop_last: bool) -> None:
         self.plan = plan
         self.rank = rank
-        self.order = order
         self.length = length
         self.drop_last = drop_last
-        self.epoch = self.step = self.start = 0  # where the next iteration begins
+        self.order: Sequence[int] = ()  # of the epoch
+        self.step = self.start = 0  # where the next iteration begins
         self.cuts: deque[Cut] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self.order(self.epoch)
-        if len(order) != self.length:
-            raise ValueError(
-                f"the order of epoch {self.epoch} must hold {self.length} indices, got {len(order)}"
-            )
         self.cuts.clear()
         for cut in cut_epoch(self.plan, self.step, self.start, self.length, self.drop_last):
             self.cuts.append(cut)
-            yield [order[place] for place in cut.batch(self.rank)]
+            yield [self.order[place] for place in cut.batch(self.rank)]
 
 
 class DatasetSource:
@@ -84,19 +82,29 @@ class DatasetSource:
         self, loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
     ) -> None:
         length = len(loader.dataset)  # type: ignore[arg-type]
-        order = order or order_of(loader, length, seed)
-        self._sampler = BatchSampler(plan, rank, order, len(order(0)), loader.drop_last)
+        self._order = order or order_of(loader, length, seed)
+        self._sampler = BatchSampler(plan, rank, len(self._order(0)), loader.drop_last)
         self._loader = rebuilt(loader, batch_sampler=self._sampler)
         self._numbers = Numbers(loader, self._loader, rank)
         self.lead = loader.num_workers * (loader.prefetch_factor or 0)
         self.facts = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
+
+    def open(self, epoch: int) -> list[str]:
+        """Have the order; raise ValueError where it is of another length than the first was."""
+        order, length = self._order(epoch), self._sampler.length
+        if len(order) != length:
+            raise ValueError(
+                f"the order of epoch {epoch} must hold {length} indices, got {len(order)}"
+            )
+        self._sampler.order = order
+        return [order_in_words(order)]
 
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
     ) -> Iterator[tuple[Cut, Any]]:
         """Yield the rest of an epoch."""
         sampler = self._sampler
-        sampler.epoch, sampler.step, sampler.start = epoch, step, start
+        sampler.step, sampler.start = step, start
         self._numbers.begin(epoch)
         for batch in self._loader:
             yield sampler.cuts.popleft(), batch
@@ -125,6 +133,10 @@ class StreamSource:
         self._rank = rank
         self._drop_last = loader.drop_last
         self.facts = f"a stream read by {loader.num_workers} workers, drop_last={loader.drop_last}"
+
+    def open(self, epoch: int) -> list[str]:
+        """Return nothing: the stream's samples are compared as they come."""
+        return []
 
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare

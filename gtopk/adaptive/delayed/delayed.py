@@ -25,6 +25,7 @@ from ..apart.stepping import take_over
 from ..batches.drains import all_alike
 from ..batches.epochs import Epochs
 from ..batches.next_world import require_its_world
+from ..batches.same_stream import order_in_words
 from ..batches.sources import Numbers, order_of, rebuilt
 from ..learning_rate import LearningRate
 from ..options import Job, RoundOptions
@@ -77,12 +78,14 @@ class DelayedLoader:
         self._steps = OwnSteps(world, optimizer, "round")
         self._steps.expect(self.exchange, name)
         self._settings = AgreedSettings(optimizer)
+        self._applied = optimizer._reducer.progress  # rounds; the replicas' check goes by it
         self._wire = RoundWire(
             name,
             self.exchange,
             [f"parameter '{names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
             world.engine,
             self._settings,
+            optimizer._replicas,
             asked.local_clip_norm,
             self._steps,
         )
@@ -100,7 +103,7 @@ class DelayedLoader:
         self._abandoned: Rounds | None = None  # under way as a state was loaded
         self._loaded: dict[str, Any] = {}  # that state, whose residual waits for their end
         self._in_epoch = self._in_pass = False
-        self._length = 0  # of the epoch's order
+        self._length, self._order_said = 0, ""  # of the epoch's order
         self._in_hand = False
         self.num_samples = 0
         self.drain_wanted = False
@@ -123,6 +126,8 @@ class DelayedLoader:
         self._optimizer._clip(1.0)
         with self._optimizer.skip_synchronize(), self._settings.set():
             self._wrapped_step()
+        self._applied.steps += 1
+        self._optimizer._replicas.await_step(updates=True)
 
     def _skip(self, culprits: Sequence[int]) -> None:
         """Count a round that is not applied, on all ranks alike."""
@@ -134,6 +139,8 @@ class DelayedLoader:
     def _report(self, skipped: bool) -> None:
         """Report the round whose outcome has just arrived."""
         self._steps.arrived(self.exchange)
+        if self._wire.parted is not None:
+            self._optimizer._replicas.end(self._wire.parted, self._optimizer.state)
         self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -195,7 +202,7 @@ class DelayedLoader:
         self._steps.spent.begin()
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)
-            self._length = len(order)
+            self._length, self._order_said = len(order), order_in_words(order)
             if start == 0:
                 self._passes.begin([range(self._length)])
             self._in_epoch = True
@@ -259,7 +266,8 @@ class DelayedLoader:
 
         Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
         """
-        facts = [f"epoch {self._epochs.epoch}", f"{len(self._passes.left)} micro-batches left"]
+        left = f"{len(self._passes.left)} micro-batches left"
+        facts = [f"epoch {self._epochs.epoch}", left, self._order_said]
         said = self._wire.meet(facts, drains)
         rank = self._world.rank
         alike = all_alike(said, self.drain_wanted, rank, "loader.round", self.round)
@@ -328,6 +336,8 @@ class DelayedLoader:
         self._epochs.load_state_dict(state["epochs"])
         self._passes.load_state_dict(state["passes"])
         self.rounds.load(state["round"], state["samples"])
+        self._applied.steps = state["steps"]  # some ranks may have been a round ahead
+        self._optimizer._replicas.await_step(updates=False)
         self._settings.seen = self.round
         if self._abandoned is None:
             self.exchange.load_state_dict(state)

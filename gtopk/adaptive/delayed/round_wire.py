@@ -11,6 +11,8 @@ from collectives.transports import Transport
 
 from ...engine import Engine, Work
 from ...engine.agreement import gather_words
+from ...replicas.check import ReplicaCheck
+from ...replicas.replicas import Parted
 from ..apart.own_steps import OwnSteps
 from ..apart.round_exchange import RoundExchange
 from ..apart.spent import Waited
@@ -29,6 +31,7 @@ class RoundWire:
 
     steps: what the rounds cost is counted to.
     settings: which all ranks agree on with every round.
+    replicas: looked at with a round, where it is time: no rank waits for that alone.
     local_clip_norm: what each rank's part of a round's update is shortened to its share of.
     """
 
@@ -39,6 +42,7 @@ class RoundWire:
         facts: Sequence[str],
         engine: Engine,
         settings: AgreedSettings,
+        replicas: ReplicaCheck,
         local_clip_norm: float | None,
         steps: OwnSteps,
     ) -> None:
@@ -47,9 +51,11 @@ class RoundWire:
         self._facts = list(facts)
         self._engine = engine
         self._settings = settings
+        self._replicas = replicas
         self._local_clip_norm = local_clip_norm
         self._steps = steps
         self.samples = 0  # of this rank, in the round that is reduced
+        self.parted: list[Parted] | None = None  # as it began; None: nobody looked
 
     def ready(self, samples: int, is_last: bool) -> Waited:
         """Say that this rank may end the round."""
@@ -63,7 +69,7 @@ class RoundWire:
         """Reduce the sums of a round to their mean."""
         finite = self.exchange.take(sums, self._local_clip_norm)
         missing = [str(place) for place, each in enumerate(sums) if each is None]
-        said = self._settings.said()
+        said, look, self.parted = self._settings.said(), self._replicas.begin(), None
 
         def work(transport: Transport, votes: list[int]) -> Reduced:
             counts = [vote >> _FLAGS & _COUNTS for vote in votes]
@@ -71,6 +77,8 @@ class RoundWire:
             culprits = [rank for rank, vote in enumerate(votes) if not vote & _FINITE]
             update: Sequence[torch.Tensor | None] | None = None
             if any(counts) and not culprits:
+                if look is not None:
+                    self.parted = look(transport)
                 self._settings.agree(transport, said)
                 nowhere: set[str] = set()
                 if all(vote & _MISSES for vote in votes):

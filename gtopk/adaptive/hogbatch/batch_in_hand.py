@@ -48,7 +48,7 @@ class BatchInHand:
         self._names = job.optimizer._parameter_names
         self._skipped = SkippedUpdates(job.optimizer._options.max_skipped_steps)
         self._writer, self._sizer = writer, sizer
-        self._memory = Memory(self._rank, trained)
+        self._memory = Memory(self._rank)
         # Merges average the nodes' models: each node's has to come as far as all steps would.
         reference = job.options.global_batch / node.nodes
         self._rate = LearningRate(job.optimizer, job.options.lr_scaling, reference)

@@ -17,6 +17,7 @@ in the same order and computes the same sizes: there is no coordinator.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -156,7 +157,12 @@ class Controller:
         self._uneven_windows = 0
 
     def _damped(self, now: Sequence[int], wanted: Sequence[int], limits: Limits) -> list[int]:
-        """Return a step to `wanted`: a tenth of a size at most, halved where it turns round."""
+        """Return a step to `wanted`: of a tenth of a size, halved where it turns round.
+
+        What then lacks to the total, or is too much, goes to the ranks that have to move that way
+        still, in proportion to how far: no size moves away from `wanted`, or beyond it.
+        """
+        low, high = limits.lowest(), limits.highest()
         targets = []
         for rank, (size, target) in enumerate(zip(now, wanted, strict=True)):
             move = (target > size) - (target < size)
@@ -165,7 +171,12 @@ class Controller:
             self._last_moves[rank] = move or self._last_moves[rank]
             most = max(FINE_SHARE * size, limits.grain)
             step = self._damping[rank] * (target - size)
-            targets.append(size + min(max(step, -most), most))
+            targets.append(min(max(size + min(max(step, -most), most), low[rank]), high[rank]))
+        missing = limits.total - math.fsum(targets)
+        sign = math.copysign(1.0, missing)
+        left = [max(sign * (end - each), 0.0) for end, each in zip(wanted, targets, strict=True)]
+        if far := math.fsum(left):
+            targets = [each + missing * own / far for each, own in zip(targets, left, strict=True)]
         return whole(targets, limits)
 
     def costs(self) -> list[Cost]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
+from ...buckets.parameters import trained_by
 from ...telemetry import StepReport
 
 
@@ -36,23 +36,17 @@ class GradientTimer:
     On a GPU by events on the stream, which are read when the batch is long over.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._on_gpu = any(parameter.is_cuda for parameter in trained)
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._watched: set[torch.Tensor] = set()
+        self._on_gpu = False
         self._began: float | None = None
         self._ended: float | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        stop = weakref.WeakMethod(self._stop)
-
-        def hook(parameter: torch.Tensor) -> None:
-            if (still_there := stop()) is not None:
-                still_there()
-
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(hook)
 
     def hand_over(self, samples: int) -> None:
         """Begin."""
+        self._watch()
         self._ended = None
         if self._on_gpu:
             if self._events is None:
@@ -62,6 +56,20 @@ class GradientTimer:
                 )
             self._events[0].record()
         self._began = time.perf_counter()
+
+    def _watch(self) -> None:
+        """Listen to all that is trained by now: layers are thawed, and groups added."""
+        stop = weakref.WeakMethod(self._stop)
+
+        def hook(parameter: torch.Tensor) -> None:
+            if (still_there := stop()) is not None:
+                still_there()
+
+        for parameter in trained_by(self._optimizer):
+            if parameter not in self._watched:
+                self._watched.add(parameter)
+                self._on_gpu |= parameter.is_cuda
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def _stop(self) -> None:
         self._ended = time.perf_counter()

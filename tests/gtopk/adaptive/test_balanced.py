@@ -397,23 +397,6 @@ def test_a_step_between_epochs_is_at_the_rate_as_it_is() -> None:
     assert on_ranks(2, program) == [pytest.approx([0.075, 0.1])] * 2
 
 
-def test_the_noise_is_probed_now_and_then() -> None:
-    def program(here: World) -> Any:
-        model = network()
-        optimizer = sgd(model, hvd.Compression.gtopk(density=0.1))
-        loader = hvd.adapt(
-            DataLoader(data(96), 8), optimizer, noise_every=2, timer=Modelled(1.0 + here.rank)
-        )
-        for batch in loader:
-            step_on(model, optimizer, batch, mean_loss)
-        return loader.noise
-
-    noises = on_ranks(3, program)
-    assert noises[0] is not None
-    assert noises[0].variance > 0
-    assert noises == [noises[0]] * 3
-
-
 def test_memory_that_runs_out_on_a_rank_bounds_it() -> None:
     def program(here: World) -> Any:
         model = network()
@@ -441,6 +424,32 @@ def test_memory_that_runs_out_on_a_rank_bounds_it() -> None:
         assert {sum(each) for each in sizes} == {40}
 
 
+@pytest.mark.parametrize("min_batch", [0, 8])
+def test_no_batch_exceeds_its_ranks_most_whatever_the_grain(min_batch: int) -> None:
+    """The most of rank 1 is no multiple of the grain, and less than min_batch rounded up to one."""
+
+    def program(here: World) -> Any:
+        loader = hvd.adapt(
+            DataLoader(Indices(640), 32),
+            some_optimizer(),
+            grain=5,
+            global_batch=60,
+            min_batch=min_batch,
+            max_batch=7 if here.rank == 1 else None,
+            interval=1,
+            timer=Modelled(1.0 + here.rank),
+        )
+        sizes = [loader.sizes for _ in loader][:-1]  # the last is of what is left
+        loader.set_global_batch(20)
+        return sizes, loader.sizes
+
+    for sizes, after in on_ranks(2, program):
+        assert all(each == [55, 5] for each in sizes[-5:])
+        assert all(each[1] <= 7 for each in sizes)
+        assert sum(after) == 20
+        assert after[1] <= 7
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -453,6 +462,7 @@ def test_memory_that_runs_out_on_a_rank_bounds_it() -> None:
         ({"max_batch": 0}, "max_batch must be at least 1"),
         ({"noise_every": -1}, "noise_every must be at least 0"),
         ({"grain": 3}, "multiple of the grain 3, got 8"),
+        ({"grain": 4, "max_batch": 3}, r"max_batch must be at least 4 \(the grain\), got 3"),
         ({"max_batch": 3}, "allow 6 to 6 samples a step, and the global batch is 8"),
     ],
 )

@@ -47,7 +47,7 @@ def test_parts_give_the_gradients_of_the_whole(
     model.zero_grad()
     calls = [0]
     model.weight.register_post_accumulate_grad_hook(lambda p: calls.append(calls.pop() + 1))
-    memory, tried = Memory(3, list(model.parameters())), []
+    memory, tried = Memory(3), []
     loss_of = loss_that_fits(model, 3, summed, tried)
     with caplog.at_level(logging.WARNING, "gtopk"):
         loss = memory.backward(loss_of, batch(11), 11, summed)
@@ -69,15 +69,71 @@ def test_parts_give_the_gradients_of_the_whole(
     assert not caplog.records
 
 
+def in_parts(loss_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """Compute a mean's gradients two samples at once."""
+    memory = Memory(0)
+    memory.most = 2
+    memory.backward(loss_of, x, len(x), summed=False)
+
+
+@pytest.mark.parametrize("b_is_summed", [False, True])
+def test_gradients_that_share_memory_add_up_once(b_is_summed: bool) -> None:
+    """That of a + b is one tensor for both; that of a sum has one value for all of its places."""
+    a, b = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        return (part * (a + (b.sum() if b_is_summed else b))).sum(1).mean()
+
+    loss_of(x).backward()
+    expected = [a.grad, b.grad]
+    a.grad = b.grad = None
+    in_parts(loss_of, x)
+    torch.testing.assert_close([a.grad, b.grad], expected)
+
+
+def test_whatever_backward_would_train_is_trained() -> None:
+    """Layers that are thawed or frozen by now; parameters of other optimizers, or of none."""
+    layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+    model = torch.nn.Sequential(*layers)
+    x = torch.ones(6, 2)
+    for frozen in layers:
+        model.requires_grad_(True)
+        frozen.requires_grad_(False)
+        model.zero_grad()
+        in_parts(lambda part: model(part).mean(), x)
+        for layer in layers:
+            assert (layer.weight.grad is None) == (layer is frozen)
+    model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="all may be frozen, or the loss detached"):
+        in_parts(lambda part: model(part).mean(), x)
+
+
+def test_a_part_whose_loss_is_a_constant_has_no_gradient() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    in_parts(lambda part: (part * weight).sum() if part.any() else part.sum(), torch.eye(6)[:, :2])
+    assert weight.grad is not None
+    assert weight.grad.tolist() == pytest.approx([1 / 3, 1 / 3])
+
+
+def test_a_hook_that_changes_gradients_changes_the_whole_ones_once() -> None:
+    weight, given = torch.nn.Parameter(torch.ones(2)), []
+    weight.register_hook(lambda gradient: given.append(gradient) or 3 * gradient)
+    in_parts(lambda part: (part * weight).sum(1).mean(), torch.ones(6, 2))
+    assert len(given) == 1
+    assert weight.grad is not None
+    assert weight.grad.tolist() == pytest.approx([3.0, 3.0])
+
+
 def test_what_does_not_fit_even_alone_is_raised() -> None:
     model = torch.nn.Linear(2, 1).double()
-    memory = Memory(0, list(model.parameters()))
+    memory = Memory(0)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         memory.backward(loss_that_fits(model, 0, False, []), batch(4), 4, False)
 
 
 def test_other_errors_are_not_taken_for_it() -> None:
-    memory = Memory(0, list(torch.nn.Linear(1, 1).parameters()))
+    memory = Memory(0)
 
     def loss_of(part: Any) -> torch.Tensor:
         raise RuntimeError("a bug")

@@ -64,6 +64,10 @@ def test_factors_are_one_at_the_reference_and_adascale_lies_between(
     assert adascale(s, None, 64) == 1.0
 
 
+def test_adascale_of_gradients_that_are_all_zero_leaves_the_rate() -> None:
+    assert adascale(0.5, estimate(0.0, 0.0, [4, 4]), 8) == 1.0
+
+
 @pytest.mark.parametrize(("scaling", "expected"), [("none", 1), ("linear", 4), ("sqrt", 2)])
 def test_a_rate_is_scaled_for_the_step_alone(scaling: str, expected: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -79,11 +83,33 @@ def test_a_rate_is_scaled_for_the_step_alone(scaling: str, expected: float) -> N
 def test_a_copy_is_of_one_backward_pass_only() -> None:
     layer = torch.nn.Linear(3, 2)
     unused = torch.nn.Parameter(torch.zeros(2))
-    copy = GradientCopy([*layer.parameters(), unused])
+    copy = GradientCopy()
     layer(torch.ones(1, 3)).sum().backward()
     assert copy.disarm() is None
-    copy.arm()
-    layer(torch.full((1, 3), 2.0)).sum().backward()
+    for factor in (2.0, 3.0):
+        copy.arm([*layer.parameters(), unused])
+        layer(torch.full((1, 3), factor)).sum().backward()
+        gradient = copy.disarm()
+        assert gradient is not None
+        assert gradient.tolist() == [factor] * 6 + [1.0] * 2 + [0.0] * 2
+
+
+def test_a_copy_is_of_what_is_trained_when_it_is_armed() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    copy = GradientCopy()
+    for trained in ([first], [second], [first, second]):
+        copy.arm(trained)
+        (2 * first + 3 * second).sum().backward()
+        gradient = copy.disarm()
+        assert gradient is not None
+        assert gradient.tolist() == [2.0 if each is first else 3.0 for each in trained]
+
+
+def test_a_copy_of_a_scaled_or_a_sparse_gradient_is_of_its_values() -> None:
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    copy = GradientCopy()
+    copy.arm([table.weight], scale=8.0)
+    (8.0 * table(torch.tensor([2, 0, 2])).sum()).backward()
     gradient = copy.disarm()
     assert gradient is not None
-    assert gradient.tolist() == [2.0] * 6 + [1.0] * 2 + [0.0] * 2
+    assert gradient.tolist() == [1.0, 1.0, 0.0, 0.0, 2.0, 2.0]

@@ -88,10 +88,10 @@ def adapted_batches(rank: int, device: Device, folder: Path) -> Any:
     used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     rows = torch.arange(6.0).reshape(3, 2)
     with device():
-        copy = GradientCopy([used, unused])
-        copy.arm()
+        copy = GradientCopy()
+        copy.arm([used, unused])
         (rows[0] * used).sum().backward()
-        memory = Memory(rank, [used])
+        memory = Memory(rank)
         loss = memory.backward(lambda part: (part * used).sum(), rows, 3, summed=True)
         return loss, copy.disarm(), shuffled(9, seed=1, epoch=2)
 

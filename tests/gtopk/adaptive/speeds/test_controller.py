@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.shares.shares import Limits, whole
@@ -97,6 +97,39 @@ def test_any_start_ends_within_a_grain_of_the_optimum_in_few_decisions(
 
     # It stops where there is less than 2 % to gain, or 5 % between the ranks.
     assert ends(sizes[-1]) <= 1.06 * ends(best) + max(cost.per_sample for cost in costs)
+
+
+@settings(deadline=None)
+@example([(100, 0.95), (100, 0.87), (6, 1.12), (6, 1.12), (1, 0.99)], 1)
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 6, 100]), st.floats(0.87, 1.13)), min_size=2),
+    st.sampled_from([1, 8]),
+)
+def test_no_size_moves_away_from_its_solution_or_beyond(
+    ranks: list[tuple[int, float]], grain: int
+) -> None:
+    now, seconds = [grain * size for size, _ in ranks], [each for _, each in ranks]
+    limits = Limits(sum(now), [0] * len(now), [sum(now)] * len(now), grain)
+    costs = [Cost(0.0, each / size) for each, size in zip(seconds, now, strict=True)]
+    solved = equal_finish(Measured(now, seconds, costs), limits)
+    windows = [Window(size, each, sum(now)) for size, each in zip(now, seconds, strict=True)]
+    sizes = Controller(now, limits, interval=1).decide(windows, 6, 6)
+    for size, before, end in zip(sizes, now, solved, strict=True):
+        assert min(before, end) <= size <= max(before, end)
+
+
+def test_what_a_large_rank_gives_the_small_ones_take() -> None:
+    """A tenth of theirs is less than what it gives: the rest goes by how far each has to go."""
+    now, total = [900, 50, 50], 1000
+    limits = Limits(total, [0] * 3, [total] * 3)
+    seconds = [1.13, 0.87, 1.0]
+    costs = [Cost(0.0, each / size) for each, size in zip(seconds, now, strict=True)]
+    solved = equal_finish(Measured(now, seconds, costs), limits)
+    controller = Controller(now, limits, interval=1)
+    windows = [Window(size, each, total) for size, each in zip(now, seconds, strict=True)]
+    sizes = controller.decide(windows, 6, 6)
+    assert solved[0] <= sizes[0] < 900
+    assert all(50 <= size <= end for size, end in zip(sizes[1:], solved[1:], strict=True))
 
 
 def test_noise_moves_nothing_once_it_is_good() -> None:

@@ -9,9 +9,13 @@ import torch
 from gtopk.adaptive.speeds.timing import GradientTimer
 
 
+def timer_of(layer: torch.nn.Module) -> GradientTimer:
+    return GradientTimer(torch.optim.SGD(layer.parameters(), lr=0.1))
+
+
 def test_a_batch_without_gradients_has_no_time() -> None:
     layer = torch.nn.Linear(2, 1)
-    timer = GradientTimer(layer.parameters())
+    timer = timer_of(layer)
     assert timer.take() is None
     timer.hand_over(4)
     assert timer.take() is None
@@ -20,7 +24,7 @@ def test_a_batch_without_gradients_has_no_time() -> None:
 def test_the_last_gradient_ends_the_batch() -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     both = torch.nn.Sequential(first, second)
-    of_second, of_both = GradientTimer(second.parameters()), GradientTimer(both.parameters())
+    of_second, of_both = timer_of(second), timer_of(both)
     of_both.hand_over(4)
     of_second.hand_over(4)
     both(torch.ones(1, 2)).sum().backward()
@@ -31,9 +35,22 @@ def test_the_last_gradient_ends_the_batch() -> None:
     assert of_both.take() is None
 
 
+def test_a_layer_that_is_thawed_is_timed_from_the_next_batch_on() -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    first.requires_grad_(False)
+    timer = timer_of(torch.nn.Sequential(first, second))
+    timer.hand_over(4)
+    first.requires_grad_(True)
+    second.requires_grad_(False)
+    for seconds_are_known in (False, True):
+        second(first(torch.ones(1, 2))).sum().backward()
+        assert (timer.take() is not None) == seconds_are_known
+        timer.hand_over(4)
+
+
 def test_a_parameter_outlives_its_timer() -> None:
     layer = torch.nn.Linear(2, 1)
-    timer = GradientTimer(layer.parameters())
+    timer = timer_of(layer)
     timer.hand_over(1)
     del timer
     gc.collect()
