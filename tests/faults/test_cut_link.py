@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.faults.jobs import LAUNCHERS, PROGRAMS, PROMISED_SECONDS, Job, plan, running
-from tests.mpi_scripts.test_emulated_network import CANNOT, SCRIPT, environment, needs_taps
+from tests.mpi_scripts.test_emulated_network import SCRIPT, environment, needs_taps, require_hosts
 
 HOSTS = 3
 TIMEOUT = 4.0
@@ -21,13 +20,7 @@ TIMEOUT = 4.0
 
 @pytest.fixture(autouse=True, scope="module")
 def _possible() -> None:
-    if shutil.which("bash") is None:
-        pytest.skip("bash is not installed")
-    done = subprocess.run(
-        [SCRIPT, "1", "10mbit", "torchrun", "true"], capture_output=True, text=True
-    )
-    if done.returncode == CANNOT:
-        pytest.skip(done.stderr.strip())
+    require_hosts()
 
 
 @contextmanager

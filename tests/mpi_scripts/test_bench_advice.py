@@ -14,6 +14,7 @@ from collectives.cost import BreakEven
 from gtopk.plan.show import where_it_pays
 from mpi_scripts import bench_advice
 from mpi_scripts.bench_advice import NO_DELAY, Held, edges, said, said_edge, table
+from tests.mpi_scripts.test_emulated_network import require_hosts
 
 LINE = (
     "estimated exchange per step, 500,000 values, 2 ranks, nothing hidden behind backward: "
@@ -116,9 +117,7 @@ def test_errors_are_told_of_what_was_measured() -> None:
 
 
 def test_a_network_is_held_against_its_line(tmp_path: Path) -> None:
-    network = SCRIPT.with_name("emulated_network.sh")
-    if subprocess.run([network, "1", "1gbit", "mpirun", "true"], check=False).returncode:
-        pytest.skip("hosts cannot be emulated here")
+    require_hosts()
     small = ["--rates", "80mbit", "--hosts", "2", "--densities", "0.05", "0.5", "--rounds", "1"]
     done = subprocess.run(
         [sys.executable, SCRIPT, tmp_path, *small],

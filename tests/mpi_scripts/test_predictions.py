@@ -28,15 +28,17 @@ def test_what_is_saved_is_of_dense_on_the_same_network() -> None:
     assert saved == sparse._replace(foretold=8.0, measured=8.0)
 
 
-def test_files_of_the_benchmark_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "here-4.json"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what the benchmark measures here."""
+    file = tmp_path_factory.mktemp("bench") / "here-4.json"
     few = ["--lengths", "1000", "--densities", "0.1", "--rounds", "1", "--baselines"]
     asked = [*few, "--algorithms", "dense", "gtopk", "--json", str(file)]
-    gave = gtopk(["bench", "collectives", *asked])
-    assert gave == 0
-    capsys.readouterr()
+    assert gtopk(["bench", "collectives", *asked]) == 0
+    return file
+
+
+def test_files_of_the_benchmark_are_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(file)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("100 entries a rank: time\n")
@@ -48,6 +50,11 @@ def test_files_of_the_benchmark_are_read(
     assert saved.count("\n| gtopk ") == 1
     assert "\n| gtopk's own dense" not in saved
     assert dense.count("\n| gtopk's own dense") == 1
+
+
+def test_files_of_the_benchmark_are_simulated(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         find_python()
     except SimulationError as error:

@@ -27,9 +27,9 @@ state = fsdp.replicate(model, mesh["replicate"], density=0.05)
 
 
 def totals() -> torch.Tensor:
-    """Return what all replicas hold back of each shard, summed, by module."""
+    """Return what all replicas hold back of each shard, summed, entry by entry."""
     (held,) = state.state_dict()["held"].values()
-    mine = torch.stack([held[name]["residual"].sum() for name in sorted(held)])
+    mine = torch.cat([held[name]["residual"].reshape(-1) for name in sorted(held)])
     return hvd.allgather(hvd.allreduce(mine, op=hvd.Sum, process_set=state.process_set)[None])[:2]
 
 
@@ -52,7 +52,7 @@ else:
     model(torch.zeros(8, 12)).mul(0.0).sum().backward()  # so that there are lanes
     assert state.progress.steps == 4
     state.load_state_dict(found.values["replicas"])
-    assert bool(found.values["totals"].all())
+    assert float((found.values["totals"] != 0).double().mean()) > 0.9
     torch.testing.assert_close(totals(), found.values["totals"], rtol=1e-5, atol=1e-8)
     state.load_state_dict({**state.state_dict(), "steps": 0, "held": {RANK: {}}})
     gtopk.load_latest(sys.argv[1], None, itself=state)

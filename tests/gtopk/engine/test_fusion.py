@@ -88,11 +88,21 @@ def test_integers_are_scaled_in_float64_and_truncated():
     assert array.tolist() == [-2, 2, 3]
 
 
-def test_float16_is_scaled_in_float32():
-    array = np.array([60000.0], np.float16)
-    scale(array, 1e-9 * 1e9)
-    scale(array, 1.0001)
-    assert array.tolist() == [60000.0]
+@pytest.mark.parametrize(
+    ("value", "factor"),
+    [
+        (1000.0, 1.0007),  # 1.001, rounded to float16
+        (60000.0, 1e-9),  # 0, rounded to float16
+        (0.001, 1e6),  # infinity, rounded to float16
+    ],
+)
+def test_float16_is_scaled_in_float32(value, factor):
+    array = np.array([value], np.float16)
+    expected = np.float16(np.float32(array[0]) * np.float32(factor))
+    scale(array, factor)
+    assert array.tolist() == [expected]
+    with np.errstate(over="ignore"):
+        assert np.float16(value) * np.float16(factor) != expected
 
 
 def test_bfloat16_is_scaled_in_float32():

@@ -132,9 +132,12 @@ def test_what_other_shards_held_back_is_sent_by_whoever_takes_it_over(threads):
 def test_momentum_is_taken_of_the_nodes_sum(threads):
     """With all entries sent, updates are the velocity of all gradients' sum."""
     compression = Compression.hierarchical(1.0, inside="dense", momentum_correction=0.5)
-    (updates, _, _), *_ = threads(4, lambda t: steps(t, [[0, 1], [2, 3]], compression, 1))
-    given = sum(gradient_of(rank, 0) for rank in range(4))
-    torch.testing.assert_close(updates[0], given, rtol=1e-12, atol=1e-12)
+    ranks = threads(4, lambda t: steps(t, [[0, 1], [2, 3]], compression, 3))
+    velocity = torch.zeros(ELEMENTS, dtype=torch.float64)
+    for step in range(3):
+        velocity = 0.5 * velocity + sum(gradient_of(rank, step) for rank in range(4))
+        for updates, _, _ in ranks:
+            torch.testing.assert_close(updates[step], velocity, rtol=1e-12, atol=1e-12)
 
 
 def loaded(transport: LocalTransport, compression: Any, held: dict[str, torch.Tensor]) -> Any:

@@ -58,10 +58,12 @@ def test_bfloat16_is_reduced_in_half_the_bytes_of_float32(threads, ranks: int) -
     for allreduce in (
         lambda t: hvd.allreduce(t.repeat(2), op=hvd.Sum, compression=compression),
         lambda t: hvd.allreduce(t.repeat(2).bfloat16(), op=hvd.Sum),
+        lambda t: hvd.grouped_allreduce([t, t.clone()], op=hvd.Sum, compression=compression),
     ):
         assert sent_bytes(threads, ranks, allreduce) == expected
 
-    def reducescatter(tensor: torch.Tensor) -> None:
-        hvd.reducescatter(tensor.repeat(2), op=hvd.Sum, compression=compression)
-
-    assert sent_bytes(threads, ranks, reducescatter) == [2 * 2 * ROWS * (ranks - 1)] * ranks
+    for reducescatter in (
+        lambda t: hvd.reducescatter(t.repeat(2), op=hvd.Sum, compression=compression),
+        lambda t: hvd.grouped_reducescatter([t, t.clone()], op=hvd.Sum, compression=compression),
+    ):
+        assert sent_bytes(threads, ranks, reducescatter) == [2 * 2 * ROWS * (ranks - 1)] * ranks

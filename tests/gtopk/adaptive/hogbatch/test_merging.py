@@ -1,0 +1,82 @@
+"""Nodes merge their models while they train, and nothing that was applied in between is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from gtopk.world.world import World
+from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, train
+from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
+
+NODES = [[0], [1]]  # of one worker each: nobody else's step is in what one of its own changes
+
+
+class Followed:
+    """What a node's worker applies, by the merge that takes it in.
+
+    samples, applied: of each merge, and last of what none has taken in yet.
+    beside_merges:    steps while a merge was under way.
+    """
+
+    def __init__(self, loader: Any, model: torch.nn.Module) -> None:
+        self.samples, self.applied = [0], [torch.zeros_like(flat(model))]
+        self.beside_merges = 0
+        merging, writer = loader._node.merging, loader._writer
+        merge, update = merging._merge, writer.update
+
+        def follow_merge(is_last: bool) -> None:
+            merge(is_last)
+            self.samples.append(0)
+            self.applied.append(torch.zeros_like(self.applied[0]))
+
+        def follow_update(apply: Callable[[], None]) -> None:
+            before = flat(model).clone()
+            update(apply)
+            self.samples[-1] += loader.num_samples
+            self.applied[-1] += flat(model) - before
+            self.beside_merges += merging._pending is not None
+
+        merging._merge, writer.update = follow_merge, follow_update
+
+
+def trained(here: World, compression: Any) -> tuple[Followed, torch.Tensor]:
+    loader, model, optimizer = adapted(nodes=NODES, compression=compression, merge_every=60)
+    followed = Followed(loader, model)
+    for _ in range(3):
+        train(loader, model, optimizer)
+    loader.drain()
+    return followed, flat(model)
+
+
+def test_a_merge_is_the_mean_of_what_nodes_applied_by_their_samples() -> None:
+    """And what they applied while it was under way is in the next."""
+    nodes, models = zip(*on_ranks(2, lambda here: trained(here, hvd.Compression.none)), strict=True)
+    expected = flat(network())
+    for merge in range(12):
+        samples = [max(node.samples[merge], 1) for node in nodes]
+        for node, own in zip(nodes, samples, strict=True):
+            expected = expected + own / sum(samples) * node.applied[merge]
+    assert any(node.beside_merges for node in nodes)
+    for node, model in zip(nodes, models, strict=True):
+        assert len(node.samples) == 12 + 1
+        assert not node.applied[12].any()
+        torch.testing.assert_close(model, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.2, 1.0])
+def test_what_top_k_sends_in_parts_is_all_there_after_a_drain(
+    density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes weigh the same here, so that what an offset weighs is what it weighed before."""
+    monkeypatch.setattr("gtopk.adaptive.hogbatch.merging.shares", lambda samples: [0.5, 0.5])
+    compression = hvd.Compression.gtopk(density=density)
+    results = on_ranks(2, lambda here: trained(here, compression))
+    expected = flat(network()) + sum(sum(node.applied) / 2 for node, _ in results)
+    assert any(node.beside_merges for node, _ in results)
+    for _, model in results:
+        torch.testing.assert_close(model, expected, rtol=1e-11, atol=1e-13)

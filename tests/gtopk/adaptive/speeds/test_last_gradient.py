@@ -1,0 +1,70 @@
+"""A batch ends with its last gradient, by a clock that the test moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+import gtopk.torch as hvd
+from gtopk.adaptive.speeds import timing
+from gtopk.world.world import World
+from tests.gtopk.adaptive.modelled_ranks import FEATURES, data, mean_loss, on_ranks, sgd
+
+
+class Clock:
+    """Time passes by as much as is said."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Passing(torch.autograd.Function):
+    """Has time pass forward, and twice as much backward; changes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: Clock, seconds: float) -> torch.Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        clock.now += seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.clock.now += 2 * ctx.seconds
+        return gradient, None, None
+
+
+def test_neither_fetch_nor_step_is_of_the_batch_and_all_layers_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+
+    def fetched(samples: list[Any]) -> Any:
+        clock.now += 64.0
+        return default_collate(samples)
+
+    def program(here: World) -> list[float | None]:
+        first, second = torch.nn.Linear(FEATURES, 4).double(), torch.nn.Linear(4, 1).double()
+        optimizer = sgd(torch.nn.Sequential(first, second))
+        loader = hvd.adapt(DataLoader(data(24), 8, collate_fn=fetched), optimizer)
+        take, taken = loader._timer.take, []
+
+        def note() -> float | None:
+            taken.append(take())
+            return taken[-1]
+
+        loader._timer.take = note
+        for x, y in loader:
+            optimizer.zero_grad()
+            between = Passing.apply(first(x), clock, 1.0)
+            mean_loss(Passing.apply(second(between), clock, 8.0), y).backward()
+            clock.now += 32.0
+            optimizer.step()
+        return taken
+
+    assert on_ranks(1, program) == [[3 * 1.0 + 3 * 8.0] * 3]
