@@ -16,7 +16,7 @@ from ..engine.agreement import name_ranks
 
 # Said of ranks whose replica was not finite, and became the others' model: nobody knows the rest.
 BUFFERS_STAY: Final = (
-    "buffers (BatchNorm's means) stay as they are there: broadcast those of another rank"
+    "buffers (BatchNorm's means) stay as they are there: between epochs, broadcast another rank's"
 )
 
 

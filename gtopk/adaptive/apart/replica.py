@@ -137,7 +137,9 @@ class Replica:
             torch._foreach_sub_(moved, _like(unsent, self.center))
         torch._foreach_sub_(list(self._own), moved)
         self._move_center(update)
-        if not force:
+        if force:
+            self._show_center()
+        else:
             self.reset()
         self.reduction.forget()
 

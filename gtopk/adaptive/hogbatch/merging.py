@@ -7,7 +7,8 @@
     node 1   ...updates...| snapshot o_1 = x_1 - z |...updates... | + (z' + o_1' - snapshot) |...
 
 The first worker of each node does it, in the offset form of `adaptive.apart.replica`: what top-k
-does not send stays in the node's model. What a merge changed is added to what the model is by then;
+does not send stays in the node's model. All weigh the same, w_i = 1 / nodes: a node that has
+computed more has moved further already. What a merge changed is added to what the model is by then;
 so no update is lost, and none waits.
 """
 
@@ -30,7 +31,6 @@ from ...step.peers import Peers
 from ...world.world import World
 from ..apart.own_steps import OwnSteps
 from ..apart.replica import Replica
-from ..merging.weights import shares
 from .board import Board
 from .ledger import Ledger
 from .shared_model import SharedModel
@@ -75,7 +75,6 @@ class Merging:
         self._due = self._begun = 0  # merges of this epoch
         self._pending: Operation | None = None
         self._engine: Engine | None = None
-        self._reported = 0  # samples of this node up to the last merge
         self.merges = 0
 
     def open(self, world: World, compression: Any, steps: OwnSteps, advises: bool) -> None:
@@ -139,21 +138,18 @@ class Merging:
         """Begin a merge of what the node's model is now."""
         assert self._engine is not None
         self._begun += 1
-        done = self._node.board.total("samples")
-        samples, self._reported = done - self._reported, done
         with torch.no_grad():
             for own, tensor in zip(self._snapshot, self._tensors, strict=True):
                 own.copy_(tensor)
         self._before = [own.detach().clone() for own in self._snapshot]
         self._replica.prepare()
         count = self._counter.add(0) if is_last and self._counter is not None else 0
-        mine = np.array([max(samples, 1), count], np.int64).view(np.uint8)
+        mine = np.array([count], np.int64).view(np.uint8)
 
         def work(transport: Transport, votes: list[int]) -> tuple[float, Any, int]:
-            told = [message.view(np.int64) for message in transport.allgather(mine)]
-            weight = shares([float(row[0]) for row in told])[transport.rank]
-            update = self._replica.exchange(transport, weight)
-            return weight, update, max(int(row[1]) for row in told)
+            counts = [int(message.view(np.int64)[0]) for message in transport.allgather(mine)]
+            weight = 1.0 / transport.size
+            return weight, self._replica.exchange(transport, weight), max(counts)
 
         facts = [self._replica.facts, f"the last one of an epoch: {is_last}"]
         self._is_last = is_last

@@ -224,8 +224,12 @@ class SharedModel:
         return [tensor for place, tensor in places if not place.key]
 
     def map_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Let a worker's parameters be this memory."""
+        """Let a worker's parameters be this memory; gradients that they have go.
+
+        A fused step takes both entry by entry as they lie in memory, and these may lie otherwise.
+        """
         for parameter, tensor in zip(parameters, self.parameters, strict=True):
+            parameter.grad = None
             parameter.data = tensor
 
     def map_state(

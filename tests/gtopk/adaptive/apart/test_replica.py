@@ -249,6 +249,8 @@ def test_a_replica_at_the_center_is_still_the_replica_that_it_was(how: str) -> N
             taken += world.replicas[0].state_dict()["own"]
             world.merge([0.25, 0.75], how)
             taken.append(torch.tensor(world.replicas[1].weighted_offset(0.75)))
+            if within:
+                assert all(torch.equal(flat(r.parameters), flat(r.center)) for r in world.replicas)
         found.append([*taken, world.center, *world.replicas[0].parameters])
     assert len(found[0]) == len(found[1]) == 3 + 2 * len(SHAPES) + 1
     assert all(map(torch.equal, *found))

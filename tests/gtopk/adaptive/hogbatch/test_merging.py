@@ -19,25 +19,23 @@ NODES = [[0], [1]]  # of one worker each: nobody else's step is in what one of i
 class Followed:
     """What a node's worker applies, by the merge that takes it in.
 
-    samples, applied: of each merge, and last of what none has taken in yet.
-    beside_merges:    steps while a merge was under way.
+    applied:       of each merge, and last of what none has taken in yet.
+    beside_merges: steps while a merge was under way.
     """
 
     def __init__(self, loader: Any, model: torch.nn.Module) -> None:
-        self.samples, self.applied = [0], [torch.zeros_like(flat(model))]
+        self.applied = [torch.zeros_like(flat(model))]
         self.beside_merges = 0
         merging, writer = loader._node.merging, loader._writer
         merge, update = merging._merge, writer.update
 
         def follow_merge(is_last: bool) -> None:
             merge(is_last)
-            self.samples.append(0)
             self.applied.append(torch.zeros_like(self.applied[0]))
 
         def follow_update(apply: Callable[[], None]) -> None:
             before = flat(model).clone()
             update(apply)
-            self.samples[-1] += loader.num_samples
             self.applied[-1] += flat(model) - before
             self.beside_merges += merging._pending is not None
 
@@ -53,27 +51,22 @@ def trained(here: World, compression: Any) -> tuple[Followed, torch.Tensor]:
     return followed, flat(model)
 
 
-def test_a_merge_is_the_mean_of_what_nodes_applied_by_their_samples() -> None:
+def test_a_merge_is_the_mean_of_what_nodes_applied() -> None:
     """And what they applied while it was under way is in the next."""
     nodes, models = zip(*on_ranks(2, lambda here: trained(here, hvd.Compression.none)), strict=True)
     expected = flat(network())
     for merge in range(12):
-        samples = [max(node.samples[merge], 1) for node in nodes]
-        for node, own in zip(nodes, samples, strict=True):
-            expected = expected + own / sum(samples) * node.applied[merge]
+        for node in nodes:
+            expected = expected + node.applied[merge] / len(nodes)
     assert any(node.beside_merges for node in nodes)
     for node, model in zip(nodes, models, strict=True):
-        assert len(node.samples) == 12 + 1
+        assert len(node.applied) == 12 + 1
         assert not node.applied[12].any()
         torch.testing.assert_close(model, expected, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("density", [0.05, 0.2, 1.0])
-def test_what_top_k_sends_in_parts_is_all_there_after_a_drain(
-    density: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nodes weigh the same here, so that what an offset weighs is what it weighed before."""
-    monkeypatch.setattr("gtopk.adaptive.hogbatch.merging.shares", lambda samples: [0.5, 0.5])
+def test_what_top_k_sends_in_parts_is_all_there_after_a_drain(density: float) -> None:
     compression = hvd.Compression.gtopk(density=density)
     results = on_ranks(2, lambda here: trained(here, compression))
     expected = flat(network()) + sum(sum(node.applied) / 2 for node, _ in results)

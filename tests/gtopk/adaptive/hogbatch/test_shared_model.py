@@ -106,6 +106,22 @@ def test_a_fused_step_takes_the_gradient_of_a_copy_in_any_strides(kind: Any) -> 
     assert torch.equal(*taken)
 
 
+def test_a_gradient_of_before_is_not_filled_again_in_its_own_strides() -> None:
+    """Once, a fused step paired it with the parameter's memory, whose strides are others."""
+    made = torch.nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, fused=True)
+    x = torch.randn(1, 3, 5, 5)
+    made(x).sum().backward()
+    shared, parameters, _ = share(made, optimizer)
+    shared.map_parameters(parameters)
+    optimizer.zero_grad(set_to_none=False)
+    before = made.weight.detach().clone()
+    made(x).sum().backward()
+    (gradient,) = torch.autograd.grad(made(x).sum(), [made.weight])
+    optimizer.step()
+    torch.testing.assert_close(made.weight.detach(), before - 0.1 * gradient)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_as_old_as_can_be_is_the_optimizers_own_step(name: str) -> None:
     """Once, what a step of the copy had changed was added, 600 updates later: v < 0, and NaN."""
