@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
+from gtopk.arguments import as_argument, share
 from gtopk.charts.units import bytes_text, count_text
 from models.data.batches import SparseDataset
 from models.data.catalogue import shape_of
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--negatives", type=int, default=4096)
     parser.add_argument("--compression", choices=("none", "gtopk"), default="none")
-    parser.add_argument("--density", type=float, default=0.001)
+    parser.add_argument("--density", type=as_argument(share), default=0.001)
     parser.add_argument("--only", choices=("sampled", "full"))
     arguments = parser.parse_args()
     hvd.init()
