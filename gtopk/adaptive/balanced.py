@@ -76,7 +76,7 @@ class BalancedLoader:
         needed = self._aims or options.lr_scaling == "adascale"
         probes = options.noise_every or (100 if needed else 0)
         self._noise_every = probes if world.size > 1 else 0
-        self._copy = GradientCopy() if self._noise_every else None
+        self._copy = GradientCopy(trained_by(job.optimizer)) if self._noise_every else None
         self._lead, self._most = self._meet()
         self._limits = self._limits_of(options.global_batch)
         self._limits.check()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _log = logging.getLogger("gtopk")
 
@@ -59,11 +60,11 @@ class Memory:
 
     def _in_parts(
         self, loss_of: Callable[[Any], torch.Tensor], batch: Any, size: int, summed: bool
-    ) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, MutableMapping[torch.Tensor, torch.Tensor]]:
         """Return the loss of the whole batch and its gradients."""
         most = size if self.most is None else min(size, self.most)
         loss = torch.zeros((), device="cpu")
-        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        gradients = WeakTensorKeyDictionary()  # of a leaf that a part has made for itself: none
         for first in range(0, size, most):
             last = min(first + most, size)
             part = batch if last - first == size else slice_of(batch, size, first, last)
@@ -101,13 +102,13 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 @contextmanager
 def without_hooks(leaves: Collection[torch.Tensor]) -> Iterator[None]:
     """Let the leaves' own hooks not be called meanwhile: they are for whole gradients."""
-    hooks = [leaf._backward_hooks for leaf in leaves]
-    for leaf in leaves:
+    hooks = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    for leaf, _ in hooks:
         leaf._backward_hooks = None
     try:
         yield
     finally:
-        for leaf, own in zip(leaves, hooks, strict=True):
+        for leaf, own in hooks:
             leaf._backward_hooks = own
 
 

@@ -12,7 +12,7 @@ the b_i; with equal ones they are McCandlish et al. 2018 (arXiv 1812.06162), app
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -83,17 +83,26 @@ class NoiseAverage:
 
 
 class GradientCopy:
-    """A copy of one backward pass's gradients, before anything is added to or made of them."""
+    """A copy of one backward pass's gradients, before anything is added to or made of them.
 
-    def __init__(self) -> None:
-        self._places: dict[torch.Tensor, int] = {}  # of all that were ever copied
-        self._parameters: Sequence[torch.Tensor] = ()
+    parameters: that are trained at first; one that is frozen between steps is still one of them.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._places: dict[torch.Tensor, int] = {}
         self._scale = 1.0
         self._copies: dict[int, torch.Tensor] | None = None
+        self._watch(parameters)
 
-    def arm(self, parameters: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-        """Copy the next backward pass; scale: what the loss is multiplied with in it."""
-        self._parameters, self._scale, self._copies = parameters, scale, {}
+    def arm(self, parameters: Iterable[torch.Tensor], scale: float = 1.0) -> None:
+        """Copy the next backward pass.
+
+        parameters: that are trained by now. scale: what the loss is multiplied with.
+        """
+        self._watch(parameters)
+        self._scale, self._copies = scale, {}
+
+    def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
         take = weakref.WeakMethod(self._take)
         for parameter in parameters:
             if parameter in self._places:
@@ -112,14 +121,17 @@ class GradientCopy:
             self._copies[place] = copy.to_dense()  # an embedding's may be sparse
 
     def disarm(self) -> torch.Tensor | None:
-        """Return the copy, float64 [n], zeros where there was no gradient; None where not armed."""
+        """Return the copy, float64 [n], of all that was ever trained; None where not armed.
+
+        Zeros where there was no gradient.
+        """
         copies, self._copies = self._copies, None
         if copies is None:
             return None
         parts = [
             copies[place].reshape(-1)
-            if (place := self._places[parameter]) in copies
+            if place in copies
             else torch.zeros(parameter.numel(), dtype=torch.float64, device="cpu")
-            for parameter in self._parameters
+            for parameter, place in self._places.items()
         ]
         return torch.cat(parts).div_(self._scale)

@@ -68,13 +68,15 @@ def checksum(value: Any, before: int = 0) -> int:
 
 def order_in_words(order: Sequence[Any]) -> str:
     """Return, in short, in which order an epoch's samples come: must be equal on all ranks."""
+    if isinstance(order, range):  # may be as long as the world is wide
+        return repr(order)
     try:
-        told = zlib.crc32(np.fromiter(order, np.int64, len(order)).data)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-    ):  # a data set's own kind of indices, such as names
+        if isinstance(order, torch.Tensor | np.ndarray):
+            indices = np.asarray(order, np.int64)
+        else:
+            indices = np.fromiter(order, np.int64, len(order))
+        told = zlib.crc32(np.ascontiguousarray(indices).data)
+    except (TypeError, ValueError, OverflowError):  # indices of its own kind, such as names
         told = checksum(order)
     return f"an order of {len(order)} samples of checksum {told:08x}"
 

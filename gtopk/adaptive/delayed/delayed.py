@@ -68,7 +68,7 @@ class DelayedLoader:
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._passes = Passes(world.size, options.micro_batch)
         name = f"adapt.{next(world.sets[0].unnamed)}"
-        facts = ["mode='abs'", f"{length} samples", *options.facts()]
+        facts = ["mode='abs'", f"{length} samples", *options.facts(), *optimizer._options.facts()]
         world.engine.submit(name, facts, lambda transport, votes: None).wait()
         names = optimizer._parameter_names
         trained = [parameter for parameter in names if parameter.requires_grad]

@@ -96,7 +96,7 @@ class RoundWire:
         self.samples = samples
         return self._submit(
             "gradients",
-            [self.exchange.facts, *self._facts],
+            [self.exchange.facts, f"compares replicas: {look is not None}", *self._facts],
             work,
             (_FINITE if finite else 0)
             | (_MISSES if missing else 0)

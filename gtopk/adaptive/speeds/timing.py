@@ -43,6 +43,7 @@ class GradientTimer:
         self._began: float | None = None
         self._ended: float | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._watch()
 
     def hand_over(self, samples: int) -> None:
         """Begin."""

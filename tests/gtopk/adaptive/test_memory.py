@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -123,6 +124,24 @@ def test_a_hook_that_changes_gradients_changes_the_whole_ones_once() -> None:
     assert len(given) == 1
     assert weight.grad is not None
     assert weight.grad.tolist() == pytest.approx([3.0, 3.0])
+
+
+def test_leaves_that_a_part_makes_for_itself_go_with_it() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        hidden = (part * weight).detach().requires_grad_()
+        made.append(weakref.ref(hidden))
+        alive.append(sum(leaf() is not None for leaf in made))
+        return (hidden.sum(1) + (part * weight).sum(1)).mean()
+
+    in_parts(loss_of, torch.ones(20, 2))
+    assert len(alive) == 10
+    assert max(alive) <= 2
+    assert weight.grad is not None
+    assert weight.grad.tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_what_does_not_fit_even_alone_is_raised() -> None:

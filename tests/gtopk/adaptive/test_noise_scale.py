@@ -83,7 +83,7 @@ def test_a_rate_is_scaled_for_the_step_alone(scaling: str, expected: float) -> N
 def test_a_copy_is_of_one_backward_pass_only() -> None:
     layer = torch.nn.Linear(3, 2)
     unused = torch.nn.Parameter(torch.zeros(2))
-    copy = GradientCopy()
+    copy = GradientCopy([])
     layer(torch.ones(1, 3)).sum().backward()
     assert copy.disarm() is None
     for factor in (2.0, 3.0):
@@ -94,20 +94,26 @@ def test_a_copy_is_of_one_backward_pass_only() -> None:
         assert gradient.tolist() == [factor] * 6 + [1.0] * 2 + [0.0] * 2
 
 
-def test_a_copy_is_of_what_is_trained_when_it_is_armed() -> None:
+def test_a_copy_is_of_all_that_was_ever_trained() -> None:
+    """Once, a model frozen between its steps, and thawed for their backward passes, had none."""
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    copy = GradientCopy()
-    for trained in ([first], [second], [first, second]):
+    copy = GradientCopy([first])
+    for trained, expected in (([], [2.0]), ([second], [2.0, 3.0]), ([first], [2.0, 3.0])):
         copy.arm(trained)
         (2 * first + 3 * second).sum().backward()
         gradient = copy.disarm()
         assert gradient is not None
-        assert gradient.tolist() == [2.0 if each is first else 3.0 for each in trained]
+        assert gradient.tolist() == expected
+    copy.arm([])
+    (2 * first).sum().backward()
+    gradient = copy.disarm()
+    assert gradient is not None
+    assert gradient.tolist() == [2.0, 0.0]
 
 
 def test_a_copy_of_a_scaled_or_a_sparse_gradient_is_of_its_values() -> None:
     table = torch.nn.Embedding(3, 2, sparse=True)
-    copy = GradientCopy()
+    copy = GradientCopy([])
     copy.arm([table.weight], scale=8.0)
     (8.0 * table(torch.tensor([2, 0, 2])).sum()).backward()
     gradient = copy.disarm()

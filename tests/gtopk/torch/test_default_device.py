@@ -88,8 +88,8 @@ def adapted_batches(rank: int, device: Device, folder: Path) -> Any:
     used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     rows = torch.arange(6.0).reshape(3, 2)
     with device():
-        copy = GradientCopy()
-        copy.arm([used, unused])
+        copy = GradientCopy([used, unused])
+        copy.arm([])
         (rows[0] * used).sum().backward()
         memory = Memory(rank)
         loss = memory.backward(lambda part: (part * used).sum(), rows, 3, summed=True)

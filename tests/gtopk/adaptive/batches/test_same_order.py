@@ -98,9 +98,10 @@ def test_ranks_that_begin_unlike_iterations_are_an_error_on_all(
 
 
 def test_an_order_is_told_by_its_indices_of_whatever_kind() -> None:
-    words = {order_in_words(order) for order in ([0, 1, 2], range(3), torch.arange(3))}
+    words = {order_in_words(order) for order in ([0, 1, 2], (0, 1, 2), torch.arange(3))}
     assert len(words) == 1
     names = [f"sample {i}" for i in range(3)]
     assert order_in_words(names) == order_in_words(list(names))
     others: Iterator[Any] = iter(([0, 2, 1], [0, 1], names, names[::-1], [(0, 1), (1, 2)]))
     assert len({*words, *map(order_in_words, others)}) == 6
+    assert order_in_words(range(10**15)) == "range(0, 1000000000000000)"  # not a word of each

@@ -67,3 +67,17 @@ def test_replicas_are_looked_at_every_so_many_rounds(heals: bool) -> None:
     assert rounds[max(rounds)] == found
     assert [other[max(other)] for other, _ in others] == [found] * 2
     assert all(torch.equal(weight, other) for _, other in others) == heals
+
+
+@pytest.mark.parametrize("unlike", [{"check_every": 1}, {"on_divergence": "heal"}])
+def test_ranks_compare_their_replicas_alike_or_not_at_all(unlike: dict[str, Any]) -> None:
+    """Once, one rank's checksums met another's settings: an error that named neither."""
+
+    def program(here: World) -> str:
+        options = {"check_every": 2, **(unlike if here.rank else {})}
+        with pytest.raises(hvd.HorovodInternalError) as raised:
+            opened(here, 96, **options)
+        return str(raised.value)
+
+    for said in on_ranks(2, program):
+        assert f"{next(iter(unlike))}={next(iter(unlike.values()))!r}" in said

@@ -43,6 +43,16 @@ def test_a_layer_that_is_thawed_is_timed_from_the_next_batch_on() -> None:
         timer.hand_over(4)
 
 
+def test_a_layer_that_is_frozen_between_its_steps_is_timed() -> None:
+    layer = torch.nn.Linear(2, 1)
+    timer = timer_of(layer)
+    layer.requires_grad_(False)
+    timer.hand_over(1)
+    layer.requires_grad_(True)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert timer.take() is not None
+
+
 def test_a_parameter_outlives_its_timer() -> None:
     layer = torch.nn.Linear(2, 1)
     timer = timer_of(layer)
