@@ -221,6 +221,27 @@ def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
 
 
+def test_what_names_hold_is_no_markup(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pose_as_terminal(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    first, *lines = lines_of(0, 1, 10)
+    at = {"seconds": 0.1, "step": 10}
+    lines.insert(-1, {"what": "values", **at, "values": {"loss": 0.5, "loss[val]": 0.25}})
+    lines = [line for line in lines if "accuracy" not in line.get("values", ())]
+    file = LineFile(path_of("[/run]", 0))
+    file.take([{**first, "host": "[a]"}, *lines])
+    file.close()
+    assert main(["[/run]"]) == 0
+    title, headings, row, *_ = without_controls(capsys.readouterr().out).splitlines()
+    assert title.split() == ["[/run]"]
+    assert {"loss", "loss[val]"} <= set(headings.split())
+    assert row.split()[1] == "[a]"
+
+
 def test_ctrl_c_leaves_the_terminal_as_it_was(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
