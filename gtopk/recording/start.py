@@ -8,6 +8,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
@@ -34,6 +35,7 @@ class Recorded(Protocol):
     """A world, as far as its recording goes."""
 
     recorder: Recorder | None
+    recordings: Settings
     step: int
     clock: Offset
     began_unix_seconds: float
@@ -55,19 +57,26 @@ def start(world: Recorded, settings: Settings) -> None:
     """
     stop(world, "it is recorded elsewhere from now on")
     _tell_of_earlier_run(world, settings)
-    _record(world, settings, [opening() for opening in _openings(world, settings).values()])
+    with ExitStack() as opened:  # where a later one cannot be, the earlier ones are closed
+        sinks = []
+        for opening in _openings(world, settings).values():
+            sinks.append(opening())
+            opened.callback(sinks[-1].close)
+        opened.pop_all()
+    world.recordings = settings
+    _record(world, sinks)
 
 
-def start_if_asked(world: Recorded, settings: Settings) -> None:
-    """Record what the environment asks for; where that cannot be, say so and train."""
-    _tell_of_earlier_run(world, settings)
+def start_if_asked(world: Recorded) -> None:
+    """Record what was asked for at the world's start; where that cannot be, say so and train."""
+    _tell_of_earlier_run(world, world.recordings)
     sinks = []
-    for variable, opening in _openings(world, settings).items():
+    for variable, opening in _openings(world, world.recordings).items():
         try:
             sinks.append(opening())
         except (ImportError, OSError) as error:
             _log.warning("rank %d trains without what %s asks for: %s", world.rank, variable, error)
-    _record(world, settings, sinks)
+    _record(world, sinks)
 
 
 def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sink]]:
@@ -98,12 +107,10 @@ def _tell_of_earlier_run(world: Recorded, settings: Settings) -> None:
         )
 
 
-def _record(world: Recorded, settings: Settings, sinks: list[Sink]) -> None:
+def _record(world: Recorded, sinks: list[Sink]) -> None:
     if sinks:
-        began = time.perf_counter()
-        world.recorder = Recorder(
-            sinks, _begin(world, began), began, settings.every, lambda: world.step
-        )
+        began, every = time.perf_counter(), world.recordings.every
+        world.recorder = Recorder(sinks, _begin(world, began), began, every, lambda: world.step)
 
 
 def stop(world: Recorded, how: str) -> None:

@@ -28,7 +28,7 @@ from ..exceptions import HorovodInternalError, InvalidCallError
 from ..heartbeat.heartbeat import timeout_from
 from ..recording import start as recording
 from ..recording.recorder import Recorder
-from ..recording.settings import settings_from
+from ..recording.settings import Settings, settings_from
 from ..timeline import timeline
 from . import checked_messages, failure_file
 from .guard import Guard, describe
@@ -51,6 +51,7 @@ class World:
     step:       how many optimizer steps this rank has finished; errors name it.
     timeline:   what records its operations, while something does.
     recorder:   what records its steps, while something does.
+    recordings: what was asked to be recorded, by the environment or the script.
     clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
     began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
     advice:     how the job can go on when it ends before its time; errors end with it.
@@ -67,7 +68,8 @@ class World:
     failures:   of that, what went wrong; known once this rank has left.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, recordings: Settings | None = None) -> None:
+        """recordings: those of the world before; None: what the environment asks for."""
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.on_change: Callable[[], None] = lambda: None  # of step or advice
@@ -75,7 +77,7 @@ class World:
         self._advice = ""
         self.timeline: timeline.Timeline | None = None
         self.recorder: Recorder | None = None
-        self.recordings = settings_from()
+        self.recordings = settings_from() if recordings is None else recordings
         self.advised = False
         self.told_here = False
         self.told: list[int] = []
@@ -268,25 +270,29 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     does not say enough, a rank does not come or the transport leaves each of them alone, ValueError
     for another comm.
     """
-    global _communicator
     if _process is None:
-        finish_leaving()
-        transport = join(comm)
-        amiss = left_apart(transport.size) if comm is None else None
-        init_on(transport)
-        _communicator = comm
-        if amiss is not None:
-            _log.warning(amiss)
+        _init(comm)
 
 
-def init_on(transport: Transport) -> None:
-    """Make a transport the world of this process, until `shutdown`."""
+def _init(comm: MPI.Intracomm | Sequence[int] | None, recordings: Settings | None = None) -> None:
+    global _communicator
+    finish_leaving()
+    transport = join(comm)
+    amiss = left_apart(transport.size) if comm is None else None
+    init_on(transport, recordings)
+    _communicator = comm
+    if amiss is not None:
+        _log.warning(amiss)
+
+
+def init_on(transport: Transport, recordings: Settings | None = None) -> None:
+    """Make a transport the world of this process, until `shutdown`; recordings: as of World."""
     global _process, _guard, _handled
     heartbeat_seconds = timeout_from()
     failures = failure_file.folder_from()
     failure_file.remove_earlier(failures, transport.rank, transport.size)
     logs.speak(transport.rank)
-    here = World(transport)
+    here = World(transport, recordings)
     guard = Guard(here, heartbeat_seconds, failures)
     try:
         guard.install()
@@ -300,7 +306,7 @@ def init_on(transport: Transport) -> None:
         with suppress(AttributeError):
             setattr(error, _MARK, _handled)
     timeline.start_if_asked(_process)
-    recording.start_if_asked(_process, _process.recordings)
+    recording.start_if_asked(_process)
     atexit.register(_at_exit)
 
 
@@ -376,7 +382,7 @@ def rejoin() -> None:
     guard.remove()
     atexit.unregister(_at_exit)
     _process = _guard = None
-    init(_communicator)
+    _init(_communicator, here.recordings)
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
     current().advice = here.advice
