@@ -47,37 +47,85 @@ def steps_of(run: Run) -> list[int]:
     return [step.report.step for step in run.first.steps]
 
 
-def recover(training: Training, steps: int) -> None:
-    """Take so many steps, fail, and be called again."""
+def test_a_run_that_goes_on_from_a_checkpoint_is_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
+    for epoch in range(2):  # which is all that this script counts
+        hvd.init()
+        training = Training()
+        found = gtopk.load_latest(tmp_path / "saved", training.model, training.optimizer)
+        assert (found.step if found else 0) == epoch
+        training.take(5)
+        gtopk.save_checkpoint(
+            tmp_path / "saved", training.model, training.optimizer, step=epoch + 1
+        )
+        hvd.shutdown()
+    assert steps_of(read_run(tmp_path / "run")) == list(range(10))
+
+
+def train_in_batches(training: Training, batches: int, fails_before: int) -> None:
+    """Commit after every third batch, and fail once."""
+    failed = False
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        state.attempts += 1
-        state.commit()
-        training.take(steps)
-        if state.attempts == 1:
-            raise hvd.HorovodInternalError("a hiccup")
+        nonlocal failed
+        while state.batches < batches:
+            if state.batches == fails_before and not failed:
+                failed = True
+                raise hvd.HorovodInternalError("a hiccup")
+            training.take(1)
+            state.batches += 1
+            gtopk.log(batches=state.batches)
+            if state.batches % 3 == 0:
+                state.commit()
 
-    train(hvd.elastic.TorchState(training.model, training.optimizer, attempts=0))
+    train(hvd.elastic.TorchState(training.model, training.optimizer, batches=0))
 
 
-def test_what_a_script_asked_for_is_recorded_after_a_recovery_too(
+@pytest.mark.parametrize("asked_by", ["the environment", "the script"])
+def test_after_a_recovery_what_was_lost_is_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_by: str
+) -> None:
+    if asked_by == "the environment":
+        monkeypatch.setenv("GTOPK_RUN", str(tmp_path))
+    hvd.init()
+    if asked_by == "the script":
+        gtopk.record(str(tmp_path))
+    train_in_batches(Training(), 8, fails_before=5)
+    assert world.current().step == 8
+    hvd.shutdown()
+    (rank,) = read_run(tmp_path).ranks
+    assert [step.report.step for step in rank.steps] == list(range(8))
+    assert [note.content for note in rank.values] == [{"batches": n} for n in range(1, 9)]
+
+
+def test_a_job_goes_on_from_the_commit_of_the_one_before_as_it_counts_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
+    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path / "commits"))
+    for batches in (8, 16):  # of the first job the last two are not committed
+        hvd.init()
+        train_in_batches(Training(), batches, fails_before=batches - 3)
+        assert world.current().step == batches
+        hvd.shutdown()
+    assert steps_of(read_run(tmp_path / "run")) == list(range(16))
+
+
+def test_after_a_recovery_it_is_recorded_as_the_script_has_asked(
     tmp_path: Path, training: Training
 ) -> None:
     gtopk.record(str(tmp_path), every=2, prometheus="0")
     before = world.current()
-    recover(training, 5)
+    train_in_batches(training, 8, fails_before=5)
     assert world.current() is not before
     assert world.current().recordings == before.recordings
     assert before.recordings.prometheus == Address("127.0.0.1", 0)
-    training.take(1)
-    gtopk.log(loss=0.5)
     hvd.shutdown()
     hvd.init()
-    run = read_run(tmp_path)
-    assert len(run.first.steps) > 5
-    assert [note.content for note in run.first.values] == [{"loss": 0.5}]
-    assert world.current().recorder is None  # what the script asked for was of that world
+    assert world.current().recorder is None  # the script asked in that world
 
 
 def test_where_one_cannot_be_opened_what_was_opened_before_is_closed(
