@@ -36,6 +36,8 @@ class Recorded(Protocol):
 
     recorder: Recorder | None
     recordings: Settings
+    recorded_to: set[str]
+    resumed: bool
     step: int
     clock: Offset
     began_unix_seconds: float
@@ -96,7 +98,7 @@ def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sin
 def _tell_of_earlier_run(world: Recorded, settings: Settings) -> None:
     """Say, on rank 0, that a folder holds a run that is over; not of what this process wrote."""
     path = path_of(settings.run, world.rank) if settings.run else None
-    if world.rank or world.step or path is None or path in _written:
+    if world.rank or world.resumed or path is None or path in _written:
         return
     _written.add(path)
     if has_ended(path):
@@ -111,6 +113,9 @@ def _record(world: Recorded, sinks: list[Sink]) -> None:
     if sinks:
         began, every = time.perf_counter(), world.recordings.every
         world.recorder = Recorder(sinks, _begin(world, began), began, every, lambda: world.step)
+        world.recorded_to.add(world.recordings.run)
+        if world.resumed:
+            world.recorder.note_resumed()
 
 
 def stop(world: Recorded, how: str) -> None:
@@ -132,6 +137,7 @@ def _begin(world: Recorded, began: float) -> Line:
         "ranks": world.size,
         "local_rank": world.local_rank,
         "step": world.step,
+        "again": world.recordings.run in world.recorded_to,
         "seconds": began - world.clock.ahead_seconds,  # on rank 0's clock
         "clock_uncertain_seconds": world.clock.uncertain_seconds,
         "began_unix_seconds": world.began_unix_seconds,  # as all ranks have agreed

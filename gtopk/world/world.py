@@ -52,6 +52,8 @@ class World:
     timeline:   what records its operations, while something does.
     recorder:   what records its steps, while something does.
     recordings: what was asked to be recorded, by the environment or the script.
+    recorded_to: the folders that it was recorded to so far.
+    resumed:    whether it went on from a run before it.
     clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
     began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
     advice:     how the job can go on when it ends before its time; errors end with it.
@@ -78,6 +80,8 @@ class World:
         self.timeline: timeline.Timeline | None = None
         self.recorder: Recorder | None = None
         self.recordings = settings_from() if recordings is None else recordings
+        self.recorded_to: set[str] = set()
+        self.resumed = False
         self.advised = False
         self.told_here = False
         self.told: list[int] = []
@@ -230,7 +234,7 @@ class World:
 
     def resume(self, step: int) -> None:
         """Go on from this step of a run that was before this world."""
-        self.step = step
+        self.step, self.resumed = step, True
         if self.recorder is not None:
             self.recorder.note_resumed()
 

@@ -11,6 +11,7 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
+from gtopk.recording import start
 from gtopk.recording.endpoint import Address
 from gtopk.recording.reading import Run, read_run
 from gtopk.world import world
@@ -43,6 +44,13 @@ def training() -> Iterator[Training]:
     hvd.shutdown()
 
 
+def recorded(folder: Path) -> Run:
+    """Return what is recorded so far."""
+    if world.is_initialized() and (recorder := world.current().recorder) is not None:
+        recorder.flush()
+    return read_run(folder)
+
+
 def steps_of(run: Run) -> list[int]:
     return [step.report.step for step in run.first.steps]
 
@@ -61,7 +69,47 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_one_run(
             tmp_path / "saved", training.model, training.optimizer, step=epoch + 1
         )
         hvd.shutdown()
-    assert steps_of(read_run(tmp_path / "run")) == list(range(10))
+    assert steps_of(recorded(tmp_path / "run")) == list(range(10))
+
+
+def test_a_run_that_a_script_records_late_is_one_by_itself(
+    tmp_path: Path, training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    training.take(3)
+    gtopk.record(str(tmp_path))
+    training.take(5)
+    assert steps_of(recorded(tmp_path)) == list(range(3, 8))
+    hvd.shutdown()
+    start._written.clear()  # as in another process
+    hvd.init()
+    training.distribute()
+    training.take(6)
+    with caplog.at_level("INFO", "gtopk"):
+        gtopk.record(str(tmp_path))
+    assert "holds the record of an earlier run" in caplog.text
+    training.take(2)
+    run = recorded(tmp_path)
+    assert steps_of(run) == [6, 7]
+    assert run.earlier_runs == 1
+
+
+def test_a_run_that_is_recorded_again_or_resumed_before_it_is_recorded_goes_on(
+    tmp_path: Path, training: Training
+) -> None:
+    first, other, saved = str(tmp_path / "first"), str(tmp_path / "other"), tmp_path / "saved"
+    for folder in (first, other, first):
+        gtopk.record(folder)
+        training.take(3)
+    gtopk.save_checkpoint(saved, training.model, training.optimizer, step=1)
+    hvd.shutdown()
+    hvd.init()
+    training.distribute()
+    assert gtopk.load_latest(saved, training.model, training.optimizer) is not None
+    training.take(1)
+    gtopk.record(first)
+    training.take(1)
+    assert steps_of(recorded(Path(first))) == [0, 1, 2, 6, 7, 8, 10]
+    assert steps_of(recorded(Path(other))) == [3, 4, 5]
 
 
 def train_in_batches(training: Training, batches: int, fails_before: int) -> None:
@@ -111,7 +159,7 @@ def test_a_job_goes_on_from_the_commit_of_the_one_before_as_it_counts_steps(
         train_in_batches(Training(), batches, fails_before=batches - 3)
         assert world.current().step == batches
         hvd.shutdown()
-    assert steps_of(read_run(tmp_path / "run")) == list(range(16))
+    assert steps_of(recorded(tmp_path / "run")) == list(range(16))
 
 
 def test_after_a_recovery_it_is_recorded_as_the_script_has_asked(
