@@ -9,7 +9,7 @@
     score     how fast this rank computes beside the fastest, now and then
     values    what the script has logged; null for what was not finite
     message   what the library has said
-    end       how this rank left
+    end       how this rank left, and whether "in_order"
 
 Each has "step", as the library counts them, and each but "begin" has "seconds" since its "begin",
 on rank 0's clock; a "begin" has "began_unix_seconds", the same on all ranks that began together. A
@@ -57,6 +57,12 @@ def report_of(line: Line) -> StepReport:
         if name in line or default is dataclasses.MISSING
     }
     return StepReport(**known)
+
+
+def left_in_order(end: Line) -> bool:
+    """Tell whether a rank left in order; in earlier versions the words alone told."""
+    in_order = "failed" not in end["how"] and "stopped" not in end["how"]
+    return bool(end.get("in_order", in_order))
 
 
 def as_text(line: Line) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..telemetry import StepReport
-from .lines import Line, report_of
+from .lines import Line, left_in_order, report_of
 from .rank_file import RankFile
 
 _PATTERN: Final = "rank-*.jsonl"
@@ -48,7 +48,7 @@ class RankRecord:
     steps:   each once: where the run went back to a checkpoint, those that it was to do again, and
              what was noted in them, are left out.
     earlier: how many of them it did before it last began, or went on from a checkpoint.
-    end:     how it left; None: it goes on, or was killed.
+    end:     how it left; None: it goes on, or was killed. in_order: whether that is as it should.
     """
 
     begin: Line
@@ -59,6 +59,7 @@ class RankRecord:
     messages: list[Note] = field(default_factory=list)
     earlier: int = 0
     end: str | None = None
+    in_order: bool = True
     last_seconds: float = 0.0
 
     @property
@@ -240,4 +241,4 @@ def _add(
     elif what == "message":
         record.messages.append(Note(seconds, line["step"], line))
     elif what == "end":
-        record.end = line["how"]
+        record.end, record.in_order = line["how"], left_in_order(line)

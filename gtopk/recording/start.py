@@ -118,10 +118,16 @@ def _record(world: Recorded, sinks: list[Sink]) -> None:
             world.recorder.note_resumed()
 
 
-def stop(world: Recorded, how: str) -> None:
+def stop(world: Recorded, how: str, in_order: bool = True) -> None:
     """Write how this rank ends, and nothing more."""
     if world.recorder is not None:
-        world.recorder.end(how)
+        world.recorder.end(how, in_order)
+    pause(world)
+
+
+def pause(world: Recorded) -> None:
+    """Write what was noted: the run is not over, it goes on in another world."""
+    if world.recorder is not None:
         world.recorder.close()
         world.recorder = None
 

@@ -123,7 +123,7 @@ def how_it_left(rank: RankRecord, run: Run) -> str | None:
         return (
             f"has written nothing after step {step}, and not how it left: it goes on, or was killed"
         )
-    return rank.end if "failed" in rank.end or "stopped" in rank.end else None
+    return None if rank.in_order else rank.end
 
 
 def happenings(run: Run) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ class Status:
     of what the run went on from: that may have been on other machines.
 
     state:      "running", "silent" (for how long: silent_seconds), or how it ended.
+    failed:     whether it ended out of order.
     sent_bytes: a step.
     density:    the share of the values that it sends.
     straggler_score: how fast it computes beside the fastest rank, 1.
@@ -33,6 +34,7 @@ class Status:
     rank: int
     host: str
     state: str
+    failed: bool
     silent_seconds: float
     step: int | None
     steps_per_second: float | None
@@ -74,6 +76,7 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
         rank=rank.rank,
         host=rank.begin["host"],
         state=rank.end if rank.end is not None else state,
+        failed=rank.end is not None and not rank.in_order,
         silent_seconds=round(silent_seconds, 1),
         step=last.step if last else None,
         steps_per_second=(recent[-1].report.step - recent[0].report.step) / seconds

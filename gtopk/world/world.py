@@ -183,7 +183,12 @@ class World:
         if engine is not None:
             engine.close(reason)
 
-    def close(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def close(self, reason: str, in_order: bool = True) -> None:
+        """Leave the world, and have the record say how."""
+        self.leave(reason)
+        recording.stop(self, reason, in_order)
+
+    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         """Leave the world; returns when every rank has left, or the job is at its end anyway.
 
         What was unfinished is finished first; `failures` has what of it went wrong.
@@ -194,7 +199,6 @@ class World:
             self.close_set(number, reason)
         staying = self.engine.close(reason, patience_seconds)
         timeline.stop(self)
-        recording.stop(self, reason)
         for end in self._endings:
             try:
                 end()
@@ -242,10 +246,10 @@ class World:
         """Take note of ranks that were told to end, as all ranks do in the same step."""
         self.told = sorted({*self.told, *told})
 
-    def note_end(self, how: str) -> None:
+    def note_end(self, how: str, in_order: bool) -> None:
         """Have the record say how this rank ends, before it does."""
         if self.recorder is not None:
-            self.recorder.end(how)
+            self.recorder.end(how, in_order)
 
 
 _process: World | None = None
@@ -328,15 +332,19 @@ def shutdown() -> None:
     assert _guard is not None
     failures: list[Exception] = []
     error = sys.exc_info()[1]
-    if error is None or getattr(error, _MARK, None) is _handled or not _guard.needed:
-        _process.close(_guard.farewell("called shutdown()"))
+    if getattr(error, _MARK, None) is _handled:
+        error = None
+    how, in_order = "called shutdown()", error is None or isinstance(error, SystemExit)
+    if error is not None:
+        how += f" while it handled {describe(error, _process.where())}"
+    how = _guard.farewell(how)
+    if error is None or not _guard.needed:
+        _process.close(how, in_order)
         failures = _process.failures
         _guard.remove()
         _let_the_program_end(_guard)
     else:
-        handled = describe(error, _process.where())
-        how = _guard.farewell(f"called shutdown() while it handled {handled}")
-        _leaving = Leaving(partial(_process.close, how), _guard)
+        _leaving = Leaving(partial(_process.close, how, in_order), _guard)
     logs.fall_silent()
     _process = _guard = _handled = None
     for failure in failures:
@@ -373,7 +381,7 @@ def rejoin() -> None:
     silent = isinstance(here.engine.failure, PeerTimeoutError)
     patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
     sets = here.sets.copy()
-    staying = here.close(guard.farewell("begins anew"), patience_seconds=patience_seconds)
+    staying = here.leave(guard.farewell("begins anew"), patience_seconds)
     if gone := sorted({*staying, *here.transport.lost()}):
         failure = here.engine.failure
         raise HorovodInternalError(
@@ -381,6 +389,7 @@ def rejoin() -> None:
             + (f" ({failure})" if failure else "")
             + (f"; {here.advice}" if here.advice else "")
         )
+    recording.pause(here)
     for lost in here.failures:
         _log.error("%s", lost)
     guard.remove()
@@ -413,7 +422,9 @@ def _at_exit() -> None:
         guard = _leaving.guard
         _leaving.finish()
     elif _process is not None and guard is not None:
-        _process.close(guard.farewell("its program ended"))
+        error = _what_ended_the_program()
+        by = "" if error is None else f" by {describe(error)}"
+        _process.close(guard.farewell(f"its program ended{by}"), in_order=error is None)
         guard.close()
     if guard is not None:
         _untold.extend(guard.member.failures)
@@ -427,7 +438,12 @@ def _end_without_mpi() -> None:
     """End this process, with exit code 1 where an exception has ended its program."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(int(getattr(sys, "last_value", None) is not None))
+    os._exit(int(_what_ended_the_program() is not None))
+
+
+def _what_ended_the_program() -> BaseException | None:
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error
 
 
 def _end_by_what_went_wrong() -> None:
