@@ -56,7 +56,7 @@ def _last_value(run: Run, name: str) -> Tile:
 def _sent(run: Run) -> Tile | None:
     """Return the bytes of a step, beside those of the best dense allreduce."""
     steps = [step.report for rank in run.ranks for step in series.settled(rank.steps)]
-    ranks = int(run.first.begin["ranks"])
+    ranks = max((step.ranks for step in steps), default=0) or int(run.first.begin["ranks"])
     if not steps or ranks == 1:
         return None
     # Of an optimizer's own step, which a dense allreduce would follow each time.

@@ -56,6 +56,22 @@ def test_the_head_says_what_the_record_says(tmp_path: Path) -> None:
     assert "1.20 times what was predicted" in html
 
 
+@pytest.mark.parametrize(("exchanging", "of"), [(0, 4), (4, 4), (2, 2)])
+def test_dense_is_that_of_the_ranks_that_exchange_together(
+    tmp_path: Path, exchanging: int, of: int
+) -> None:
+    """Replicas of a shard, say; 0: an earlier version did not tell."""
+    for rank in range(4):
+        lines = lines_of(rank, 4, 50)
+        for line in lines:
+            line |= {"ranks": exchanging} if line["what"] == "step" else {}
+        path_of(tmp_path, rank).write_text("".join(map(as_text, lines)))
+    figures = as_record(read_run(tmp_path))
+    dense_bytes = 2 * (of - 1) / of * 4 * 100_000
+    value, _ = figures["figures"]["Bytes sent, of dense"]
+    assert value == f"1/{dense_bytes / 1200:.0f}"
+
+
 def test_what_the_record_holds_cannot_become_markup(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path))
     assert "<b>advice" not in html
