@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -141,16 +142,15 @@ def happenings(run: Run) -> list[tuple[str, str]]:
         for rank in run.ranks
         if (said := how_it_left(rank, run)) is not None
     ]
-    skipped = sorted({s.report.step for rank in run.ranks for s in rank.steps if s.report.skipped})
-    if skipped and series.covers(run) == "period":
-        count = sum(s.report.skipped for rank in run.ranks for s in rank.steps)
+    skipped = [[s.report.step for s in rank.steps if s.report.skipped] for rank in run.ranks]
+    if any(skipped) and series.covers(run) == "period":
+        count = sum(map(len, skipped))
         where = f"{count} {several('period', count)}"
         found.append((where, "held updates that were not finite, and are left out"))
-    elif skipped:
-        shown = ", ".join(map(count_text, skipped[:_FEW]))
-        more = f" and {len(skipped) - _FEW} more" if len(skipped) > _FEW else ""
-        where = f"{len(skipped)} {several(series.covers(run), len(skipped))}"
-        found.append((where, f"skipped on every rank: {shown}{more}"))
+    elif any(skipped):
+        of_all = max(skipped, key=len)  # each rank's are the same, as far as its record goes
+        where = f"{len(of_all)} {several(series.covers(run), len(of_all))}"
+        found.append((where, f"skipped on every rank, at {_places(of_all)}"))
     messages = sorted(
         ((note, rank.rank) for rank in run.ranks for note in rank.messages),
         key=lambda each: each[0].seconds,
@@ -165,6 +165,20 @@ def happenings(run: Run) -> list[tuple[str, str]]:
         left = f"and {len(found) - _FEW} more lines, which the files hold"
         found = [*found[:_FEW], ("", left)]
     return found
+
+
+def _places(steps: Sequence[int]) -> str:
+    """Return at which steps something was, and how many times.
+
+    A GradScaler that finds a gradient not finite makes no step: the next one has its number.
+    """
+    places = Counter(steps)
+    shown = [
+        f"step {count_text(step)}" + (f" ({times} times)" if times > 1 else "")
+        for step, times in sorted(places.items())[:_FEW]
+    ]
+    more = f" and {len(places) - _FEW} more" if len(places) > _FEW else ""
+    return ", ".join(shown) + more
 
 
 def what_was_run(run: Run) -> dict[str, str]:

@@ -15,6 +15,8 @@ from gtopk.recording.recorder import Recorder
 from gtopk.run_report.command import as_record, main
 from gtopk.run_report.page import page
 from gtopk.run_report.series import BINS, Point, binned, logged, parts_over_time
+from gtopk.run_report.words import happenings
+from gtopk.top.status import status_of
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 FIGURES = (
@@ -204,6 +206,23 @@ def test_a_run_that_diverges_has_its_page_and_its_figures(
     said = json.loads(capsys.readouterr().out)
     assert said["figures"]["Accuracy"][0] == "not finite"
     assert len(said["logged"]["loss"]) == after
+
+
+def test_each_step_that_was_skipped_is_counted_also_where_the_next_one_has_its_number(
+    tmp_path: Path,
+) -> None:
+    """As with a GradScaler, which makes no step then; the second rank was killed early."""
+    numbers = [(0, True)] * 4 + [(0, False), (1, False), (2, True), (2, False)]
+    for rank, count in ((0, 8), (1, 2)):
+        file = LineFile(path_of(tmp_path, rank))
+        file.take([begin(rank, 2)])
+        for step, skipped in numbers[:count]:
+            file.take([step_line(report(step, skipped=skipped), 0.1, 1200, 32)])
+        file.close()
+    run = read_run(tmp_path)
+    assert ("5 steps", "skipped on every rank, at step 0 (4 times), step 2") in happenings(run)
+    (first, _) = status_of(run, tmp_path)
+    assert first.skipped == 5
 
 
 @pytest.mark.parametrize("started", [False, True])
