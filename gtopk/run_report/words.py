@@ -49,14 +49,14 @@ def _last_value(run: Run, name: str) -> Tile:
     else:
         is_share = "accuracy" in name.lower() and 0 <= value <= 1
         said = percent_text(value) if is_share else f"{value:.4g}"
-    steps = "" if alone else f"{count_text(last.step)} steps, "
-    detail = f"logged after {steps}{seconds_text(last.seconds)}"
+    where = "" if alone else f"at step {count_text(last.step)}, "
+    detail = f"logged {where}after {seconds_text(last.seconds)}"
     return Tile(f"{name[0].upper()}{name[1:]}", said, detail, loss=value is None)
 
 
 def _sent(run: Run) -> Tile | None:
     """Return the bytes of a step, beside those of the best dense allreduce."""
-    steps = [step.report for rank in run.ranks for step in series.settled(rank.steps)]
+    steps = [step.report for rank in run.ranks for step in series.settled(rank)]
     ranks = max((step.ranks for step in steps), default=0) or int(run.first.begin["ranks"])
     if not steps or ranks == 1:
         return None
@@ -75,7 +75,7 @@ def _sent(run: Run) -> Tile | None:
 
 
 def _step(run: Run) -> Tile:
-    steps = [step for rank in run.ranks for step in series.settled(rank.steps)]
+    steps = [step for rank in run.ranks for step in series.settled(rank)]
     seconds = series.mean_parts(steps)
     total = sum(seconds.values())
     computed = seconds["compute"] / total if total else 0.0
@@ -104,7 +104,7 @@ def _ranks(run: Run) -> Tile:
 
 def steps_taken(run: Run) -> str:
     """Return how many steps the ranks took, which each may count by itself."""
-    taken = [rank.steps[-1].report.step + 1 for rank in run.ranks if rank.steps] or [0]
+    taken = [rank.taken for rank in run.ranks]
     if series.is_of_several(run) and min(taken) < max(taken):
         return f"{count_text(min(taken))} to {count_text(max(taken))} steps each"
     return f"{count_text(max(taken))} steps"
