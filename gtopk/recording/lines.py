@@ -1,6 +1,7 @@
 """Lines: what a run's record is made of, each a JSON object with "what" it is.
 
     begin     who this rank is, where and when: the first line, and again where ranks meet anew;
+              "every": of so many steps it writes one;
               "again": in the same world as the one before it, whose run this is
     resumed   what was written before is of this run, too: it goes on from there, at this step
     step      a StepReport

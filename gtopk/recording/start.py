@@ -143,6 +143,7 @@ def _begin(world: Recorded, began: float) -> Line:
         "ranks": world.size,
         "local_rank": world.local_rank,
         "step": world.step,
+        "every": world.recordings.every,
         "again": world.recordings.run in world.recorded_to,
         "seconds": began - world.clock.ahead_seconds,  # on rank 0's clock
         "clock_uncertain_seconds": world.clock.uncertain_seconds,
