@@ -389,9 +389,9 @@ def rejoin() -> None:
             + (f" ({failure})" if failure else "")
             + (f"; {here.advice}" if here.advice else "")
         )
-    recording.pause(here)
     for lost in here.failures:
         _log.error("%s", lost)
+    recording.pause(here)
     guard.remove()
     atexit.unregister(_at_exit)
     _process = _guard = None
