@@ -247,6 +247,7 @@ class _AdasumOptimizer(Wrapping):
             selected=0 if skipped else entries,
             updated=0 if skipped else entries,
             skipped=skipped,
+            ranks=self._world.size,
         )
         if self._world.recorder is not None:
             self._world.recorder.note_step(self.last_step)

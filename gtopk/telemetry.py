@@ -37,6 +37,7 @@ class StepReport:
     bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
     coded_entries, coded_bytes: of the sparse messages that this rank wrote, headers included.
     elements:            values of all gradients that were exchanged.
+    ranks:               that have exchanged together; 0: none have, or an earlier version wrote it.
     samples:             that this rank's gradients come from; None where nobody said.
     selected:            entries this rank picked (dense: all).
     updated:             coordinates that the agreed update holds.
@@ -78,6 +79,7 @@ class StepReport:
     skipped: bool
     local_steps: int = 1
     covers: str = "step"
+    ranks: int = 0
 
 
 PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")
@@ -203,6 +205,7 @@ def report(
         skipped=skipped,
         local_steps=local_steps,
         covers=covers,
+        ranks=max((operation.ranks for operation in operations), default=0),
     )
 
 

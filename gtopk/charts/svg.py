@@ -65,7 +65,10 @@ def widened(low: float, high: float, logarithmic: bool) -> Point:
     """Return bounds that differ."""
     if low < high:
         return low, high
-    return (low / 2, high * 2) if logarithmic else (low - 0.5, high + 0.5)
+    if logarithmic:
+        return low / 2, high * 2
+    room = max(0.5, abs(low) / 1000)  # half a unit is none to a float beyond 2 ** 53
+    return low - room, high + room
 
 
 def round_step(atleast: float) -> float:

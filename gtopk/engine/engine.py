@@ -145,7 +145,7 @@ class Engine:
         """
         intention = Intention(tuple(facts), recipe, tuple(map(layout_of, fusion)))
         announced = Announcement(name, intention, vote)
-        operation = Operation(announced, work, fusion, self._hurry, self._at)
+        operation = Operation(announced, self.transport.size, work, fusion, self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
             if self._joining is not None:
@@ -175,7 +175,7 @@ class Engine:
         be submitted until then: ValueError.
         """
         announced = Announcement("join", Intention((), None, ()), 0)
-        operation = Operation(announced, _nothing, (), self._hurry, self._at)
+        operation = Operation(announced, self.transport.size, _nothing, (), self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:

@@ -25,6 +25,7 @@ StandIn = Callable[[str, bytes], Work]
 class Operation:
     """Something all ranks do together, and its outcome.
 
+    ranks:         how many they are.
     queue_seconds: how long it waited for the operations before it, here.
     agree_seconds: how long this rank took, and waited, to hear that all are ready.
     traffic:       what this rank sent for it. Arrays that are reduced as one count for the first of
@@ -34,6 +35,7 @@ class Operation:
     def __init__(
         self,
         announced: Announcement,
+        ranks: int,
         work: Work,
         fusion: Sequence[Dense],
         hurry: Callable[[Operation], threading.Event | None],
@@ -45,6 +47,7 @@ class Operation:
         """
         self.name = announced.name
         self.announced = announced
+        self.ranks = ranks
         self.work = work
         self.fusion = fusion
         self.submitted = self.said = self.agreed = time.perf_counter()

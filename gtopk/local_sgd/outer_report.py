@@ -53,4 +53,5 @@ def report_of(
         skipped=not outcome.moves,
         local_steps=local_steps,
         covers="outer step",
+        ranks=operation.ranks,
     )

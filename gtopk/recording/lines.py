@@ -1,6 +1,8 @@
 """Lines: what a run's record is made of, each a JSON object with "what" it is.
 
-    begin     who this rank is, where and when: the first line, and again where ranks meet anew
+    begin     who this rank is, where and when: the first line, and again where ranks meet anew;
+              "every": of so many steps it writes one;
+              "again": in the same world as the one before it, whose run this is
     resumed   what was written before is of this run, too: it goes on from there, at this step
     step      a StepReport
     withheld  norm of the residual, and how many steps it is worth, now and then
@@ -8,7 +10,7 @@
     score     how fast this rank computes beside the fastest, now and then
     values    what the script has logged; null for what was not finite
     message   what the library has said
-    end       how this rank left
+    end       how this rank left, and whether "in_order"
 
 Each has "step", as the library counts them, and each but "begin" has "seconds" since its "begin",
 on rank 0's clock; a "begin" has "began_unix_seconds", the same on all ranks that began together. A
@@ -56,6 +58,12 @@ def report_of(line: Line) -> StepReport:
         if name in line or default is dataclasses.MISSING
     }
     return StepReport(**known)
+
+
+def left_in_order(end: Line) -> bool:
+    """Tell whether a rank left in order; in earlier versions the words alone told."""
+    in_order = "failed" not in end["how"] and "stopped" not in end["how"]
+    return bool(end.get("in_order", in_order))
 
 
 def as_text(line: Line) -> str:

@@ -76,7 +76,8 @@ class RankFile:
                 f"the record is of format {line['format']}, written by gtopk {line['gtopk']}; "
                 f"this version reads format {FORMAT}"
             )
-        if line["step"] == 0:
+        # In earlier versions a "begin" that is not of step 0 went on in any case.
+        if not line.get("again", line["step"] > 0):
             self._before, self.attempts = self._before + self.attempts, []
         self.attempts.append([line])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..telemetry import StepReport
-from .lines import Line, report_of
+from .lines import Line, left_in_order, report_of
 from .rank_file import RankFile
 
 _PATTERN: Final = "rank-*.jsonl"
@@ -47,8 +47,11 @@ class RankRecord:
     begin:   who it is; of the last time that ranks met.
     steps:   each once: where the run went back to a checkpoint, those that it was to do again, and
              what was noted in them, are left out.
-    earlier: how many of them it did before it last began, or went on from a checkpoint.
-    end:     how it left; None: it goes on, or was killed.
+    begins:  places in steps at which it began, or went on from a checkpoint.
+    earlier: how many of them it did before it last did so.
+    from_step: the step that the first of them was to be: those before it are not in the record.
+    began_seconds: when it first began, since the run did.
+    end:     how it left; None: it goes on, or was killed. in_order: whether that is as it should.
     """
 
     begin: Line
@@ -57,8 +60,12 @@ class RankRecord:
     scores: list[Note] = field(default_factory=list)
     values: list[Note] = field(default_factory=list)
     messages: list[Note] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
     earlier: int = 0
+    from_step: int = 0
+    began_seconds: float = 0.0
     end: str | None = None
+    in_order: bool = True
     last_seconds: float = 0.0
 
     @property
@@ -66,10 +73,18 @@ class RankRecord:
         """Return which rank it is."""
         return int(self.begin["rank"])
 
+    @property
+    def taken(self) -> int:
+        """Return how many steps it took, those without a line included."""
+        return self.steps[-1].report.step + 1 - self.from_step if self.steps else 0
+
     def go_on_from(self, step: int) -> None:
         """Leave out what was done from this step on: it is done again."""
         self.steps = [each for each in self.steps if each.report.step < step]
         self.earlier = len(self.steps)
+        self.begins = [place for place in self.begins if place < self.earlier] + [self.earlier]
+        if not self.steps:
+            self.from_step = step
         for notes in (self.withheld, self.scores, self.values):
             notes[:] = [note for note in notes if note.step <= step]  # before it, and right there
 
@@ -204,6 +219,8 @@ def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
         reference = lead[met][0]
         # On rank 0's clock, and from there by its calendar: attempts share no other clock.
         start = reference["unix_seconds"] + begin["seconds"] - reference["seconds"] - began
+        if met == next(iter(attempts)):
+            record.began_seconds = start
         record.end, record.earlier = None, len(record.steps)
         goes_on_from: int | None = begin["step"]
         for line in lines:
@@ -240,4 +257,4 @@ def _add(
     elif what == "message":
         record.messages.append(Note(seconds, line["step"], line))
     elif what == "end":
-        record.end = line["how"]
+        record.end, record.in_order = line["how"], left_in_order(line)

@@ -99,16 +99,15 @@ class Recorder:
         """Take note of what the library says."""
         self._note("message", level=level, text=text)
 
-    def end(self, how: str) -> None:
+    def end(self, how: str, in_order: bool = True) -> None:
         """Write the last step, what was noted and how this rank leaves, now.
 
         Only the first reason counts.
         """
         if not self._ended:
             self._ended = True
-            if self._left_out is not None:
-                self._noted.append(self._left_out)
-            self._note("end", how=how)
+            self._note_left_out()
+            self._note("end", how=how, in_order=in_order)
         self.flush()
 
     def flush(self) -> None:
@@ -122,9 +121,11 @@ class Recorder:
                 self._hand_out(lines)
 
     def close(self) -> None:
-        """Write what was noted, and nothing more."""
+        """Write the last step and what was noted, and nothing more."""
         if self._closing.is_set():
             return
+        if not self._ended:
+            self._note_left_out()
         self._closing.set()
         _log.removeHandler(self._handler)
         self._thread.join()
@@ -141,6 +142,11 @@ class Recorder:
     def _note(self, what: str, **content: Any) -> None:
         line = {"what": what, "seconds": self._now(), "step": self._step(), **content}
         self._noted.append(line)
+
+    def _note_left_out(self) -> None:
+        if self._left_out is not None:
+            self._noted.append(self._left_out)
+            self._left_out = None
 
     def _run(self) -> None:
         while not self._closing.wait(_PAUSE_SECONDS):

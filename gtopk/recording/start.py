@@ -8,6 +8,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
@@ -34,6 +35,9 @@ class Recorded(Protocol):
     """A world, as far as its recording goes."""
 
     recorder: Recorder | None
+    recordings: Settings
+    recorded_to: set[str]
+    resumed: bool
     step: int
     clock: Offset
     began_unix_seconds: float
@@ -55,19 +59,26 @@ def start(world: Recorded, settings: Settings) -> None:
     """
     stop(world, "it is recorded elsewhere from now on")
     _tell_of_earlier_run(world, settings)
-    _record(world, settings, [opening() for opening in _openings(world, settings).values()])
+    with ExitStack() as opened:  # where a later one cannot be, the earlier ones are closed
+        sinks = []
+        for opening in _openings(world, settings).values():
+            sinks.append(opening())
+            opened.callback(sinks[-1].close)
+        opened.pop_all()
+    world.recordings = settings
+    _record(world, sinks)
 
 
-def start_if_asked(world: Recorded, settings: Settings) -> None:
-    """Record what the environment asks for; where that cannot be, say so and train."""
-    _tell_of_earlier_run(world, settings)
+def start_if_asked(world: Recorded) -> None:
+    """Record what was asked for at the world's start; where that cannot be, say so and train."""
+    _tell_of_earlier_run(world, world.recordings)
     sinks = []
-    for variable, opening in _openings(world, settings).items():
+    for variable, opening in _openings(world, world.recordings).items():
         try:
             sinks.append(opening())
         except (ImportError, OSError) as error:
             _log.warning("rank %d trains without what %s asks for: %s", world.rank, variable, error)
-    _record(world, settings, sinks)
+    _record(world, sinks)
 
 
 def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sink]]:
@@ -87,7 +98,7 @@ def _openings(world: Recorded, settings: Settings) -> dict[str, Callable[[], Sin
 def _tell_of_earlier_run(world: Recorded, settings: Settings) -> None:
     """Say, on rank 0, that a folder holds a run that is over; not of what this process wrote."""
     path = path_of(settings.run, world.rank) if settings.run else None
-    if world.rank or world.step or path is None or path in _written:
+    if world.rank or world.resumed or path is None or path in _written:
         return
     _written.add(path)
     if has_ended(path):
@@ -98,18 +109,25 @@ def _tell_of_earlier_run(world: Recorded, settings: Settings) -> None:
         )
 
 
-def _record(world: Recorded, settings: Settings, sinks: list[Sink]) -> None:
+def _record(world: Recorded, sinks: list[Sink]) -> None:
     if sinks:
-        began = time.perf_counter()
-        world.recorder = Recorder(
-            sinks, _begin(world, began), began, settings.every, lambda: world.step
-        )
+        began, every = time.perf_counter(), world.recordings.every
+        world.recorder = Recorder(sinks, _begin(world, began), began, every, lambda: world.step)
+        world.recorded_to.add(world.recordings.run)
+        if world.resumed:
+            world.recorder.note_resumed()
 
 
-def stop(world: Recorded, how: str) -> None:
+def stop(world: Recorded, how: str, in_order: bool = True) -> None:
     """Write how this rank ends, and nothing more."""
     if world.recorder is not None:
-        world.recorder.end(how)
+        world.recorder.end(how, in_order)
+    pause(world)
+
+
+def pause(world: Recorded) -> None:
+    """Write what was noted: the run is not over, it goes on in another world."""
+    if world.recorder is not None:
         world.recorder.close()
         world.recorder = None
 
@@ -125,6 +143,8 @@ def _begin(world: Recorded, began: float) -> Line:
         "ranks": world.size,
         "local_rank": world.local_rank,
         "step": world.step,
+        "every": world.recordings.every,
+        "again": world.recordings.run in world.recorded_to,
         "seconds": began - world.clock.ahead_seconds,  # on rank 0's clock
         "clock_uncertain_seconds": world.clock.uncertain_seconds,
         "began_unix_seconds": world.began_unix_seconds,  # as all ranks have agreed

@@ -78,14 +78,12 @@ def as_record(run: Run) -> dict[str, Any]:
             {
                 "rank": rank.rank,
                 "host": rank.begin["host"],
-                "steps": rank.steps[-1].report.step + 1 if rank.steps else 0,
+                "steps": rank.taken,
                 "covers": rank.steps[-1].report.covers if rank.steps else None,
                 "samples": rank.steps[-1].samples_so_far if rank.steps else 0,
                 "sent_bytes": rank.steps[-1].bytes_so_far if rank.steps else 0,
-                "step_seconds": series.mean_parts(series.settled(rank.steps))
-                if rank.steps
-                else None,
-                "utilisation": series.utilisation(rank.steps),
+                "step_seconds": series.mean_parts(series.settled(rank)) if rank.steps else None,
+                "utilisation": series.utilisation(series.settled(rank)),
                 "straggler_score": rank.scores[-1].content["score"] if rank.scores else None,
                 "residual_norm": rank.withheld[-1].content["norm"] if rank.withheld else None,
                 "residual_age_steps": rank.withheld[-1].content["age_steps"]

@@ -100,12 +100,12 @@ def tabs(identity: str, drawn: dict[str, str]) -> str:
 def parts_figure(run: Run) -> str:
     """Show each rank's mean step by part."""
     by_rank = {
-        rank.rank: series.mean_parts(series.settled(rank.steps))
+        rank.rank: series.mean_parts(series.settled(rank))
         for rank in run.ranks[:_MANY_RANKS]
         if rank.steps
     }
     left_out = max(0, len(run.ranks) - _MANY_RANKS)
-    steps = [step for rank in run.ranks for step in series.settled(rank.steps)]
+    steps = [step for rank in run.ranks for step in series.settled(rank)]
     hidden = sum(step.report.hidden_seconds for step in steps)
     working = sum(step.report.working_seconds for step in steps)
     covers = series.covers(run)
@@ -165,7 +165,7 @@ def over_steps_figure(run: Run) -> str:
 def prediction_figure(run: Run) -> str:
     """Show what the exchange was expected to take, and what it took."""
     rank = run.first
-    steps = [step for step in series.settled(rank.steps) if step.report.predicted_seconds]
+    steps = [step for step in series.settled(rank) if step.report.predicted_seconds]
     if not steps:
         return ""
     found = {
@@ -232,7 +232,7 @@ def batches_figure(run: Run) -> str:
 def utilisation_figure(run: Run) -> str:
     """Show the share of its time that each rank computed."""
     shares = {
-        rank.rank: series.utilisation(series.settled(rank.steps))
+        rank.rank: series.utilisation(series.settled(rank))
         for rank in run.ranks[:_MANY_RANKS]
         if rank.steps
     }

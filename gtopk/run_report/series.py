@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from ..recording.reading import Note, Run, Step
+from ..recording.reading import Note, RankRecord, Run, Step
 from ..telemetry import PARTS, parts
 from .covered import ALONE
 
@@ -81,14 +82,7 @@ def value_names(run: Run) -> list[str]:
 
 def logged(run: Run, name: str, over: str) -> list[Point]:
     """Return what was logged by this name over "steps", "time" or "bytes" of a rank on average."""
-    sent_at = [[step.seconds for step in rank.steps] for rank in run.ranks]
-
-    def sent(seconds: float) -> float:
-        so_far = 0
-        for rank, when in zip(run.ranks, sent_at, strict=True):
-            done = bisect.bisect_right(when, seconds)
-            so_far += rank.steps[done - 1].bytes_so_far if done else 0
-        return so_far / len(run.ranks)
+    sent = _sent_by(run)
 
     x_of: dict[str, Callable[[Note], float]] = {
         "steps": lambda note: note.step,
@@ -99,9 +93,30 @@ def logged(run: Run, name: str, over: str) -> list[Point]:
     return binned((x_of[over](note), note.content[name]) for note in notes)
 
 
-def settled(steps: Sequence[Step]) -> Sequence[Step]:
-    """Return steps without the first ones, which take longer."""
-    return steps[_SETTLING:] if len(steps) > 2 * _SETTLING else steps
+def _sent_by(run: Run) -> Callable[[float], float]:
+    """Return what tells the bytes that a rank has sent by a time: means over those there were."""
+    begun = sorted(rank.began_seconds for rank in run.ranks)
+    sent: list[tuple[float, float]] = []
+    for rank in run.ranks:
+        before = 0
+        for step in rank.steps:
+            ranks = bisect.bisect_right(begun, step.seconds)
+            sent.append((step.seconds, (step.bytes_so_far - before) / ranks))
+            before = step.bytes_so_far
+    sent.sort()
+    times = [seconds for seconds, _ in sent]
+    totals = [0.0, *itertools.accumulate(each for _, each in sent)]
+    return lambda seconds: totals[bisect.bisect_right(times, seconds)]
+
+
+def settled(rank: RankRecord) -> Sequence[Step]:
+    """Return a rank's steps without those that take longer, the first ones of each attempt.
+
+    Where most are such, all.
+    """
+    first = {place + after for place in rank.begins for after in range(_SETTLING)}
+    kept = [step for place, step in enumerate(rank.steps) if place not in first]
+    return kept if 2 * len(kept) > len(rank.steps) else rank.steps
 
 
 def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
@@ -112,7 +127,7 @@ def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
 
 def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
     """Return (step, seconds by part), means over ranks and neighbouring steps."""
-    steps = [step for rank in run.ranks for step in settled(rank.steps)]
+    steps = [step for rank in run.ranks for step in settled(rank)]
     if not steps:
         return []
     first = min(step.report.step for step in steps)
@@ -129,7 +144,7 @@ def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
 
 def parts_over_time(run: Run) -> list[tuple[float, dict[str, float]]]:
     """Return (seconds, share of the ranks' time by part), of neighbouring steps together."""
-    steps = [step for rank in run.ranks for step in settled(rank.steps)]
+    steps = [step for rank in run.ranks for step in settled(rank)]
     if not steps:
         return []
     first, last = min(s.seconds for s in steps), max(s.seconds for s in steps)

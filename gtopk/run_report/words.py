@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -48,15 +49,15 @@ def _last_value(run: Run, name: str) -> Tile:
     else:
         is_share = "accuracy" in name.lower() and 0 <= value <= 1
         said = percent_text(value) if is_share else f"{value:.4g}"
-    steps = "" if alone else f"{count_text(last.step)} steps, "
-    detail = f"logged after {steps}{seconds_text(last.seconds)}"
+    where = "" if alone else f"at step {count_text(last.step)}, "
+    detail = f"logged {where}after {seconds_text(last.seconds)}"
     return Tile(f"{name[0].upper()}{name[1:]}", said, detail, loss=value is None)
 
 
 def _sent(run: Run) -> Tile | None:
     """Return the bytes of a step, beside those of the best dense allreduce."""
-    steps = [step.report for rank in run.ranks for step in series.settled(rank.steps)]
-    ranks = int(run.first.begin["ranks"])
+    steps = [step.report for rank in run.ranks for step in series.settled(rank)]
+    ranks = max((step.ranks for step in steps), default=0) or int(run.first.begin["ranks"])
     if not steps or ranks == 1:
         return None
     # Of an optimizer's own step, which a dense allreduce would follow each time.
@@ -74,7 +75,7 @@ def _sent(run: Run) -> Tile | None:
 
 
 def _step(run: Run) -> Tile:
-    steps = [step for rank in run.ranks for step in series.settled(rank.steps)]
+    steps = [step for rank in run.ranks for step in series.settled(rank)]
     seconds = series.mean_parts(steps)
     total = sum(seconds.values())
     computed = seconds["compute"] / total if total else 0.0
@@ -103,7 +104,7 @@ def _ranks(run: Run) -> Tile:
 
 def steps_taken(run: Run) -> str:
     """Return how many steps the ranks took, which each may count by itself."""
-    taken = [rank.steps[-1].report.step + 1 for rank in run.ranks if rank.steps] or [0]
+    taken = [rank.taken for rank in run.ranks]
     if series.is_of_several(run) and min(taken) < max(taken):
         return f"{count_text(min(taken))} to {count_text(max(taken))} steps each"
     return f"{count_text(max(taken))} steps"
@@ -123,7 +124,7 @@ def how_it_left(rank: RankRecord, run: Run) -> str | None:
         return (
             f"has written nothing after step {step}, and not how it left: it goes on, or was killed"
         )
-    return rank.end if "failed" in rank.end or "stopped" in rank.end else None
+    return None if rank.in_order else rank.end
 
 
 def happenings(run: Run) -> list[tuple[str, str]]:
@@ -141,16 +142,15 @@ def happenings(run: Run) -> list[tuple[str, str]]:
         for rank in run.ranks
         if (said := how_it_left(rank, run)) is not None
     ]
-    skipped = sorted({s.report.step for rank in run.ranks for s in rank.steps if s.report.skipped})
-    if skipped and series.covers(run) == "period":
-        count = sum(s.report.skipped for rank in run.ranks for s in rank.steps)
+    skipped = [[s.report.step for s in rank.steps if s.report.skipped] for rank in run.ranks]
+    if any(skipped) and series.covers(run) == "period":
+        count = sum(map(len, skipped))
         where = f"{count} {several('period', count)}"
         found.append((where, "held updates that were not finite, and are left out"))
-    elif skipped:
-        shown = ", ".join(map(count_text, skipped[:_FEW]))
-        more = f" and {len(skipped) - _FEW} more" if len(skipped) > _FEW else ""
-        where = f"{len(skipped)} {several(series.covers(run), len(skipped))}"
-        found.append((where, f"skipped on every rank: {shown}{more}"))
+    elif any(skipped):
+        of_all = max(skipped, key=len)  # each rank's are the same, as far as its record goes
+        where = f"{len(of_all)} {several(series.covers(run), len(of_all))}"
+        found.append((where, f"skipped on every rank, at {_places(of_all)}"))
     messages = sorted(
         ((note, rank.rank) for rank in run.ranks for note in rank.messages),
         key=lambda each: each[0].seconds,
@@ -165,6 +165,20 @@ def happenings(run: Run) -> list[tuple[str, str]]:
         left = f"and {len(found) - _FEW} more lines, which the files hold"
         found = [*found[:_FEW], ("", left)]
     return found
+
+
+def _places(steps: Sequence[int]) -> str:
+    """Return at which steps something was, and how many times.
+
+    A GradScaler that finds a gradient not finite makes no step: the next one has its number.
+    """
+    places = Counter(steps)
+    shown = [
+        f"step {count_text(step)}" + (f" ({times} times)" if times > 1 else "")
+        for step, times in sorted(places.items())[:_FEW]
+    ]
+    more = f" and {len(places) - _FEW} more" if len(places) > _FEW else ""
+    return ", ".join(shown) + more
 
 
 def what_was_run(run: Run) -> dict[str, str]:

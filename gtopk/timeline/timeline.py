@@ -201,7 +201,8 @@ class Timeline:
             exposed_seconds = step.working_seconds - step.hidden_seconds
             shown = {"hidden ms": step.hidden_seconds * 1e3, "exposed ms": exposed_seconds * 1e3}
             at = {"ts": self._microseconds(max(span.ended for span in step.spans))}
-            yield {"ph": "C", "name": "exchange", **at, **place, "args": shown}
+            # Counters of one name and process are one; in a trace of all ranks a rank is a process.
+            yield {"ph": "C", "name": f"exchange in {name}", **at, **place, "args": shown}
 
     def _microseconds(self, seconds: float) -> float:
         """Return a time of time.perf_counter as one since the timeline began."""

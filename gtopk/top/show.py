@@ -47,7 +47,7 @@ def _row(status: Status, names: Sequence[str]) -> list[str]:
     state = status.state
     if state == "silent":
         state = f"silent for {seconds_text(status.silent_seconds)}"
-    elif state != "running" and not has_failed(status):
+    elif state != "running" and not status.failed:
         state = "ended"
     if status.skipped:
         state += f", {status.skipped} skipped"
@@ -75,11 +75,6 @@ def _number(value: float | None) -> str:
     return "nan" if value is None else f"{value:.4g}"
 
 
-def has_failed(status: Status) -> bool:
-    """Tell whether a rank left out of order."""
-    return "failed" in status.state or "stopped" in status.state
-
-
 def as_lines(statuses: Sequence[Status]) -> list[str]:
     """Return the table as lines."""
     headings, cells = rows(statuses)
@@ -93,16 +88,17 @@ def as_lines(statuses: Sequence[Status]) -> list[str]:
 
 def as_table(statuses: Sequence[Status], title: str, width: int | None = None) -> Table:
     """Return the table for rich, on a terminal of this width."""
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
     headings, cells = rows(statuses, width)
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
     for heading in headings:
         right = heading not in ("host", "state")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=right)
+        table.add_column(escape(heading), justify="right" if right else "left", no_wrap=right)
     for status, row in zip(statuses, cells, strict=True):
-        usual = "red" if has_failed(status) else "dim"
+        usual = "red" if status.failed else "dim"
         style = {"running": "green", "silent": "bold red"}.get(status.state, usual)
-        table.add_row(*row[:-1], Text(row[-1], style=style))
+        table.add_row(*map(escape, row[:-1]), Text(row[-1], style=style))
     return table

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from ..recording.lines import path_of
-from ..recording.reading import RankRecord, Run
+from ..recording.reading import RankRecord, Run, Step
 from ..telemetry import PARTS, batch, density, parts
 
 RECENT: Final = 50  # steps that figures are means of
@@ -24,6 +25,7 @@ class Status:
     of what the run went on from: that may have been on other machines.
 
     state:      "running", "silent" (for how long: silent_seconds), or how it ended.
+    failed:     whether it ended out of order.
     sent_bytes: a step.
     density:    the share of the values that it sends.
     straggler_score: how fast it computes beside the fastest rank, 1.
@@ -33,6 +35,7 @@ class Status:
     rank: int
     host: str
     state: str
+    failed: bool
     silent_seconds: float
     step: int | None
     steps_per_second: float | None
@@ -55,9 +58,20 @@ def _silent_seconds(folder: Path, rank: int, now: float) -> float:
     return max(0.0, now - path_of(folder, rank).stat().st_mtime)
 
 
+def _longest_pause(rank: RankRecord, recent: Sequence[Step]) -> float:
+    """Return the most seconds between two lines, where only some steps are written, too."""
+    steps = [step.report.compute_seconds + step.report.synchronize_seconds for step in recent]
+    if len(recent) == 1:
+        return steps[0] * int(rank.begin.get("every", 1))  # earlier versions did not say
+    pauses = [later.seconds - step.seconds for step, later in itertools.pairwise(recent)]
+    return max([*steps, *pauses], default=0.0)
+
+
 def _status(rank: RankRecord, silent_seconds: float) -> Status:
     recent = rank.steps[rank.earlier :][-RECENT:]  # without the time between two attempts
-    reports = [step.report for step in recent]
+    last = recent[-1].report if recent else None
+    # The first one has measured the links, too.
+    reports = [step.report for step in recent[1:] or recent]
     own = sum(report.local_steps for report in reports) or len(reports)
     means = None
     if reports:
@@ -67,13 +81,13 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
     values: dict[str, float | None] = {}
     for note in rank.values:
         values |= note.content
-    longest = max((each.compute_seconds + each.synchronize_seconds for each in reports), default=0)
-    state = "silent" if silent_seconds > max(SILENT_SECONDS, 2 * longest) else "running"
-    last = reports[-1] if reports else None
+    patience_seconds = max(SILENT_SECONDS, 2 * _longest_pause(rank, recent))
+    state = "silent" if silent_seconds > patience_seconds else "running"
     return Status(
         rank=rank.rank,
         host=rank.begin["host"],
         state=rank.end if rank.end is not None else state,
+        failed=rank.end is not None and not rank.in_order,
         silent_seconds=round(silent_seconds, 1),
         step=last.step if last else None,
         steps_per_second=(recent[-1].report.step - recent[0].report.step) / seconds

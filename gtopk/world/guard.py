@@ -51,7 +51,7 @@ class Member(Protocol):
     failures: list[Exception]
 
     def where(self) -> str: ...
-    def note_end(self, how: str) -> None: ...
+    def note_end(self, how: str, in_order: bool) -> None: ...
 
 
 class Guard:
@@ -283,7 +283,7 @@ class Guard:
                 error=error,
                 lost=lost,
             )
-        self.member.note_end(how)
+        self.member.note_end(how, in_order=False)
 
     def _operation(self, error: BaseException | None) -> str:
         """Return the name of what failed, or is under way; "": this rank computes."""

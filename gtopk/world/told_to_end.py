@@ -99,7 +99,7 @@ class Termination:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         here = self._here()
         by = f"as {name_ranks(here.told)} had SIGTERM"
-        here.note_end(f"ended at step {here.step}, {by}")
+        here.note_end(f"ended at step {here.step}, {by}", in_order=True)
         self._say(f"ends at step {here.step}, {by}: exit code {EXIT_CODE}")
         sys.exit(EXIT_CODE)
 

@@ -28,7 +28,7 @@ from ..exceptions import HorovodInternalError, InvalidCallError
 from ..heartbeat.heartbeat import timeout_from
 from ..recording import start as recording
 from ..recording.recorder import Recorder
-from ..recording.settings import settings_from
+from ..recording.settings import Settings, settings_from
 from ..timeline import timeline
 from . import checked_messages, failure_file
 from .guard import Guard, describe
@@ -51,6 +51,9 @@ class World:
     step:       how many optimizer steps this rank has finished; errors name it.
     timeline:   what records its operations, while something does.
     recorder:   what records its steps, while something does.
+    recordings: what was asked to be recorded, by the environment or the script.
+    recorded_to: the folders that it was recorded to so far.
+    resumed:    whether it went on from a run before it.
     clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
     began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
     advice:     how the job can go on when it ends before its time; errors end with it.
@@ -67,7 +70,8 @@ class World:
     failures:   of that, what went wrong; known once this rank has left.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, recordings: Settings | None = None) -> None:
+        """recordings: those of the world before; None: what the environment asks for."""
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.on_change: Callable[[], None] = lambda: None  # of step or advice
@@ -75,7 +79,9 @@ class World:
         self._advice = ""
         self.timeline: timeline.Timeline | None = None
         self.recorder: Recorder | None = None
-        self.recordings = settings_from()
+        self.recordings = settings_from() if recordings is None else recordings
+        self.recorded_to: set[str] = set()
+        self.resumed = False
         self.advised = False
         self.told_here = False
         self.told: list[int] = []
@@ -177,7 +183,12 @@ class World:
         if engine is not None:
             engine.close(reason)
 
-    def close(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def close(self, reason: str, in_order: bool = True) -> None:
+        """Leave the world, and have the record say how."""
+        self.leave(reason)
+        recording.stop(self, reason, in_order)
+
+    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         """Leave the world; returns when every rank has left, or the job is at its end anyway.
 
         What was unfinished is finished first; `failures` has what of it went wrong.
@@ -188,7 +199,6 @@ class World:
             self.close_set(number, reason)
         staying = self.engine.close(reason, patience_seconds)
         timeline.stop(self)
-        recording.stop(self, reason)
         for end in self._endings:
             try:
                 end()
@@ -228,7 +238,7 @@ class World:
 
     def resume(self, step: int) -> None:
         """Go on from this step of a run that was before this world."""
-        self.step = step
+        self.step, self.resumed = step, True
         if self.recorder is not None:
             self.recorder.note_resumed()
 
@@ -236,10 +246,10 @@ class World:
         """Take note of ranks that were told to end, as all ranks do in the same step."""
         self.told = sorted({*self.told, *told})
 
-    def note_end(self, how: str) -> None:
+    def note_end(self, how: str, in_order: bool) -> None:
         """Have the record say how this rank ends, before it does."""
         if self.recorder is not None:
-            self.recorder.end(how)
+            self.recorder.end(how, in_order)
 
 
 _process: World | None = None
@@ -268,25 +278,29 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     does not say enough, a rank does not come or the transport leaves each of them alone, ValueError
     for another comm.
     """
-    global _communicator
     if _process is None:
-        finish_leaving()
-        transport = join(comm)
-        amiss = left_apart(transport.size) if comm is None else None
-        init_on(transport)
-        _communicator = comm
-        if amiss is not None:
-            _log.warning(amiss)
+        _init(comm)
 
 
-def init_on(transport: Transport) -> None:
-    """Make a transport the world of this process, until `shutdown`."""
+def _init(comm: MPI.Intracomm | Sequence[int] | None, recordings: Settings | None = None) -> None:
+    global _communicator
+    finish_leaving()
+    transport = join(comm)
+    amiss = left_apart(transport.size) if comm is None else None
+    init_on(transport, recordings)
+    _communicator = comm
+    if amiss is not None:
+        _log.warning(amiss)
+
+
+def init_on(transport: Transport, recordings: Settings | None = None) -> None:
+    """Make a transport the world of this process, until `shutdown`; recordings: as of World."""
     global _process, _guard, _handled
     heartbeat_seconds = timeout_from()
     failures = failure_file.folder_from()
     failure_file.remove_earlier(failures, transport.rank, transport.size)
     logs.speak(transport.rank)
-    here = World(transport)
+    here = World(transport, recordings)
     guard = Guard(here, heartbeat_seconds, failures)
     try:
         guard.install()
@@ -300,7 +314,7 @@ def init_on(transport: Transport) -> None:
         with suppress(AttributeError):
             setattr(error, _MARK, _handled)
     timeline.start_if_asked(_process)
-    recording.start_if_asked(_process, _process.recordings)
+    recording.start_if_asked(_process)
     atexit.register(_at_exit)
 
 
@@ -318,15 +332,19 @@ def shutdown() -> None:
     assert _guard is not None
     failures: list[Exception] = []
     error = sys.exc_info()[1]
-    if error is None or getattr(error, _MARK, None) is _handled or not _guard.needed:
-        _process.close(_guard.farewell("called shutdown()"))
+    if getattr(error, _MARK, None) is _handled:
+        error = None
+    how, in_order = "called shutdown()", error is None or isinstance(error, SystemExit)
+    if error is not None:
+        how += f" while it handled {describe(error, _process.where())}"
+    how = _guard.farewell(how)
+    if error is None or not _guard.needed:
+        _process.close(how, in_order)
         failures = _process.failures
         _guard.remove()
         _let_the_program_end(_guard)
     else:
-        handled = describe(error, _process.where())
-        how = _guard.farewell(f"called shutdown() while it handled {handled}")
-        _leaving = Leaving(partial(_process.close, how), _guard)
+        _leaving = Leaving(partial(_process.close, how, in_order), _guard)
     logs.fall_silent()
     _process = _guard = _handled = None
     for failure in failures:
@@ -363,7 +381,7 @@ def rejoin() -> None:
     silent = isinstance(here.engine.failure, PeerTimeoutError)
     patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
     sets = here.sets.copy()
-    staying = here.close(guard.farewell("begins anew"), patience_seconds=patience_seconds)
+    staying = here.leave(guard.farewell("begins anew"), patience_seconds)
     if gone := sorted({*staying, *here.transport.lost()}):
         failure = here.engine.failure
         raise HorovodInternalError(
@@ -373,10 +391,11 @@ def rejoin() -> None:
         )
     for lost in here.failures:
         _log.error("%s", lost)
+    recording.pause(here)
     guard.remove()
     atexit.unregister(_at_exit)
     _process = _guard = None
-    init(_communicator)
+    _init(_communicator, here.recordings)
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
     current().advice = here.advice
@@ -403,7 +422,9 @@ def _at_exit() -> None:
         guard = _leaving.guard
         _leaving.finish()
     elif _process is not None and guard is not None:
-        _process.close(guard.farewell("its program ended"))
+        error = _what_ended_the_program()
+        by = "" if error is None else f" by {describe(error)}"
+        _process.close(guard.farewell(f"its program ended{by}"), in_order=error is None)
         guard.close()
     if guard is not None:
         _untold.extend(guard.member.failures)
@@ -417,7 +438,12 @@ def _end_without_mpi() -> None:
     """End this process, with exit code 1 where an exception has ended its program."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(int(getattr(sys, "last_value", None) is not None))
+    os._exit(int(_what_ended_the_program() is not None))
+
+
+def _what_ended_the_program() -> BaseException | None:
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error
 
 
 def _end_by_what_went_wrong() -> None:

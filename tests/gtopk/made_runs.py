@@ -52,6 +52,8 @@ def begin(rank: int = 0, ranks: int = 3, **changes: Any) -> Line:
         "ranks": ranks,
         "local_rank": rank,
         "step": 0,
+        "every": 1,
+        "again": False,
         "seconds": 100.0 + rank,  # on rank 0's clock
         "clock_uncertain_seconds": 0.0,
         "began_unix_seconds": changes.get("unix_seconds", 1.7e9),

@@ -129,6 +129,8 @@ def test_ranks_of_a_process_set_reduce_together_and_others_step_alone(threads):
                     each.step()
             state = optimizer.gather_state(2) if pair.included() else None
             assert (state is None) == (transport.rank != 2)
+            if pair.included():
+                assert optimizer.last_step.ranks == 2
         return flat(model), flat(alone)
 
     first, other, last = threads(3, program)

@@ -47,6 +47,7 @@ class State:
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
         self._commits = 0  # by which `run` sees whether the training gets on
+        self._saved_step: int | None = None  # the world's, when it was saved; None: not known
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Have functions called when the ranks have come together anew, perhaps as another number.
@@ -99,6 +100,11 @@ class State:
             self._last_updated_timestamp = latest
             raise HostsUpdatedInterrupt(skip_sync=bool(removed and not added))
 
+    def _go_back(self) -> None:
+        """Count steps from what was restored on, in a new world: those after it are done again."""
+        if self._saved_step is not None:
+            world.current().resume(self._saved_step)
+
     def _keep(self) -> None:
         """Keep what was saved beyond this process, where that is wanted."""
 
@@ -143,6 +149,7 @@ class ObjectState(State):
 
     def save(self) -> None:
         self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
+        self._saved_step = world.current().step if world.is_initialized() else None
 
     def restore(self) -> None:
         for name, value in copy.deepcopy(self._saved_state).items():
@@ -202,8 +209,8 @@ class ObjectState(State):
 
     def _share(self) -> None:
         """Make the state that of rank 0, on every rank."""
+        ObjectState.save(self)
         if self._saved_state:
-            ObjectState.save(self)
             self._saved_state = self._bcast_object(self._saved_state)
             ObjectState.restore(self)
 

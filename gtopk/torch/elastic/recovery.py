@@ -49,6 +49,7 @@ def run_fn(
         skip_sync = False
         attempts, commits = 1, state._commits
         while True:
+            restored = False
             try:
                 if not skip_sync:
                     state.sync()
@@ -59,10 +60,12 @@ def run_fn(
                 if attempts > _ATTEMPTS:
                     raise
                 state.restore()
-                skip_sync = False
+                restored, skip_sync = True, False
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             reset()
+            if restored:
+                state._go_back()
             state.on_reset()
 
     return recovering

@@ -21,6 +21,13 @@ def test_ticks_are_round_and_inside() -> None:
     assert horizontal(1, 1).ticks() == pytest.approx([0.6, 0.8, 1, 1.2, 1.4])
 
 
+@pytest.mark.parametrize("value", [0.0, -3.0, 2.1e16, -1e300])
+def test_a_single_value_lies_amid_its_axis_however_large_it_is(value: float) -> None:
+    axis = horizontal(value, value)
+    assert axis.place(value) == pytest.approx((LEFT + RIGHT) / 2)
+    assert 2 <= len(axis.ticks()) <= 6
+
+
 def test_a_straight_axis_has_a_scale_wherever_it_begins() -> None:
     random = np.random.default_rng(0)
     for _ in range(1000):

@@ -94,10 +94,11 @@ def test_a_second_run_in_a_folder_takes_the_place_of_the_first(tmp_path: Path) -
     assert [len(rank.steps) for rank in run.ranks] == [1, 1]
 
 
-def test_a_run_that_went_on_is_one_run(tmp_path: Path) -> None:
+def test_a_run_that_went_on_is_one_run_as_earlier_versions_wrote_it(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1, steps=50)
     file = LineFile(path_of(tmp_path, 0))
     again = begin(0, 1, step=50, unix_seconds=1.7e9 + 60, seconds=3.0)  # on another host
+    del again["again"]
     file.take([again, step_line(report(50), 0.5, 1200, 32)])
     file.close()
     (rank,) = read_run(tmp_path).ranks
@@ -210,7 +211,7 @@ def test_attempts_of_an_earlier_version_are_paired_from_the_last_one_on(tmp_path
         file = LineFile(path_of(tmp_path, rank))
         for step, unix_seconds in ((0, 1.7e9), (1, 1.7e9 + 60)):
             old = begin(rank, 2, step=step, unix_seconds=unix_seconds + 10 * rank)
-            del old["began_unix_seconds"]
+            del old["began_unix_seconds"], old["again"]
             file.take([old, step_line(report(step), 0.5, 1200, 32)])
         file.close()
     run = read_run(tmp_path)

@@ -156,52 +156,6 @@ def test_the_environment_asks_for_a_record(tmp_path: Path, monkeypatch: pytest.M
     assert lines[2]["how"].startswith("called shutdown() at step 0")
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_or_a_failure_is_one_run_in_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
-    monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path / "commits"))
-    model = torch.nn.Linear(2, 1)
-
-    def steps(optimizer: Any, count: int) -> None:
-        for _ in range(count):
-            optimizer.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-
-    def distribute() -> Any:
-        return hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-        )
-
-    def recorded() -> list[int]:
-        return [step.report.step for step in read_run(tmp_path / "run").first.steps]
-
-    for epoch in range(2):  # which is all that this script counts
-        hvd.init()
-        optimizer = distribute()
-        found = gtopk.load_latest(tmp_path / "saved", model, optimizer)
-        assert (found.step if found else 0) == epoch
-        steps(optimizer, 5)
-        gtopk.save_checkpoint(tmp_path / "saved", model, optimizer, step=epoch + 1)
-        hvd.shutdown()
-    assert recorded() == list(range(10))
-
-    @hvd.elastic.run
-    def train(state: Any) -> None:
-        state.attempts += 1
-        state.commit()
-        steps(state.optimizer, 5)
-        if state.attempts == 1:
-            raise hvd.HorovodInternalError("a hiccup")
-
-    for _ in range(2):  # the second job goes on from the first one's last commit, at step 5
-        hvd.init()
-        train(hvd.elastic.TorchState(model, distribute(), attempts=0))
-        hvd.shutdown()
-    assert recorded() == list(range(10))
-
-
 def test_a_second_run_into_one_folder_is_said_at_its_start_and_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

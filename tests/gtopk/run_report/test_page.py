@@ -12,9 +12,13 @@ from gtopk.recording.files import LineFile
 from gtopk.recording.lines import as_text, path_of, step_line
 from gtopk.recording.reading import read_run
 from gtopk.recording.recorder import Recorder
+from gtopk.run_report import series
 from gtopk.run_report.command import as_record, main
 from gtopk.run_report.page import page
 from gtopk.run_report.series import BINS, Point, binned, logged, parts_over_time
+from gtopk.run_report.words import happenings
+from gtopk.telemetry import parts
+from gtopk.top.status import status_of
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
 FIGURES = (
@@ -54,6 +58,22 @@ def test_the_head_says_what_the_record_says(tmp_path: Path) -> None:
     assert "3 ranks on 2 hosts, over mpi, took 50 steps" in html
     assert "60.0 % of it compute" in html
     assert "1.20 times what was predicted" in html
+
+
+@pytest.mark.parametrize(("exchanging", "of"), [(0, 4), (4, 4), (2, 2)])
+def test_dense_is_that_of_the_ranks_that_exchange_together(
+    tmp_path: Path, exchanging: int, of: int
+) -> None:
+    """Replicas of a shard, say; 0: an earlier version did not tell."""
+    for rank in range(4):
+        lines = lines_of(rank, 4, 50)
+        for line in lines:
+            line |= {"ranks": exchanging} if line["what"] == "step" else {}
+        path_of(tmp_path, rank).write_text("".join(map(as_text, lines)))
+    figures = as_record(read_run(tmp_path))
+    dense_bytes = 2 * (of - 1) / of * 4 * 100_000
+    value, _ = figures["figures"]["Bytes sent, of dense"]
+    assert value == f"1/{dense_bytes / 1200:.0f}"
 
 
 def test_what_the_record_holds_cannot_become_markup(tmp_path: Path) -> None:
@@ -112,6 +132,56 @@ def test_a_value_lies_over_the_bytes_that_a_rank_has_sent_on_average(tmp_path: P
         file.take([{"what": "values", "seconds": 2.0, "step": 1, "values": {"loss": 3.0}}])
         file.close()
     assert logged(read_run(tmp_path), "loss", "bytes") == [Point(1000.0, 3.0, 3.0, 3.0)]
+
+
+def test_a_rank_that_comes_later_takes_nothing_off_what_a_rank_has_sent(tmp_path: Path) -> None:
+    """One rank, and from second 100 on two; each sends 1,000 bytes a second."""
+    for rank, met, seconds in ((0, 0, range(1, 100)), (0, 100, range(1, 4)), (1, 100, range(1, 4))):
+        file = LineFile(path_of(tmp_path, rank))
+        file.take([begin(rank, 1 + met // 100, unix_seconds=1.7e9 + met, seconds=1.0 * met)])
+        if met:
+            file.take([{"what": "resumed", "seconds": 0.0, "step": 99}])
+        for second in seconds:
+            step = report(met + second - 1 - met // 100, sent_bytes=1000)
+            file.take([step_line(step, 1.0 * second, 1000 * second, 32)])
+        if rank == 0:
+            at = {"seconds": max(seconds) + 0.5, "step": 99}
+            file.take([{"what": "values", **at, "values": {"loss": 1.0}}])
+        file.close()
+    found = logged(read_run(tmp_path), "loss", "bytes")
+    assert [point.x for point in found] == [99_000.0, 102_000.0]
+
+
+def test_steps_that_were_taken_before_the_record_are_not_of_it(tmp_path: Path) -> None:
+    file = LineFile(path_of(tmp_path, 0))
+    file.take([begin(0, 1), {"what": "resumed", "seconds": 0.1, "step": 5000}])
+    file.take([step_line(report(step), 0.2, 1200, 32) for step in range(5000, 5010)])
+    file.take([begin(0, 1, unix_seconds=1.7e9 + 9)])
+    file.take([{"what": "resumed", "seconds": 0.1, "step": 5008}])
+    file.take([step_line(report(step), 1.0, 1200, 32) for step in range(5008, 5020)])
+    file.close()
+    run = read_run(tmp_path)
+    assert "1 rank on one host, over mpi, took 20 steps in 10 s" in html_of(tmp_path)
+    assert as_record(run)["figures"]["Ranks"][1].startswith("20 steps in ")
+    assert [rank["steps"] for rank in as_record(run)["ranks"]] == [20]
+
+
+def test_means_are_without_the_first_steps_of_each_attempt(tmp_path: Path) -> None:
+    file = LineFile(path_of(tmp_path, 0))
+    for attempt in range(3):
+        file.take([begin(0, 1, unix_seconds=1.7e9 + 60 * attempt)])
+        file.take([{"what": "resumed", "seconds": 0.1, "step": 10 * attempt}] * bool(attempt))
+        for number in range(10):
+            seconds = {"synchronize_seconds": 3.0} if number < 2 else {}
+            step = report(10 * attempt + number, **seconds)
+            file.take([step_line(step, 1.0 + number, 1200, 32)])
+    file.close()
+    run = read_run(tmp_path)
+    assert len(run.first.steps) == 30
+    assert series.mean_parts(series.settled(run.first)) == pytest.approx(parts(report()))
+    (rank,) = as_record(run)["ranks"]
+    assert rank["utilisation"] == pytest.approx(0.6)
+    assert as_record(run)["figures"]["A step takes"][0].startswith("10")
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
@@ -188,6 +258,23 @@ def test_a_run_that_diverges_has_its_page_and_its_figures(
     said = json.loads(capsys.readouterr().out)
     assert said["figures"]["Accuracy"][0] == "not finite"
     assert len(said["logged"]["loss"]) == after
+
+
+def test_each_step_that_was_skipped_is_counted_also_where_the_next_one_has_its_number(
+    tmp_path: Path,
+) -> None:
+    """As with a GradScaler, which makes no step then; the second rank was killed early."""
+    numbers = [(0, True)] * 4 + [(0, False), (1, False), (2, True), (2, False)]
+    for rank, count in ((0, 8), (1, 2)):
+        file = LineFile(path_of(tmp_path, rank))
+        file.take([begin(rank, 2)])
+        for step, skipped in numbers[:count]:
+            file.take([step_line(report(step, skipped=skipped), 0.1, 1200, 32)])
+        file.close()
+    run = read_run(tmp_path)
+    assert ("5 steps", "skipped on every rank, at step 0 (4 times), step 2") in happenings(run)
+    (first, _) = status_of(run, tmp_path)
+    assert first.skipped == 5
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -46,6 +46,17 @@ def test_what_happened_at_once_is_at_one_place(tmp_path: Path, capsys) -> None:
     assert threads == {"steps of w"}
 
 
+def test_each_optimizer_of_a_rank_has_a_counter_of_its_own(tmp_path: Path) -> None:
+    timeline = Timeline(str(path_of(tmp_path, 0)), "mpi", False, Whose(0, 1, 1.7e9, Offset()))
+    for name in ("gradients.w", "gradients.v", "gradients.w"):
+        timeline.note_step(Step(name, [Span("BACKWARD", 1.0, 1.1)], 0.04, 0.01))
+    timeline.close()
+    assert main([str(tmp_path)]) == 0
+    records = json.loads((tmp_path / "timeline.json").read_text())
+    counters = [r["name"] for r in records if r.get("ph") == "C"]
+    assert counters == [f"exchange in steps of {name}" for name in "wvw"]
+
+
 def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path, capsys) -> None:
     write_traces(tmp_path, 2)
     path = path_of(tmp_path, 1)

@@ -81,6 +81,32 @@ def test_who_merges_once_a_minute_is_not_silent_in_between_and_has_steps_of_its_
     assert sum(status.step_seconds.values()) == pytest.approx(0.60004)
 
 
+@pytest.mark.parametrize("lines", [1, 5])
+def test_who_writes_a_step_a_minute_is_not_silent_in_between(tmp_path: Path, lines: int) -> None:
+    """Of steps of half a second each 100th, and the first."""
+    file = LineFile(path_of(tmp_path, 0))
+    file.take([begin(0, 1, every=100)])
+    for number in range(lines):
+        step = report(max(0, 100 * number - 1), compute_seconds=0.5, synchronize_seconds=0.0)
+        file.take([step_line(step, 0.5 * (step.step + 1), 1200, 0)])
+    file.close()
+    written = os.stat(path_of(tmp_path, 0)).st_mtime
+    for later, state in ((95, "running"), (105, "silent")):
+        (status,) = status_of(read_run(tmp_path), tmp_path, lambda later=later: written + later)
+        assert status.state == state
+
+
+def test_the_first_step_of_an_attempt_is_in_no_mean_where_there_are_others(tmp_path: Path) -> None:
+    """It measures links, for seconds."""
+    path = path_of(tmp_path, 0)
+    lines = lines_of(0, 1, 3)
+    lines[1]["synchronize_seconds"] = 3.0
+    for count, seconds in ((3, 3.006), (len(lines), 0.01)):
+        path.write_text("".join(map(as_text, lines[:count])))
+        (status,) = status_of(read_run(tmp_path), tmp_path)
+        assert sum(status.step_seconds.values()) == pytest.approx(seconds)
+
+
 def test_a_run_of_fewer_ranks_than_the_one_before_it_has_only_its_own(tmp_path: Path) -> None:
     for rank in range(4):  # all killed
         path_of(tmp_path, rank).write_text("".join(map(as_text, lines_of(rank, 4, 400)[:-1])))
@@ -219,6 +245,27 @@ def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
     assert words[0] == ["run"]
     assert drawn.count(ROW_UP) == 3 * 2  # of a title, headings and a row, each time over the last
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
+
+
+def test_what_names_hold_is_no_markup(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pose_as_terminal(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    first, *lines = lines_of(0, 1, 10)
+    at = {"seconds": 0.1, "step": 10}
+    lines.insert(-1, {"what": "values", **at, "values": {"loss": 0.5, "loss[val]": 0.25}})
+    lines = [line for line in lines if "accuracy" not in line.get("values", ())]
+    file = LineFile(path_of("[/run]", 0))
+    file.take([{**first, "host": "[a]"}, *lines])
+    file.close()
+    assert main(["[/run]"]) == 0
+    title, headings, row, *_ = without_controls(capsys.readouterr().out).splitlines()
+    assert title.split() == ["[/run]"]
+    assert {"loss", "loss[val]"} <= set(headings.split())
+    assert row.split()[1] == "[a]"
 
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(

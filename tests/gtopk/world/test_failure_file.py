@@ -32,7 +32,7 @@ class Ending(SystemExit):
     """In place of a job's end."""
 
 
-def member(note_end=lambda how: None):
+def member(note_end=lambda how, in_order: None):
     """Return rank 1 of 2, at step 7."""
 
     def abort(code, how):
@@ -240,8 +240,16 @@ def test_a_disk_that_hangs_or_fails_keeps_no_rank_from_ending(
 def test_a_record_that_hangs_keeps_no_rank_from_ending(lost, over, end):
     begun = time.monotonic()
     with pytest.raises(Ending):
-        end(lost(member(lambda how: over.wait(30))))
+        end(lost(member(lambda how, in_order: over.wait(30))))
     assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("end", [fail, be_stuck, be_told_to_end])
+def test_the_record_has_it_as_an_end_out_of_order(lost, end):
+    noted = []
+    with pytest.raises(Ending):
+        end(lost(member(lambda how, in_order: noted.append(in_order))))
+    assert noted[0] is False
 
 
 def test_the_step_is_said_once(brief, capfd):
