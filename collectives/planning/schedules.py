@@ -216,7 +216,7 @@ def oktopk(order: Order) -> Iterator[Round]:
         split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, times=times)
         yield split._replace(parts=regions, waits=int(number == 0))  # all leave at once
     # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
-    undecided = k
+    undecided = order.wanted if order.uneven else k  # of an owner
     told = HEADER_BYTES + 24 + min(64, order.wanted) * order.value_bytes
     while True:
         *asked, last = _allgather(ranks, m, told)

@@ -202,6 +202,16 @@ def test_no_rank_sends_more_than_the_most(algorithm, ranks, picks, format):
     assert max(t.traffic.sent_bytes for t in world) <= sent.most_bytes
 
 
+def test_an_owner_may_tell_its_threshold_by_more_entries_than_it_picked():
+    """Of 252 wanted ones its region has more than 64: another round for all."""
+    ranks, length, k = 12, 1_000_000, 63
+    world, mine = local_world(ranks, timeout_seconds=30), partial(uniform, entries=k, length=length)
+    run_on_nodes(world, "oktopk", 1, mine, k, EXACT, k_out=4 * k)
+    candidate = Candidate("oktopk", k / length, widening=4.0)
+    most = most_bytes(candidate, length, Network(ranks, LINK))
+    assert max(t.traffic.sent_bytes for t in world) <= most
+
+
 def test_an_owner_sends_its_picks_and_a_bit_for_each_pick_of_a_large_node():
     ranks, length, k = 32, 64_000, 960
     world = local_world(ranks, timeout_seconds=30)
