@@ -43,6 +43,9 @@ def test_ten_times_the_bandwidth_is_about_a_tenth_of_the_time(
     with pytest.raises(SystemExit, match="2"):
         main(["--methods", "hierarchical", "--ranks", "4"])
     assert "takes sites for nodes" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):  # switches of 2, 2 and 2: sites of 2 and 4
+        main(["--methods", "hierarchical", "--ranks", "8", "6", *far])
+    assert "--ranks must be multiples of 4" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([*asked[:2], "--ranks", "4", "--sites", "3"])
     assert "sites must lie in 1..1" in capsys.readouterr().err
