@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 ERROR: Final = 0.2  # of a modelled time, beyond which a forecast counts as wrong
+SLOWEST, FASTEST = 1e3, 1e13  # bits a second, between which a break-even is searched
 NARROW: Final = 3.0  # bounds of a break-even no further apart than by this factor give it a number
 
 
@@ -65,7 +66,7 @@ def break_even_bits_per_second(
         link = Link.of(bits_per_second, latency_seconds)
         return dense(link) - sparse(link)
 
-    low, high = 1e3, 1e13
+    low, high = SLOWEST, FASTEST
     if gain(low) <= 0:
         return None
     if gain(high) > 0:
@@ -82,15 +83,18 @@ def break_even_bits_per_second(
 class BreakEven(NamedTuple):
     """A break-even and how sure it is.
 
-    bits_per_second: as break_even_bits_per_second returns it.
+    bits_per_second: below which sparse takes less time. None: at no bandwidth; infinity: at any.
     lowest, highest: where it lies if dense takes less or more by a factor of 1 + `ERROR`; zero: at
                      no bandwidth, infinity: at any. Far apart where the two times change alike
                      with the bandwidth.
+    above: they are bandwidths above which sparse takes less, as it sends more in fewer rounds; of
+           bounds that differ zero is at any bandwidth then, infinity at none.
     """
 
     bits_per_second: float | None
     lowest: float
     highest: float
+    above: bool = False
 
     @property
     def is_a_number(self) -> bool:
@@ -105,11 +109,22 @@ class BreakEven(NamedTuple):
 def break_even(
     dense: Callable[[Link], float], sparse: Callable[[Link], float], latency_seconds: float
 ) -> BreakEven:
-    """Return the bandwidth below which `sparse` takes less time than `dense`, and its margin."""
+    """Return the bandwidth at which `sparse` takes as much time as `dense`, and its margin."""
+    slow, fast = (Link.of(bits, latency_seconds) for bits in (SLOWEST, FASTEST))
+    # Whether dense over sparse grows with the bandwidth, by more than rounding.
+    above = (1 + 1e-9) * dense(slow) * sparse(fast) < dense(fast) * sparse(slow)
 
     def at(factor: float) -> float | None:
-        return break_even_bits_per_second(
-            lambda link: factor * dense(link), sparse, latency_seconds
-        )
+        def longer(link: Link) -> float:
+            return factor * dense(link)
 
-    return BreakEven(at(1.0), at(1 / (1 + ERROR)) or 0.0, at(1 + ERROR) or 0.0)
+        one, other = (sparse, longer) if above else (longer, sparse)
+        return break_even_bits_per_second(one, other, latency_seconds)
+
+    edge = at(1.0)
+    lowest, highest = sorted(at(factor) or 0.0 for factor in (1 / (1 + ERROR), 1 + ERROR))
+    if above:
+        edge = {None: math.inf, math.inf: None}.get(edge, edge)
+        if lowest == highest:  # at any bandwidth, or at none: there is no side
+            return BreakEven(edge, edge or 0.0, edge or 0.0)
+    return BreakEven(edge, lowest, highest, above)

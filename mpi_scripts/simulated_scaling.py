@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
 from collectives.planning import Network
+from gtopk.arguments import as_argument, whole_number
 from gtopk.charts import svg
 from gtopk.charts.units import count_text, seconds_text
 from gtopk.plan.models import PARAMETERS
@@ -146,9 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit", "25gbit", "100gbit"])
-    parser.add_argument("--nodes-per-switch", type=int, default=NODES_PER_SWITCH)
+    whole = as_argument(whole_number)
+    parser.add_argument("--nodes-per-switch", type=whole, default=NODES_PER_SWITCH)
     parser.add_argument("--oversubscription", type=float, default=1.0, help="of a switch's uplink")
-    parser.add_argument("--sites", type=int, default=1, help="over which the switches are dealt")
+    parser.add_argument("--sites", type=whole, default=1, help="over which the switches are dealt")
     parser.add_argument("--far", default="1gbit", help="bandwidth of a site's link to the others")
     parser.add_argument("--far-latency", default="20ms", help="between sites")
     parser.add_argument("--plot", type=Path, help="SVG to write")
@@ -159,6 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tree = Tree(options.nodes_per_switch, options.oversubscription, sites, far)
     if "hierarchical" in options.methods and sites == 1:
         parser.error("hierarchical takes sites for nodes: give --sites, 2 or more")
+    evenly = sites * tree.nodes_per_switch
+    if "hierarchical" in options.methods and any(size % evenly for size in options.ranks):
+        parser.error(
+            "hierarchical takes sites for nodes of as many hosts each: --ranks must be multiples "
+            f"of {evenly}, --sites times --nodes-per-switch, got {options.ranks}"
+        )
     try:
         found = simulated(options.methods, options.ranks, options.rates, tree, find_python())
     except ValueError as error:

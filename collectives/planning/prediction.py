@@ -23,7 +23,7 @@ from .formats import message_bytes, most_message_bytes
 from .lag import lag_steps
 from .network import Network
 from .rates import Rates
-from .schedules import Order, Round, schedule
+from .schedules import Order, Round, list_sizes, schedule
 
 # What the algorithms call it.
 WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out", "hierarchical": "growth"}
@@ -178,7 +178,7 @@ def predict(
         messages += times * step.senders
         sent += times * step.senders * each
     most = most_bytes(candidate, length, network, value_bytes)
-    wide = updated(candidate, length, network.ranks)
+    wide = updated(candidate.algorithm, order)
     select = length * rates.copy_seconds
     if not is_dense:
         select = length * rates.select_seconds + candidate.selected(length) * rates.pick_seconds
@@ -228,12 +228,16 @@ def _bytes_of(
     return step.plain_bytes + step.lists * each
 
 
-def updated(candidate: Candidate, length: int, ranks: int) -> float:
+def updated(algorithm: str, order: Order) -> float:
     """Return how many coordinates an update holds, for picks that are independent by rank."""
-    if candidate.algorithm == "dense":
-        return float(length)
-    k = candidate.selected(length)
-    picked = float(length * (1.0 - (1.0 - k / length) ** ranks))
-    return (
-        picked if candidate.algorithm == "topk-allgather" else min(picked, candidate.widening * k)
-    )
+    if algorithm == "dense":
+        return float(order.length)
+    picked = order.length * (1.0 - (1.0 - order.k / order.length) ** order.ranks)
+    match algorithm:
+        case "topk-allgather":
+            return picked
+        case "gtopk":
+            return min(picked, list_sizes(order)[-1])
+        case "hierarchical":
+            return min(picked, list_sizes(order._replace(ranks=order.nodes))[-1])
+    return min(picked, order.wanted)

@@ -1,8 +1,8 @@
 """Schedules: the messages of each algorithm, round by round, in entries and bytes.
 
-Every list is taken to be full: k entries picked on every rank, and as many after a merge as it may
-keep; oktopk's regions to be equally full. Formulas: Shi et al. 2019, section II and table I, with
-the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
+Every list is taken to be full: k entries picked on every rank, and as many after a merge as there
+are and it may keep; oktopk's regions to be equally full. Formulas: Shi et al. 2019, section II and
+table I, with the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
 
     algorithm        rounds                        a rank sends
     dense            2 log2 P, words after them    2(P-1)/P n values
@@ -96,6 +96,11 @@ class Order(NamedTuple):
         """Return how many entries the update may have: there are no more than the length."""
         return min(self.length, round(self.widening * self.k))
 
+    @property
+    def nodes(self) -> int:
+        """Return how many nodes there are."""
+        return -(-self.ranks // self.ranks_per_node)
+
 
 def leaving(sources: Array, targets: Array, ranks_per_node: int) -> int:
     """Return the most messages that leave one node, for messages from ranks to ranks (int [m])."""
@@ -167,7 +172,7 @@ def gtopk(order: Order) -> Iterator[Round]:
     k, ranks, m = order.k, order.ranks, order.ranks_per_node
     paired = 1 << (ranks.bit_length() - 1)
     everyone, guests = np.arange(paired), np.arange(paired, ranks)
-    sizes = [k, *kept_sizes(k, order.widening, paired.bit_length() - 1, order.length)]
+    sizes = list_sizes(order)
     folded = leaving(guests, guests - paired, m)
     if guests.size:
         yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1)
@@ -181,6 +186,15 @@ def gtopk(order: Order) -> Iterator[Round]:
         size = sizes[-1]
         back = Round(guests.size, folded, 1, size, alive_bytes(k), encoded=size, decoded=size)
         yield back._replace(others=1, exact=True)
+
+
+def list_sizes(order: Order) -> list[int]:
+    """Return the entries of gtopk's lists before each round, and at the end.
+
+    As many as may be kept, where there are: a merge of two lists has at most twice as many.
+    """
+    kept = kept_sizes(order.k, order.widening, order.ranks.bit_length() - 1, order.length)
+    return [order.k, *(min(size, order.k << number) for number, size in enumerate(kept, 1))]
 
 
 def oktopk(order: Order) -> Iterator[Round]:
@@ -202,7 +216,7 @@ def oktopk(order: Order) -> Iterator[Round]:
         split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, times=times)
         yield split._replace(parts=regions, waits=int(number == 0))  # all leave at once
     # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
-    undecided = k
+    undecided = order.wanted if order.uneven else k  # of an owner
     told = HEADER_BYTES + 24 + min(64, order.wanted) * order.value_bytes
     while True:
         *asked, last = _allgather(ranks, m, told)
@@ -237,7 +251,6 @@ def hierarchical(order: Order) -> Iterator[Round]:
     every rank's in its own. Not modelled: oktopk across nodes, and dense sums inside.
     """
     m = min(order.ranks_per_node, order.ranks)
-    nodes = -(-order.ranks // m)
     part = -(-order.k // m)
     others = m - 1
     sent, told = (order.k, order.k) if order.uneven else (others * part, part)
@@ -246,11 +259,13 @@ def hierarchical(order: Order) -> Iterator[Round]:
         inside = inside._replace(waits=1)
         summed = m * part * rounds(m) / others
         yield inside._replace(encoded=part, decoded=part, summed=summed, swaps=1)
-    shard = order._replace(length=-(-order.length // m), k=part, ranks=nodes, ranks_per_node=1)
+    shard = order._replace(
+        length=-(-order.length // m), k=part, ranks=order.nodes, ranks_per_node=1
+    )
     for step in gtopk(shard):
         yield step._replace(senders=m * step.senders, leaving=m, parts=m)
     if others:
-        result = min(shard.wanted, nodes * part)  # a node alone has no more
+        result = list_sizes(shard)[-1]
         back = Round(order.ranks, 0, 1, result, alive_bytes(told), exact=True, raw=True)
         back = back._replace(encoded=result, decoded=result, others=1, times=others)
         yield back._replace(waits=1)

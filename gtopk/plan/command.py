@@ -24,7 +24,7 @@ from .models import PARAMETERS
 from .quantities import bandwidth, count, duration
 from .show import LABELS, render, show
 
-_PAYS: Final = {None: "never", math.inf: "always"}  # else below a bandwidth
+_PAYS: Final = {None: "never", math.inf: "always"}  # else below a bandwidth, or above
 MOST_RANKS = 65_536
 MOST_ELEMENTS = 10**15  # beyond, a float cannot tell one of them from none
 EXACT_FORMATS = [format for format in FORMATS if format.values == "exact"]  # nothing is rounded
@@ -181,7 +181,7 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
     """Return the comparison in the types of JSON.
 
     break_even_bits_per_second: null where it pays never, or always; of its two bounds, 0 is at no
-    bandwidth and null at every one.
+    bandwidth and null at every one, or the other way round where it pays above a bandwidth.
     """
     cluster = comparison.cluster
 
@@ -202,7 +202,7 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
             "updated": found.updated,
         }
 
-    edge, *bounds = map(_json_number, comparison.break_even)
+    edge = comparison.break_even
     return {
         "modelled": True,
         "cluster": {
@@ -221,9 +221,12 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
         "methods": [method(each) for each in (comparison.dense, *comparison.sparse)],
         "equal_bytes": [method(each) for each in comparison.equal_bytes],
         "cheapest": comparison.cheapest.candidate.algorithm,
-        "pays": _PAYS.get(comparison.break_even.bits_per_second, "below"),
-        "break_even_bits_per_second": edge,
-        "break_even_bounds_bits_per_second": bounds,
+        "pays": _PAYS.get(edge.bits_per_second, "above" if edge.above else "below"),
+        "break_even_bits_per_second": _json_number(edge.bits_per_second),
+        "break_even_bounds_bits_per_second": [
+            _json_number(edge.lowest),
+            _json_number(edge.highest),
+        ],
     }
 
 

@@ -175,10 +175,12 @@ def verdict(comparison: Comparison) -> str:
 
 
 def where_it_pays(edge: BreakEven) -> str:
-    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)".
+    """Return it as "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)", or above.
 
     Its bounds alone where it cannot be told to a fifth.
     """
+    none, every = "at most, perhaps at no bandwidth", "at least, perhaps at every bandwidth"
+    side, at_slow, at_fast = ("above", every, none) if edge.above else ("below", none, every)
     lowest, highest = map(rough_bandwidth_text, (edge.lowest, edge.highest))
     match edge.lowest, edge.highest:
         case 0.0, 0.0:
@@ -188,13 +190,13 @@ def where_it_pays(edge: BreakEven) -> str:
         case 0.0, math.inf:
             return "at no bandwidth or at every one: the two times are too close to tell"
         case 0.0, _:
-            return f"below {highest} at most, perhaps at no bandwidth: a time may be {_OFF}"
+            return f"{side} {highest} {at_slow}: a time may be {_OFF}"
         case _, math.inf:
-            return f"below {lowest} at least, perhaps at every bandwidth: a time may be {_OFF}"
+            return f"{side} {lowest} {at_fast}: a time may be {_OFF}"
     bounds = f"{lowest.removesuffix(SPACE + highest.rpartition(SPACE)[2])} to {highest}"
     if not edge.is_a_number or edge.bits_per_second is None:
-        return f"below a bandwidth of {bounds}: a time may be {_OFF}"
-    return f"below {about_bandwidth_text(edge.bits_per_second)} ({bounds} if a time is {_OFF})"
+        return f"{side} a bandwidth of {bounds}: a time may be {_OFF}"
+    return f"{side} {about_bandwidth_text(edge.bits_per_second)} ({bounds} if a time is {_OFF})"
 
 
 def show(lines: Sequence[str]) -> None:

@@ -1,8 +1,9 @@
 """Replays a trace on a platform, both JSON on stdin: run by the Python that has SimGrid.
 
-Every rank is an actor that does what the trace says. What a rank sends leaves it in order, one
-message after the other, whether its receiver asks for it yet or not; a receive waits for it. Links
-are shared fairly among the ranks' messages on them, in each direction by itself.
+Every rank is an actor that does what the trace says. What a rank sends leaves it in order, the
+bytes of one message after those of the other, whether its receiver asks for it yet or not; a
+receive waits for them, and then for the latency, for which no sender waits. Links are shared fairly
+among the ranks' messages on them, in each direction by itself.
 Prints the simulated seconds until the last rank is done. It needs nothing of gtopk, whose Python
 may be another.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from simgrid import Actor, Engine, LinkInRoute, Mailbox, NetZone
+from simgrid import Actor, Engine, LinkInRoute, Mailbox, NetZone, this_actor
 
 # Plain max-min sharing: what latency and bandwidth say, without the factors of a TCP.
 SETTINGS = (
@@ -27,9 +29,11 @@ _QUIET = "--log=root.thresh:error"
 
 
 def connect(parent: Any, child: Any, gateway: Any, hop: list[float], name: str) -> None:
-    """Join a host, or a zone by its gateway, to the switch that its parent zone is."""
-    bandwidth, latency = hop
-    link = parent.create_split_duplex_link(name, bandwidth).set_latency(latency).seal()
+    """Join a host, or a zone by its gateway, to the switch that its parent zone is.
+
+    The link is without latency: SimGrid's would hold its sender up. (See `replay`.)
+    """
+    link = parent.create_split_duplex_link(name, hop[0]).seal()
     route = [LinkInRoute(link, LinkInRoute.UP)]
     parent.add_route(child, None, gateway, None, route, True)
 
@@ -76,19 +80,49 @@ def build(platform: dict[str, Any]) -> dict[int, Any]:
     return hosts
 
 
-def replay(rank: int, events: list[list[int]], burst: list[float]) -> None:
+def latencies(platform: dict[str, Any]) -> Callable[[int, int], float]:
+    """Return what tells the seconds between two ranks: of the hops from where their ways part."""
+    sites = platform["sites"]
+    ways = {
+        rank: (s, w, n, rank)
+        for s, switches in enumerate(sites)
+        for w, nodes in enumerate(switches)
+        for n, ranks in enumerate(nodes)
+        for rank in ranks
+    }
+    inside = FREE if platform["alone"] else platform["inside"]
+    hops = [platform["far"] or FREE, platform["uplink"], platform["link"], inside]
+
+    def between(one: int, other: int) -> float:
+        parted = next(place for place in range(4) if ways[one][place] != ways[other][place])
+        return float(2 * sum(latency for _, latency in hops[parted:]))
+
+    return between
+
+
+def replay(
+    rank: int,
+    events: list[list[int]],
+    latency: Callable[[int, int], float],
+    burst: list[float],
+) -> None:
     """Do what one rank did; what its token bucket holds, full at first, takes no bandwidth."""
     most, rate = burst
     held, gone = most, 0.0
     for peer, size in events:
         if size < 0:
-            Mailbox.by_name(f"{peer}>{rank}").get()
+            left: list[float] = Mailbox.by_name(f"{peer}>{rank}").get()
+            # Empty: its last byte leaves just now, and its sender has not noted it yet.
+            leaving = left[0] if left else Engine.clock
+            this_actor.sleep_until(leaving + latency(peer, rank))
             continue
         held = min(most, held + rate * (Engine.clock - gone))
         slow = max(0.0, size - held)
         held = max(0.0, held - size)
         gone = Engine.clock + (slow / rate if rate else 0.0)  # it fills while bytes travel on
-        Mailbox.by_name(f"{rank}>{peer}").put(size, int(slow))
+        left = []  # the second at which its last byte has
+        Mailbox.by_name(f"{rank}>{peer}").put(left, int(slow))
+        left.append(Engine.clock)
 
 
 def main() -> None:
@@ -96,9 +130,9 @@ def main() -> None:
     order = json.load(sys.stdin)
     engine = Engine(["replay", _QUIET, *(f"--cfg={setting}" for setting in SETTINGS)])
     hosts = build(order["platform"])
-    burst = order["platform"]["burst"]
+    latency, burst = latencies(order["platform"]), order["platform"]["burst"]
     for rank, events in enumerate(order["trace"]):
-        actor = Actor.create(f"rank{rank}", hosts[rank], replay, rank, events, burst)
+        actor = Actor.create(f"rank{rank}", hosts[rank], replay, rank, events, latency, burst)
         for peer in {peer for peer, size in events if size < 0}:
             Mailbox.by_name(f"{peer}>{rank}").set_receiver(actor)  # sent before it is asked for
     engine.run()

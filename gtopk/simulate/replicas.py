@@ -134,6 +134,7 @@ class _Run:
             places = [order[p] for part in stretch.places(take) for p in part]
             seconds = self._take_seconds + self._compute_seconds(worker, places, second)
             if second + seconds >= worker.dies_at:
+                worker.free_at = worker.dies_at  # until then it is waited for
                 continue  # its samples are in no report
             if worker.trained is not None:
                 self._step(worker.trained, places)

@@ -111,6 +111,22 @@ def test_the_bounds_are_where_one_of_both_is_a_fifth_longer() -> None:
     """Dense sends 4 GB, sparse takes a second: 32 Gbit/s, and times that change is its own."""
     dense = seconds(0, dense_bytes(10**9, 2))
     found = break_even(dense, lambda _: 1.0, latency_seconds=0.0)
-    assert found == pytest.approx((32e9, 32e9 / 1.2, 32e9 * 1.2))
-    assert break_even(dense, lambda link: dense(link) / 2, 0.0) == (math.inf,) * 3
-    assert break_even(dense, lambda link: dense(link) * 1.1, 1e-5) == (None, 0.0, math.inf)
+    assert found == pytest.approx((32e9, 32e9 / 1.2, 32e9 * 1.2, False))
+    assert break_even(dense, lambda link: dense(link) / 2, 0.0) == (math.inf,) * 3 + (False,)
+    either = break_even(dense, lambda link: dense(link) * 1.1, 1e-5)
+    assert either == (None, 0.0, math.inf, False)
+
+
+def test_more_bytes_in_fewer_rounds_pay_above_a_bandwidth() -> None:
+    """Dense waits 4 s and sends 8 Gbit, sparse 2 s and 16: both take 6 s at 4 Gbit/s."""
+    dense, latency = seconds(4, 10**9), 1.0
+
+    def edge(gigabits: float, factor: float) -> float:
+        return max(0.0, (gigabits - 8 * factor) / (4 * factor - 2) * 1e9)
+
+    for gigabits in (16.0, 8.8):
+        sparse = seconds(2, round(gigabits / 8 * 1e9))
+        expected = (*(edge(gigabits, factor) for factor in (1.0, 1.2, 1 / 1.2)), True)
+        assert break_even(dense, sparse, latency) == pytest.approx(expected)
+    assert break_even(dense, seconds(2, 8 * 10**8), latency) == (math.inf,) * 3 + (False,)
+    assert break_even(dense, seconds(6, 4 * 10**9), latency) == (None, 0.0, 0.0, False)

@@ -34,15 +34,18 @@ def test_ten_times_the_bandwidth_is_about_a_tenth_of_the_time(
     assert "| 10mbit | gtopk | 33.9 s |" in capsys.readouterr().out.replace(
         "\N{NO-BREAK SPACE}", " "
     )
-    # A site is a node, whose two ranks send half a list each: 16.4 s, a second, and 82 ms within
+    # A site is a node, whose two ranks send half a list each: 16.4 s, a second, and 83 ms within
     # the site before and after.
     assert main(["--methods", "hierarchical", "--ranks", "4", "--rates", "10mbit", *far]) == 0
-    assert "| 10mbit | hierarchical | 17.6 s |" in capsys.readouterr().out.replace(
+    assert "| 10mbit | hierarchical | 17.5 s |" in capsys.readouterr().out.replace(
         "\N{NO-BREAK SPACE}", " "
     )
     with pytest.raises(SystemExit, match="2"):
         main(["--methods", "hierarchical", "--ranks", "4"])
     assert "takes sites for nodes" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):  # switches of 2, 2 and 2: sites of 2 and 4
+        main(["--methods", "hierarchical", "--ranks", "8", "6", *far])
+    assert "--ranks must be multiples of 4" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([*asked[:2], "--ranks", "4", "--sites", "3"])
     assert "sites must lie in 1..1" in capsys.readouterr().err

@@ -144,12 +144,12 @@ def run_on_nodes(
 
 
 @pytest.mark.parametrize("format", [EXACT, Format("blocks"), Format("packed", "int8")])
-@pytest.mark.parametrize("ranks_per_node", [2, 4, 8])
+@pytest.mark.parametrize("ranks_per_node", [2, 4, 12])
 @pytest.mark.parametrize("growth", [1.0, 2.0, 4.0])
 def test_a_hierarchy_sends_raw_and_exact_inside_a_node_in_any_format(
     format, ranks_per_node, growth
 ):
-    ranks, length, k = 8, 1_000_000, 1000
+    ranks, length, k = 12, 1_000_000, 1000
     world = local_world(ranks, timeout_seconds=30)
     picks = partial(uniform, entries=k, length=length)
     run_on_nodes(world, "hierarchical", ranks_per_node, picks, k, format, growth=growth)
@@ -202,6 +202,16 @@ def test_no_rank_sends_more_than_the_most(algorithm, ranks, picks, format):
     assert max(t.traffic.sent_bytes for t in world) <= sent.most_bytes
 
 
+def test_an_owner_may_tell_its_threshold_by_more_entries_than_it_picked():
+    """Of 252 wanted ones its region has more than 64: another round for all."""
+    ranks, length, k = 12, 1_000_000, 63
+    world, mine = local_world(ranks, timeout_seconds=30), partial(uniform, entries=k, length=length)
+    run_on_nodes(world, "oktopk", 1, mine, k, EXACT, k_out=4 * k)
+    candidate = Candidate("oktopk", k / length, widening=4.0)
+    most = most_bytes(candidate, length, Network(ranks, LINK))
+    assert max(t.traffic.sent_bytes for t in world) <= most
+
+
 def test_an_owner_sends_its_picks_and_a_bit_for_each_pick_of_a_large_node():
     ranks, length, k = 32, 64_000, 960
     world = local_world(ranks, timeout_seconds=30)
@@ -218,15 +228,22 @@ def test_an_owner_sends_its_picks_and_a_bit_for_each_pick_of_a_large_node():
     assert 0.9 * most < max(t.traffic.sent_bytes for t in world) <= most
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-@pytest.mark.parametrize("growth", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 11, 16])
+@pytest.mark.parametrize("growth", [1.0, 1.5, 2.0, 4.0, 8.0])
 def test_lists_that_grow_are_counted_as_grown(ranks, growth):
+    """And as they can grow: a merge at most doubles them, however many it may keep."""
     world = local_world(ranks, timeout_seconds=30)
-    run_ranks(world, lambda t: reduce(own_picks(t.rank, ranks), K, t, "gtopk", growth=growth))
+    updates = run_ranks(
+        world, lambda t: reduce(own_picks(t.rank, ranks), K, t, "gtopk", growth=growth)[0]
+    )
     length = length_for(ranks)
     candidate = Candidate("gtopk", K / length, widening=growth)
-    sent = predict(candidate, length, Network(ranks, LINK), DEFAULT_RATES).sent
-    assert sent.bytes * ranks == pytest.approx(sum(t.traffic.sent_bytes for t in world))
+    found = predict(candidate, length, Network(ranks, LINK), DEFAULT_RATES)
+    counted = sum(t.traffic.sent_bytes for t in world)
+    assert found.sent.bytes * ranks == pytest.approx(counted)
+    assert max(t.traffic.sent_bytes for t in world) <= found.sent.most_bytes
+    # Picks that are independent share some places; these share none.
+    assert 0.9 * updates[0].entries <= found.updated <= updates[0].entries
 
 
 @pytest.mark.parametrize("ranks", [3, 8])

@@ -127,6 +127,20 @@ def test_at_equal_bytes_the_allgather_updates_more(capsys):
     assert updates["top-k allgather"] > updates["gTop-k"]
 
 
+def test_where_lists_are_longer_than_dense_it_pays_above_a_bandwidth(capsys):
+    words = ["--elements", "100k", "--ranks", "4", "--bandwidth", "10gbit", "--latency", "50ms"]
+    words += [assumed, "--density", "0.9"]
+    assert "it pays above 15 Mbit/s at least" in prose(said(capsys, *words))
+    record = json.loads(said(capsys, *words, "--json", "-"))
+    assert record["pays"] == "always"
+    every, highest = record["break_even_bounds_bits_per_second"]
+    assert every == 0 < highest
+    words[-1] = "1"
+    record = json.loads(said(capsys, *words, "--json", "-"))
+    assert record["pays"] == "above"
+    assert 0 < record["break_even_bits_per_second"] < highest
+
+
 def test_the_figures_are_the_same_as_json(capsys, tmp_path):
     path = tmp_path / "plan.json"
     said(capsys, *SLOW, *BACKWARD, assumed, "--json", str(path))

@@ -196,3 +196,13 @@ def test_a_rank_that_dies_costs_only_its_samples_since_the_last_merge() -> None:
     nobody = replicas_of([400, 200], epochs=3, deaths=[Death(0, 1.0), Death(1, 1.0)])
     with pytest.raises(ValueError, match="every rank has died"):
         SIMULATED["adaptive-sgd"](nobody)
+
+
+def test_who_dies_in_a_batch_is_waited_for_until_then_and_brings_nothing() -> None:
+    at = setting([400, 100], 0.1, epochs=1)
+    without_noise = replace(at.cluster, noise=0.0, deaths=[Death(1, 6.0)])  # its batches: 1.28 s
+    record = SIMULATED["local-sgd"](replace(at, cluster=without_noise))
+    merged_at, sizes = record.sizes[0]
+    assert merged_at == pytest.approx(6.0 + 0.1)
+    assert len(sizes) == 1
+    assert record.seconds > SIMULATED["local-sgd"](at).seconds  # its samples are computed again
