@@ -61,20 +61,28 @@ def next_chunks(node: Node) -> Sequence[int]:
     A slow worker waits until the fast ones have claimed everything, or have left.
     """
     ledger = node.ledger
-    ledger.await_claims(lambda: evaluates(node, ledger.round))
-    chunks = ledger.claim(1) if evaluates(node, ledger.round) else ()
+
+    def of() -> list[int]:
+        return before(node, ledger.round)
+
+    ledger.await_claims(of)
+    chunks = () if of() else ledger.claim(1)
     return chunks or ledger.reclaim(1)
 
 
-def evaluates(node: Node, round: int) -> bool:
-    """Tell whether this worker takes part in a round: it is fast, or nobody else in it is."""
+def before(node: Node, round: int) -> list[int]:
+    """Return the places of the workers that evaluate before this one may: the fast of the others.
+
+    Nobody evaluates before a fast one.
+    """
     kinds, over = node.board.rows["kind"], node.board.rows["over"]
 
     def is_fast(place: int) -> bool:
         return CLASSES[NAMES[kinds[place]]].is_fast
 
-    others = [place for place in node.board.others() if over[place] < round]
-    return is_fast(node.board.me) or not any(map(is_fast, others))
+    if is_fast(node.board.me):
+        return []
+    return [place for place in node.board.others() if over[place] < round and is_fast(place)]
 
 
 def fetch(dataset: Any, samples: Sequence[int]) -> Any:

@@ -139,14 +139,17 @@ class Ledger:
             board.add("taken_over", len(found))
         return found
 
-    def await_claims(self, may_claim: Callable[[], bool]) -> None:
-        """Return once others have claimed everything, or this worker may; wait while they claim."""
+    def await_claims(self, of: Callable[[], Sequence[int]]) -> None:
+        """Return once others have claimed everything, or none is left of them; wait while they do.
+
+        of: returns their places.
+        """
 
         def look(claimed: int) -> bool:
-            return may_claim() or bool(self._head["next"][0] > claimed)
+            return not of() or bool(self._head["next"][0] > claimed)
 
-        while self.has_more() and not may_claim():
-            self._await(partial(look, int(self._head["next"][0])), "evaluate")
+        while self.has_more() and of():
+            self._await(partial(look, int(self._head["next"][0])), "evaluate", of)
 
     def await_others(self) -> None:
         """Return when nobody of this node has anything in hand; takes none of it."""
@@ -206,9 +209,15 @@ class Ledger:
         with self._memory.lock():
             return all(rows[place] >= round for place in others)
 
-    def _await(self, look: Callable[[], bool], what: str) -> None:
+    def _await(
+        self,
+        look: Callable[[], bool],
+        what: str,
+        of: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
         """Return once `look` says so.
 
+        of: returns the places of those who are waited for; None: of all who still compute.
         Raises PeerError when a worker has left that may not, PeerTimeoutError when nothing happens.
         """
         begun = time.monotonic()
@@ -219,15 +228,17 @@ class Ledger:
                 return
             waited_seconds = time.monotonic() - begun
             if waited_seconds > self._timeout_seconds:
-                rows = self._board.rows
-                late = [
-                    self._ranks[p] for p in self._board.others() if rows["idle"][p] < self.round
-                ]
+                late = [self._ranks[place] for place in (of or self._at_work)()]
                 raise PeerTimeoutError(
                     f"rank {self._ranks[self._board.me]} has waited {self._timeout_seconds:g} s "
                     f"for ranks {late} to {what}"
                 )
             time.sleep(pause_seconds(waited_seconds))
+
+    def _at_work(self) -> list[int]:
+        """Return the places of the others who may have something in hand."""
+        idle = self._board.rows["idle"]
+        return [place for place in self._board.others() if idle[place] < self.round]
 
     def _look_for_the_dead(self) -> None:
         """Tell of those who died since the last look; raise PeerError where none may."""

@@ -26,7 +26,7 @@ from .check import check
 from .claimed_batches import ClaimedBatches
 from .class_sizes import ClassSizes
 from .device_classes import NAMES, class_of
-from .evaluation import BATCH, evaluates, mean_loss
+from .evaluation import BATCH, before, mean_loss
 from .node import join_node
 from .options import HogbatchOptions
 from .periods import Periods
@@ -184,7 +184,7 @@ class HogbatchLoader:
         self._require_its_world()
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, self._writer.refresh
-        idles = not evaluates(self._node, self._ledger.round + 1)
+        idles = bool(before(self._node, self._ledger.round + 1))
         with self._steps.spent.waiting() if idles else nullcontext():
             return mean_loss(self._node, data, collate, batch, refresh, loss_of)
 

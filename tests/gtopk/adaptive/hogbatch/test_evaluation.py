@@ -46,10 +46,11 @@ def test_what_a_worker_fails_at_is_evaluated_by_the_others(
         assert failed == ("failed", mean)
 
 
-@pytest.mark.parametrize("batch", [LENGTH, 20])
-def test_a_worker_that_is_stuck_is_an_error_for_those_who_wait(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "ranks"), [(LENGTH, 2), (20, 3)])
+def test_a_worker_that_is_stuck_is_an_error_for_those_who_wait(batch: int, ranks: int) -> None:
     """Once, slow workers waited for ever for the fast one to claim what came next."""
     is_over = threading.Event()
+    told = threading.Barrier(ranks - 1, action=is_over.set)
 
     def stuck(batch: Any) -> torch.Tensor:
         assert is_over.wait(30)
@@ -61,8 +62,9 @@ def test_a_worker_that_is_stuck_is_an_error_for_those_who_wait(batch: int) -> No
             loader.evaluate(stuck, batch=batch)
             return
         loader._ledger._timeout_seconds = 0.5
-        with pytest.raises(PeerTimeoutError, match=r"rank 1 has waited 0.5 s for ranks \[0\] to"):
+        said = rf"rank {here.rank} has waited 0.5 s for ranks \[0\] to"
+        with pytest.raises(PeerTimeoutError, match=said):
             loader.evaluate(numbers, batch=batch)
-        is_over.set()
+        told.wait(30)
 
-    on_ranks(2, program)
+    on_ranks(ranks, program)
