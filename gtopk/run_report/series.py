@@ -100,7 +100,7 @@ def _sent_by(run: Run) -> Callable[[float], float]:
     for rank in run.ranks:
         before = 0
         for step in rank.steps:
-            ranks = bisect.bisect_right(begun, step.seconds)
+            ranks = max(1, bisect.bisect_right(begun, step.seconds))  # a clock may have gone back
             sent.append((step.seconds, (step.bytes_so_far - before) / ranks))
             before = step.bytes_so_far
     sent.sort()

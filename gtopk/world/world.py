@@ -186,6 +186,8 @@ class World:
     def close(self, reason: str, in_order: bool = True) -> None:
         """Leave the world, and have the record say how."""
         self.leave(reason)
+        if self.failures:
+            reason, in_order = f"{reason}; unfinished then: {self.failures[0]}", False
         recording.stop(self, reason, in_order)
 
     def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:

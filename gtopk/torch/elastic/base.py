@@ -48,6 +48,7 @@ class State:
         self._reset_callbacks: list[Callable[[], object]] = []
         self._commits = 0  # by which `run` sees whether the training gets on
         self._saved_step: int | None = None  # the world's, when it was saved; None: not known
+        self._went_back = False  # to that, and no sync since
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Have functions called when the ranks have come together anew, perhaps as another number.
@@ -76,6 +77,7 @@ class State:
         Every rank must call it at the same place. What is not committed is lost with a rank.
         """
         self.save()
+        self._saved_step = world.current().step
         self._keep()
         self._commits += 1
         self.check_host_updates()
@@ -104,6 +106,7 @@ class State:
         """Count steps from what was restored on, in a new world: those after it are done again."""
         if self._saved_step is not None:
             world.current().resume(self._saved_step)
+            self._went_back = True
 
     def _keep(self) -> None:
         """Keep what was saved beyond this process, where that is wanted."""
@@ -213,6 +216,12 @@ class ObjectState(State):
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             ObjectState.restore(self)
+        # A rank may have been a commit ahead, as what failed was amid one.
+        step = broadcast_object(self._saved_step, name="elastic.step")
+        if self._went_back and step != self._saved_step:
+            self._saved_step = step
+            world.current().resume(step)
+        self._went_back = False
 
     def _resume(self, replicated: Mapping[str, Any]) -> None:
         """Take over, on rank 0, what all ranks of an earlier job had alike."""

@@ -99,6 +99,28 @@ def test_who_leaves_while_it_handles_an_exception_does_not_end_in_order(
     assert rank.in_order is in_order
 
 
+def test_who_leaves_something_unfinished_does_not_end_in_order(tmp_path: Path) -> None:
+    class Lost:
+        def is_ready(self) -> bool:
+            return True
+
+        def begin(self, engine: Any) -> Any:
+            def end() -> None:
+                raise RuntimeError("checkpoint lost")
+
+            return end
+
+    hvd.init()
+    gtopk.record(str(tmp_path))
+    world.current().unfinished.append(Lost())
+    with pytest.raises(RuntimeError, match="checkpoint lost"):
+        hvd.shutdown()
+    rank = rank_of(tmp_path)
+    assert rank.end is not None
+    assert rank.end.endswith("; unfinished then: checkpoint lost")
+    assert not rank.in_order
+
+
 def test_a_recovery_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hvd.init()
     gtopk.record(str(tmp_path))

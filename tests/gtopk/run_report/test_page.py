@@ -152,6 +152,18 @@ def test_a_rank_that_comes_later_takes_nothing_off_what_a_rank_has_sent(tmp_path
     assert [point.x for point in found] == [99_000.0, 102_000.0]
 
 
+def test_a_calendar_that_went_back_between_attempts_ends_no_report(tmp_path: Path) -> None:
+    file = LineFile(path_of(tmp_path, 0))
+    for step, unix in ((0, 1.7e9), (1, 1.7e9 - 60)):
+        file.take([begin(0, 1, unix_seconds=unix, step=step)])
+        file.take([{"what": "resumed", "seconds": 0.0, "step": step}] if step else [])
+        file.take([step_line(report(step, sent_bytes=1000), 1.0, 1000, 32)])
+        file.take([{"what": "values", "seconds": 1.5, "step": step, "values": {"loss": 1.0}}])
+    file.close()
+    found = logged(read_run(tmp_path), "loss", "bytes")
+    assert [point.x for point in found] == [1000.0, 2000.0]
+
+
 def test_steps_that_were_taken_before_the_record_are_not_of_it(tmp_path: Path) -> None:
     file = LineFile(path_of(tmp_path, 0))
     file.take([begin(0, 1), {"what": "resumed", "seconds": 0.1, "step": 5000}])

@@ -6,6 +6,7 @@ import pytest
 
 from gtopk.exceptions import HostsUpdatedInterrupt
 from gtopk.torch.elastic import ObjectState, State
+from gtopk.world import world
 
 
 def test_a_state_says_what_a_subclass_must_do():
@@ -22,6 +23,43 @@ def test_horovods_arguments_are_taken(ranks):
         assert state._rank() == 7
 
     ranks(2, program)
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_after_a_restore_all_ranks_count_from_rank_0s_commit(ranks, went_back):
+    """One may have been a commit ahead; steps of ranks that did not go back are their own."""
+
+    def program(rank):
+        here = world.current()
+        here.resume(6 - 3 * rank)
+        state = ObjectState(value=1)
+        if went_back:
+            state.restore()
+            state._go_back()
+        state.sync()
+        return here.step
+
+    assert ranks(2, program) == [6, 6 if went_back else 3]
+
+
+def test_a_state_with_a_save_of_its_own_goes_back_to_its_commit(ranks):
+    class Own(ObjectState):
+        def save(self):
+            self.saved = self.value
+
+        def restore(self):
+            self.value = self.saved
+
+    def program(rank):
+        state = Own(value=1)
+        world.current().resume(4)
+        state.commit()
+        world.current().resume(9)
+        state.restore()
+        state._go_back()
+        return world.current().step
+
+    assert ranks(2, program) == [4, 4]
 
 
 def test_objects_changed_in_place_are_restored_too(ranks):
