@@ -499,6 +499,22 @@ def test_beta_weighs_updates_in_place() -> None:
     assert on_ranks(2, program)[0] == [[10.0, 10.0], [5.0, 10.0], [6.0, 10.0]]
 
 
+def of_slope_1(length: int, batch: int, nodes: Any) -> tuple[Any, torch.Tensor, Any]:
+    """Return a loader, one weight that begins at 0, and its optimizer: each sample's slope is 1."""
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+    loader = hvd.adapt(
+        DataLoader(TensorDataset(torch.ones(length, 1).double()), batch),
+        optimizer,
+        "hogbatch",
+        device_class="slow",
+        sizes={"slow": 1},
+        nodes=nodes,
+        merge_every=length,
+    )
+    return loader, weight, optimizer
+
+
 @pytest.mark.parametrize("nodes", [None, [[0], [1]]])
 def test_an_epoch_moves_the_model_as_far_as_synchronous_steps(nodes: Any) -> None:
     """Once, half as far on two nodes: rates were by the batch of all, and models are averaged."""
@@ -506,17 +522,7 @@ def test_an_epoch_moves_the_model_as_far_as_synchronous_steps(nodes: Any) -> Non
     turn = threading.Barrier(size)  # as many batches for both
 
     def program(here: World) -> float:
-        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
-        loader = hvd.adapt(
-            DataLoader(TensorDataset(torch.ones(length, 1).double()), batch),
-            optimizer,
-            "hogbatch",
-            device_class="slow",
-            sizes={"slow": 1},
-            nodes=nodes,
-            merge_every=length,
-        )
+        loader, weight, optimizer = of_slope_1(length, batch, nodes)
         for (x,) in loader:
             optimizer.zero_grad()
             (x @ weight).mean().backward()
@@ -537,17 +543,7 @@ def test_a_node_that_is_quicker_moves_the_model_no_further() -> None:
     is_ahead = threading.Event()
 
     def program(here: World) -> tuple[float, int]:
-        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
-        loader = hvd.adapt(
-            DataLoader(TensorDataset(torch.ones(length, 1).double()), batch),
-            optimizer,
-            "hogbatch",
-            device_class="slow",
-            sizes={"slow": 1},
-            nodes=[[0], [1]],
-            merge_every=length,
-        )
+        loader, weight, optimizer = of_slope_1(length, batch, [[0], [1]])
         steps = 0
         for (x,) in loader:
             assert here.rank == 0 or is_ahead.wait(30)
