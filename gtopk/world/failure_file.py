@@ -12,7 +12,8 @@ that are not in it: in a folder that all hosts share, one that is there is of th
     step                     that the rank was in
     operation                that it was in, or that failed; null: it computed
     error, text              the exception's type and text; null, and how it was ended
-    lost                     the ranks that died, as far as it is known here: rank, why
+    lost                     the ranks that died, as far as it is known here, the first one first
+                             where the heartbeat saw it: rank, why
     traceback                null where another rank is the cause
 
 Nothing of its environment is in it.

@@ -292,16 +292,20 @@ class Guard:
         return failed or self.member.engine.failed_in or ("" if activity == "idle" else activity)
 
     def _lost(self) -> list[Lost]:
-        """Return the ranks that died, as far as it is known here."""
+        """Return the ranks that died, as far as it is known here, the heartbeat's first one first.
+
+        A launcher ends the others: some of those may be gone, too, by the time this is asked.
+        """
         transport = self.member.transport
         said = transport.farewells()
         found = {
             rank: said[rank].reason if rank in said else "as another rank says"
             for rank in transport.lost()
         }
-        if self._heartbeat and (first := self._heartbeat.lost()):
-            found[first.rank] = first.why
-        return [Lost(rank, why) for rank, why in sorted(found.items())]
+        first = self._heartbeat.lost() if self._heartbeat else None
+        if first:
+            found.pop(first.rank, None)
+        return [*([first] if first else []), *(Lost(*each) for each in sorted(found.items()))]
 
     def _doing(self) -> str:
         activity = self.member.engine.activity

@@ -19,8 +19,8 @@ from .device_classes import CLASSES
 
 HEAD: Final = np.dtype(
     {
-        "names": ["prepared", "next", "end", "base", "turn", "merged", "smallest"],
-        "formats": ["i8"] * 6 + [f"({len(CLASSES)},)i8"],  # the last: a batch, by device class
+        "names": ["prepared", "next", "end", "base", "turn", "merged", "said", "smallest"],
+        "formats": ["i8"] * 7 + [f"({len(CLASSES)},)i8"],  # the last: a batch, by device class
         "itemsize": 256,
     }
 )

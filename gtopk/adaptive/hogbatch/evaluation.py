@@ -33,7 +33,8 @@ def mean_loss(
     board, ledger = node.board, node.ledger
     samples = len(dataset)
     batch = max(batch, -(-samples // node.longest))  # as many places as there are notes
-    ledger.begin(-(-samples // batch), between_nodes=False)
+    what = f"an evaluation of {samples} samples, {batch} at a time"
+    ledger.begin(-(-samples // batch), what, between_nodes=False)
     try:
         refresh()
         rows, parity = board.rows, ledger.round % 2

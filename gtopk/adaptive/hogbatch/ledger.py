@@ -17,13 +17,14 @@ take turns in memory: while a worker looks how the last one ends, another may ha
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from collectives.errors import PeerError, PeerTimeoutError
+from collectives.errors import MismatchError, PeerError, PeerTimeoutError
 from collectives.transports import Counter
 from collectives.transports.node_memory import NodeMemory
 
@@ -73,12 +74,16 @@ class Ledger:
         notes: np.ndarray[Any, Any] = self._all_notes[self.round % 2]
         return notes
 
-    def begin(self, length: int, *, between_nodes: bool = True) -> None:
-        """Begin the next round, of so many places, once all others have ended the last one."""
+    def begin(self, length: int, what: str = "", *, between_nodes: bool = True) -> None:
+        """Begin the next round, of so many places, once all others have ended the last one.
+
+        what: it is, the same on all workers. Raises MismatchError where another has begun another.
+        """
         self._await(lambda: self._all_have("over", self.round), "end the last round")
         self.round += 1
         self._length = length
         self._between_nodes = between_nodes and self._counter is not None
+        said = zlib.crc32(what.encode())
         with self._memory.lock():
             if self._head["prepared"][0] < self.round:
                 self._notes[:length] = 0
@@ -87,7 +92,14 @@ class Ledger:
                 # Of the dead, too: an evaluation adds up what all rows have.
                 self._board.rows["losses"][:, self.round % 2] = 0
                 self._board.rows["evaluated"][:, self.round % 2] = 0
+                self._head["said"][0] = said
                 self._head["prepared"][0] = self.round
+            elif self._head["said"][0] != said:
+                raise MismatchError(
+                    f"rank {self._ranks[self._board.me]} begins {what}, and another rank of this "
+                    "host has begun something else: every rank must do the same, with the samples "
+                    "in the same order (order=, the sampler's seed, set_epoch)"
+                )
 
     def claim(self, count: int) -> range:
         """Return the next places, at most so many; none: all are claimed."""

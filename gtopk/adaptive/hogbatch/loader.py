@@ -9,7 +9,7 @@ No worker waits for another until an epoch is over; what needs all of them is be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from ...buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ..apart.own_steps import OwnSteps
 from ..batches.epochs import Epochs
 from ..batches.next_world import is_over, require_its_world
+from ..batches.same_stream import order_in_words
 from ..batches.sources import order_of, rebuilt
 from ..options import Job
 from .batch_in_hand import BatchInHand
@@ -102,7 +103,7 @@ class HogbatchLoader:
         require_known(self._optimizer.param_groups, set(self._trained), KNOWN_TO_ADAPT)
         epoch, _ = self._epochs.begin()
         order = self._order(epoch)
-        self._begin(len(order))
+        self._begin(epoch, order)
         self._claims.begin(order)
         self._in_epoch = True
         self._batch.begin()
@@ -127,16 +128,17 @@ class HogbatchLoader:
 
     def sit_out(self) -> None:
         """Take no part in an epoch; it begins and ends for this worker, too."""
-        self._epochs.begin()
-        self._begin(len(self._order(self._epochs.epoch)))
+        epoch, _ = self._epochs.begin()
+        self._begin(epoch, self._order(epoch))
         with self._steps.spent.waiting():
             self._node.merging.end(self._ledger)
         self._ledger.end()
         self._epochs.finish()
         self._periods.end()
 
-    def _begin(self, length: int) -> None:
+    def _begin(self, epoch: int, order: Sequence[int]) -> None:
         self._require_its_world()
+        length, what = len(order), f"epoch {epoch}, {order_in_words(order)}"
         if length > self._node.longest:
             raise ValueError(
                 f"rank {self._world.rank}: an epoch of mode {self._mode!r} has at most the "
@@ -144,8 +146,8 @@ class HogbatchLoader:
             )
         self._steps.spent.begin()
         with self._steps.spent.waiting():
-            self._ledger.begin(length)
-        self._node.merging.begin()
+            self._ledger.begin(length, what)
+        self._node.merging.begin(what)
         self._periods.begin()
 
     def _hand_out(self) -> Iterator[Any]:
@@ -219,7 +221,7 @@ class HogbatchLoader:
             self._writer.refresh()
             return
         with self._steps.spent.waiting():
-            self._ledger.begin(0, between_nodes=False)
+            self._ledger.begin(0, "a drain", between_nodes=False)
             self._node.merging.drain()
         self._writer.refresh()
         self._ledger.end()

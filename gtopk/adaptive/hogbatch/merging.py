@@ -102,8 +102,9 @@ class Merging:
             expected = ExpectedStep(compression, reduction.progress, "merge of all nodes")
             expected.measure([reduction], peers)
 
-    def begin(self) -> None:
-        """Begin an epoch."""
+    def begin(self, what: str) -> None:
+        """Begin an epoch: what it is, the same on all nodes."""
+        self._epoch_said = what
         self._due, self._begun = -(-self._length // self._every), 0
 
     def poll(self) -> None:
@@ -125,11 +126,11 @@ class Merging:
         if broken_off is not None and len(self._leaders) > 1:
             broken_off.await_others()
         if self._engine is not None:
-            while self._begun < self._due:
+            while self._pending is not None or self._begun < self._due:
                 if self._pending is not None:
                     self._take()
-                self._merge(is_last=self._begun + 1 == self._due)
-            self._take()
+                if self._begun < self._due:
+                    self._merge(is_last=self._begun + 1 == self._due)
             self._node.board.head["merged"][0] = self._node.ledger.round
         elif len(self._leaders) > 1:
             self._await_the_first()
@@ -151,18 +152,22 @@ class Merging:
             weight = 1.0 / transport.size
             return weight, self._replica.exchange(transport, weight), max(counts)
 
-        facts = [self._replica.facts, f"the last one of an epoch: {is_last}"]
+        facts = [self._replica.facts, self._epoch_said, f"the last one of an epoch: {is_last}"]
         self._is_last = is_last
         self._pending = self._engine.submit(f"{self._name}.merge", facts, work)
 
     @torch.no_grad()
     def _take(self) -> None:
         """Add what a merge has changed to the node's model."""
-        assert self._pending is not None
-        weight, update, count = self._pending.wait()
-        self._steps.submitted(self._pending)
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        try:
+            weight, update, count = pending.wait()
+        except BaseException:
+            self._due = self._begun  # an epoch that breaks off now has no more merges to end with
+            raise
+        self._steps.submitted(pending)
         self._steps.arrived(self._replica.reduction)
-        self._pending = None
         self._replica.merge(update, weight)
         self._add_changes()
         self.merges += 1

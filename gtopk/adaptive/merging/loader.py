@@ -31,6 +31,7 @@ from ..apart.stepping import require_no_common_step, take_over
 from ..batches.drains import all_alike
 from ..batches.epochs import Epochs
 from ..batches.next_world import require_its_world
+from ..batches.same_stream import order_in_words
 from ..batches.sources import order_of, rebuilt
 from ..learning_rate import LearningRate
 from ..options import Job
@@ -142,7 +143,7 @@ class MergingLoader:
             if start == 0:
                 self._batches.begin([range(len(order))])
             self._taken.order = order
-            self._begin(epoch)
+            self._begin(epoch, order_in_words(order))
             while (stretch := self._batches.open()) is not None:
                 sizes = self._batches.sizes
                 self._cursor.open(self._batches.number, len(stretch), sizes, self._count)
@@ -152,7 +153,7 @@ class MergingLoader:
                     self._merge()
                 yield from self._await_drains()
 
-    def _begin(self, epoch: int) -> None:
+    def _begin(self, epoch: int, order_said: str) -> None:
         """Begin an epoch, the same on all ranks, with how far any has seen the cursor."""
         replica = self._resumed() or self._open_replica()
         if not self._is_compared:
@@ -160,7 +161,7 @@ class MergingLoader:
         known = set(replica.parameters)
         require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
         left = [(place.start, place.stop) for place in self._batches.left]
-        facts = [f"epoch {epoch}", f"places left {left}"]
+        facts = [f"epoch {epoch}", f"places left {left}", order_said]
         operation = self._world.engine.submit(
             f"{self._name}.epoch",
             facts,

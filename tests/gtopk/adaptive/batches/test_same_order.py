@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,21 +12,23 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import gtopk.torch as hvd
+from collectives import MismatchError, PeerError
 from gtopk.adaptive.batches.same_stream import order_in_words
 from gtopk.world.world import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 SAMPLES = TensorDataset(torch.ones(16, 2))
+OPTIONS: dict[str, dict[str, Any]] = {"abs": {"micro_batch": 2}}
 
 
 def opened(mode: str, loader: DataLoader[Any], order: Any = None) -> tuple[Any, Callable[[], Any]]:
     """Return an adapted loader, and what trains an epoch of it."""
-    model = torch.nn.Linear(2, 1)
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)  # the same on all ranks
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
     )
-    options = {"micro_batch": 2} if mode == "abs" else {}
-    adapted = hvd.adapt(loader, optimizer, mode, order=order, **options)
+    adapted = hvd.adapt(loader, optimizer, mode, order=order, **OPTIONS.get(mode, {}))
 
     def train() -> None:
         for (x,) in adapted:
@@ -72,7 +75,7 @@ def one_rank_looks_at_a_batch(mode: str, rank: int) -> None:
     train()
 
 
-@pytest.mark.parametrize("mode", ["balanced", "abs"])
+@pytest.mark.parametrize("mode", ["balanced", "abs", "adaptive-sgd"])
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -90,11 +93,38 @@ def test_ranks_that_begin_unlike_iterations_are_an_error_on_all(
     def program(here: World) -> str:
         with pytest.raises(hvd.HorovodInternalError) as raised:
             mistake(mode, here.rank)
-        return str(raised.value)
+        return str(raised.value).partition("; at step")[0]  # ranks have made some by themselves
 
     first, other = on_ranks(2, program)
     assert first == other
     assert "the ranks disagree about" in first
+
+
+@pytest.mark.parametrize("nodes", [None, [[0], [1]]])
+@pytest.mark.parametrize(
+    "mistake", [seeds_by_rank, one_rank_shuffles, orders_by_rank, one_rank_sets_the_epoch]
+)
+def test_workers_that_begin_unlike_epochs_are_an_error(
+    nodes: list[list[int]] | None,
+    mistake: Callable[[str, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing but their memory joins those of a node: one sees it, and the other that it left."""
+    monkeypatch.setitem(OPTIONS, "hogbatch", {"nodes": nodes})
+
+    def program(here: World) -> Exception:
+        with pytest.raises((MismatchError, PeerError, hvd.HorovodInternalError)) as raised:
+            mistake("hogbatch", here.rank)
+        here.transport.leave("in a test")
+        return raised.value
+
+    errors = on_ranks(2, program)
+    if nodes:
+        assert all("the ranks disagree about" in str(error) for error in errors)
+    else:
+        (seen,) = (str(error) for error in errors if isinstance(error, MismatchError))
+        order = r"(an order of 16 samples of checksum|range\(0, 16\))"
+        assert re.match(f"rank [01] begins epoch [01], {order}", seen)
 
 
 def test_an_order_is_told_by_its_indices_of_whatever_kind() -> None:
