@@ -26,7 +26,7 @@ from .recheck import still_holds
 
 # Of what the numbers of a calibration mean: one more whenever that of a field changes, or how it is
 # measured, so that what was kept by another meaning is measured anew.
-MODEL: Final = 3
+MODEL: Final = 4
 VARIABLE: Final = "GTOPK_CALIBRATION"  # rank 0's counts: off, fresh, or the path of a cache file
 
 

@@ -286,6 +286,7 @@ def measure_rates(
         rate(selection(density), _LARGEST, SELECT_SECONDS / 2) for density in (DENSITY, _DENSE)
     )
     pick_seconds = max(0.0, many - few) / (_DENSE - DENSITY)
+    swap_seconds, list_seconds, send_seconds = own_call_seconds(stopwatch, random)
     return Rates(
         max(0.0, few - DENSITY * pick_seconds),
         rate(merging, most, MERGE_SECONDS),
@@ -293,8 +294,10 @@ def measure_rates(
             f: CodingRate(rate(encoding(f), most, each), rate(decoding(f), most, each))
             for f in formats
         },
-        *own_call_seconds(stopwatch, random),
+        swap_seconds,
+        list_seconds,
         rate(copying, _LARGEST, COPY_SECONDS),
         rate(summing, most, SUM_SECONDS) / math.log2(_LISTS),
         pick_seconds,
+        send_seconds,
     )

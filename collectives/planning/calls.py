@@ -18,13 +18,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
 from .. import wire
 from ..algorithms import ALGORITHMS
 from ..algorithms.gtopk import reduce
+from ..algorithms.regions import Regions
+from ..algorithms.rounding import rounding_error
 from ..algorithms.terms import Terms
 from ..transports.endpoint import Endpoint
 from ..transports.local import local_world
@@ -41,6 +43,7 @@ CALLS_SECONDS: Final = 0.4
 DENSITY: Final = 0.001
 
 _FEW: Final = 16  # entries
+_OF_REGION: Final = 4  # entries in each region of Ok-Topk
 _REST_SECONDS: Final = 0.02
 _GOES: Final = 7  # of which the median counts
 
@@ -52,8 +55,19 @@ def picks(k: int, random: np.random.Generator) -> SparseVector:
     return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
 
 
-def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float]:
-    """Return what a swap of two very short lists takes after a rest, and one list more.
+def even_picks(rank: int, size: int) -> SparseVector:
+    """Return a rank's entries, as far from one another as all ranks' are: no block is balanced.
+
+    Those of rank 0 are the largest: every region has as many of the update.
+    """
+    k, step = _OF_REGION * size, round(1 / DENSITY)
+    indices = step // size * rank + np.arange(0, k * step, step)
+    values = np.random.default_rng(rank).random(k, np.float32) + (2 if rank == 0 else 1)
+    return SparseVector(indices.astype(np.int32), values, k * step)
+
+
+def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float, float]:
+    """Return what a swap of two very short lists takes after a rest, one list more, and a send.
 
     A reduction comes after a backward pass, a swap after a wait: its calls find nothing of theirs
     in the caches. Lists that are decoded one after the other do.
@@ -75,10 +89,19 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
         wire.decode(message, mine, mine.entries, 0, EXACT, Terms().stamp().size)
         return stopwatch() - begun
 
+    def send() -> float:
+        begun = stopwatch()
+        encoded = wire.encode(mine, mine.entries, EXACT)
+        rounding_error(mine, encoded.vector, EXACT)
+        here.send(encoded.message, 1)()
+        took = stopwatch() - begun
+        there.receive(0)
+        return took
+
     def least(go: Callable[[], float]) -> float:
         return min(go() for _ in range(REPEATS))  # what holds up a go makes it longer
 
-    return least(swap), least(read)
+    return least(swap), least(read), least(send)
 
 
 def measure_calls(
@@ -99,27 +122,37 @@ def measure_calls(
     circle = _Circle(group)
     mine = picks(_FEW, np.random.default_rng(transport.rank))
     format = next(iter(rates.coding))
+    regions = Regions()  # as in most steps: the boundaries stand, from the first go on
 
-    def go(algorithm: str, among: Transport) -> float:
+    def go(algorithm: str, picked: SparseVector, among: Transport, **options: Any) -> float:
         time.sleep(_REST_SECONDS)
         group.barrier()
         begun = clock()
         if is_full:
-            ALGORITHMS[algorithm](mine, _FEW, among, format=format)
+            ALGORITHMS[algorithm](picked, picked.entries, among, format=format, **options)
         return agree_on_mean(transport, clock() - begun if is_full else math.nan)
 
     goes: list[list[float]] = []
     while len(goes) < _GOES and sum(map(sum, goes)) < CALLS_SECONDS:
-        goes.append([go("gtopk", cast("Transport", circle)), go("topk-allgather", group)])
+        swap = go("gtopk", mine, cast("Transport", circle))
+        goes.append([swap, go("topk-allgather", mine, group)])
     swapped, gathered = map(statistics.median, zip(*goes, strict=True))
+    even = even_picks(group.rank, size)
+    if is_full:
+        regions.agree(even, group)
+    splits: list[float] = []
+    while len(splits) < _GOES and sum(splits) < CALLS_SECONDS:
+        splits.append(go("oktopk", even, group, regions=regions))
     link, known = network.link(int(not inside)), rates.without_calls()
-    for algorithm, took, ranks, of_each, counted in (
-        ("gtopk", swapped, _paired(size), "swap_seconds", "swaps"),
-        ("topk-allgather", gathered, size, "list_seconds", "others"),
+    for algorithm, picked, took, ranks, of_each, counted in (
+        ("gtopk", mine, swapped, _paired(size), "swap_seconds", "swaps"),
+        ("topk-allgather", mine, gathered, size, "list_seconds", "others"),
+        ("oktopk", even, statistics.median(splits), size, "send_seconds", "sends"),
     ):
-        candidate = Candidate(algorithm, _FEW / mine.length, format)
-        expected = predict(candidate, mine.length, Network(ranks, link), known).exchange_seconds
-        steps = SCHEDULES[algorithm](Order(mine.length, _FEW, ranks))
+        length, k = picked.length, picked.entries
+        candidate = Candidate(algorithm, k / length, format)
+        expected = predict(candidate, length, Network(ranks, link), known).exchange_seconds
+        steps = SCHEDULES[algorithm](Order(length, k, ranks))
         lists = sum(step.times * getattr(step, counted) for step in steps)
         known = known._replace(**{of_each: max(0.0, took - expected) / lists})
     return known

@@ -163,6 +163,7 @@ def predict(
         coded, merged = held_up * coded, held_up * merged
         # Calls were measured with all ranks at them.
         merged += step.swaps * rates.swap_seconds + step.others * rates.list_seconds
+        merged += step.sends * rates.send_seconds
         code += times * coded
         merge += times * merged
         if step.fresh:

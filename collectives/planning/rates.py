@@ -25,6 +25,7 @@ class Rates(NamedTuple):
     swap_seconds:   of each list that is sent and merged with one that comes, whatever their
                     lengths: what the calls take, where all ranks make them at once.
     list_seconds:   the same of each list that is decoded besides.
+    send_seconds:   the same of each list that is encoded and sent by itself, one after another.
     copy_seconds:   per element of a dense gradient: into one place, weighed, and back.
     sum_seconds:    per entry of lists that are added up in pairs, and go: ceil(log2) of them.
     pick_seconds:   per entry that is selected: into a list, out of the residual, into the update.
@@ -38,10 +39,11 @@ class Rates(NamedTuple):
     copy_seconds: float = 0.0
     sum_seconds: float = 0.0
     pick_seconds: float = 0.0
+    send_seconds: float = 0.0
 
     def without_calls(self) -> Rates:
         """Return what entries take alone."""
-        return self._replace(swap_seconds=0.0, list_seconds=0.0)
+        return self._replace(swap_seconds=0.0, list_seconds=0.0, send_seconds=0.0)
 
 
 # What the C++ core takes on one core of a server of the 2020s, rounded; where nothing is measured.
@@ -68,4 +70,5 @@ DEFAULT_RATES: Final = Rates(
     3e-10,
     3e-9,
     1e-8,
+    6e-5,
 )

@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,11 @@ from ..cost import rounds
 from ..transports.reductions import LONG_BYTES, travels_whole
 from ..vector import Array, index_dtype
 from ..wire import HEADER_BYTES, Format
+
+# Of Ok-Topk, in lists that are sent by themselves: what a round of the threshold's search takes,
+# and what the gather and all else that is done once do, by the processor time of short lists.
+SEARCH_SENDS: Final = 6
+GATHER_SENDS: Final = 6
 
 
 class Round(NamedTuple):
@@ -45,6 +50,7 @@ class Round(NamedTuple):
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
     summed:  entries of lists that are added up after it, in pairs, times the goes that it takes.
     swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
+    sends:   lists that it encodes and sends by themselves, and as many for what takes as long.
     times:   how many rounds like this one there are.
     waits:   latencies that they wait for: fewer than there are rounds where messages leave at once;
              None: one each.
@@ -62,6 +68,7 @@ class Round(NamedTuple):
     summed: float = 0.0
     swaps: int = 0
     others: int = 0
+    sends: int = 0
     times: int = 1
     parts: int = 1
     exact: bool = False
@@ -213,15 +220,15 @@ def oktopk(order: Order) -> Iterator[Round]:
     regions = others if order.uneven else ranks
     part = -(-k // regions)
     for number, (outside, times) in enumerate(_splits(ranks, m)):
-        split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, times=times)
-        yield split._replace(parts=regions, waits=int(number == 0))  # all leave at once
+        split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, sends=1)
+        yield split._replace(times=times, parts=regions, waits=int(number == 0))  # leave at once
     # A round of the threshold leaves a 32nd undecided, and ends with 64 entries or fewer.
     undecided = order.wanted if order.uneven else k  # of an owner
     told = HEADER_BYTES + 24 + min(64, order.wanted) * order.value_bytes
     while True:
         *asked, last = _allgather(ranks, m, told)
         yield from asked
-        yield last._replace(swaps=1, others=others)
+        yield last._replace(others=others, sends=SEARCH_SENDS)
         if undecided <= 64:
             break
         undecided = -(-undecided // 32)
@@ -234,7 +241,7 @@ def oktopk(order: Order) -> Iterator[Round]:
     yield from gathered
     decoded = last._replace(decoded=ranks * block, merged=k)
     decoded = decoded._replace(summed=(k + ranks * block) * rounds(ranks))
-    yield decoded._replace(swaps=2, others=others)
+    yield decoded._replace(others=others, sends=GATHER_SENDS)
 
 
 @lru_cache

@@ -13,6 +13,7 @@ from collectives.cost import Link, rounds
 from collectives.planning import Network, Rates, calls
 from collectives.planning.calls import CALLS_SECONDS, measure_calls
 from collectives.planning.rates import DEFAULT_RATES, CodingRate
+from collectives.planning.schedules import GATHER_SENDS, SEARCH_SENDS
 from collectives.transports import local_world
 from collectives.wire import EXACT
 
@@ -48,9 +49,15 @@ def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: lis
 def test_what_few_entries_take_beside_their_messages_are_their_calls(
     virtual, size, ranks_per_node, latency
 ):
-    """Swaps take one each here; an allgather one a round, the first of them its swap."""
+    """Swaps take one each here; an allgather one a round, the first of them its swap.
+
+    Ok-Topk takes one each of P - 1 parts, and of the rounds of two allgathers: less what its
+    three times P - 1 lists take by then, it is what its sends do.
+    """
     group = ranks_per_node if ranks_per_node > 1 else size
     lists_seconds = (rounds(group) - 1) * CALL_SECONDS
+    sends = group - 1 + SEARCH_SENDS + GATHER_SENDS
+    sends_seconds = (group - 1 + 2 * rounds(group)) * CALL_SECONDS - 3 * lists_seconds
     uniform = random.Random(size)
     for apart in (
         [0.0] * size,
@@ -62,6 +69,20 @@ def test_what_few_entries_take_beside_their_messages_are_their_calls(
         assert found.list_seconds * (group - 1) == pytest.approx(
             lists_seconds, rel=0.05, abs=0.05 * CALL_SECONDS
         ), apart
+        # Who begins apart leaves the barrier apart, which no circle makes up for here.
+        reach = WITHIN.latency_seconds if ranks_per_node > 1 else latency * max(apart)
+        assert found.send_seconds * sends == pytest.approx(
+            sends_seconds, rel=0.01, abs=0.2 * reach
+        ), apart
+
+
+@pytest.mark.parametrize("size", [17, 40])
+def test_more_regions_are_searched_in_another_round(virtual, size):
+    """Once, the lists were too small for it, and calls took less than nothing."""
+    found = found_on(virtual, size, 1, 5e-4, [0.0] * size)
+    sends = size - 1 + 2 * SEARCH_SENDS + GATHER_SENDS
+    calls = size - 1 + 3 * rounds(size) - 4 * (rounds(size) - 1)
+    assert found.send_seconds * sends == pytest.approx(calls * CALL_SECONDS, rel=0.01)
 
 
 def test_a_node_with_fewer_ranks_does_not_count(virtual):
@@ -116,10 +137,11 @@ def test_ways_take_turns_as_long_as_there_is_time(virtual, monkeypatch):
         run_ranks(world.world, program)
         return seen
 
-    turn = ["gtopk", "topk-allgather"]
-    assert seen_at(0.0) == 7 * turn
-    assert seen_at(CALLS_SECONDS / 8) == 4 * turn  # of two latencies each
-    assert seen_at(CALLS_SECONDS) == turn
+    turn, split = ["gtopk", "topk-allgather"], ["oktopk"]
+    assert seen_at(0.0) == 7 * turn + 7 * split
+    # Turns of two latencies each, then goes of three.
+    assert seen_at(CALLS_SECONDS / 8) == 4 * turn + 3 * split
+    assert seen_at(CALLS_SECONDS) == turn + split
 
 
 def test_a_rank_alone_keeps_its_own():

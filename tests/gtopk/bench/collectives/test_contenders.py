@@ -86,7 +86,9 @@ def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
     assert found == (expected.communicate_seconds, code_seconds, expected.rounds)
 
 
-def test_the_boundaries_of_oktopk_stand_from_go_to_go() -> None:
+def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:
+    """Once, the first of three goes drew them, and the median was the slower one of the others."""
+
     def program(transport: Transport) -> list[int]:
         (contender,) = own_contenders(["oktopk"], ["exact"], 100, 10, SLOW, RATES)
         picks = SparseVector(np.arange(10, dtype=np.int32), np.ones(10, np.float32), 100)
@@ -99,8 +101,7 @@ def test_the_boundaries_of_oktopk_stand_from_go_to_go() -> None:
             sent.append(transport.traffic.take().sent_messages)
         return sent
 
-    first, *others = run_ranks(local_world(2), program)[0]
-    assert others == [first - 1] * 2  # the allgather that draws them
+    assert run_ranks(local_world(2), program) == [[3] * 3] * 2  # a part, and two allgathers
 
 
 def test_baselines_are_modelled_by_what_they_send() -> None:
