@@ -1,16 +1,20 @@
 """Hold what was foretold of reductions against the clock: tables of the errors.
 
-Of the time that each takes, and of what it saves of dense's, as the line at a run's start says.
+Of the time that each takes, and of what it saves of dense's, as the line at a run's start says;
+and of all times together, by how busy the cores were that all hosts shared: beyond a half it is
+the emulation's cores that decide, and no longer its links.
 
 python mpi_scripts/predictions.py FOLDER/*.json     files of `gtopk bench collectives --json`,
                                                     named RATE-HOSTS.json
-python mpi_scripts/predictions.py --simulate ...    what SimGrid makes of every message, in place of
-                                                    the model's rounds; codes are the model's
+python mpi_scripts/predictions.py --simulate ...    what SimGrid makes of every message, and of what
+                                                    ranks compute between them, in place of the
+                                                    model's rounds
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,14 +30,16 @@ from gtopk.bench.collectives.command import read
 from gtopk.bench.collectives.record import Record, Results
 from gtopk.replay.platform import Platform
 from gtopk.replay.simulate import find_python, simulate
-from gtopk.replay.traces import Reduction, Trace, trace_of
+from gtopk.replay.traces import Profile, Reduction, Trace, profile_of, trace_of
 
 DENSE: Final = "gtopk's own dense"
+BUSY: Final = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, math.inf))
 
 
 class Forecast(NamedTuple):
     """One way to reduce, on one network: seconds, or what `way` says.
 
+    busy:  how much of the time that the shared cores had the ranks' processes took; None: unknown.
     error: (foretold - measured) / measured.
     """
 
@@ -44,6 +50,7 @@ class Forecast(NamedTuple):
     way: str
     foretold: float
     measured: float
+    busy: float | None = None
 
     @property
     def error(self) -> float:
@@ -52,17 +59,25 @@ class Forecast(NamedTuple):
 
 
 def forecasts(
-    name: str, results: Results, wire_seconds: Callable[[Record], float | None]
+    name: str, results: Results, foretell: Callable[[Record], float | None]
 ) -> Iterable[Forecast]:
-    """Yield every record that has a model; wire_seconds: what it says of a record's messages."""
+    """Yield every record that has a model; foretell: the seconds that one takes."""
     for record in results["records"]:
-        wire, code = wire_seconds(record), record["modelled_code_seconds"]
-        if record["ours"] and wire is not None:
-            foretold = wire + (code or 0.0)
+        foretold = foretell(record)
+        if record["ours"] and foretold is not None:
             measured = record["seconds"]["median"]
             network = name, record["ranks"], record["length"]
             entries = record["length"] if record["label"] == DENSE else record["k"]
-            yield Forecast(*network, entries, record["label"], foretold, measured)
+            busy = busyness(record, results["run"]["shared_cores"])
+            yield Forecast(*network, entries, record["label"], foretold, measured, busy)
+
+
+def busyness(record: Record, cores: int | None) -> float | None:
+    """Return how much of the last round's time on the shared cores its processes took."""
+    if cores is None:
+        return None
+    took_seconds = record["ranks"] * record["cpu_seconds"]["mean"]
+    return took_seconds / (cores * record["seconds_by_round"][-1])
 
 
 def savings(found: Sequence[Forecast]) -> Iterator[Forecast]:
@@ -79,14 +94,19 @@ def savings(found: Sequence[Forecast]) -> Iterator[Forecast]:
 
 def modelled(record: Record) -> float | None:
     """Return what the model of rounds said before the benchmark ran."""
-    return record["modelled_wire_seconds"]
+    wire = record["modelled_wire_seconds"]
+    return None if wire is None else wire + (record["modelled_code_seconds"] or 0.0)
 
 
 def simulated(python: str) -> Callable[[Record], float | None]:
-    """Return what replays a record's messages on the link that its ranks measured."""
-    traces: dict[Reduction, Trace] = {}  # the same messages at any bandwidth
+    """Return what replays a record's messages on the link that its ranks measured.
 
-    def wire_seconds(record: Record) -> float | None:
+    Between them ranks compute: in all for as long as the model says, spread as here.
+    """
+    traces: dict[Reduction, Trace] = {}  # the same messages at any bandwidth
+    profiles: dict[Reduction, Profile] = {}
+
+    def seconds(record: Record) -> float | None:
         if record["modelled_wire_seconds"] is None or record["algorithm"] is None:
             return None
         is_dense = record["algorithm"] == "dense"
@@ -100,9 +120,26 @@ def simulated(python: str) -> Callable[[Record], float | None]:
         )
         trace = traces.get(reduction) or traces.setdefault(reduction, trace_of(reduction))
         network = Network(record["ranks"], Link(*record["modelled_link"]))
-        return simulate(trace, Platform(network), python)
+        code = record["modelled_code_seconds"] or 0.0
+        if is_dense:
+            return simulate(trace, Platform(network), python) + code
+        profile = profiles.get(reduction) or profiles.setdefault(reduction, profile_of(reduction))
+        share = code / max(map(sum, profile))
+        computing = [[share * seconds for seconds in rank] for rank in profile]
+        return simulate(trace, Platform(network), python, computing)
 
-    return wire_seconds
+    return seconds
+
+
+def by_busyness(found: Sequence[Forecast]) -> Iterator[str]:
+    """Yield the lines of a table, a row for each of the steps in which cores are busy."""
+    yield "| cores busy | forecasts | median error | within 20 % | worst |"
+    yield "|---|---|---|---|---|"
+    for least, end in BUSY:
+        here = [each for each in found if each.busy is not None and least <= each.busy < end]
+        if here:
+            step = f"from {100 * least:.0f} %" + (f" to {100 * end:.0f} %" if end < 1 else "")
+            yield row(step, here)
 
 
 def row(way: str, found: Sequence[Forecast]) -> str:
@@ -122,9 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--simulate", action="store_true", help="by SimGrid, message by message")
     options = parser.parse_args(arguments)
-    wire_seconds = simulated(find_python()) if options.simulate else modelled
+    foretell = simulated(find_python()) if options.simulate else modelled
     files = [(path.stem.partition("-")[0], read(path)) for path in options.files]
-    found = [each for file in files for each in forecasts(*file, wire_seconds)]
+    found = [each for file in files for each in forecasts(*file, foretell)]
     saved = list(savings(found))
     for entries in sorted({each.entries for each in found}):
         for title, forecast in (("time", found), ("saved of dense's time", saved)):
@@ -132,6 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if here:
                 print(f"{entries:,} entries a rank: {title}\n")
                 print(*table(here), "", sep="\n")
+    if any(each.busy is not None for each in found):
+        print("all times, by how busy the shared cores were\n")
+        print(*by_busyness(found), "", sep="\n")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -18,7 +19,11 @@ RECEIVED: Final = -1
 
 
 class Recorder(LocalTransport):
-    """Notes all messages of a rank, those of its views included; events: in their order."""
+    """Notes all messages of a rank, those of its views included.
+
+    events:   in their order.
+    computed: seconds of its thread's processor time before each event, since the one before.
+    """
 
     def __init__(
         self,
@@ -30,12 +35,28 @@ class Recorder(LocalTransport):
     ) -> None:
         super().__init__(rank, mailboxes, left, counts, node_size)
         self.events: list[Event] = []
+        self.computed: list[float] = []
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """Forget what was noted, and begin anew, in the thread that goes on."""
+        self.events.clear()
+        self.computed.clear()
+        self._since = time.thread_time()
+
+    def computed_since(self) -> float:
+        """Return the seconds since the last event, and begin others."""
+        since, self._since = self._since, time.thread_time()
+        return self._since - since
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        self.computed.append(self.computed_since())
         self.events.append((to, message.nbytes))
         return super().send_on(stream, message, to)
 
     def receive_on(self, stream: Transport, source: int) -> Array:
+        self.computed.append(self.computed_since())
         message = super().receive_on(stream, source)
+        self._since = time.thread_time()  # to wait is not to compute
         self.events.append((source, RECEIVED))
         return message

@@ -105,11 +105,17 @@ def replay(
     events: list[list[int]],
     latency: Callable[[int, int], float],
     burst: list[float],
+    computing: list[float] | None,
 ) -> None:
-    """Do what one rank did; what its token bucket holds, full at first, takes no bandwidth."""
+    """Do what one rank did; what its token bucket holds, full at first, takes no bandwidth.
+
+    computing: its seconds before each event, and after the last.
+    """
     most, rate = burst
     held, gone = most, 0.0
-    for peer, size in events:
+    for number, (peer, size) in enumerate(events):
+        if computing is not None:
+            this_actor.sleep_for(computing[number])
         if size < 0:
             left: list[float] = Mailbox.by_name(f"{peer}>{rank}").get()
             # Empty: its last byte leaves just now, and its sender has not noted it yet.
@@ -123,6 +129,8 @@ def replay(
         left = []  # the second at which its last byte has
         Mailbox.by_name(f"{rank}>{peer}").put(left, int(slow))
         left.append(Engine.clock)
+    if computing is not None:
+        this_actor.sleep_for(computing[-1])
 
 
 def main() -> None:
@@ -131,8 +139,10 @@ def main() -> None:
     engine = Engine(["replay", _QUIET, *(f"--cfg={setting}" for setting in SETTINGS)])
     hosts = build(order["platform"])
     latency, burst = latencies(order["platform"]), order["platform"]["burst"]
-    for rank, events in enumerate(order["trace"]):
-        actor = Actor.create(f"rank{rank}", hosts[rank], replay, rank, events, latency, burst)
+    profile = order["computing"] or [None] * len(order["trace"])
+    for rank, (events, computing) in enumerate(zip(order["trace"], profile, strict=True)):
+        told = rank, events, latency, burst, computing
+        actor = Actor.create(f"rank{rank}", hosts[rank], replay, *told)
         for peer in {peer for peer, size in events if size < 0}:
             Mailbox.by_name(f"{peer}>{rank}").set_receiver(actor)  # sent before it is asked for
     engine.run()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from .platform import Platform
-from .traces import Trace
+from .traces import Profile, Trace
 
 _PROGRAM: Final = Path(__file__).with_name("on_simgrid.py")
 _VARIABLE: Final = "GTOPK_SIMGRID_PYTHON"
@@ -45,10 +45,15 @@ def find_python(environ: Mapping[str, str] = os.environ) -> str:
     )
 
 
-def simulate(trace: Trace, platform: Platform, python: str) -> float:
-    """Return the simulated seconds until the last rank is done with its messages."""
+def simulate(
+    trace: Trace, platform: Platform, python: str, computing: Profile | None = None
+) -> float:
+    """Return the simulated seconds until the last rank is done with its messages.
+
+    computing: what ranks do between them; what lets a burst pass recovers meanwhile. None: nothing.
+    """
     platform.check()
-    order = json.dumps({"platform": platform.record(), "trace": trace})
+    order = json.dumps({"platform": platform.record(), "trace": trace, "computing": computing})
     done = subprocess.run(
         [python, str(_PROGRAM)], input=order, capture_output=True, text=True, check=False
     )

@@ -6,9 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.bench.collectives.command import read
 from gtopk.cli import main as gtopk
 from gtopk.replay.simulate import SimulationError, find_python
-from mpi_scripts.predictions import DENSE, Forecast, main, row, savings
+from mpi_scripts.predictions import (
+    DENSE,
+    Forecast,
+    busyness,
+    by_busyness,
+    main,
+    row,
+    savings,
+)
 
 
 def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
@@ -28,11 +37,34 @@ def test_what_is_saved_is_of_dense_on_the_same_network() -> None:
     assert saved == sparse._replace(foretold=8.0, measured=8.0)
 
 
+def test_times_are_told_by_how_busy_the_shared_cores_were() -> None:
+    one = Forecast("5mbit", 2, 1000, 100, "gtopk", 1.0, 1.0, busy=0.1)
+    found = [one, one._replace(busy=0.25, foretold=1.3), one._replace(busy=1.2, foretold=0.5)]
+    _, _, *rows = by_busyness([*found, one._replace(busy=None)])
+    assert rows == [
+        "| from 0 % to 25 % | 1 | 0 % | 1 | +0 % (5mbit, 2 ranks) |",
+        "| from 25 % to 50 % | 1 | 30 % | 0 | +30 % (5mbit, 2 ranks) |",
+        "| from 75 % | 1 | 50 % | 0 | -50 % (5mbit, 2 ranks) |",
+    ]
+
+
+@pytest.mark.parametrize(("cores", "busy"), [(None, None), (2, 0.75), (4, 0.375)])
+def test_cores_are_as_busy_as_the_ranks_make_them(
+    file: Path, cores: int | None, busy: float | None
+) -> None:
+    record = read(file)["records"][0]
+    record["cpu_seconds"] = {"mean": 3.0, "max": 4.0}
+    record["seconds_by_round"] = [100.0, 8.0]
+    assert record["ranks"] == 4
+    assert busyness(record, cores) == busy
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return what the benchmark measures here."""
     file = tmp_path_factory.mktemp("bench") / "here-4.json"
     few = ["--lengths", "1000", "--densities", "0.1", "--rounds", "1", "--baselines"]
+    few += ["--shared-cores", "2"]
     asked = [*few, "--algorithms", "dense", "gtopk", "--json", str(file)]
     assert gtopk(["bench", "collectives", *asked]) == 0
     return file
@@ -49,7 +81,9 @@ def test_files_of_the_benchmark_are_read(file: Path, capsys: pytest.CaptureFixtu
     saved, dense = saved.split("1,000 entries a rank: time\n")
     assert saved.count("\n| gtopk ") == 1
     assert "\n| gtopk's own dense" not in saved
+    dense, busy = dense.split("all times, by how busy the shared cores were\n")
     assert dense.count("\n| gtopk's own dense") == 1
+    assert sum(int(line.split("|")[2]) for line in busy.splitlines()[3:] if line) == 2
 
 
 def test_files_of_the_benchmark_are_simulated(

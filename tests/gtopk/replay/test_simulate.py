@@ -22,7 +22,7 @@ from collectives.planning import (
 from gtopk.cli import main
 from gtopk.replay.platform import Platform
 from gtopk.replay.simulate import SimulationError, find_python, simulate
-from gtopk.replay.traces import Reduction, trace_of
+from gtopk.replay.traces import Reduction, profile_of, trace_of
 
 LENGTH, SELECTED = 1_000_000, 1000
 LINK = Link.of(1e8, 1e-4)
@@ -66,6 +66,38 @@ def test_messages_that_leave_at_once_wait_for_one_latency(python: str) -> None:
         candidate = Candidate(algorithm, SELECTED / LENGTH)
         modelled = predict(candidate, LENGTH, network, DEFAULT_RATES).communicate_seconds
         assert simulate(trace, platform, python) == pytest.approx(modelled, rel=0.01)
+
+
+def test_ranks_compute_between_their_messages(python: str) -> None:
+    """Rank 1 is late by what it does before it listens, and what both do last comes on top."""
+    link = Link.of(1e9, 0.01)
+    trace, platform = [[(1, 125_000)], [(0, -1)]], Platform(Network(2, link))
+    computing = [[0.002, 0.5], [0.1, 0.003]]
+    assert simulate(trace, platform, python, computing) == pytest.approx(0.002 + 0.001 + 0.5)
+    computing[0][1] = 0.0
+    assert simulate(trace, platform, python, computing) == pytest.approx(0.1 + 0.003)
+    computing[1][0] = 0.0
+    assert simulate(trace, platform, python, computing) == pytest.approx(0.013 + 0.003)
+
+
+def test_what_lets_a_burst_pass_recovers_while_ranks_compute(python: str) -> None:
+    bucket = Platform(Network(2, Link(0.0, 8e-6, 1000.0)))  # 1 Mbit/s
+    two = [[(1, 1000), (1, 1000)], [(0, -1), (0, -1)]]
+    assert simulate(two, bucket, python) == pytest.approx(0.008)
+    for pause, taken in ((0.004, 0.008), (0.02, 0.02)):
+        computing = [[0.0, pause, 0.0], [0.0, 0.0, 0.0]]
+        assert simulate(two, bucket, python, computing) == pytest.approx(taken)
+
+
+@pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "oktopk"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_ranks_compute_is_told_for_each_of_their_events(algorithm: str, ranks: int) -> None:
+    reduction = Reduction(algorithm, ranks, LENGTH, SELECTED)
+    trace, profile = trace_of(reduction), profile_of(reduction)
+    assert [len(events) + 1 for events in trace] == [len(seconds) for seconds in profile]
+    for seconds in profile:
+        assert min(seconds) >= 0
+        assert sum(seconds) > 0
 
 
 def test_who_hears_from_two_at_once_hears_each_at_half_the_speed(python: str) -> None:
