@@ -153,10 +153,15 @@ def first_states(
     try:
         probe.step()
     except Exception as error:
+        where = "its first step there fails"
+        if isinstance(error, AttributeError) and error.name in vars(optimizer):
+            where = (
+                f"its first step is tried by a copy that has its groups and defaults, not "
+                f"self.{error.name}, which belongs into either"
+            )
         raise ValueError(
             f"{type(probe).__name__} cannot step a model that workers share: it must take dense "
-            f"gradients, and, for GPU ranks too, step on the CPU, and its first step there fails: "
-            f"{error}"
+            f"gradients, and, for GPU ranks too, step on the CPU, and {where}: {error}"
         ) from error
     states = [dict(probe.state.get(stand_in, {})) for stand_in in stand_ins]
     for state in states:

@@ -28,6 +28,19 @@ OPTIMIZERS = {
 }
 
 
+class WithScale(torch.optim.SGD):
+    """An optimizer with an attribute that is neither in its groups nor in its defaults."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.scale = 2.0
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] *= self.scale
+        super().step(closure)
+
+
 def model() -> torch.nn.Module:
     made = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
     generator = torch.Generator().manual_seed(1)
@@ -203,6 +216,7 @@ def test_a_parameter_without_a_state_shares_its_first_beside_others(name: str) -
     [
         (torch.optim.SparseAdam, "SparseAdam cannot step .* does not support dense gradients"),
         (lambda p: torch.optim.Adam(p, capturable=True), "Adam cannot step .* capturable=True"),
+        (WithScale, r"WithScale cannot step .* not self\.scale, which belongs into either"),
     ],
 )
 def test_an_optimizer_that_cannot_step_there_is_an_error(make: Any, reason: str) -> None:
