@@ -71,9 +71,9 @@ if "$here/emulated_network.sh" 1 1gbit mpirun true 2>/dev/null; then
     measure "Forecasts by SimGrid" "$python" "$here/predictions.py" --simulate \
         "$folder/predictions"/*.json
     measure "Training on emulated hosts" "${scaling[@]}" "$folder/scaling" --scale 10 \
-        --models resnet20 vgg16 lstm-ptb -- --rounds 3 --budget-seconds 6
+        --models resnet20 vgg16 lstm-ptb -- --rounds 3 --budget-seconds 5
     measure "Training on 16 emulated hosts" "${scaling[@]}" "$folder/scaling16" --scale 10 \
-        --models alexnet --ranks 16 -- --rounds 2 --budget-seconds 6
+        --models alexnet --ranks 16 -- --rounds 2 --budget-seconds 5
     measure "Training on emulated hosts that compute" "${scaling[@]}" "$folder/computing" \
         --models resnet20 -- --compute real --batch 8 --rounds 3
 else
