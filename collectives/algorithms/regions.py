@@ -103,8 +103,14 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
         bounds = [0, *_ends(ranks, points, weights, targets), length]
     picked = np.zeros((size, size), np.int64)  # by rank and region
     np.add.at(picked, (ranks, np.searchsorted(bounds[1:-1], points, side="right")), weights)
-    stay = [np.diagonal(np.roll(picked, turn, axis=1)) for turn in range(size)]
-    turn = max(range(size), key=lambda turn: (stay[turn].min(), stay[turn].sum(), -turn))
+    everyone = np.arange(size)
+
+    def stay(turn: int) -> tuple[int, int, int]:
+        """Return how many stay on the rank with the fewest, and on all, by this rotation."""
+        of_each = picked[everyone, (everyone - turn) % size]
+        return int(of_each.min()), int(of_each.sum()), -turn
+
+    turn = max(range(size), key=stay)
     return Cut(bounds, [(region + turn) % size for region in range(size)])
 
 

@@ -1,4 +1,4 @@
-"""Calibration: measure links and rates once, in three seconds or so, and agree on the result.
+"""Calibration: measure links and rates once, in four seconds or so, and agree on the result.
 
     phase       who, all at the same time                          seconds at most
     within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
@@ -10,7 +10,7 @@
     agreement   all                                                9 log2 P latencies, 3 if long
     crowding    all: who shares cores with whom                    one allgather
     rates       each for itself                                    0.8
-    calls       all                                                0.4, and 0.3 to rest
+    calls       all                                                0.8, and 0.5 to rest
 
 The slowest way of the slowest pair and the slowest rank count: they are what a collective waits
 for. What is added is the latency of a few allgathers, and of a dozen goes of each probe where it is

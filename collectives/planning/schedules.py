@@ -50,7 +50,7 @@ class Round(NamedTuple):
     encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
     summed:  entries of lists that are added up after it, in pairs, times the goes that it takes.
     swaps:   lists that it sends and merges with one that comes; others: that it decodes besides.
-    sends:   lists that it encodes and sends by themselves, and as many for what takes as long.
+    sends:   lists that it encodes and sends by themselves; what else takes calls counts as so many.
     times:   how many rounds like this one there are.
     waits:   latencies that they wait for: fewer than there are rounds where messages leave at once;
              None: one each.

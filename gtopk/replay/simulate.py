@@ -51,8 +51,11 @@ def simulate(
     """Return the simulated seconds until the last rank is done with its messages.
 
     computing: what ranks do between them; what lets a burst pass recovers meanwhile. None: nothing.
+    Raises ValueError where it is of another trace.
     """
     platform.check()
+    if computing is not None and [*map(len, computing)] != [len(each) + 1 for each in trace]:
+        raise ValueError("what ranks compute must be told before each event, and after the last")
     order = json.dumps({"platform": platform.record(), "trace": trace, "computing": computing})
     done = subprocess.run(
         [python, str(_PROGRAM)], input=order, capture_output=True, text=True, check=False

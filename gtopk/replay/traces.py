@@ -131,6 +131,20 @@ def _drawn(ranks: int) -> int:
 
 def _record(reduction: Reduction) -> Trace:
     """Run a reduction on threads, and return what they sent."""
+
+    def program(transport: Recorder) -> None:
+        if reduction.algorithm == "dense":
+            transport.allreduce(np.zeros(reduction.length, np.float32))
+            return
+        # Of Ok-Topk that of most steps: those whose boundaries stand.
+        _reduce(reduction, transport, goes=2 if reduction.algorithm == "oktopk" else 1)
+
+    trace = _run(reduction.ranks, program)
+    return _without_words(trace) if reduction.algorithm == "dense" else trace
+
+
+def _reduce(reduction: Reduction, transport: Recorder, goes: int) -> None:
+    """Do a sparse reduction a few times, of which the last is noted."""
     ranks = range(reduction.ranks)
     options: dict[str, Any] = {}
     if reduction.algorithm == "hierarchical":
@@ -138,21 +152,13 @@ def _record(reduction: Reduction) -> Trace:
         options = {"nodes": [list(ranks[first : first + step]) for first in ranks[::step]]}
     if reduction.algorithm in ("gtopk", "hierarchical"):
         options["growth"] = reduction.growth
-
-    def program(transport: Recorder) -> None:
-        if reduction.algorithm == "dense":
-            transport.allreduce(np.zeros(reduction.length, np.float32))
-            return
-        reduce: Any = partial(ALGORITHMS[reduction.algorithm], **options)
-        mine = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
-        if reduction.algorithm == "oktopk":  # of most steps: those whose boundaries stand
-            reduce = partial(reduce, regions=Regions())
-            reduce(mine, reduction.selected, transport, format=reduction.format)
-            transport.events.clear()
-        reduce(mine, reduction.selected, transport, format=reduction.format)
-
-    trace = _run(reduction.ranks, program)
-    return _without_words(trace) if reduction.algorithm == "dense" else trace
+    if reduction.algorithm == "oktopk":
+        options["regions"] = Regions()
+    reduce: Any = partial(ALGORITHMS[reduction.algorithm], format=reduction.format, **options)
+    mine = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
+    for _ in range(goes):
+        transport.begin()
+        reduce(mine, reduction.selected, transport)
 
 
 def profile_of(reduction: Reduction) -> Profile:
@@ -164,13 +170,7 @@ def profile_of(reduction: Reduction) -> Profile:
 
     def program(transport: LocalTransport) -> list[float]:
         assert isinstance(transport, Recorder)
-        mine = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
-        own: Any = {"regions": Regions()} if reduction.algorithm == "oktopk" else {}
-        for _ in range(2):
-            transport.begin()
-            ALGORITHMS[reduction.algorithm](
-                mine, reduction.selected, transport, format=reduction.format, **own
-            )
+        _reduce(reduction, transport, goes=2)
         return [*transport.computed, transport.computed_since()]
 
     return run_ranks(_recorders(reduction.ranks), program)

@@ -17,11 +17,23 @@ from collectives.transports.node_memory import NodeMemory
 
 from .device_classes import CLASSES
 
+WORDS_BYTES: Final = 160
 HEAD: Final = np.dtype(
     {
-        "names": ["prepared", "next", "end", "base", "turn", "merged", "said", "smallest"],
-        "formats": ["i8"] * 7 + [f"({len(CLASSES)},)i8"],  # the last: a batch, by device class
-        "itemsize": 256,
+        "names": [
+            "prepared",
+            "next",
+            "end",
+            "base",
+            "turn",
+            "merged",
+            "smallest",
+            "what",
+            "unlike",
+        ],
+        # smallest: a batch, by device class; what a round is, and what another worker began instead
+        "formats": ["i8"] * 6 + [f"({len(CLASSES)},)i8", f"S{WORDS_BYTES}", f"S{WORDS_BYTES}"],
+        "itemsize": 512,
     }
 )
 _WORDS: Final = (

@@ -17,7 +17,6 @@ take turns in memory: while a worker looks how the last one ends, another may ha
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from collectives.errors import MismatchError, PeerError, PeerTimeoutError
 from collectives.transports import Counter
 from collectives.transports.node_memory import NodeMemory
 
-from .board import Board
+from .board import WORDS_BYTES, Board
 
 _DONE, _GIVEN_BACK = -1, -2
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 2e-2
@@ -77,13 +76,14 @@ class Ledger:
     def begin(self, length: int, what: str = "", *, between_nodes: bool = True) -> None:
         """Begin the next round, of so many places, once all others have ended the last one.
 
-        what: it is, the same on all workers. Raises MismatchError where another has begun another.
+        what: it is, the same on all workers. Raises MismatchError, on all of them from then on,
+              where one begins another.
         """
         self._await(lambda: self._all_have("over", self.round), "end the last round")
         self.round += 1
         self._length = length
         self._between_nodes = between_nodes and self._counter is not None
-        said = zlib.crc32(what.encode())
+        words = what.encode()[:WORDS_BYTES]
         with self._memory.lock():
             if self._head["prepared"][0] < self.round:
                 self._notes[:length] = 0
@@ -92,17 +92,26 @@ class Ledger:
                 # Of the dead, too: an evaluation adds up what all rows have.
                 self._board.rows["losses"][:, self.round % 2] = 0
                 self._board.rows["evaluated"][:, self.round % 2] = 0
-                self._head["said"][0] = said
+                self._head["what"][0] = words
                 self._head["prepared"][0] = self.round
-            elif self._head["said"][0] != said:
-                raise MismatchError(
-                    f"rank {self._ranks[self._board.me]} begins {what}, and another rank of this "
-                    "host has begun something else: every rank must do the same, with the samples "
-                    "in the same order (order=, the sampler's seed, set_epoch)"
-                )
+            elif self._head["what"][0] != words:
+                self._head["unlike"][0] = words
+        self._require_alike()
+
+    def _require_alike(self) -> None:
+        """Raise MismatchError where a worker has begun another round than the others."""
+        if unlike := self._head["unlike"][0]:
+            sides = " and ".join(side.decode() for side in (self._head["what"][0], unlike))
+            raise MismatchError(
+                f"rank {self._ranks[self._board.me]}: the ranks of this host have begun {sides} at "
+                "the same time; epochs must have their samples in the same order on all ranks "
+                "(order=, the sampler's seed, set_epoch), evaluations as many in batches of one "
+                "size"
+            )
 
     def claim(self, count: int) -> range:
         """Return the next places, at most so many; none: all are claimed."""
+        self._require_alike()
         with self._memory.lock():
             first = int(self._head["next"][0])
             if first == int(self._head["end"][0]) and self._between_nodes:
@@ -235,6 +244,7 @@ class Ledger:
         begun = time.monotonic()
         while True:
             is_over = look()
+            self._require_alike()
             self._look_for_the_dead()
             if is_over:
                 return

@@ -147,7 +147,7 @@ class HogbatchLoader:
         self._steps.spent.begin()
         with self._steps.spent.waiting():
             self._ledger.begin(length, what)
-        self._node.merging.begin(what)
+            self._node.merging.begin(what)
         self._periods.begin()
 
     def _hand_out(self) -> Iterator[Any]:
@@ -177,6 +177,9 @@ class HogbatchLoader:
         self, loss_of: Callable[[Any], torch.Tensor], dataset: Any = None, batch: int = BATCH
     ) -> float:
         """Return the mean loss of all samples at the shared model; all workers call it together.
+
+        With as large a data set, and the same `batch`, on all workers of a host: MismatchError on
+        all of them where they differ.
 
         The fast classes compute it, in large batches; where there are none, all do.
         loss_of: from a batch to the mean loss of its samples.

@@ -103,8 +103,12 @@ class Merging:
             expected.measure([reduction], peers)
 
     def begin(self, what: str) -> None:
-        """Begin an epoch: what it is, the same on all nodes."""
-        self._epoch_said = what
+        """Begin an epoch, which is the same on all nodes; the first workers of all meet for that.
+
+        Raises HorovodInternalError, on each of these, where nodes begin unlike ones.
+        """
+        if self._engine is not None:
+            self._engine.submit(f"{self._name}.epoch", [what], _nothing).wait()
         self._due, self._begun = -(-self._length // self._every), 0
 
     def poll(self) -> None:
@@ -126,11 +130,11 @@ class Merging:
         if broken_off is not None and len(self._leaders) > 1:
             broken_off.await_others()
         if self._engine is not None:
-            while self._pending is not None or self._begun < self._due:
+            while self._begun < self._due:
                 if self._pending is not None:
                     self._take()
-                if self._begun < self._due:
-                    self._merge(is_last=self._begun + 1 == self._due)
+                self._merge(is_last=self._begun + 1 == self._due)
+            self._take()
             self._node.board.head["merged"][0] = self._node.ledger.round
         elif len(self._leaders) > 1:
             self._await_the_first()
@@ -152,22 +156,18 @@ class Merging:
             weight = 1.0 / transport.size
             return weight, self._replica.exchange(transport, weight), max(counts)
 
-        facts = [self._replica.facts, self._epoch_said, f"the last one of an epoch: {is_last}"]
+        facts = [self._replica.facts, f"the last one of an epoch: {is_last}"]
         self._is_last = is_last
         self._pending = self._engine.submit(f"{self._name}.merge", facts, work)
 
     @torch.no_grad()
     def _take(self) -> None:
         """Add what a merge has changed to the node's model."""
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        try:
-            weight, update, count = pending.wait()
-        except BaseException:
-            self._due = self._begun  # an epoch that breaks off now has no more merges to end with
-            raise
-        self._steps.submitted(pending)
+        assert self._pending is not None
+        weight, update, count = self._pending.wait()
+        self._steps.submitted(self._pending)
         self._steps.arrived(self._replica.reduction)
+        self._pending = None
         self._replica.merge(update, weight)
         self._add_changes()
         self.merges += 1
@@ -218,3 +218,7 @@ class Merging:
         leaders.allreduce(offset)
         self._replica.collapse(offset)
         self._add_changes()
+
+
+def _nothing(transport: Transport, votes: list[int]) -> None:
+    """Exchange nothing: that all have begun the same is all there is to know."""

@@ -78,11 +78,13 @@ class Contender:
 def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
     """Return one of gtopk's algorithms; of oktopk the boundaries stand, as in a training."""
     kept = {"regions": Regions()} if "oktopk" in (algorithm, options.get("across")) else {}
+    begun: set[tuple[int, int]] = set()
 
     def prepare(task: Task) -> Callable[[], Outcome]:
         selected, k, transport, _ = task
-        if algorithm == "oktopk":  # what one step of 64 does, and no other
-            kept["regions"].agree(selected, transport)
+        if kept and (selected.length, k) not in begun:  # one step of 64 draws the boundaries
+            reduce(selected, k, transport, algorithm, format=format, **kept, **options)
+            begun.add((selected.length, k))
         return lambda: Outcome(
             *reduce(selected, k, transport, algorithm, format=format, **kept, **options)
         )

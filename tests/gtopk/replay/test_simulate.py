@@ -78,6 +78,8 @@ def test_ranks_compute_between_their_messages(python: str) -> None:
     assert simulate(trace, platform, python, computing) == pytest.approx(0.1 + 0.003)
     computing[1][0] = 0.0
     assert simulate(trace, platform, python, computing) == pytest.approx(0.013 + 0.003)
+    with pytest.raises(ValueError, match="before each event, and after the last"):
+        simulate(trace, platform, python, [[0.0], [0.0, 0.0]])
 
 
 def test_what_lets_a_burst_pass_recovers_while_ranks_compute(python: str) -> None:
@@ -89,10 +91,10 @@ def test_what_lets_a_burst_pass_recovers_while_ranks_compute(python: str) -> Non
         assert simulate(two, bucket, python, computing) == pytest.approx(taken)
 
 
-@pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "oktopk"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "oktopk", "hierarchical"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_what_ranks_compute_is_told_for_each_of_their_events(algorithm: str, ranks: int) -> None:
-    reduction = Reduction(algorithm, ranks, LENGTH, SELECTED)
+    reduction = Reduction(algorithm, ranks, LENGTH, SELECTED, ranks_per_node=2)
     trace, profile = trace_of(reduction), profile_of(reduction)
     assert [len(events) + 1 for events in trace] == [len(seconds) for seconds in profile]
     for seconds in profile:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import gtopk
+from collectives.transports.farewell import Farewell
 from gtopk.exceptions import HorovodInternalError
 from gtopk.heartbeat.heartbeat import Lost
 from gtopk.world import failure_file, guard
@@ -321,6 +322,28 @@ def test_who_is_killed_is_named_in_the_files_of_the_others(torchrun, tmp_path):
         assert first["rank"] == 2
         assert first["why"]
         assert all(other["rank"] in {0, 1} - {found["rank"]} for other in ended_by_the_launcher)
+
+
+def test_the_first_loss_is_named_first(monkeypatch):
+    """A launcher ends the others: by then some of those are lost, too."""
+
+    class Transport(SimpleNamespace):
+        name, rank, size = "mpi", 3, 4
+
+        def lost(self):
+            return [0, 2]
+
+        def farewells(self):
+            return {0: Farewell({}, "was stopped by SIGTERM", lost=True)}
+
+    guard = Guard(SimpleNamespace(transport=Transport()), heartbeat_seconds=0)
+    alone = [Lost(0, "was stopped by SIGTERM"), Lost(2, "as another rank says")]
+    assert guard._lost() == alone
+    first = Lost(2, "its process has died")
+    guard._heartbeat = SimpleNamespace(lost=lambda: first)
+    assert guard._lost() == [first, alone[0]]
+    guard._heartbeat = SimpleNamespace(lost=lambda: None)
+    assert guard._lost() == alone
 
 
 def test_a_job_that_ends_well_leaves_none(mpirun, tmp_path):

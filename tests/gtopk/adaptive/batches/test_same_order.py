@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,16 +76,21 @@ def one_rank_looks_at_a_batch(mode: str, rank: int) -> None:
     train()
 
 
-@pytest.mark.parametrize("mode", ["balanced", "abs", "adaptive-sgd"])
+MISTAKES = [
+    seeds_by_rank,
+    one_rank_shuffles,
+    orders_by_rank,
+    one_rank_sets_the_epoch,
+    one_rank_loads_a_state,
+]
+
+
 @pytest.mark.parametrize(
-    "mistake",
+    ("mode", "mistake"),
     [
-        seeds_by_rank,
-        one_rank_shuffles,
-        orders_by_rank,
-        one_rank_sets_the_epoch,
-        one_rank_loads_a_state,
-        one_rank_looks_at_a_batch,
+        *itertools.product(["balanced", "abs", "adaptive-sgd"], MISTAKES),
+        # By the merges of "adaptive-sgd" others may be done with the epoch that one breaks off.
+        *itertools.product(["balanced", "abs"], [one_rank_looks_at_a_batch]),
     ],
 )
 def test_ranks_that_begin_unlike_iterations_are_an_error_on_all(
@@ -100,31 +106,79 @@ def test_ranks_that_begin_unlike_iterations_are_an_error_on_all(
     assert "the ranks disagree about" in first
 
 
-@pytest.mark.parametrize("nodes", [None, [[0], [1]]])
 @pytest.mark.parametrize(
     "mistake", [seeds_by_rank, one_rank_shuffles, orders_by_rank, one_rank_sets_the_epoch]
 )
-def test_workers_that_begin_unlike_epochs_are_an_error(
-    nodes: list[list[int]] | None,
+def test_workers_of_a_node_that_begin_unlike_epochs_are_an_error_on_all(
     mistake: Callable[[str, int], None],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing but their memory joins those of a node: one sees it, and the other that it left."""
-    monkeypatch.setitem(OPTIONS, "hogbatch", {"nodes": nodes})
-
-    def program(here: World) -> Exception:
-        with pytest.raises((MismatchError, PeerError, hvd.HorovodInternalError)) as raised:
+    def program(here: World) -> str:
+        with pytest.raises(MismatchError) as raised:
             mistake("hogbatch", here.rank)
         here.transport.leave("in a test")
-        return raised.value
+        return str(raised.value)
 
-    errors = on_ranks(2, program)
-    if nodes:
-        assert all("the ranks disagree about" in str(error) for error in errors)
+    order = r"(an order of 16 samples of checksum \w{8}|range\(0, 16\))"
+    sides = f"epoch [01], {order} and epoch [01], {order} at the same time"
+    for rank, error in enumerate(on_ranks(2, program)):
+        assert re.match(f"rank {rank}: the ranks of this host have begun {sides}", error)
+
+
+@pytest.mark.parametrize("nodes", [[[0], [1]], [[0, 1], [2, 3]]])
+def test_nodes_that_begin_unlike_epochs_are_an_error_on_all_before_a_batch(
+    nodes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their first workers see it, and the others that these have left."""
+    monkeypatch.setitem(OPTIONS, "hogbatch", {"nodes": nodes})
+
+    def program(here: World) -> tuple[Exception, int]:
+        node = next(number for number, ranks in enumerate(nodes) if here.rank in ranks)
+        loader, train = opened("hogbatch", DataLoader(SAMPLES, 2, shuffle=True))
+        loader.set_epoch(node)
+        with pytest.raises((PeerError, hvd.HorovodInternalError)) as raised:
+            train()
+        here.transport.leave("in a test")
+        return raised.value, loader.report().updates
+
+    results = on_ranks(sum(map(len, nodes)), program)
+    for ranks in nodes:
+        first, *others = (results[rank] for rank in ranks)
+        assert "the ranks disagree about" in str(first[0])
+        assert "epoch 1, an order of 16 samples" in str(first[0])
+        if not others:
+            assert first[1] == 0
+        for error, _ in others:
+            assert f"rank {ranks[0]}" in str(error)
+
+
+def one_rank_evaluates_others(mode: str, rank: int) -> None:
+    loader, _ = opened(mode, DataLoader(SAMPLES, 2))
+    loader.evaluate(lambda batch: batch[0].mean(), batch=4 if rank else 8)
+
+
+def one_rank_trains_meanwhile(mode: str, rank: int) -> None:
+    loader, train = opened(mode, DataLoader(SAMPLES, 2))
+    if rank:
+        train()
     else:
-        (seen,) = (str(error) for error in errors if isinstance(error, MismatchError))
-        order = r"(an order of 16 samples of checksum|range\(0, 16\))"
-        assert re.match(f"rank [01] begins epoch [01], {order}", seen)
+        loader.evaluate(lambda batch: batch[0].mean(), batch=4)
+
+
+@pytest.mark.parametrize("may_leave", [False, True])
+@pytest.mark.parametrize("mistake", [one_rank_evaluates_others, one_rank_trains_meanwhile])
+def test_workers_that_evaluate_unlike_are_an_error_on_all(
+    may_leave: bool, mistake: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a loss of the one, although ranks may leave: who begins first may be the wrong one."""
+    monkeypatch.setitem(OPTIONS, "hogbatch", {"ranks_may_leave": may_leave})
+
+    def program(here: World) -> str:
+        with pytest.raises(MismatchError) as raised:
+            mistake("hogbatch", here.rank)
+        return str(raised.value)
+
+    for error in on_ranks(2, program):
+        assert "an evaluation of 16 samples, 4 at a time" in error
 
 
 def test_an_order_is_told_by_its_indices_of_whatever_kind() -> None:
