@@ -17,7 +17,7 @@ from collectives.transports.node_memory import NodeMemory
 
 from .device_classes import CLASSES
 
-WORDS_BYTES: Final = 160
+WORDS_BYTES, AMISS_BYTES = 160, 480
 HEAD: Final = np.dtype(
     {
         "names": [
@@ -29,11 +29,18 @@ HEAD: Final = np.dtype(
             "merged",
             "smallest",
             "what",
-            "unlike",
+            "amiss",
+            "is_amiss",
         ],
-        # smallest: a batch, by device class; what a round is, and what another worker began instead
-        "formats": ["i8"] * 6 + [f"({len(CLASSES)},)i8", f"S{WORDS_BYTES}", f"S{WORDS_BYTES}"],
-        "itemsize": 512,
+        # smallest: a batch, by device class; what a round is; what keeps all from going on
+        "formats": [
+            *["i8"] * 6,
+            f"({len(CLASSES)},)i8",
+            f"S{WORDS_BYTES}",
+            f"S{AMISS_BYTES}",
+            "i8",
+        ],
+        "itemsize": 1024,
     }
 )
 _WORDS: Final = (

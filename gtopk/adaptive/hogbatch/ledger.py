@@ -27,9 +27,10 @@ from collectives.errors import MismatchError, PeerError, PeerTimeoutError
 from collectives.transports import Counter
 from collectives.transports.node_memory import NodeMemory
 
-from .board import WORDS_BYTES, Board
+from .board import AMISS_BYTES, WORDS_BYTES, Board
 
 _DONE, _GIVEN_BACK = -1, -2
+_UNLIKE, _FAILED = 1, 2  # what is amiss
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 2e-2
 
 
@@ -94,24 +95,44 @@ class Ledger:
                 self._board.rows["evaluated"][:, self.round % 2] = 0
                 self._head["what"][0] = words
                 self._head["prepared"][0] = self.round
-            elif self._head["what"][0] != words:
-                self._head["unlike"][0] = words
-        self._require_alike()
+            elif (other := self._head["what"][0]) != words:
+                self._note_amiss(_UNLIKE, f"{other.decode()} and {what}")
+        self.require_sound()
 
-    def _require_alike(self) -> None:
-        """Raise MismatchError where a worker has begun another round than the others."""
-        if unlike := self._head["unlike"][0]:
-            sides = " and ".join(side.decode() for side in (self._head["what"][0], unlike))
-            raise MismatchError(
-                f"rank {self._ranks[self._board.me]}: the ranks of this host have begun {sides} at "
-                "the same time; epochs must have their samples in the same order on all ranks "
-                "(order=, the sampler's seed, set_epoch), evaluations as many in batches of one "
-                "size"
-            )
+    def fail(self, why: str) -> None:
+        """Have no worker of this node go on: each raises PeerError that says why."""
+        with self._memory.lock():
+            self._note_amiss(_FAILED, why)
+
+    def _note_amiss(self, kind: int, words: str) -> None:
+        """Note what came first; under the lock."""
+        if self.is_sound:
+            self._head["amiss"][0] = words.encode("ascii", "replace")[:AMISS_BYTES]
+            self._head["is_amiss"][0] = kind
+
+    @property
+    def is_sound(self) -> bool:
+        """Tell whether nothing keeps the workers of this node from going on."""
+        return not self._head["is_amiss"][0]
+
+    def require_sound(self) -> None:
+        """Raise MismatchError where unlike rounds have begun, PeerError where a worker failed."""
+        if self.is_sound:
+            return
+        with self._memory.lock():
+            kind, words = self._head["is_amiss"][0], self._head["amiss"][0].decode()
+        here = f"rank {self._ranks[self._board.me]}"
+        if kind == _FAILED:
+            raise PeerError(f"{here} cannot go on: {words}")
+        raise MismatchError(
+            f"{here}: the ranks of this host have begun {words} at the same time; epochs must have "
+            "their samples in the same order on all ranks (order=, the sampler's seed, set_epoch), "
+            "evaluations as many in batches of one size"
+        )
 
     def claim(self, count: int) -> range:
         """Return the next places, at most so many; none: all are claimed."""
-        self._require_alike()
+        self.require_sound()
         with self._memory.lock():
             first = int(self._head["next"][0])
             if first == int(self._head["end"][0]) and self._between_nodes:
@@ -243,8 +264,8 @@ class Ledger:
         """
         begun = time.monotonic()
         while True:
+            self.require_sound()
             is_over = look()
-            self._require_alike()
             self._look_for_the_dead()
             if is_over:
                 return

@@ -37,6 +37,7 @@ from .shared_model import SharedModel
 
 MERGES: Final = 10  # of an epoch, by default
 _PAUSE_SECONDS: Final = 1e-3
+_WORD_SECONDS: Final = 0.2  # who fails leaves, and says why right after that
 
 
 class Workers(Protocol):
@@ -108,7 +109,9 @@ class Merging:
         Raises HorovodInternalError, on each of these, where nodes begin unlike ones.
         """
         if self._engine is not None:
-            self._engine.submit(f"{self._name}.epoch", [what], _nothing).wait()
+            met = self._engine.submit(f"{self._name}.epoch", [what], _nothing)
+            self._wait(met)
+            self._steps.submitted(met)
         self._due, self._begun = -(-self._length // self._every), 0
 
     def poll(self) -> None:
@@ -127,6 +130,8 @@ class Merging:
 
         broken_off: by this worker's script, while others may still compute.
         """
+        if broken_off is not None and not broken_off.is_sound:
+            return  # nobody goes on, and this iteration ends where no error is heard
         if broken_off is not None and len(self._leaders) > 1:
             broken_off.await_others()
         if self._engine is not None:
@@ -138,6 +143,15 @@ class Merging:
             self._node.board.head["merged"][0] = self._node.ledger.round
         elif len(self._leaders) > 1:
             self._await_the_first()
+
+    def _wait(self, operation: Operation) -> Any:
+        """Wait for an operation of the first workers; where it fails, none of the node goes on."""
+        try:
+            return operation.wait()
+        except BaseException as error:
+            first = self._world.rank
+            self._node.ledger.fail(f"rank {first}, which merges models between nodes, got {error}")
+            raise
 
     def _merge(self, is_last: bool) -> None:
         """Begin a merge of what the node's model is now."""
@@ -164,7 +178,7 @@ class Merging:
     def _take(self) -> None:
         """Add what a merge has changed to the node's model."""
         assert self._pending is not None
-        weight, update, count = self._pending.wait()
+        weight, update, count = self._wait(self._pending)
         self._steps.submitted(self._pending)
         self._steps.arrived(self._replica.reduction)
         self._pending = None
@@ -187,7 +201,10 @@ class Merging:
         node, begun = self._node, time.monotonic()
         first, seconds = node.ranks[0], self._world.transport.timeout_seconds
         while node.board.head["merged"][0] < node.ledger.round:
+            node.ledger.require_sound()
             if not node.memory.is_present(0):
+                time.sleep(_WORD_SECONDS)
+                node.ledger.require_sound()
                 raise PeerError(f"rank {first}, which merges its node's model with others, is gone")
             if time.monotonic() > begun + seconds:
                 raise PeerTimeoutError(

@@ -101,8 +101,8 @@ def on_these_ranks(
     # The others' messages, where ranks share cores; a round's own one is in its latency.
     sharing_seconds = (network.turns(network.ranks) - 1) * message_seconds(transport)
     for case, first in cases((transport.size,), plan.lengths, plan.densities, plan.distributions):
-        contenders = chosen(plan, case, first, calibration)
         for what, times in ((_warm_up(case), 1), (case, plan.rounds)):
+            contenders = chosen(plan, case, first, calibration)  # anew: they keep boundaries
             found = rounds.measure(
                 what,
                 contenders,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import gtopk.torch as hvd
+from collectives import PeerError
 from gtopk.world.world import World
 from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, train
 from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
@@ -63,6 +65,36 @@ def test_a_merge_is_the_mean_of_what_nodes_applied() -> None:
         assert len(node.applied) == 12 + 1
         assert not node.applied[12].any()
         torch.testing.assert_close(model, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_merge_that_fails_is_an_error_on_all_workers_of_its_node(number: int) -> None:
+    """The others wait for the first one, which lives on: once, until their timeouts."""
+    over = threading.Barrier(4)
+
+    def program(here: World) -> str:
+        loader, model, optimizer = adapted(nodes=[[0, 1], [2, 3]], merge_every=60)
+        merging, exchange = loader._node.merging, []
+
+        def fails(*told: Any) -> Any:
+            exchange.append(told)
+            if len(exchange) == number + 1:
+                raise RuntimeError("no way through")
+            return reduced(*told)
+
+        if here.rank in (0, 2):
+            reduced = merging._replica.exchange
+            merging._replica.exchange = fails
+        with pytest.raises((PeerError, hvd.HorovodInternalError, RuntimeError)) as raised:
+            train(loader, model, optimizer)
+        over.wait()
+        return str(raised.value)
+
+    errors = on_ranks(4, program)
+    for error in errors:
+        assert "no way through" in error
+    for rank in (1, 3):
+        assert f"rank {rank - 1}, which merges models between nodes, got" in errors[rank]
 
 
 @pytest.mark.parametrize("density", [0.05, 0.2, 1.0])
