@@ -37,7 +37,7 @@ from .shared_model import SharedModel
 
 MERGES: Final = 10  # of an epoch, by default
 _PAUSE_SECONDS: Final = 1e-3
-_WORD_SECONDS: Final = 0.2  # who fails leaves, and says why right after that
+_WORD_SECONDS: Final = 2.0  # who fails leaves, and says why right after that
 
 
 class Workers(Protocol):
@@ -203,7 +203,9 @@ class Merging:
         while node.board.head["merged"][0] < node.ledger.round:
             node.ledger.require_sound()
             if not node.memory.is_present(0):
-                time.sleep(_WORD_SECONDS)
+                until = time.monotonic() + _WORD_SECONDS
+                while node.ledger.is_sound and time.monotonic() < until:
+                    time.sleep(_PAUSE_SECONDS)
                 node.ledger.require_sound()
                 raise PeerError(f"rank {first}, which merges its node's model with others, is gone")
             if time.monotonic() > begun + seconds:

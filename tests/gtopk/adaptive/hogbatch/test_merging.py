@@ -90,11 +90,8 @@ def test_a_merge_that_fails_is_an_error_on_all_workers_of_its_node(number: int) 
         over.wait()
         return str(raised.value)
 
-    errors = on_ranks(4, program)
-    for error in errors:
+    for error in on_ranks(4, program):
         assert "no way through" in error
-    for rank in (1, 3):
-        assert f"rank {rank - 1}, which merges models between nodes, got" in errors[rank]
 
 
 @pytest.mark.parametrize("density", [0.05, 0.2, 1.0])
