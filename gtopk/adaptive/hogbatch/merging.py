@@ -109,7 +109,7 @@ class Merging:
         Raises HorovodInternalError, on each of these, where nodes begin unlike ones.
         """
         if self._engine is not None:
-            met = self._engine.submit(f"{self._name}.epoch", [what], _nothing)
+            met = self._engine.submit(f"{self._name}.epoch", [what], lambda transport, votes: None)
             self._wait(met)
             self._steps.submitted(met)
         self._due, self._begun = -(-self._length // self._every), 0
@@ -237,7 +237,3 @@ class Merging:
         leaders.allreduce(offset)
         self._replica.collapse(offset)
         self._add_changes()
-
-
-def _nothing(transport: Transport, votes: list[int]) -> None:
-    """Exchange nothing: that all have begun the same is all there is to know."""
