@@ -37,7 +37,7 @@ from .hooked.bucket_lanes import BucketLanes, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
-from .hooked.one_step import NOT_FINITE, TOLD, OneStep
+from .hooked.one_step import NOT_FINITE, TOLD, OneStep, vote_of
 from .lanes.held import Held, fits
 from .lanes.held_names import plain_name, strangers, under_known_names
 from .lanes.lanes import Lane, open_lane
@@ -145,7 +145,7 @@ class GTopKState:
             f"{self._name}.bucket.{bucket.index()}",
             [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
             partial(self._work, lane, number, bucket.index(), bucket.is_last()),
-            vote=told | (0 if lane.all_finite() else NOT_FINITE),
+            vote=told | vote_of(lane),
         )
         self._steps.submitted(number, operation)
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
@@ -190,6 +190,8 @@ class GTopKState:
             if vote & NOT_FINITE:
                 self._not_finite.setdefault(rank, []).append(bucket)
         self._steps.ran(number, began, self._step.run(lane, transport, votes))
+        for place in self._step.not_finite:
+            self._not_finite.setdefault(self._members.ranks[place], []).append(bucket)
         if self._step.buckets == self._buckets:
             self._counted = self._step.close()
             self._buckets = 0

@@ -46,7 +46,7 @@ from .hooked.fsdp_units import Unit, require_shape, stand_in
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
-from .hooked.one_step import NOT_FINITE, OneStep
+from .hooked.one_step import OneStep, vote_of
 from .lanes.held import Held
 from .lanes.held_names import plain_name, strangers
 from .lanes.lanes import Lane, open_lane
@@ -232,8 +232,7 @@ class ReplicaState:
         lane.parameters[0].grad = gradients
         lane.take(1.0 / (self.process_set.size() or 1) / scale, scale)
         number = self._steps.hand_over(lane)
-        finite = lane.all_finite()
-        self._finite &= finite
+        vote = vote_of(lane)
 
         def work(transport: Transport, votes: list[int]) -> None:
             began = time.perf_counter()
@@ -247,10 +246,12 @@ class ReplicaState:
                 lane.facts,
             ],
             work,
-            vote=0 if finite else NOT_FINITE,
+            vote=vote,
         )
         self._steps.submitted(number, operation)
         operation.wait()
+        here = self.process_set.rank()
+        self._finite &= not vote and here not in self._step.not_finite
         self._steps.arrived()
 
     @property

@@ -16,11 +16,12 @@ from typing import Any, Final
 
 from ..vector import Array, SparseVector, is_on_device, require_values
 from . import reference
-from .gradients import Gradient, Momentum
+from .gradients import Gradient, Located, Momentum
 from .host.library import absence, library
 
 __all__ = [
     "Gradient",
+    "Located",
     "Momentum",
     "accumulate_and_select",
     "add_at",
@@ -138,13 +139,18 @@ def clear_at(dense: Array, indices: Array) -> None:
     _twin(dense).clear_at(dense, indices)
 
 
-def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
+def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
     """Set the vector's entries in the arrays that it lies in, one after the other, in place.
 
     parts: all of the vector's dtype, or with float32 values float16, or uint16 for the bits of
            bfloat16, which are rounded to; one-dimensional, with `length` elements in all.
     """
-    _twin(parts[0]).put_at(parts, vector)
+    if isinstance(parts, Located):
+        from . import device
+
+        device.put_at(parts, vector)
+    else:
+        _twin(parts[0]).put_at(parts, vector)
 
 
 def all_finite(array: Array) -> bool:

@@ -6,32 +6,59 @@ Every twin takes its arguments from here, so that all refuse the same ones with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..vector import Array, is_on_device, require_values
 
-# One array of the residual's length, or several that follow each other in it.
-Gradient: TypeAlias = Array | Sequence[Array]
-
 # uint16: the bits of bfloat16, which NumPy does not know.
 SIXTEEN_BITS: Final = (np.dtype(np.float16), np.dtype(np.uint16))
+
+
+@dataclass(frozen=True)
+class Located:
+    """Arrays on a GPU that follow each other in a vector, by their addresses.
+
+    The kernels read and write them through a table. Whoever makes one keeps the memory alive, and
+    answers for it that the elements of each array lie side by side.
+
+    dtype:     of all arrays.
+    addresses: device pointers, one an array.
+    sizes:     of the arrays, in elements.
+    """
+
+    dtype: np.dtype[Any]
+    addresses: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+# One array of the residual's length, or several that follow each other in it.
+Gradient: TypeAlias = Array | Sequence[Array] | Located
 
 
 class Momentum(NamedTuple):
     """Momentum before the selection: velocity = factor * velocity + gradient is what is added.
 
-    velocity: of the residual's dtype and length, changed in place.
+    velocity: of the residual's dtype and length.
+    factor:   of the old velocity in the new one.
+    into:     memory for the new velocity, like the old one's; None: it takes the old one's place.
     """
 
     velocity: Array
     factor: float
+    into: Array | None = None
 
 
-def require_parts(parts: Sequence[Array], dtype: np.dtype[Any], length: int, what: str) -> None:
+def require_parts(
+    parts: Sequence[Array] | Located, dtype: np.dtype[Any], length: int, what: str
+) -> None:
     """Raise ValueError unless the parts make up a vector of this dtype, or of 16 bits for it."""
-    dtypes, size = {part.dtype for part in parts}, sum(part.size for part in parts)
+    if isinstance(parts, Located):
+        dtypes, size = {parts.dtype}, sum(parts.sizes)
+    else:
+        dtypes, size = {part.dtype for part in parts}, sum(part.size for part in parts)
     narrow = dtype == np.float32 and len(dtypes) == 1 and dtypes <= set(SIXTEEN_BITS)
     if not (dtypes == {dtype} or narrow) or size != length:
         got = " and ".join(sorted(map(str, dtypes))) or "nothing"
@@ -51,21 +78,43 @@ def require_selectable(dense: Array, k: int) -> None:
         raise ValueError(f"k must lie in 1..{dense.size} (the vector's length), got {k}")
 
 
+def require_addable(
+    residual: Array,
+    gradient: Gradient,
+    k: int,
+    momentum: Momentum | None,
+    into: Array | None = None,
+) -> None:
+    """Raise ValueError or TypeError for arguments that do not fit together."""
+    require_selectable(residual, k)
+    parts = _in_order(gradient)
+    on_host = not is_on_device(residual)
+    if on_host and (isinstance(parts, Located) or any(map(is_on_device, parts))):
+        raise TypeError("the gradient must be NumPy's, as the residual is; got CuPy's")
+    require_parts(parts, residual.dtype, residual.size, "the gradient must be of the residual's")
+    _require_alike(residual, into, "the memory for the sum")
+    if momentum is not None:
+        _require_alike(residual, momentum.velocity, "the velocity")
+        _require_alike(residual, momentum.into, "the memory for the velocity")
+
+
+def _require_alike(residual: Array, other: Array | None, what: str) -> None:
+    if other is not None and (other.dtype, other.shape) != (residual.dtype, residual.shape):
+        raise ValueError(
+            f"{what} must be of the residual's dtype and size, {residual.dtype} "
+            f"[{residual.size}], got {other.dtype} {list(other.shape)}"
+        )
+
+
+def _in_order(gradient: Gradient) -> Sequence[Array] | Located:
+    return gradient if isinstance(gradient, Sequence | Located) else [gradient]
+
+
 def gradient_parts(
     residual: Array, gradient: Gradient, k: int, momentum: Momentum | None
 ) -> Sequence[Array]:
     """Return the gradient's arrays in order; ValueError or TypeError for what does not fit."""
-    require_selectable(residual, k)
-    parts = gradient if isinstance(gradient, Sequence) else [gradient]
-    if not is_on_device(residual) and any(map(is_on_device, parts)):
-        raise TypeError("the gradient must be NumPy's, as the residual is; got CuPy's")
-    dtype = residual.dtype
-    require_parts(parts, dtype, residual.size, "the gradient must be of the residual's")
-    if momentum is not None:
-        velocity = momentum.velocity
-        if (velocity.dtype, velocity.shape) != (dtype, residual.shape):
-            raise ValueError(
-                f"the velocity must be of the residual's dtype and size, {dtype} "
-                f"[{residual.size}], got {velocity.dtype} {list(velocity.shape)}"
-            )
+    require_addable(residual, gradient, k, momentum)
+    parts = _in_order(gradient)
+    assert not isinstance(parts, Located)  # which are of a GPU: refused
     return parts

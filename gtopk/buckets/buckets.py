@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels import Gradient, all_finite, put_at
+from collectives.kernels import Gradient, Located, all_finite, put_at
 from collectives.vector import SparseVector
 
 from .arrays import current_stream, home_of, view_array, view_tensor, zeros
@@ -69,7 +69,7 @@ class Bucket:
         self.weight = self.scale = self.share = 1.0
         self.gradients: list[torch.Tensor] = []
         self.taken = 0.0
-        self._parts: list[NDArray[Any]] | None = None
+        self._parts: list[NDArray[Any]] | Located | None = None
         self._on_stream: Callable[[], AbstractContextManager[None]] = current_stream(self.device)
 
     def take(
@@ -119,9 +119,9 @@ class Bucket:
 
     def all_finite(self) -> bool:
         """Tell whether this step's gradients hold neither NaN nor infinity."""
+        if isinstance(self._parts, list):
+            return all(map(all_finite, self._parts))
         if self.device.type == "cpu":
-            if self._parts is not None:
-                return all(map(all_finite, self._parts))
             return all(map(is_finite, self.gradients))
         largest = torch._foreach_norm([g for g in self.gradients if g.numel()], math.inf)
         return bool(torch.stack(largest).isfinite().all())  # the one wait, for all of them
@@ -133,8 +133,12 @@ class Bucket:
         torch._foreach_copy_(self.views, self.gradients)
         return self.flat
 
-    def _where_they_lie(self) -> list[NDArray[Any]] | None:
-        """Return the gradients' own memory, or None where it is no part of the vector."""
+    def _where_they_lie(self) -> list[NDArray[Any]] | Located | None:
+        """Return the gradients' own memory, or None where it is no part of the vector.
+
+        On a GPU by its addresses: what is launched on the stream that they were taken on comes
+        after all that has still to be written there.
+        """
         dtypes = {gradient.dtype for gradient in self.gradients}
         if len(dtypes) > 1 or dtypes.pop() not in _READ_WHERE_THEY_LIE[self.dtype]:
             return None
@@ -142,6 +146,12 @@ class Bucket:
             if gradient.device != self.device or not _is_ordered(gradient, stride):
                 return None
         filled = [gradient for gradient in self.gradients if gradient.numel()]
+        if _on_gpu(self.device):
+            return Located(
+                _numpys(filled[0].dtype),
+                tuple(gradient.data_ptr() for gradient in filled),
+                tuple(gradient.numel() for gradient in filled),
+            )
         return [view_array(gradient.as_strided((gradient.numel(),), (1,))) for gradient in filled]
 
     def put(self, update: SparseVector) -> None:
@@ -214,8 +224,14 @@ class Bucket:
             part.sub_((part * self.scale).to(gradient.dtype).to(part.dtype) / self.scale)
         return rest if bool(rest.any()) else None
 
-    def mark(self) -> torch.Tensor:
-        """Return what tells this step's gradients from changed ones, int64, on `device`."""
+    def mark(self) -> torch.Tensor | None:
+        """Return what tells this step's gradients from changed ones, int64.
+
+        None on a GPU, where it would read them all twice and launch seven kernels a parameter:
+        there only changes that torch counts are noticed.
+        """
+        if _on_gpu(self.device):
+            return None
         ordered = zip(self.gradients, self.strides, strict=True)
         marks = [_mark(gradient, stride) for gradient, stride in ordered if gradient.numel()]
         return torch.stack([mark.to(self.device) for mark in marks])
@@ -286,6 +302,15 @@ class Bucket:
         """Hold no memory that `zero_grad` is to free before the next backward pass."""
         self.gradients = []
         self._parts = None
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _numpys(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the dtype of the kernels' arrays; bfloat16 comes as its bits."""
+    return np.dtype(np.uint16 if dtype == torch.bfloat16 else str(dtype).partition(".")[2])
 
 
 def _torchs(dtype: np.dtype[Any]) -> torch.dtype:

@@ -198,7 +198,7 @@ class SparseExchange:
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
         """Accumulate and select."""
-        if self.residual.moments is not None:
+        if self.residual.has_moments:
             return self.residual.accumulate_and_select(bucket.flat, self.k)
         return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
 
@@ -395,7 +395,7 @@ def direct(bucket: Bucket, residual: Residual | None) -> bool:
 
     Before the clock of an exchange: it is an optimizer's work, and the same whatever is exchanged.
     """
-    if residual is None or residual.moments is None:
+    if residual is None or not residual.has_moments:
         return False
     residual.direct(bucket.gather(), bucket.share)
     return True

@@ -19,7 +19,6 @@ from collectives.wire import Format
 from ..buckets.buckets import Bucket
 from ..compression import Hierarchical
 from .exchange import Progress, SparseExchange
-from .residual import Residual
 
 
 class NodeExchange(SparseExchange):
@@ -36,13 +35,12 @@ class NodeExchange(SparseExchange):
         self._across = compression.across
         self._nodes = compression.nodes
         self._hierarchy: Hierarchy | None = None
-        self._own: Residual | None = None  # of this rank's shard
 
-    def _place(self, transport: Transport) -> tuple[Hierarchy, Residual]:
-        if self._hierarchy is None or self._own is None:
+    def _place(self, transport: Transport) -> tuple[Hierarchy, slice]:
+        """Return the hierarchy, and this rank's shard of the vector."""
+        if self._hierarchy is None:
             self._hierarchy = Hierarchy(transport, self._nodes(transport))
-            self._own = self.residual.part(self._hierarchy.shard(self._length))
-        return self._hierarchy, self._own
+        return self._hierarchy, self._hierarchy.shard(self._length)
 
     def _pick(self, bucket: Bucket, transport: Transport) -> SparseVector:
         hierarchy, own = self._place(transport)
@@ -52,7 +50,8 @@ class NodeExchange(SparseExchange):
         self.residual.holds_nothing = False
         if not shard.size:
             return SparseVector.empty(0, shard.dtype)
-        return own.accumulate_and_select(shard, hierarchy.shard_k(self.k))
+        k = hierarchy.shard_k(self.k)
+        return self.residual.accumulate_and_select(shard, k, where=own)
 
     @property
     def facts(self) -> str:
@@ -65,16 +64,15 @@ class NodeExchange(SparseExchange):
         Not by way of the gradients: what waits is no gradient, which momentum would take again.
         """
         own = hierarchy.shard(self._length)
-        for array in self.residual.arrays:
+        for array in self.residual.arrays():
             hierarchy.scatter(array)
             array[: own.start] = array[own.stop :] = 0
 
     def _kept(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
         """Return this rank's shard of it in the first node, which keeps it."""
-        hierarchy, _ = self._place(transport)
+        hierarchy, own = self._place(transport)
         if transport.ranks[0] not in hierarchy.inside.ranks:
             return None
-        own = hierarchy.shard(self._length)
         return rest.between(own.start, own.stop)
 
     def _reduce(
@@ -87,10 +85,9 @@ class NodeExchange(SparseExchange):
 
     def _settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
         assert self._hierarchy is not None
-        assert self._own is not None
         if picked.length:
             own = self._hierarchy.shard(self._length)
             part = update.between(own.start, own.stop)
             part = SparseVector(part.indices - own.start, part.values, picked.length)
-            self._own.settle(picked, returned, part)
+            self.residual.settle(picked, returned, part, where=own)
         self.residual.astray = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,7 +17,8 @@ from collectives.kernels import (
     clear_at,
     contains,
 )
-from collectives.vector import SparseVector
+from collectives.kernels.device import Step, open_step
+from collectives.vector import SparseVector, is_on_device
 
 from ..buckets.arrays import view_array, view_tensor, zeros
 from .draining import share_to_send
@@ -26,7 +26,7 @@ from .moments import Moments
 
 AGE: Final = "age"  # of a parameter's moments: a number, where all else has its shape
 _HOST: Final = torch.device("cpu")
-_PIECE: Final = 1 << 16
+_PIECE: Final = 1 << 16  # fits a cache
 
 
 class Withheld(NamedTuple):
@@ -41,6 +41,22 @@ class Withheld(NamedTuple):
     sent_mass: float = 0.0
 
 
+class Memory(NamedTuple):
+    """One vector of a residual, as a tensor and as the kernels' array of the same memory."""
+
+    tensor: torch.Tensor
+    array: NDArray[Any]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Memory:
+        """Return a tensor's memory."""
+        return cls(tensor, view_array(tensor))
+
+    def like(self) -> Memory:
+        """Return more memory of its kind, with whatever is in it."""
+        return Memory.of(torch.empty_like(self.tensor))
+
+
 class Residual:
     """What this rank has accumulated and not sent: float32 or float64 [n], on a device.
 
@@ -48,7 +64,12 @@ class Residual:
     update + residual after = residual before + gradient (weighted, or with momentum correction the
     velocity, or with Adam's correction its step).
 
-    tensors: its memory, where that is another's: the values, and with momentum the velocity.
+    A step can be undone: from `remember` to `forget` whatever is changed is written beside what was
+    there, in a second buffer, and the two are swapped:
+
+        remember      accumulate            the step counts      or else, restore
+        [a]  [ ]      [a] --+ g--> [a']     [ ]  [a']            [a]  [ ]
+
     masked: whether the velocity of what was applied begins anew.
     betas: of Adam's moments, which gradients go through before they get here; None: they do not.
     sizes: of the parameters side by side; for these moments alone.
@@ -62,56 +83,98 @@ class Residual:
         dtype: np.dtype[Any],
         momentum: float = 0.0,
         device: torch.device = _HOST,
-        tensors: list[torch.Tensor] | None = None,
         *,
         masked: bool = False,
         betas: tuple[float, float] | None = None,
         sizes: Sequence[int] = (),
     ) -> None:
-        empty = partial(zeros, length, dtype, device)
         self.momentum = momentum
         self._masked = masked
         self._names = _names(momentum, betas)
-        self._tensors = tensors or [empty() for name in self._names if name != AGE]
-        self.values: NDArray[Any] = view_array(self._tensors[0])
-        self.velocity = view_array(self._tensors[1]) if momentum else None
-        self.moments: Moments | None = None
-        if betas:
-            self._tensors.append(torch.zeros(len(sizes), dtype=torch.int64))
-            _, first, second, ages = self._tensors
-            self.moments = Moments(first, second, ages, sizes, betas)
+        self._memory = [
+            Memory.of(torch.zeros(len(sizes), dtype=torch.int64))
+            if name == AGE
+            else Memory.of(zeros(length, dtype, device))
+            for name in self._names
+        ]
+        self._beside: list[Memory] = []
+        self._swapped: set[int] = set()  # what was changed since `remember`: the rest is beside
+        self._betas, self._sizes = betas, sizes
         self.threshold = 0.0  # a guess that spares time, never needed
         self.holds_nothing = True
         self._drained_steps = 0
         self.astray = True
-        self._before: list[torch.Tensor] = []
         self._remembers_nothing = True
         self._remembered = False
+        self._step: Step | None = None  # on a GPU
 
     @property
-    def arrays(self) -> list[NDArray[Any]]:
-        """Return its memory: the values, and with momentum the velocity."""
-        return [view_array(tensor) for tensor in self._tensors]
+    def values(self) -> NDArray[Any]:
+        """Return what is held: [n]."""
+        return self._memory[0].array
 
-    def part(self, where: slice) -> Residual:
-        """Return the residual of a part of the vector, in the same memory."""
-        tensors = [tensor[where] for tensor in self._tensors]
-        dtype, device = self.values.dtype, self._tensors[0].device
-        length = tensors[0].numel()
-        return Residual(length, dtype, self.momentum, device, tensors, masked=self._masked)
+    @property
+    def velocity(self) -> NDArray[Any] | None:
+        """Return the velocity, [n], with momentum correction."""
+        return self._memory[1].array if self.momentum else None
+
+    @property
+    def has_moments(self) -> bool:
+        """Tell whether gradients go through Adam's moments before they get here."""
+        return self._betas is not None
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return its memory, to be changed in place: the values, and with momentum the velocity."""
+        return [self._writable(number).array for number in range(len(self._memory))]
 
     def accumulate_and_select(
-        self, gradient: Gradient, k: int, weight: float = 1.0
+        self, gradient: Gradient, k: int, weight: float = 1.0, where: slice | None = None
     ) -> SparseVector:
-        """Add weight * gradient, in one array or in parts, and return the k largest entries."""
+        """Add weight * gradient, in one array or in parts, and return the k largest entries.
+
+        where: the part of the vector that the gradient is of, and the entries are selected from;
+            None: all of it.
+        """
         self.holds_nothing, self._drained_steps = False, 0
-        momentum = None if self.velocity is None else Momentum(self.velocity, self.momentum)
+        if is_on_device(self.values):
+            return self._by_steps(gradient, k, weight)
+        here = slice(None) if where is None else where
+        values = self._writable(0).array[here]
+        momentum = Momentum(self._writable(1).array[here], self.momentum) if self.momentum else None
         picked, self.threshold = accumulate_and_select(
-            self.values, gradient, k, self.threshold, momentum, weight
+            values, gradient, k, self.threshold, momentum, weight
         )
         return picked
 
-    def settle(self, picked: SparseVector, returned: SparseVector, update: SparseVector) -> None:
+    def _by_steps(self, gradient: Gradient, k: int, weight: float) -> SparseVector:
+        """Do it on a GPU, where the sum is written beside the residual by the pass itself."""
+        if self._step is None or self._step.k != k:
+            self._step = open_step(self.values, k)
+        into, faster = self._into(0), self._into(1) if self.momentum else None
+        momentum = None
+        if self.momentum:
+            velocity, beside = self._memory[1].array, None if faster is None else faster.array
+            momentum = Momentum(velocity, self.momentum, beside)
+        picked, self.threshold = self._step(
+            self.values,
+            gradient,
+            momentum,
+            weight,
+            None if into is None else into.array,
+            self.threshold,
+        )
+        for number, written in enumerate((into, faster)):
+            if written is not None:
+                self._swap(number)
+        return picked
+
+    def settle(
+        self,
+        picked: SparseVector,
+        returned: SparseVector,
+        update: SparseVector,
+        where: slice | None = None,
+    ) -> None:
         """Take out what was picked, and put back what returned from the reduction.
 
         With factor masking, the velocity of what was applied is cleared too:
@@ -119,52 +182,80 @@ class Residual:
         may return to others, and to its owner although another's pick is in the update; of a pick
         that is alive its rounding error may.
         """
-        clear_at(self.values, picked.indices)
-        add_at(self.values, returned)
-        if self.velocity is not None and self._masked:
+        here = slice(None) if where is None else where
+        values = self._writable(0).array[here]
+        clear_at(values, picked.indices)
+        add_at(values, returned)
+        if self.momentum and self._masked:
             there = picked.where(contains(update.indices, picked.indices))
-            applied = abs(self.values[there.indices]) < abs(there.values) / 2
-            clear_at(self.velocity, there.indices[applied])
+            applied = abs(values[there.indices]) < abs(there.values) / 2
+            clear_at(self._writable(1).array[here], there.indices[applied])
 
     def add(self, entries: SparseVector) -> None:
         """Put in more, of a vector as long as this one."""
         self.holds_nothing = False
-        add_at(self.values, entries)
+        add_at(self._writable(0).array, entries)
 
     def add_dense(self, values: torch.Tensor) -> None:
         """Put in more: [n]."""
         self.holds_nothing = False
-        self._tensors[0].add_(values)
+        self._writable(0).tensor.add_(values)
 
     def withheld(self, sent_mass: float) -> Withheld:
         """Return how much is here; reads all of it."""
         if self.holds_nothing:
             return Withheld(sent_mass=sent_mass)
+        here = self._memory[0].tensor
+        if here.is_cuda:
+            norms = [torch.linalg.vector_norm(here, o, dtype=torch.float64) for o in (2, 1)]
+            norm, mass = torch.stack(norms).tolist()
+            return Withheld(norm * norm, mass, sent_mass)
         # In pieces that fit a cache, and whose float32 sums lose little.
         square = mass = 0.0
-        for part in self._tensors[0].split(_PIECE):
+        for part in here.split(_PIECE):
             square += float(part.dot(part))
             mass += float(part.abs().sum())
         return Withheld(square, mass, sent_mass)
 
     def remember(self) -> None:
-        """Keep a copy of what is here now, for `restore`; the first call makes room for it."""
-        self._before = self._before or [torch.empty_like(tensor) for tensor in self._tensors]
-        torch._foreach_copy_(self._before, self._tensors)
+        """Let `restore` bring back what is here now; the first call makes room for it."""
+        self._beside = self._beside or [one.like() for one in self._memory]
         self._remembers_nothing = self.holds_nothing
         self._remembered = True
+        self._swapped.clear()
 
     def restore(self) -> None:
         """Become what was remembered last, to the bit; without such a thing, stay."""
         if not self._remembered:
             return
-        torch._foreach_copy_(self._tensors, self._before)
+        for number in tuple(self._swapped):
+            self._swap(number)
         self.holds_nothing = self._remembers_nothing
-        self._remembered = False
+        self.forget()
 
     def forget(self) -> None:
         """Let what was remembered be: there is nothing to restore from now on."""
         self._remembered = False
+        self._swapped.clear()
+
+    def _swap(self, number: int) -> None:
+        memory, beside = self._memory, self._beside
+        memory[number], beside[number] = beside[number], memory[number]
+        self._swapped ^= {number}
+
+    def _into(self, number: int) -> Memory | None:
+        """Return where to write what will take the place of this memory; None: there itself."""
+        if not self._remembered or number in self._swapped:
+            return None
+        return self._beside[number]
+
+    def _writable(self, number: int) -> Memory:
+        """Return memory to be changed in place: a copy, where what is in it is remembered."""
+        into = self._into(number)
+        if into is not None:
+            into.tensor.copy_(self._memory[number].tensor)
+            self._swap(number)
+        return self._memory[number]
 
     def after_last_step(self) -> dict[str, torch.Tensor]:
         """Return what it has, by name, without what a step under way has changed: [n].
@@ -172,13 +263,18 @@ class Residual:
         "residual"; with momentum "velocity"; with Adam's correction its two moments, and AGE, which
         is [p], of each parameter.
         """
-        tensors = self._before if self._remembered else self._tensors
-        return dict(zip(self._names, tensors, strict=True))
+        return {
+            name: (self._beside if number in self._swapped else self._memory)[number].tensor
+            for number, name in enumerate(self._names)
+        }
 
     def direct(self, gradient: NDArray[Any], share: float) -> None:
         """Make the weighted gradient, in place, Adam's weighted step; share: this rank's."""
-        assert self.moments is not None
-        self.moments.direct(view_tensor(gradient), share)
+        assert self._betas is not None
+        if share:
+            _, first, second, ages = (self._writable(number).tensor for number in range(4))
+            moments = Moments(first, second, ages, self._sizes, self._betas)
+            moments.direct(view_tensor(gradient), share)
 
     def add_to(self, gradient: NDArray[Any]) -> float:
         """Add a share of what is left to the weighted gradient, in place, and return the share.
@@ -189,12 +285,14 @@ class Residual:
         """
         # By torch: CuPy's operators take subnormal float32 for zeros.
         total = view_tensor(gradient)
-        if self.velocity is not None:
-            total.copy_(self._tensors[1].mul_(self.momentum).add_(total))
+        if self.momentum:
+            total.copy_(self._writable(1).tensor.mul_(self.momentum).add_(total))
         if self.holds_nothing:
             return 1.0
-        share = share_to_send(_square(self._tensors[0]), _square(total), self._drained_steps)
-        total.add_(self._tensors[0], alpha=share)
+        here = self._memory[0].tensor
+        held, coming = _squares(here, total)
+        share = share_to_send(held, coming, self._drained_steps)
+        total.add_(here, alpha=share)
         return share
 
     def take_out(self, share: float) -> None:
@@ -203,19 +301,24 @@ class Residual:
             self.clear()
         elif not self.holds_nothing:
             self._drained_steps += 1
-            self._tensors[0].mul_(1.0 - share)
+            self._writable(0).tensor.mul_(1.0 - share)
 
     def clear(self) -> None:
         """Forget what was left: all of it has been sent."""
         if not self.holds_nothing:
-            self.values.fill(0)
+            if self._into(0) is not None:
+                self._swap(0)
+            self._memory[0].tensor.zero_()  # by torch, on its current stream
             self.threshold = 0.0
             self.holds_nothing = True
 
 
-def _square(tensor: torch.Tensor) -> float:
-    """Return the sum of squares; a GPU is waited for once."""
-    return float(sum(part.dot(part).double() for part in tensor.split(_PIECE)))
+def _squares(*tensors: torch.Tensor) -> list[float]:
+    """Return the sum of squares of each; a GPU is waited for once."""
+    if tensors[0].is_cuda:
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+        return [norm * norm for norm in torch.stack(norms).tolist()]
+    return [float(sum(part.dot(part).double() for part in t.split(_PIECE))) for t in tensors]
 
 
 def _names(momentum: float, betas: tuple[float, float] | None) -> tuple[str, ...]:

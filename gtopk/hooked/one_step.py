@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from collectives.transports import Transport
 
 from ..exchange.exchange import Exchanged
@@ -16,15 +18,24 @@ NOT_FINITE: Final = 1  # a vote: this rank's gradients of the bucket are not
 TOLD: Final = 2  # this rank was told to end
 
 
+def vote_of(lane: Lane) -> int:
+    """Return what this rank says of its gradients: of those on a GPU nothing, without a wait."""
+    return NOT_FINITE if lane.on_host and not lane.all_finite() else 0
+
+
 class OneStep:
     """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
 
     A bucket that is back cannot be called back: it is the NaN in the one that failed, and in all
     that follow it, that tells who steps with them to skip, and with those before it, too. What is
     held back is then, to the bit, what it was before the step.
+
+    not_finite: the places of the ranks whose gradients of the last bucket were not finite, though
+        they had not said so: they would have had to wait for their GPU. The same on all ranks.
     """
 
     def __init__(self) -> None:
+        self.not_finite: list[int] = []
         self._ran: list[Lane] = []
         self._void = False
 
@@ -35,13 +46,18 @@ class OneStep:
         """
         again = lane in self._ran  # a module that is used twice: what was before the step counts
         self._ran.append(lane)
+        self.not_finite = []
         self._void |= any(vote & NOT_FINITE for vote in votes)
         exchanged = None
         if not self._void:
             if not again:
                 lane.remember()
             exchanged = lane.reduce(transport)
-            self._void = not exchanged.finite
+            if not exchanged.finite:  # on all ranks alike
+                self._void = True
+                mine = np.array([not lane.all_finite()], np.uint8)
+                said = transport.allgather(mine)
+                self.not_finite = [place for place, theirs in enumerate(said) if theirs[0]]
         if self._void:
             self.drop()
             with lane.bucket.on_stream():

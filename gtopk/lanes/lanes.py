@@ -97,13 +97,14 @@ class Lane:
         """Tell whether nobody has changed a gradient since `take`, and `watch`.
 
         Changes in place are counted by torch; those by `.data` and by NumPy are not, and show in
-        the gradients' bits.
+        the gradients' bits, which are looked at on the host only (`Bucket.mark`).
         """
         alike = all(
             p.grad is gradient and (gradient is None or gradient._version == version)
             for p, (gradient, version) in zip(self.parameters, self._taken, strict=True)
         )
-        return alike and (self._mark is None or torch.equal(self.bucket.mark(), self._mark))
+        mark = self.bucket.mark() if alike and self._mark is not None else None
+        return alike and (mark is None or self._mark is None or torch.equal(mark, self._mark))
 
     def missing(self) -> list[str]:
         """Return the names of the parameters that have no gradient here."""

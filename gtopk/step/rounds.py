@@ -7,10 +7,11 @@
 A vote says whether this rank's gradients are finite, which of them are missing, of how many samples
 they are, and, in lanes that `synchronize` submits, whether the round is void: because gradients
 were changed after their lane was submitted, or belong to no lane. The last one also says whether
-this rank was told to end (`told_to_end`). A rank that joins in the middle of a round submits what
-is left as void. So all ranks apply a round; or skip the step, where a gradient or a sum is not
-finite; or try again with what, and who, is there by then. Residuals that a round began to change
-are, where it does not count, to the bit what they were.
+this rank was told to end (`told_to_end`). A rank does not wait for its GPU to vote: its gradients
+pass for finite there, and their sum, the same on all ranks, tells. A rank that joins in the middle
+of a round submits what is left as void. So all ranks apply a round; or skip the step, where a
+gradient or a sum is not finite; or try again with what, and who, is there by then. Residuals that a
+round began to change are, where it does not count, to the bit what they were.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Round:
     changed: gradients were, on some rank, after their lane was submitted: the round is void.
     unplanned: some rank has a gradient that belongs to no lane: the round is void.
     broken_off: some rank has joined before the end of it: the round is void.
-    culprits: by rank, the parameters whose gradients are not finite; empty where all are.
+    culprits: by rank, the parameters whose gradients are not finite; empty where all are, or where
+        the sum is not finite though they are.
     spans:   when the engine worked on a lane: begin and end, on the clock of time.perf_counter.
     told:    the ranks that were told to end, once the last lane was run.
     ready:   when all of this rank's gradients were there, on that clock.
@@ -175,9 +177,7 @@ class Round:
         if not unplanned:
             for index in late:
                 self._take(index)
-            unknown = [index for index in range(len(self.lanes)) if index not in self._finite]
-            self._finite.update((index, self.lanes[index].all_finite()) for index in unknown)
-        self.ready = time.perf_counter()  # on a GPU, too: it was asked whether they are finite
+        self.ready = time.perf_counter()
         bits = (
             (_CHANGED if changed else 0)
             | (_UNPLANNED if unplanned else 0)
@@ -311,19 +311,21 @@ class Round:
         if last and self._done < index:  # the ranks disagree about another lane
             return
         self._look_at_missing(index, missing, transport, votes)
-        if any(vote & _NOT_FINITE for vote in votes):
-            self._stopped = True
-            if last:
-                mine = sorted(name for lane in self.lanes for name in lane.not_finite())
-                self.culprits = gather_words(transport, mine)
-        if self._stopped:
-            return
-        # Who has joined has no gradient, whatever it said last of how many samples its own are.
-        if self.samples.count is not None and votes[transport.rank] & _HERE:
-            weight, share = self.samples.weight(votes), self.samples.share(votes)
-            self.lanes[index].weigh(self._factor(self.lanes[index], weight, share), share)
-        self.lanes[index].remember()
-        self.exchanged[index] = self.lanes[index].reduce(transport)
+        self._stopped |= any(vote & _NOT_FINITE for vote in votes)
+        if not self._stopped:
+            # Who has joined has no gradient, whatever it said last of how many samples it has.
+            if self.samples.count is not None and votes[transport.rank] & _HERE:
+                weight, share = self.samples.weight(votes), self.samples.share(votes)
+                self.lanes[index].weigh(self._factor(self.lanes[index], weight, share), share)
+            self.lanes[index].remember()
+            self.exchanged[index] = self.lanes[index].reduce(transport)
+            # A rank with a GPU has not looked at its gradients, for which it would have to wait:
+            # the sum, the same on all ranks, tells them.
+            self._stopped = not self.exchanged[index].finite
+        if self._stopped and last:
+            mine = sorted(name for lane in self.lanes for name in lane.not_finite())
+            culprits = gather_words(transport, mine)
+            self.culprits = culprits if any(culprits) else []
 
     def _look_at_missing(
         self, index: int, missing: list[str], transport: Transport, votes: list[int]

@@ -2,7 +2,7 @@
 
 Everything runs on CuPy's current stream. What waits for the GPU, once and for a few bytes: the
 functions whose result's size or value the host must know (accumulate_and_select, select, merge,
-sum_by_index, all_finite, squared_norm). The others only launch, and so does `Step`.
+sum_by_index, all_finite, squared_norm). The others only launch.
 
     source.py     the .cu files as texts, and which kernels there are
     machine.py    what a launch sequence needs of a GPU
@@ -12,7 +12,7 @@ sum_by_index, all_finite, squared_norm). The others only launch, and so does `St
     entries.py    single entries, and a vector in one number
     codes.py      what the wire asks: the twin of reference_codes
     packing.py    16-bit offsets and values
-    step.py       accumulate, select and clear, for CUDA graphs
+    step.py       accumulate and select of one residual, as a CUDA graph
     timing.py     what each of them takes
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...vector import Array, SparseVector
-from ..gradients import Gradient, Momentum
+from ..gradients import Gradient, Located, Momentum
 from . import codes, cuda, entries, selection, sums
 from .cuda import cupy, from_dlpack, on_stream
 from .step import Step
@@ -38,6 +38,7 @@ __all__ = [
     "from_dlpack",
     "merge",
     "on_stream",
+    "open_step",
     "put_at",
     "select",
     "squared_norm",
@@ -90,9 +91,14 @@ def clear_at(dense: Array, indices: Array) -> None:
     entries.clear_at(cuda.scratch(dense), dense, indices)
 
 
-def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
+def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
     """Set the vector's entries in the arrays that it lies in, one after the other."""
     entries.put_at(cuda.scratch(vector.values), parts, vector)
+
+
+def open_step(residual: Array, k: int) -> Step:
+    """Return what accumulates into this residual and selects k entries, step after step."""
+    return Step(cuda.scratch(residual).machine, residual.size, k, residual.dtype)
 
 
 def all_finite(array: Array) -> bool:

@@ -5,16 +5,17 @@
 
 // k:       how many to keep
 // entries: entries of a list to search; 0 when a dense vector is to be marked first
-// guess:   about the k-th largest |value|; 0 or less: none; NaN: the last search's `next`
+// request: null for a list, which is searched without a guess
 template <class Real>
 __global__ __launch_bounds__(THREADS) void begin(
     Search* search, u32* histogram, Tally* groups, u32 group_count, u64 k, u64 capacity,
-    u64 entries, double guess) {
+    u64 entries, const Request* request) {
   typedef Keys<Real> K;
   for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
   for (u32 group = threadIdx.x; group < group_count; group += THREADS)
     groups[group] = Tally{0, 0, 0};
   if (threadIdx.x) return;
+  const double guess = request ? request->guess : 0;
   const u64 key = guess == guess ? (guess > 0 ? (u64)K::of(narrowed<Real>(guess)) : 0) : search->next;
   Search fresh = {};
   fresh.k = k;

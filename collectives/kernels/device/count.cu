@@ -20,9 +20,5 @@ __global__ __launch_bounds__(THREADS) void count(
   if (!last_block(&search->ticket)) return;
   const Tally total = scan_groups(groups, tiles);
   if (threadIdx.x) return;
-  search->kept = total.above + at_most(total.ties, quota);
-  search->rest = total.nonzero - search->kept;
-  if (search->next > floor) search->next = floor;
-  // No guess where there are fewer than k, or where it would not be finite.
-  if (search->kept < search->k || search->next >= Keys<Real>::INFINITE) search->next = 0;
+  conclude<Real>(search, total.above + at_most(total.ties, quota), total.nonzero);
 }

@@ -57,6 +57,24 @@ class CudaMachine:
         copy: Array = cupy().asarray(array)
         return copy
 
+    def write(self, array: Array, content: NDArray[Any]) -> None:
+        """Enqueue a copy from pageable memory, which CUDA stages before it returns."""
+        array.set(content)  # type: ignore[attr-defined]
+
+    def capture(self, launches: Callable[[], None]) -> Callable[[], None]:
+        """Return what replays a CUDA graph of the launches on the then current stream.
+
+        They are captured on a stream of their own: the default stream cannot be captured, and
+        another may have work of other threads on it.
+        """
+        with cupy().cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            try:
+                launches()
+            finally:
+                graph = stream.end_capture()
+        return lambda: graph.launch(cupy().cuda.get_current_stream())
+
     def packed(self, array: Array) -> Array:
         """Return the array, or a copy where its elements lie apart."""
         whole: Array = cupy().ascontiguousarray(array)

@@ -15,12 +15,3 @@ __global__ __launch_bounds__(THREADS) void clear_at(Real* dense_n, const Index* 
   for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < k; at += (u64)gridDim.x * THREADS)
     dense_n[indices_k[at]] = 0;
 }
-
-// The first `count` of the k entries, a number that the device knows: a selection's own.
-template <class Real, class Index>
-__global__ __launch_bounds__(THREADS) void clear_first(
-    Real* dense_n, const Index* indices_k, u64 k, const u64* count) {
-  const u64 end = *count < k ? *count : k;
-  for (u64 at = (u64)blockIdx.x * THREADS + threadIdx.x; at < end; at += (u64)gridDim.x * THREADS)
-    dense_n[indices_k[at]] = 0;
-}

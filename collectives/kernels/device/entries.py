@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...vector import Array, SparseVector
-from ..gradients import require_parts
+from ..gradients import Located, require_parts
 from .machine import Scratch, blocks_for, ceil_divide, require_packed
 from .source import instance
-from .table import parts_table
+from .table import located, parts_table
 
 
 def contains(scratch: Scratch, indices: Array, wanted: Array) -> Array:
@@ -55,17 +55,19 @@ def clear_at(scratch: Scratch, dense: Array, indices: Array) -> None:
         )
 
 
-def put_at(scratch: Scratch, parts: Sequence[Array], vector: SparseVector) -> None:
+def put_at(scratch: Scratch, parts: Sequence[Array] | Located, vector: SparseVector) -> None:
     """Set the vector's entries in the arrays that it lies in, one after the other."""
     require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")
-    require_packed(*parts)
+    if not isinstance(parts, Located):
+        require_packed(*parts)
     machine = scratch.machine
     if vector.entries:
+        where, _ = located(machine, parts)
         machine.launch(
-            instance("put_at", vector.values.dtype, vector.indices.dtype, parts[0].dtype),
+            instance("put_at", vector.values.dtype, vector.indices.dtype, where.dtype),
             blocks_for(machine, vector.entries),
-            parts_table(machine, parts),
-            np.uint32(len(parts)),
+            parts_table(scratch, "put table", where),
+            np.uint32(len(where.sizes)),
             vector.indices,
             vector.values,
             np.uint64(vector.entries),

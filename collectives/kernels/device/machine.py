@@ -5,6 +5,7 @@ CUDA is one (cuda.py). Another is the tests': it runs the same kernels on the ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,16 @@ class Machine(Protocol):
 
     def put(self, array: NDArray[Any]) -> Array:
         """Return a copy of a host array in device memory."""
+
+    def write(self, array: Array, content: NDArray[Any]) -> None:
+        """Enqueue a copy of a small host array to device memory; it is free again at once."""
+
+    def capture(self, launches: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that launches the same again: nothing is launched now.
+
+        Addresses and numbers among the arguments stay what they are now. The kernels were launched
+        once before, and nothing here asks for memory.
+        """
 
     def packed(self, array: Array) -> Array:
         """Return the array, or a copy where its elements lie apart."""
@@ -70,6 +81,7 @@ class Scratch:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.arrays: dict[str, Array] = {}
+        self._written: dict[str, bytes] = {}
 
     def array(self, name: str, size: int, dtype: Any) -> Array:
         """Return `size` elements of the memory of that name and dtype; zeros where it grew."""
@@ -79,3 +91,12 @@ class Scratch:
         if held is None or held.size < size:
             held = self.arrays[key] = self.machine.zeros(max(size, 1), dtype)
         return held[:size]
+
+    def written(self, name: str, content: NDArray[Any]) -> Array:
+        """Return memory of that name with a host array in it, which is sent where it is news."""
+        array = self.array(name, content.size, content.dtype)
+        content_bytes = content.tobytes()
+        if self._written.get(name) != content_bytes:
+            self._written[name] = content_bytes
+            self.machine.write(array, content)
+        return array

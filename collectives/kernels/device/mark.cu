@@ -1,6 +1,9 @@
 // Accumulate and mark: one pass over memory adds the gradient to the residual, and leaves one bit
 // for each element whose key reaches the guess.
 //
+// The sum goes where the residual is, or beside it: then the residual is there still, should the
+// step not count.
+//
 // launch: any number of blocks; a block takes tiles of 32 * THREADS elements, strided.
 //
 //   tile     | round 0              | round 1 | ... | round 7 |     4 elements a thread and round
@@ -12,12 +15,12 @@
 // shared memory, from the guess on; the last block to finish judges from it whether the guess was
 // any good.
 //
-//   gradient  | part 0 | part 1 |    part 2    | ...    one array, or one for each parameter: a
-//   tiles     |    0    |    1    |    2    |  ...      tile of one part alone is read as fast
+//   gradient  | part 0 | part 1 |    part 2    | ...    one array, or one for each parameter
+//   tiles     |    0    |    1    |    2    |  ...      however it lies, all else is read by fours
 #include "parts.cuh"
 #include "tally.cuh"
 
-// Where the search goes on after the marks: in the list of candidates, or in the vector itself.
+// Where the search goes on after the marks: among the candidates, or in the vector itself.
 template <class Real>
 __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) {
   const u64 k = search->k, guess = search->guess, aim = aimed_rank(k);
@@ -38,7 +41,6 @@ __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) 
     }
     narrow(search, histogram);
     if (threadIdx.x == 0) {
-      if (!many) search->floor = guess - 1;  // of the list: all that is marked
       if (guessed && at_k.bin == BINS - 1) {  // the last bin is open upwards
         search->lo = guess + ((u64)(BINS - 1) << Shift<Real>::MARKING);
         search->shift = Shift<Real>::WIDEST;
@@ -66,8 +68,10 @@ __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) 
 // What `mark` reads and writes; SOURCES: 0 marks what is there; 1 adds the gradient times its weight;
 // 2 adds the velocity, which becomes momentum * velocity + weight * gradient (Lin et al. 2018, section 3.1).
 template <class Real, class Gradient> struct Vectors {
-  Real* residual_n;
-  Real* velocity_n;
+  const Real* residual_n;
+  Real* sum_n;  // the residual itself, or memory beside it; so for the velocities
+  const Real* velocity_n;
+  Real* next_velocity_n;
   const Gradient* gradient_n;  // null where a tile spans several parts
   const Part* parts_p;
   u32 p;
@@ -80,23 +84,29 @@ template <class Real, class Gradient> struct Vectors {
 template <class Real, class Gradient>
 __device__ Four<Gradient> gather(const Vectors<Real, Gradient>& vectors, u64 from) {
   Four<Gradient> four;
+  const Part* parts_p = vectors.parts_p;
+  u32 part = part_of(parts_p, vectors.p, from < vectors.n ? from : vectors.n - 1);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const u64 at = from + i < vectors.n ? from + i : vectors.n - 1;
-    const Part part = vectors.parts_p[part_of(vectors.parts_p, vectors.p, at)];
-    four.at[i] = ((const Gradient*)part.address)[at - part.start];
+    while (part + 1 < vectors.p && parts_p[part + 1].start <= at) ++part;
+    four.at[i] = ((const Gradient*)parts_p[part].address)[at - parts_p[part].start];
   }
   return four;
 }
 
-// Accumulate and mark one tile; return the thread's hits. WHOLE: aligned, and inside the vector,
-// so that all loads of a round can be under way at once.
-template <class Real, class Gradient, int SOURCES, bool WHOLE>
+// How the gradients of a tile lie; the other vectors lie by fours, or else nothing does.
+enum Lies { BY_FOURS, ONE_BY_ONE, ANYHOW };
+
+// Accumulate and mark one tile; return the thread's hits. But for ANYHOW, the tile is inside the
+// vector and all but its gradients aligned, so that all loads of a round can be under way at once.
+template <class Real, class Gradient, int SOURCES, Lies LIES>
 __device__ u32 mark_tile(
     const Vectors<Real, Gradient>& vectors, u64 tile, typename Keys<Real>::Key guess, int shift,
     u32* bits, u32* bins) {
   typedef Keys<Real> K;
   constexpr int ROUNDS = 8, AT_ONCE = 16 / sizeof(Real);
+  constexpr bool WHOLE = LIES != ANYHOW;
   const u64 n = vectors.n;
   const u32 lane = threadIdx.x % 32;
   u32 hits = 0;
@@ -108,8 +118,9 @@ __device__ u32 mark_tile(
       const u64 from = ((tile * ROUNDS + first + i) * THREADS + threadIdx.x) * 4;
       sum[i] = load(vectors.residual_n, from, n, WHOLE);
       if (SOURCES > 0)
-        gradient[i] = WHOLE || vectors.gradient_n ? load(vectors.gradient_n, from, n, WHOLE)
-                                                  : gather(vectors, from);
+        gradient[i] = LIES == BY_FOURS || vectors.gradient_n
+            ? load(vectors.gradient_n, from, n, LIES == BY_FOURS)
+            : gather(vectors, from);
       if (SOURCES > 1) velocity[i] = load(vectors.velocity_n, from, n, WHOLE);
     }
 #pragma unroll
@@ -129,8 +140,8 @@ __device__ u32 mark_tile(
         }
         nibble |= (u32)(K::of(sum[i].at[j]) >= guess && (WHOLE || from + j < n)) << j;
       }
-      if (SOURCES > 0) store(vectors.residual_n, from, n, WHOLE, sum[i]);
-      if (SOURCES > 1) store(vectors.velocity_n, from, n, WHOLE, velocity[i]);
+      if (SOURCES > 0) store(vectors.sum_n, from, n, WHOLE, sum[i]);
+      if (SOURCES > 1) store(vectors.next_velocity_n, from, n, WHOLE, velocity[i]);
       u32 packed = 0;
       if (__any_sync(ALL_LANES, nibble)) {
         packed = nibble << lane % 8 * 4;
@@ -151,36 +162,44 @@ __device__ u32 mark_tile(
   return hits;
 }
 
-// gradient_n: null where the gradient comes in parts. Four blocks of a multiprocessor have more
-// loads under way than its memory needs; left alone, the compiler aims at more and spills.
+// list_tallies: of the list that is made of the marks; cleared here, where many blocks are at work.
+// Four blocks of a multiprocessor have more loads under way than its memory needs; left alone, the
+// compiler aims at more and spills.
 template <class Real, class Gradient, int SOURCES>
 __global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
-    Real* residual_n, Real* velocity_n, const Gradient* gradient_n, const Part* parts_p, u32 p,
-    double weight, double momentum, u64 n, Search* search, u32* histogram, u32* bits,
-    Tally* tallies, Tally* groups) {
+    const Real* residual_n, Real* sum_n, const Real* velocity_n, Real* next_velocity_n,
+    const Part* parts_p, u32 p, const Request* request, u64 n, Search* search,
+    u32* histogram, u32* bits, Tally* tallies, Tally* groups, Tally* list_tallies, u32 list_tiles) {
   typedef typename Keys<Real>::Key Key;
   __shared__ u32 bins[BINS];
   for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
+  for (u32 at = blockIdx.x * THREADS + threadIdx.x; at < list_tiles; at += gridDim.x * THREADS)
+    list_tallies[at] = Tally{0, 0, 0};
   __syncthreads();
 
-  Vectors<Real, Gradient> vectors = {residual_n, velocity_n, gradient_n, parts_p, p,
-                                     narrowed<Real>(weight), narrowed<Real>(momentum), n};
+  Vectors<Real, Gradient> vectors = {
+      residual_n, sum_n, velocity_n, next_velocity_n, nullptr, parts_p, p,
+      narrowed<Real>(request->weight), narrowed<Real>(request->momentum), n};
   const Key guess = (Key)search->guess;
   const int shift = (int)search->shift;
   const u64 tiles = (n + 32 * THREADS - 1) / (32 * THREADS);
+  const bool by_fours = aligned(residual_n) && (SOURCES < 1 || aligned(sum_n)) &&
+                        (SOURCES < 2 || (aligned(velocity_n) && aligned(next_velocity_n)));
   for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const u64 start = tile * 32 * THREADS, end = start + 32 * THREADS;
-    if (SOURCES > 0 && p) {
+    if (SOURCES > 0) {
       const u32 at = part_of(parts_p, p, start);
       const bool alone = at + 1 == p || parts_p[at + 1].start >= end;
       vectors.gradient_n =
           alone ? (const Gradient*)parts_p[at].address - parts_p[at].start : nullptr;
     }
-    const bool whole = end <= n && aligned(residual_n) && (SOURCES < 2 || aligned(velocity_n)) &&
-                       (SOURCES < 1 || (vectors.gradient_n && aligned(vectors.gradient_n + start)));
-    u32 hits = whole
-        ? mark_tile<Real, Gradient, SOURCES, true>(vectors, tile, guess, shift, bits, bins)
-        : mark_tile<Real, Gradient, SOURCES, false>(vectors, tile, guess, shift, bits, bins);
+    u32 hits;
+    if (end > n || !by_fours)
+      hits = mark_tile<Real, Gradient, SOURCES, ANYHOW>(vectors, tile, guess, shift, bits, bins);
+    else if (SOURCES < 1 || (vectors.gradient_n && aligned(vectors.gradient_n + start)))
+      hits = mark_tile<Real, Gradient, SOURCES, BY_FOURS>(vectors, tile, guess, shift, bits, bins);
+    else
+      hits = mark_tile<Real, Gradient, SOURCES, ONE_BY_ONE>(vectors, tile, guess, shift, bits, bins);
     hits = block_sum(hits);
     if (threadIdx.x == 0) note(tallies, groups, tile, Tally{hits, 0, 0});
   }

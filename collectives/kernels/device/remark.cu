@@ -1,7 +1,6 @@
 // Mark anew by the k-th key itself, after a guess that was no good.
 //
-// launch: any number of blocks; a block takes tiles of 32 * THREADS elements, strided. Idle where
-// the guess was good.
+// launch: any number of blocks; a block takes tiles of 32 * THREADS elements, strided.
 //
 //   tile     | warp 0: 32 words of 32 elements | warp 1 | ...
 //   word     lane 0 .. lane 31, one element each; a vote is the word
@@ -11,7 +10,6 @@ template <class Real>
 __global__ __launch_bounds__(THREADS) void remark(
     const Real* values_n, u64 n, Search* search, u32* bits, Tally* tallies, Tally* groups) {
   typedef Keys<Real> K;
-  if (!search->dense) return;
   const u64 floor = search->floor;
   const bool with_ties = search->quota > 0;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -31,5 +29,7 @@ __global__ __launch_bounds__(THREADS) void remark(
     const Tally tally = {block_sum(above), block_sum(ties), 0};
     if (threadIdx.x == 0) note(tallies, groups, tile, tally);
   }
-  if (last_block(&search->ticket)) scan_groups(groups, tiles);
+  if (!last_block(&search->ticket)) return;
+  scan_groups(groups, tiles);
+  if (threadIdx.x == 0) conclude<Real>(search, search->listed, search->listed);
 }

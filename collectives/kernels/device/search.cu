@@ -1,7 +1,7 @@
 // Narrow the search by one level: a histogram of the keys in the range, then the bin of the k-th.
 //
 // launch: any number of blocks, THREADS * 4 elements each, strided. Idle where the k-th key is
-// known, or where the marks were good and the dense vector need not be read again.
+// known.
 //
 //   values  --->  bins of each block, in shared memory  --->  histogram  --->  last block: narrow
 #include "search.cuh"
@@ -12,7 +12,7 @@ __global__ __launch_bounds__(THREADS, 4) void search_level(
     const Real* values_n, u64 n, Search* search, u32* histogram, u32 over_list) {
   typedef Keys<Real> K;
   typedef typename K::Key Key;
-  if (search->exact || (!over_list && !search->dense)) return;
+  if (search->exact) return;
   __shared__ u32 bins[BINS];
   for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
   __syncthreads();

@@ -18,19 +18,46 @@ constexpr u32 BINS = 1u << BIN_BITS;
 // today's ranks k+1 and on; aiming nearer to rank k misses too often. The constant is for tiny k.
 static __device__ u64 aimed_rank(u64 k) { return k * 11 / 5 + 32; }
 
+// The k-th key is one of a few: most often the marks' histogram leaves some hundred contenders.
+constexpr u32 MOST_CONTENDERS = 4096;
+
 struct Search {
   // The outcome: what the host reads, in this order.
   u64 kept, rest, next;  // entries kept and not kept; the next guess, a key
+  u64 dense;             // the marks are of no use (too few, or too many): search the array itself
   // The request.
   u64 k, capacity, guess;  // how many to keep; how many the list can hold; mark keys from here on
   // What is known.
   u64 lo, shift, above;
   u64 exact;
-  u64 dense;         // the marks are of no use (too few, or too many): search the array itself
-  u64 floor, quota;  // which marked elements become entries of the list, and which of those are kept
+  u64 floor, quota;  // kept are all keys above the floor, and the first `quota` that equal it
   u64 listed;        // entries in the list
-  u32 ticket, unused;
+  u32 ticket, contenders;  // contenders: in the range when the list was made, maybe too many to note
 };
+
+// What one selection is asked for, in device memory, so that a CUDA graph can be replayed with
+// other numbers.
+struct Request {
+  double weight, momentum;
+  double guess;  // about the k-th largest |value|; 0 or less: none; NaN: the last search's `next`
+};
+
+// Whether a key lies above the range of the search, and inside it.
+static __device__ __forceinline__ bool above_range(u64 key, u64 lo, u64 shift) {
+  return key >= lo && (key - lo) >> shift >= BINS;
+}
+static __device__ __forceinline__ bool in_range(u64 key, u64 lo, u64 shift) {
+  return key >= lo && (key - lo) >> shift < BINS;
+}
+
+// Tell what was found, for one thread: no guess where there are fewer than k, or where it would not
+// be finite.
+template <class Real> __device__ void conclude(Search* search, u64 kept, u64 entries) {
+  search->kept = kept;
+  search->rest = entries - kept;
+  if (search->next > search->floor) search->next = search->floor;
+  if (kept < search->k || search->next >= Keys<Real>::INFINITE) search->next = 0;
+}
 
 // How wide a bin is, as a power of two: multiples of BIN_BITS, so that a bin is the next range.
 template <class Real> struct Shift {

@@ -1,12 +1,18 @@
-"""Select on a GPU: one fixed sequence of launches, none of which waits for the host.
+"""Select on a GPU: four launches, none of which waits for the host.
 
-    begin   mark    search x levels   remark   expand   search x levels   count   split
-              |      (the vector)       |        |          (the list)
-    good guess:  bits, a few more than k  ---->  list  ------->  k-th key  ---->  k entries
-    bad guess:   ---> k-th key  ------> bits, k exactly -> list  -------------->  k entries
+    begin    mark          expand           split
+              |               |               |
+           the vector:     the marked:     the list:
+           bits, a few     list, in it     k entries
+           more than k     the k-th key
 
-The kernels decide on the device which of the two it is; those that are not needed end at once. So
-the sequence can be captured in a CUDA graph, and the host waits once, for the number of entries.
+The kernels decide on the device whether the guess that `mark` went by was any good. The host waits
+once, for the number of entries, and learns of it with that. Where it was not, as in a first step,
+the vector is searched for the k-th key, and marked by that:
+
+    search x levels    remark     collect
+          |               |          |
+       the vector      bits, k    k entries
 """
 
 from __future__ import annotations
@@ -17,16 +23,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ...vector import Array, SparseVector, index_dtype
-from ..gradients import Gradient, Momentum, gradient_parts, require_selectable
-from .machine import Machine, Scratch, blocks_for, ceil_divide, require_packed
+from ..gradients import Gradient, Located, Momentum, require_addable, require_selectable
+from .machine import Machine, Scratch, blocks_for, ceil_divide
 from .source import instance
-from .table import parts_table
+from .table import located, parts_table
 
 # `Search` and `Tally` of search.cuh, in words.
-SEARCH_WORDS: Final = 15  # uint64; the first three are the outcome: kept, rest, next guess
-OUTCOME_WORDS: Final = 3
+SEARCH_WORDS: Final = 15  # uint64; the first four are the outcome: kept, rest, next guess, dense
+OUTCOME_WORDS: Final = 4
 TALLY_WORDS: Final = 3  # uint32
 BINS: Final = 2048
+MOST_CONTENDERS: Final = 4096
 
 # Levels until a bin is one key wide, whatever the range at the start: 31 / 11 and 63 / 11 bits.
 LEVELS: Final = {np.dtype(np.float32): 3, np.dtype(np.float64): 6}
@@ -36,11 +43,26 @@ FROM_DEVICE: Final = float("nan")  # as a guess: what the last search of this sc
 
 
 class Outcome(NamedTuple):
-    """What a search found."""
+    """What a search found; dense: nothing yet, as the guess was of no use."""
 
     kept: int
     rest: int
     threshold: float
+    dense: bool
+
+
+class Addition(NamedTuple):
+    """What is added before the selection, and where the sum goes.
+
+    parts:  of the gradient, in the order of the vector; None: nothing is added.
+    weight: multiplies the gradient.
+    into:   memory for the sum; None: it takes the vector's place.
+    """
+
+    parts: Located | None = None
+    momentum: Momentum | None = None
+    weight: float = 1.0
+    into: Array | None = None
 
 
 def accumulate_and_select(
@@ -51,10 +73,15 @@ def accumulate_and_select(
     threshold: float = 0.0,
     momentum: Momentum | None = None,
     weight: float = 1.0,
+    into: Array | None = None,
 ) -> tuple[SparseVector, float]:
-    """Add to `residual` in place and select from the sum."""
-    parts = gradient_parts(residual, gradient, k, momentum)
-    return _select(scratch, residual, parts, k, threshold, momentum, weight)
+    """Add to `residual`, in place without `into`, and select from the sum."""
+    require_addable(residual, gradient, k, momentum, into)
+    parts = gradient if isinstance(gradient, Sequence | Located) else [gradient]
+    where, held = located(scratch.machine, parts)
+    found = _select(scratch, residual, k, threshold, Addition(where, momentum, weight, into))
+    del held  # the kernels that read it are launched: the pool hands it on in their order
+    return found
 
 
 def select(
@@ -62,27 +89,21 @@ def select(
 ) -> tuple[SparseVector, float]:
     """Return the k largest entries of `dense` and a threshold for the next search."""
     require_selectable(dense, k)
-    return _select(scratch, dense, (), k, threshold, None, 1.0)
+    return _select(scratch, dense, k, threshold, Addition())
 
 
 def _select(
-    scratch: Scratch,
-    dense: Array,
-    parts: Sequence[Array],
-    k: int,
-    threshold: float,
-    momentum: Momentum | None,
-    weight: float,
+    scratch: Scratch, dense: Array, k: int, threshold: float, addition: Addition
 ) -> tuple[SparseVector, float]:
-    guess = threshold if threshold > 0.0 else 0.0  # NaN is no guess here
     machine = scratch.machine
-    require_packed(dense, None if momentum is None else momentum.velocity)
-    parts = [machine.packed(part) for part in parts]
-    indices = machine.empty(k, index_dtype(dense.size))
-    values = machine.empty(k, dense.dtype)
-    search = launch_selection(scratch, dense, parts, k, guess, indices, values, momentum, weight)
-    kept, _, following = outcome(machine, search, dense.dtype)
-    return SparseVector(indices[:kept], values[:kept], dense.size), following
+    chosen = SparseVector(
+        machine.empty(k, index_dtype(dense.size)), machine.empty(k, dense.dtype), dense.size
+    )
+    memory = buffers(scratch, dense.size, k, dense.dtype)
+    guess = threshold if threshold > 0.0 else 0.0  # NaN is no guess here
+    request, table = prepare(scratch, guess, addition)
+    launch_selection(machine, memory, dense, k, chosen, request, table, addition)
+    return finish(machine, memory, dense if addition.into is None else addition.into, chosen)
 
 
 class ListSearch(NamedTuple):
@@ -101,8 +122,9 @@ class Buffers(NamedTuple):
 
     bits: Array  # uint32: one bit for each element, whole tiles
     tallies: Array  # uint32 [TALLY_WORDS]: for each tile of the vector
-    groups: Array  # uint32 [TALLY_WORDS]: for each group of tiles, the vector's and then the list's
-    candidates: ListSearch  # its tallies are those of the vector, which is done with them by then
+    groups: Array  # uint32 [TALLY_WORDS]: for each group of the vector's tiles
+    contenders: Array  # uint32 [MOST_CONTENDERS]: places in the list
+    candidates: ListSearch
 
 
 def buffers(scratch: Scratch, length: int, k: int, dtype: np.dtype[Any]) -> Buffers:
@@ -113,95 +135,136 @@ def buffers(scratch: Scratch, length: int, k: int, dtype: np.dtype[Any]) -> Buff
     # A good guess makes about 2.2 k candidates; in training the most seen was 5 k.
     capacity = min(length, 8 * k + 4096)
     tiles, list_tiles = _tiles(length, threads), ceil_divide(capacity, threads)
-    groups = TALLY_WORDS * ceil_divide(tiles, threads)
-    list_groups = TALLY_WORDS * ceil_divide(list_tiles, threads)
-    both = scratch.array("groups", groups + list_groups, np.uint32)
-    tallies = scratch.array("tallies", TALLY_WORDS * max(tiles, list_tiles), np.uint32)
+
+    def tallies(name: str, count: int) -> Array:
+        return scratch.array(name, TALLY_WORDS * count, np.uint32)
+
     candidates = ListSearch(
         scratch.array("search", SEARCH_WORDS, np.uint64),
         scratch.array("histogram", BINS, np.uint32),
-        tallies,
-        both[groups:],
+        tallies("list tallies", list_tiles),
+        tallies("list groups", ceil_divide(list_tiles, threads)),
         scratch.array("list", capacity, index_dtype(length)),
         scratch.array("list", capacity, dtype),
     )
-    return Buffers(scratch.array("bits", tiles * threads, np.uint32), tallies, both, candidates)
+    return Buffers(
+        scratch.array("bits", tiles * threads, np.uint32),
+        tallies("tallies", tiles),
+        tallies("groups", ceil_divide(tiles, threads)),
+        scratch.array("contenders", MOST_CONTENDERS, np.uint32),
+        candidates,
+    )
 
 
 def _tiles(length: int, threads: int) -> int:
     return ceil_divide(length, 32 * threads)
 
 
-def launch_selection(
-    scratch: Scratch,
-    dense: Array,
-    parts: Sequence[Array],
-    k: int,
-    guess: float,
-    indices: Array,
-    values: Array,
-    momentum: Momentum | None,
-    weight: float = 1.0,
-) -> Array:
-    """Launch all that leaves the k largest entries in `indices` and `values`, [k] both.
+def prepare(scratch: Scratch, guess: float, addition: Addition) -> tuple[Array, Array | None]:
+    """Return a selection's request and its table of parts, in device memory.
 
-    parts: what is added first, in the order of the vector; none, one or several arrays.
-    Returns the search on the device; its first words tell, in time, what `outcome` reads.
+    They are sent where they are not what they were: a graph that was captured with this memory
+    reads them anew each time.
     """
-    machine, n, real = scratch.machine, dense.size, dense.dtype
-    index = indices.dtype
-    memory = buffers(scratch, n, k, real)
-    candidates = memory.candidates
-    search, histogram = candidates.search, candidates.histogram
-    tiles = _tiles(n, machine.threads)
-    length = np.uint64(n)
-    sources = 0 if not parts else 1 if momentum is None else 2
-    addend = parts[0].dtype if parts else real
+    momentum, parts = addition.momentum, addition.parts
+    factor = 0.0 if momentum is None else momentum.factor
+    request = scratch.written("request", np.array([addition.weight, factor, guess], np.float64))
+    return request, None if parts is None else parts_table(scratch, "table", parts)
 
-    _begin(machine, candidates, memory.groups, k, 0, guess)
+
+def launch_selection(
+    machine: Machine,
+    memory: Buffers,
+    dense: Array,
+    k: int,
+    chosen: SparseVector,
+    request: Array,
+    table: Array | None,
+    addition: Addition,
+) -> None:
+    """Launch all that leaves the k largest entries in `chosen`, [k], where the guess is good.
+
+    `finish` tells how many there are, once the device is done.
+    """
+    n, real = dense.size, dense.dtype
+    parts, momentum = addition.parts, addition.momentum
+    candidates, tiles = memory.candidates, _tiles(n, machine.threads)
+    sources = 0 if parts is None else 1 if momentum is None else 2
+    velocity = None if momentum is None else momentum.velocity
+    into = None if momentum is None else momentum.into
+    _begin(machine, candidates, memory.groups, k, 0, request)
     machine.launch(
-        instance("mark", real, addend, sources),
+        instance("mark", real, real if parts is None else parts.dtype, sources),
         min(machine.blocks, tiles),
         dense,
-        None if momentum is None else momentum.velocity,
-        parts[0] if len(parts) == 1 else None,
-        parts_table(machine, parts) if len(parts) > 1 else None,
-        np.uint32(len(parts) if len(parts) > 1 else 0),
-        np.float64(weight),
-        np.float64(0.0 if momentum is None else momentum.factor),
-        length,
-        search,
-        histogram,
+        dense if addition.into is None else addition.into,
+        velocity,
+        velocity if into is None else into,
+        table,
+        np.uint32(0 if parts is None else len(parts.sizes)),
+        request,
+        np.uint64(n),
+        candidates.search,
+        candidates.histogram,
         memory.bits,
         memory.tallies,
         memory.groups,
-    )
-    _search(machine, search, histogram, dense, over_list=False)
-    machine.launch(
-        instance("remark", real),
-        min(machine.blocks, tiles),
-        dense,
-        length,
-        search,
-        memory.bits,
-        memory.tallies,
-        memory.groups,
+        candidates.tallies,
+        np.uint32(candidates.tallies.size // TALLY_WORDS),
     )
     machine.launch(
-        instance("expand", real, index),
+        instance("expand", real, chosen.indices.dtype),
         min(machine.blocks, tiles),
-        dense,
-        search,
+        dense if addition.into is None else addition.into,
+        candidates.search,
         np.uint64(tiles),
         memory.bits,
         memory.tallies,
         memory.groups,
         candidates.indices,
         candidates.values,
+        memory.contenders,
+        candidates.tallies,
+        candidates.groups,
     )
-    _search(machine, search, histogram, candidates.values, over_list=True)
-    _count_and_split(machine, candidates, indices, values, None, None)
-    return search
+    _split(machine, candidates, chosen.indices, chosen.values, None, None)
+
+
+def finish(
+    machine: Machine, memory: Buffers, dense: Array, chosen: SparseVector
+) -> tuple[SparseVector, float]:
+    """Return the entries that were selected and the next threshold; waits for the device.
+
+    dense: the sum, which is searched whole where the guess was of no use.
+    """
+    search = memory.candidates.search
+    found = outcome(machine, search, dense.dtype)
+    if found.dense:
+        _launch_dense(machine, memory, dense, chosen)
+        found = outcome(machine, search, dense.dtype)
+    picked = SparseVector(chosen.indices[: found.kept], chosen.values[: found.kept], dense.size)
+    return picked, found.threshold
+
+
+def _launch_dense(machine: Machine, memory: Buffers, dense: Array, chosen: SparseVector) -> None:
+    """Search the vector itself: from where the marks' histogram has left the range, if anywhere."""
+    search, tiles = memory.candidates.search, _tiles(dense.size, machine.threads)
+    blocks = min(machine.blocks, tiles)
+    marks = (memory.bits, memory.tallies, memory.groups)
+    _search(machine, search, memory.candidates.histogram, dense, over_list=False)
+    machine.launch(
+        instance("remark", dense.dtype), blocks, dense, np.uint64(dense.size), search, *marks
+    )
+    machine.launch(
+        instance("collect", dense.dtype, chosen.indices.dtype),
+        blocks,
+        dense,
+        search,
+        np.uint64(tiles),
+        *marks,
+        chosen.indices,
+        chosen.values,
+    )
 
 
 def launch_split(
@@ -229,16 +292,24 @@ def launch_split(
         list_indices,
         list_values,
     )
-    _begin(machine, entries, groups, k, m, 0.0)
+    _begin(machine, entries, groups, k, m, None)
     if k < m:
         _search(machine, entries.search, entries.histogram, list_values, over_list=True)
     rest_indices, rest_values = (None, None) if rest is None else (rest.indices, rest.values)
-    _count_and_split(machine, entries, kept.indices, kept.values, rest_indices, rest_values)
+    machine.launch(
+        instance("count", list_values.dtype),
+        blocks_for(machine, m),
+        list_values,
+        entries.search,
+        entries.tallies,
+        groups,
+    )
+    _split(machine, entries, kept.indices, kept.values, rest_indices, rest_values)
     return entries.search
 
 
 def _begin(
-    machine: Machine, of: ListSearch, groups: Array, k: int, entries: int, guess: float
+    machine: Machine, of: ListSearch, groups: Array, k: int, entries: int, request: Array | None
 ) -> None:
     """Clear the search and all groups. entries: of the list by now."""
     machine.launch(
@@ -251,7 +322,7 @@ def _begin(
         np.uint64(k),
         np.uint64(of.indices.size),
         np.uint64(entries),
-        np.float64(guess),
+        request,
     )
 
 
@@ -270,7 +341,7 @@ def _search(
         )
 
 
-def _count_and_split(
+def _split(
     machine: Machine,
     of: ListSearch,
     kept_indices: Array,
@@ -278,13 +349,9 @@ def _count_and_split(
     rest_indices: Array | None,
     rest_values: Array | None,
 ) -> None:
-    blocks = blocks_for(machine, of.values.size)
-    machine.launch(
-        instance("count", of.values.dtype), blocks, of.values, of.search, of.tallies, of.groups
-    )
     machine.launch(
         instance("split", of.values.dtype, of.indices.dtype),
-        blocks,
+        blocks_for(machine, of.values.size),
         of.indices,
         of.values,
         of.search,
@@ -298,7 +365,7 @@ def _count_and_split(
 
 
 def outcome(machine: Machine, search: Array, real: np.dtype[Any]) -> Outcome:
-    """Return what a search found: the one copy to the host, 24 bytes, and the one wait for it."""
-    kept, rest, key = machine.fetch(search[:OUTCOME_WORDS]).tolist()
+    """Return what a search found: a copy to the host of 32 bytes, and the one wait for it."""
+    kept, rest, key, dense = machine.fetch(search[:OUTCOME_WORDS]).tolist()
     bits = np.uint32 if real == np.float32 else np.uint64
-    return Outcome(kept, rest, float(np.array(key, bits).view(real)))
+    return Outcome(kept, rest, float(np.array(key, bits).view(real)), bool(dense))

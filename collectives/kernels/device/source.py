@@ -26,7 +26,7 @@ FILES: Final = {
     "begin": "begin.cu",
     "checksum": "checksum.cu",
     "clear_at": "entries.cu",
-    "clear_first": "entries.cu",
+    "collect": "collect.cu",
     "contains": "contains.cu",
     "count": "count.cu",
     "count_blocks": "offsets.cu",
@@ -110,7 +110,7 @@ def instances() -> list[str]:
     for kernel in (
         "add_at",
         "clear_at",
-        "clear_first",
+        "collect",
         "expand",
         "interleave",
         "split",

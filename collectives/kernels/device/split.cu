@@ -1,6 +1,6 @@
 // Split a list into what the search keeps and the rest, both in order.
 //
-// launch: any number of blocks; a block takes tiles of THREADS entries, strided, as `count` did.
+// launch: any number of blocks; a block takes tiles of THREADS entries, strided, as it was counted.
 //
 //   list     5  0  7  5  2  9      k = 3: floor 5, quota 1; a zero is no entry
 //   kept     5     7        9      ties to the lower index
@@ -15,6 +15,7 @@ __global__ __launch_bounds__(THREADS) void split(
     const Index* list_indices_m, const Real* list_values_m, const Search* search,
     const Tally* tallies, const Tally* groups, Index* kept_indices_k, Real* kept_values_k,
     Index* rest_indices_m, Real* rest_values_m) {
+  if (search->dense) return;  // there is no list
   const u64 floor = search->floor, quota = search->quota, listed = search->listed;
   const u64 tiles = (listed + THREADS - 1) / THREADS;
   for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {

@@ -1,81 +1,116 @@
-"""A step of one rank without any wait for the host: it can be captured in a CUDA graph.
+"""Accumulate and select of one residual, step after step: after the first, one launch of a graph.
 
-Accumulate, select, clear: of one rank that is all of a gTop-k step, whose update are its picks.
-Between ranks the host reads how many bytes come, and looks into each header: no exchange is in it.
+    step 1            launch, launch, launch, launch       kernels are compiled, the guess is made
+    step 2            the same, captured
+    from then on      replay                               a launch instead of four
+
+Everything that changes from step to step lies in device memory: the weight, the momentum's factor,
+the guess, the addresses of the gradients. What the host waits for is the number of entries.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import numpy as np
 
-from ...vector import Array, index_dtype
-from ..gradients import Momentum, gradient_parts
-from .machine import Machine, Scratch, blocks_for
-from .selection import (
-    FROM_DEVICE,
-    OUTCOME_WORDS,
-    Outcome,
-    buffers,
-    launch_selection,
-    outcome,
-)
-from .source import instance
+from ...vector import Array, SparseVector, index_dtype
+from ..gradients import Gradient, Located, Momentum, require_addable
+from .machine import Machine, Scratch
+from .selection import FROM_DEVICE, Addition, buffers, finish, launch_selection, prepare
+from .table import located
+
+# A residual and its other buffer take turns, so two are in use; a few more while one grows.
+MOST_GRAPHS: Final = 8
 
 
 class Step:
-    """Accumulate, select and clear, again and again, in the same memory, with the guess there too.
-
-    Call it once before it is captured: kernels are compiled at their first launch. After each call
-    or replay, the first `kept` entries of `indices` and `values`, [k] both, are the selection,
-    and the residual has zeros in their place. A replay has the weight and the momentum's factor
-    of the capture.
+    """Accumulate and select, again and again, in memory of its own.
 
         step = Step(machine, residual.size, k, residual.dtype)
-        step(residual, gradient)
-        stream.begin_capture(); step(residual, gradient); graph = stream.end_capture()
-        graph.launch()
+        picked, threshold = step(residual, gradient, weight=0.25, threshold=threshold)
+
+    The entries that a call returns lie in this memory: the next call overwrites them.
+
+    threshold: what the last call returned.
     """
 
     def __init__(self, machine: Machine, length: int, k: int, dtype: Any) -> None:
+        """length: of the residual; k: entries to select; dtype: float32 or float64."""
         self.k = k
+        self._machine = machine
         self._scratch = Scratch(machine)
-        self._search = buffers(self._scratch, length, k, dtype).candidates.search
-        self.indices: Array = machine.empty(k, index_dtype(length))
-        self.values: Array = machine.empty(k, dtype)
-        self.kept: Array = self._search[:OUTCOME_WORDS][:1]  # uint64 [1], on the device
+        self._memory = buffers(self._scratch, length, k, np.dtype(dtype))
+        self._chosen = SparseVector(
+            machine.empty(k, index_dtype(length)), machine.empty(k, dtype), length
+        )
+        self.threshold = 0.0
+        self._graphs: dict[tuple[object, ...], Callable[[], None] | None] = {}
 
     def __call__(
         self,
         residual: Array,
-        gradient: Array,
+        gradient: Gradient,
         momentum: Momentum | None = None,
         weight: float = 1.0,
-    ) -> None:
-        """Launch one step; the gradient is one array."""
-        parts = gradient_parts(residual, gradient, self.k, momentum)
-        launch_selection(
-            self._scratch,
-            residual,
-            parts,
-            self.k,
-            FROM_DEVICE,
-            self.indices,
-            self.values,
-            momentum,
-            weight,
+        into: Array | None = None,
+        threshold: float = 0.0,
+    ) -> tuple[SparseVector, float]:
+        """Do what `accumulate_and_select` does."""
+        held = self.launch(residual, gradient, momentum, weight, into, threshold)
+        found = finish(
+            self._machine, self._memory, residual if into is None else into, self._chosen
         )
-        machine = self._scratch.machine
-        machine.launch(
-            instance("clear_first", residual.dtype, self.indices.dtype),
-            blocks_for(machine, self.k),
-            residual,
-            self.indices,
-            np.uint64(self.k),
-            self.kept,
-        )
+        del held  # the kernels that read it are done
+        self.threshold = found[1]
+        return found
 
-    def outcome(self) -> Outcome:
-        """Return what the last step found; waits for it."""
-        return outcome(self._scratch.machine, self._search, self.values.dtype)
+    def launch(
+        self,
+        residual: Array,
+        gradient: Gradient,
+        momentum: Momentum | None = None,
+        weight: float = 1.0,
+        into: Array | None = None,
+        threshold: float = 0.0,
+    ) -> object:
+        """Launch all that a good guess needs, and wait for nothing.
+
+        Returns what must live until it is done: copies of gradients whose elements lay apart.
+        """
+        require_addable(residual, gradient, self.k, momentum, into)
+        machine = self._machine
+        parts = gradient if isinstance(gradient, Sequence | Located) else [gradient]
+        where, held = located(machine, parts)
+        addition = Addition(where, momentum, weight, into)
+        # The last call's is on the device: then there is nothing to send.
+        guess = FROM_DEVICE if threshold == self.threshold else max(0.0, threshold)
+        request, table = prepare(self._scratch, guess, addition)
+
+        def launches() -> None:
+            launch_selection(
+                machine, self._memory, residual, self.k, self._chosen, request, table, addition
+            )
+
+        touched = [residual, into, request, table]
+        touched += [] if momentum is None else [momentum.velocity, momentum.into]
+        key = (where.dtype, len(where.sizes), *map(self._address, touched))
+        self._run(key, launches)
+        return held
+
+    def _run(self, key: tuple[object, ...], launches: Callable[[], None]) -> None:
+        """Launch; the second time with this memory capture, from then on replay."""
+        if key not in self._graphs:
+            if len(self._graphs) == MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[key] = None
+            launches()
+            return
+        graph = self._graphs[key]
+        if graph is None:
+            graph = self._graphs[key] = self._machine.capture(launches)
+        graph()
+
+    def _address(self, array: Array | None) -> int:
+        return 0 if array is None else self._machine.address(array)

@@ -25,8 +25,8 @@ def merge(
     kept = _room(scratch, a, min(k, indices.size))
     rest = _room(scratch, a, indices.size)
     search = launch_split(scratch, indices, values, k, kept, rest)
-    kept_count, rest_count, _ = outcome(scratch.machine, search, values.dtype)
-    return _first(kept, kept_count), _first(rest, rest_count)
+    found = outcome(scratch.machine, search, values.dtype)
+    return _first(kept, found.kept), _first(rest, found.rest)
 
 
 def sum_by_index(scratch: Scratch, vectors: Sequence[SparseVector]) -> SparseVector:

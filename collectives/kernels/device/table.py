@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from ...vector import Array
-from .machine import Machine
+from ..gradients import Located
+from .machine import Machine, Scratch
 
 
-def parts_table(machine: Machine, parts: Sequence[Array]) -> Array:
-    """Return where each part begins in the vector, and its address: uint64 [2 * parts]."""
-    starts = np.cumsum([0, *(part.size for part in parts)], dtype=np.uint64)
-    table = np.empty((len(parts), 2), np.uint64)
-    table[:, 0] = starts[:-1]
-    table[:, 1] = [machine.address(part) for part in parts]
-    return machine.put(table.reshape(-1))
+def located(machine: Machine, parts: Sequence[Array] | Located) -> tuple[Located, Sequence[Array]]:
+    """Return where the parts lie, and the arrays that must stay alive for it, copies among them."""
+    if isinstance(parts, Located):
+        return parts, ()
+    parts = [machine.packed(part) for part in parts]
+    addresses = tuple(machine.address(part) for part in parts)
+    return Located(parts[0].dtype, addresses, tuple(part.size for part in parts)), parts
+
+
+def parts_table(scratch: Scratch, name: str, parts: Located) -> Array:
+    """Return where each part begins in the vector, and its address: uint64 [2 * parts].
+
+    In scratch memory of that name; sent to the device only where it is not what it was.
+    """
+    starts = accumulate(parts.sizes, initial=0)
+    table = [number for pair in zip(starts, parts.addresses, strict=False) for number in pair]
+    return scratch.written(name, np.array(table, np.uint64))

@@ -1,15 +1,24 @@
-"""Time each kernel on a GPU with CUDA events, beside a copy of the same bytes.
+"""Time each kernel on a GPU, beside a copy of the same bytes.
 
 One residual goes on from step to step, as error feedback has it; its gradients are normal numbers
 (synthetic). Each round times every row once, in turn, so that ratios are of one run.
+
+    stream   | spin | before | kernel | kernel | after |      by events: what the GPU works
+    host       launches all of it while the GPU spins
+
+Without the spin the GPU would reach the first event before the host has launched the kernel, and
+the row would hold the host's time. Rows that end in "waited for" are by the host's clock instead,
+from an idle GPU to the answer.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,11 +29,19 @@ from .cuda import CudaMachine, cupy
 from .machine import Scratch
 from .step import Step
 
-COPY = "copy"
+COPY: Final = "copy"
+# About half a millisecond at 2 GHz: longer than the host takes to launch what is timed.
+_SPIN_CYCLES: Final = 1_000_000
+_SPIN: Final = """
+extern "C" __global__ void spin(long long cycles) {
+  const long long begun = clock64();
+  while (clock64() - begun < cycles) {}
+}
+"""
 
 
 class Row(NamedTuple):
-    """What one thing took, in seconds of the GPU's clock.
+    """What one thing took, in seconds of the GPU's clock, or of the host's where it is waited for.
 
     bytes: that it must read and write at least; 0 where that says nothing.
     """
@@ -59,9 +76,20 @@ class WatchedMachine(CudaMachine):
         self.launches.append((kernel.partition("<")[0], before, after))
 
 
+@functools.cache
+def _spin() -> Any:
+    return cupy().RawKernel(_SPIN, "spin")
+
+
+def spin() -> None:
+    """Keep the current stream busy while the host launches what comes next."""
+    _spin()((1,), (1,), (np.int64(_SPIN_CYCLES),))
+
+
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long the current stream worked on it."""
+    """Return how long the current stream worked on it; `work` only launches."""
     before, after = (cupy().cuda.Event() for _ in range(2))
+    spin()
     before.record()
     work()
     after.record()
@@ -69,20 +97,24 @@ def seconds_of(work: Callable[[], object]) -> float:
     return float(cupy().cuda.get_elapsed_time(before, after)) / 1e3
 
 
+def seconds_until(work: Callable[[], object]) -> float:
+    """Return how long the host took, from an idle current stream, until all of it was done."""
+    stream = cupy().cuda.get_current_stream()
+    stream.synchronize()
+    begun = time.perf_counter()
+    work()
+    stream.synchronize()
+    return time.perf_counter() - begun
+
+
 def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
     """Return the rows of one size: float32 [length], k entries."""
     arrays = cupy()
-    stream = arrays.cuda.Stream(non_blocking=True)  # the null stream cannot be captured
-    with stream:
-        residual, gradient, spare = (arrays.zeros(length, np.float32) for _ in range(3))
+    with arrays.cuda.Stream(non_blocking=True):
+        residual, gradient, spare, beside = (arrays.zeros(length, np.float32) for _ in range(4))
         step, watched = Step(CudaMachine(), length, k, np.float32), WatchedMachine()
         scratch, other = Scratch(CudaMachine()), Scratch(watched)
         fresh = arrays.random.default_rng(0).standard_normal
-        step(residual, gradient)
-        stream.begin_capture()
-        step(spare, gradient)
-        graph = stream.end_capture()
-
         found: dict[str, list[float]] = {}
 
         def note(name: str, seconds: float) -> None:
@@ -92,16 +124,18 @@ def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
         for number in range(rounds + 5):
             gradient[:] = fresh(length, dtype=np.float32)
 
-            again = partial(arrays.copyto, spare, residual)
-            note(COPY, seconds_of(again))
-            note("step, in a CUDA graph", seconds_of(graph.launch))
-            again()
+            note(COPY, seconds_of(partial(arrays.copyto, spare, residual)))
+            again = partial(step, spare, gradient, into=beside, threshold=threshold)
+            note("step as a graph, waited for", seconds_until(again))
+            replayed = partial(step.launch, spare, gradient, into=beside, threshold=step.threshold)
+            note("step as a graph", seconds_of(replayed))
             launched = partial(
-                selection.accumulate_and_select, scratch, spare, gradient, k, threshold
+                selection.accumulate_and_select, scratch, spare, gradient, k, threshold, into=beside
             )
-            note("step, launched and waited for", seconds_of(launched))
+            note("step launched, waited for", seconds_until(launched))
 
             watched.launches.clear()
+            spin()
             picked, threshold = selection.accumulate_and_select(
                 other, residual, gradient, k, threshold
             )
@@ -114,7 +148,7 @@ def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
             entries.clear_at(scratch, residual, picked.indices)
             for name, seconds in _of_lists(scratch, picked, k).items():
                 note(name, seconds)
-            if number < 5:  # caches, clocks and the guess settle
+            if number < 5:  # caches, clocks, graphs and the guess settle
                 found.clear()
 
     moved = {COPY: 8 * length, "kernel mark": 12 * length + length // 8}
@@ -134,11 +168,11 @@ def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float
     ours = SparseVector(picked.indices, picked.values, picked.length + 1)
     room = cupy().empty(blocks_capacity(picked.entries, picked.length), np.uint8)
     return {
-        "merge, waited for": seconds_of(lambda: sums.merge(scratch, ours, theirs, k)),
-        "pack blocks, waited for": seconds_of(
+        "merge, waited for": seconds_until(lambda: sums.merge(scratch, ours, theirs, k)),
+        "pack blocks, waited for": seconds_until(
             lambda: packing.pack_blocks(scratch, picked.indices, picked.length, room)
         ),
-        "round to bf16, waited for": seconds_of(
+        "round to bf16, waited for": seconds_until(
             lambda: packing.pack_floats(scratch, "bf16", picked.values, room[: 2 * picked.entries])
         ),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,8 @@ TINY = float(np.finfo(np.float32).smallest_subnormal)
 def check_a_dense_step(device: str) -> None:
     """Add what is left and a velocity, in all subnormal numbers, to a gradient of them."""
     gradient = torch.full((4,), 3 * TINY, device=device)
-    values, velocity = (torch.zeros(4, device=device) for _ in range(2))
-    held = Residual(4, np.dtype(np.float32), 0.5, gradient.device, [values, velocity])
+    held = Residual(4, np.dtype(np.float32), 0.5, gradient.device)
+    values, velocity = held.after_last_step().values()
     velocity[1], values[2] = 4 * TINY, 3 * TINY
     held.holds_nothing = False
     assert held.add_to(residual.view_array(gradient)) == 1.0  # shorter than half the velocity
@@ -64,6 +66,77 @@ def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int, put_back: str)
         unshared = [np.count_nonzero(of_one == index) == 1 for index in picked.indices]
         assert not held.velocity[picked.indices[~dropped & unshared]].any()
     assert any(not held.velocity[picked.indices].all() for held, picked, _ in ranks)
+
+
+@pytest.fixture(params=["host", "posing"])
+def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Residuals of the host, or of memory that poses as a GPU's."""
+    if request.param == "posing":
+        if shutil.which("g++") is None:
+            pytest.skip("no g++ here to compile the kernels for the host with")
+        folder = request.getfixturevalue("shared_folder") / "kernels"
+        posing.pose(monkeypatch, posing.compile_kernels(folder))
+    return request.param
+
+
+def plain(residual: Residual) -> dict[str, bytes]:
+    return {name: t.numpy().tobytes() for name, t in residual.after_last_step().items()}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.usefixtures("twin")
+def test_steps_are_undone_to_the_bit_and_go_on_as_if_they_had_not_been(momentum: float) -> None:
+    """Undone, repeated or neither: after each step that counts the residuals are the same."""
+    random = np.random.default_rng(3)
+    length, k = 700, 20
+    held, plainly = (
+        Residual(length, np.dtype(np.float32), momentum, masked=bool(momentum)) for _ in range(2)
+    )
+    nothing = SparseVector.empty(length, np.dtype(np.float32))
+    for number in range(8):
+        gradient = random.standard_normal(length).astype(np.float32)
+        array = residual.view_array(torch.from_numpy(gradient))
+        if number % 3 != 1:
+            before = plain(held)
+            held.remember()
+            wrong = residual.view_array(torch.from_numpy(gradient * np.float32(np.nan)))
+            held.accumulate_and_select(wrong, k)
+            assert plain(held) == before  # what a checkpoint would save now
+            held.restore()
+            assert plain(held) == before
+            held.remember()
+        picked = held.accumulate_and_select(array, k, 0.5)
+        again = plainly.accumulate_and_select(array, k, 0.5)
+        assert posing.plain(picked.indices).tolist() == posing.plain(again.indices).tolist()
+        for each, entries in ((held, picked), (plainly, again)):
+            each.settle(entries, nothing_like(entries, nothing), entries)
+            each.forget()
+        assert plain(held) == plain(plainly)
+
+
+def nothing_like(entries: SparseVector, nothing: SparseVector) -> SparseVector:
+    """Return no entries, in memory of their kind."""
+    return SparseVector(entries.indices[:0], entries.values[:0], nothing.length)
+
+
+@pytest.mark.parametrize("change", ["add", "add_dense", "take_out", "clear", "arrays", "velocity"])
+def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
+    held = Residual(6, np.dtype(np.float32), 0.5)
+    held.add_dense(torch.arange(6.0))
+    before = plain(held)
+    held.remember()
+    {
+        "add": lambda: held.add(SparseVector(np.array([2], np.int32), np.ones(1, np.float32), 6)),
+        "add_dense": lambda: held.add_dense(torch.ones(6)),
+        "take_out": lambda: held.take_out(0.25),
+        "clear": held.clear,
+        "arrays": lambda: [array.fill(9) for array in held.arrays()],
+        "velocity": lambda: held.add_to(np.ones(6, np.float32)),
+    }[change]()
+    assert plain(held) == before
+    held.restore()
+    assert plain(held) == before
+    assert not held.holds_nothing
 
 
 @pytest.mark.gpu

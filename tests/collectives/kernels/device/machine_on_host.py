@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import subprocess
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,10 @@ class HostMachine:
         self.launched: list[str] = []
         self.fetched = 0
         self._buffers: list[weakref.ref[np.ndarray]] = []
+        self._captured: list[tuple[Any, ...]] | None = None  # the launches of a graph in the making
 
     def empty(self, size: int, dtype: Any) -> np.ndarray:
+        assert self._captured is None, "a graph keeps its addresses, so no memory may be new"
         count = size * np.dtype(dtype).itemsize
         buffer = np.full(count + 2 * ZONE, GARBAGE, np.uint8)
         self._buffers.append(weakref.ref(buffer))
@@ -96,6 +99,19 @@ class HostMachine:
         copy[:] = array
         return copy
 
+    def write(self, array: np.ndarray, content: np.ndarray) -> None:
+        assert self._captured is None, "a graph would write what it was captured with"
+        array[:] = content
+
+    def capture(self, launches: Callable[[], None]) -> Callable[[], None]:
+        """Return what replays the launches with the arguments that they have now."""
+        captured = self._captured = []
+        try:
+            launches()
+        finally:
+            self._captured = None
+        return lambda: [self.launch(*one) for one in captured]
+
     def packed(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array)
 
@@ -105,6 +121,10 @@ class HostMachine:
     def launch(self, kernel: str, blocks: int, *arguments: np.ndarray | np.generic | None) -> None:
         assert 1 <= blocks <= self.blocks
         require_packed(*arguments)
+        if self._captured is not None:
+            assert kernel in self.launched, f"{kernel} would be compiled in the midst of a capture"
+            self._captured.append((kernel, blocks, *arguments))
+            return
         given = [np.uint64(0) if argument is None else argument for argument in arguments]
         held = [
             ctypes.c_void_p(argument.ctypes.data)

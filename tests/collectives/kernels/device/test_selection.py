@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from collectives.kernels import Momentum
 from collectives.kernels.device import selection
 from collectives.kernels.device.machine import Scratch
-from collectives.kernels.device.selection import accumulate_and_select, select
+from collectives.kernels.device.selection import MOST_CONTENDERS, accumulate_and_select, select
 from collectives.vector import SparseVector, check
 
 TILE = 32 * 64  # elements a tile of the host's machines with 64 threads
@@ -188,7 +188,7 @@ def test_the_threshold_of_the_last_step_spares_a_second_look(
         assert_same(scratch.machine, picked, top(residual + gradient, 40))
         residual += gradient
         residual[picked.indices] = 0
-        searched_densely = scratch.array("search", 15, np.uint64)[10]
+        searched_densely = scratch.array("search", 15, np.uint64)[3]
         assert searched_densely == (step == 0)
 
 
@@ -247,7 +247,10 @@ def test_gradients_of_16_bits_are_widened_exactly(
     assert_same(machine, picked, top(before + wide, 50))
 
 
-@pytest.mark.parametrize("sizes", [[1, 2, 0, 3], [TILE, 0, TILE + 4, 1, 5], [3, 2 * TILE, 0, 0]])
+@pytest.mark.parametrize(
+    "sizes",
+    [[1, 2, 0, 3], [TILE, 0, TILE + 4, 1, 5], [3, 2 * TILE, 0, 0], [10, 3 * TILE, 1, 1, 1, TILE]],
+)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_a_gradient_in_parts_is_the_parts_joined(
     scratch: Scratch, sizes: list[int], dtype: type, random: np.random.Generator
@@ -341,10 +344,57 @@ def test_arrays_that_do_not_fit_are_refused_untouched(
     assert not machine.fetch(held).any()
 
 
-def test_the_host_waits_once(scratch: Scratch, random: np.random.Generator) -> None:
+def test_the_host_waits_once_and_again_where_the_guess_was_of_no_use(
+    scratch: Scratch, random: np.random.Generator
+) -> None:
     machine: Any = scratch.machine
     dense = machine.put(random.standard_normal(5000).astype(np.float32))
-    for guess in (0.0, 2.0, 50.0):
+    for guess, waits in ((2.0, 1), (0.0, 2), (50.0, 2)):
         before = machine.fetched
         select(scratch, dense, 25, guess)
-        assert machine.fetched == before + 1
+        assert machine.fetched == before + waits
+
+
+def test_a_good_guess_takes_four_launches(on_host: Any, random: np.random.Generator) -> None:
+    machine = on_host()
+    dense = machine.put(random.standard_normal(5000).astype(np.float32))
+    select(Scratch(machine), dense, 25, 2.0)
+    names = [kernel.partition("<")[0] for kernel in machine.launched]
+    assert names == ["begin", "mark", "expand", "split"]
+
+
+@pytest.mark.parametrize("alike", [MOST_CONTENDERS, MOST_CONTENDERS + 1, 3 * MOST_CONTENDERS])
+def test_many_contenders_for_the_last_place_are_ranked_all_the_same(
+    scratch: Scratch, alike: int, random: np.random.Generator
+) -> None:
+    dense = np.zeros(alike + 900, np.float32)
+    places = random.permutation(dense.size)
+    dense[places[:alike]] = 1.0  # one bin of the marks holds them all
+    dense[places[alike : alike + 500]] = 2.0
+    dense[places[alike + 500 :]] = 1.0 + 2.0**-23
+    for k in (1200, 1700, 900, 400, 2 + alike):
+        assert_selects(scratch, dense, k, 0.9)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@by_dtype
+def test_the_sum_may_go_beside_the_residual(
+    scratch: Scratch, offset: int, dtype: type, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    size = 2 * TILE + 5
+    before, gradient, velocity = (random.standard_normal(size).astype(dtype) for _ in range(3))
+    residual, moving = machine.put(before), machine.put(velocity)
+    room = machine.zeros(2 * size + 2 * offset, dtype)
+    into, moved = room[offset : offset + size], room[size + 2 * offset :][:size]
+    momentum = Momentum(moving, 0.5, moved)
+    for guess in (0.0, 2.0):
+        picked, _ = accumulate_and_select(
+            scratch, residual, machine.put(gradient), 60, guess, momentum, 0.25, into
+        )
+        faster = velocity * dtype(0.5) + gradient * dtype(0.25)
+        assert machine.fetch(residual).tobytes() == before.tobytes()
+        assert machine.fetch(moving).tobytes() == velocity.tobytes()
+        assert machine.fetch(moved).tobytes() == faster.tobytes()
+        assert machine.fetch(into).tobytes() == (before + faster).tobytes()
+        assert_same(machine, picked, top(before + faster, 60))

@@ -1,4 +1,4 @@
-"""A step that never waits, against the same step with the host in between."""
+"""One residual's steps by a graph that is replayed, against the same steps launched one by one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from collectives import reduce
-from collectives.kernels import reference
+from collectives.kernels import Momentum, reference
 from collectives.kernels.device.entries import clear_at
 from collectives.kernels.device.machine import Scratch
 from collectives.kernels.device.selection import accumulate_and_select
-from collectives.kernels.device.step import Step
+from collectives.kernels.device.step import MOST_GRAPHS, Step
 from collectives.transports import local_world
 
 SIZE, K = 5000, 50
@@ -23,85 +23,125 @@ def gradients(steps: int) -> list[np.ndarray]:
     return [random.standard_normal(SIZE).astype(np.float32) for _ in range(steps)]
 
 
-def test_steps_without_the_host_are_steps_with_it(machine: Any) -> None:
-    step, scratch, threshold = Step(machine, SIZE, K, np.float32), Scratch(machine), 0.0
-    alone, watched = (machine.zeros(SIZE, np.float32) for _ in range(2))
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_steps_of_a_graph_are_steps_launched_one_by_one(machine: Any, momentum: float) -> None:
+    step, scratch, threshold, following = Step(machine, SIZE, K, np.float32), Scratch(machine), 0, 0
+    alone, watched, moving, moved = (machine.zeros(SIZE, np.float32) for _ in range(4))
     for number, gradient in enumerate(gradients(6)):
         if number == 3:
             gradient[:] *= 100  # the guess is of no use
-        before = machine.fetched
         weight = 0.5 + number
-        step(alone, machine.put(gradient), weight=weight)
-        assert machine.fetched == before
+        parts = [machine.put(gradient[:1001]), machine.put(gradient[1001:])]
+        picked, following = step(
+            alone,
+            parts,
+            Momentum(moving, momentum) if momentum else None,
+            weight,
+            threshold=following,
+        )
         expected, threshold = accumulate_and_select(
-            scratch, watched, machine.put(gradient), K, threshold, weight=weight
+            scratch,
+            watched,
+            machine.put(gradient),
+            K,
+            threshold,
+            Momentum(moved, momentum) if momentum else None,
+            weight,
         )
         clear_at(scratch, watched, expected.indices)
-        kept, _, following = step.outcome()
-        assert (kept, following) == (expected.entries, threshold)
-        assert machine.fetch(step.kept).tolist() == [kept]
-        assert machine.fetch(step.indices[:kept]).tolist() == expected.indices.tolist()
-        assert machine.fetch(step.values[:kept]).tobytes() == expected.values.tobytes()
+        clear_at(scratch, alone, picked.indices)
+        assert (picked.entries, following) == (expected.entries, threshold)
+        assert machine.fetch(picked.indices).tolist() == machine.fetch(expected.indices).tolist()
+        assert machine.fetch(picked.values).tobytes() == machine.fetch(expected.values).tobytes()
         assert machine.fetch(alone).tobytes() == machine.fetch(watched).tobytes()
+        assert machine.fetch(moving).tobytes() == machine.fetch(moved).tobytes()
 
 
-def test_a_step_asks_for_no_memory(on_host: Any) -> None:
-    machine = on_host()
+def test_two_buffers_take_turns(machine: Any) -> None:
+    step, threshold = Step(machine, SIZE, K, np.float32), 0.0
+    now, other = (machine.zeros(SIZE, np.float32) for _ in range(2))
+    expected = np.zeros(SIZE, np.float32)
+    for gradient in gradients(7):
+        before = machine.fetch(now).tobytes()
+        picked, threshold = step(now, machine.put(gradient), into=other, threshold=threshold)
+        assert machine.fetch(now).tobytes() == before  # there still, should the step not count
+        by_hand, _ = reference.accumulate_and_select(expected, gradient, K)
+        assert machine.fetch(other).tobytes() == expected.tobytes()
+        assert machine.fetch(picked.indices).tolist() == by_hand.indices.tolist()
+        clear_at(Scratch(machine), other, picked.indices)
+        reference.clear_at(expected, by_hand.indices)
+        now, other = other, now
+
+
+def test_from_the_third_step_on_the_host_launches_a_graph_and_waits_once(on_host: Any) -> None:
+    machine, threshold = on_host(), 0.0
     step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(SIZE, np.float32)
-    (gradient,) = map(machine.put, gradients(1))
-    machine.empty = machine.zeros = None  # a graph keeps its addresses, so none may be new
-    step(residual, gradient)
-    assert step.outcome().kept == K
+    held = machine.zeros(SIZE, np.float32)  # the gradients stay where they are
+    launched_by_hand: list[int] = []
+    launch = machine.launch
+    machine.launch = lambda *given: (launched_by_hand.append(1), launch(*given))
+    for number, gradient in enumerate(gradients(5)):
+        held[:] = gradient
+        before, so_far, ran = machine.fetched, len(launched_by_hand), len(machine.launched)
+        writes: list[int] = []
+        write = machine.write
+        machine.write = lambda *given, write=write, writes=writes: (writes.append(1), write(*given))
+        _, threshold = step(residual, held, weight=0.5, threshold=threshold)
+        machine.write = write
+        if number >= 2:
+            assert machine.launched[ran:] == [
+                "begin<float>",
+                "mark<float, float, 1>",
+                "expand<float, int>",
+                "split<float, int>",
+            ]
+            assert len(launched_by_hand) - so_far == 4  # of the replay; here it is no other
+            assert machine.fetched == before + 1
+            assert not writes
+
+
+def test_more_memory_than_graphs_are_kept_for_changes_nothing(on_host: Any) -> None:
+    machine, threshold = on_host(), 0.0
+    step, expected = Step(machine, SIZE, K, np.float32), np.zeros(SIZE, np.float32)
+    places = [machine.zeros(SIZE, np.float32) for _ in range(MOST_GRAPHS + 2)]
+    now = places[-1]
+    for number, gradient in enumerate(gradients(3 * len(places))):
+        into = places[number % len(places)]
+        picked, threshold = step(now, machine.put(gradient), into=into, threshold=threshold)
+        by_hand, _ = reference.accumulate_and_select(expected, gradient, K)
+        assert picked.indices.tolist() == by_hand.indices.tolist()
+        assert into.tobytes() == expected.tobytes()
+        now = into
 
 
 def test_fewer_entries_than_k_are_counted(machine: Any) -> None:
     step = Step(machine, SIZE, K, np.float32)
     gradient = np.zeros(SIZE, np.float32)
     gradient[[3, 4000]] = 1, -2
-    residual = machine.zeros(SIZE, np.float32)
-    step(residual, machine.put(gradient))
-    assert step.outcome().kept == 2
-    assert not machine.fetch(residual).any()
-    assert machine.fetch(step.indices[:2]).tolist() == [3, 4000]
+    picked, threshold = step(machine.zeros(SIZE, np.float32), machine.put(gradient))
+    assert machine.fetch(picked.indices).tolist() == [3, 4000]
+    assert threshold == 0.0
 
 
 def test_of_one_rank_it_is_the_whole_step(machine: Any) -> None:
     step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(SIZE, np.float32)
-    by_hand, transport = np.zeros(SIZE, np.float32), local_world(1)[0]
+    by_hand, transport, threshold = np.zeros(SIZE, np.float32), local_world(1)[0], 0.0
     for gradient in gradients(3):
-        step(residual, machine.put(gradient))
+        chosen, threshold = step(residual, machine.put(gradient), threshold=threshold)
         picked, _ = reference.accumulate_and_select(by_hand, gradient, K)
         update, returned = reduce(picked, K, transport, "gtopk")
         reference.clear_at(by_hand, picked.indices)
         reference.add_at(by_hand, returned)
-        assert machine.fetch(step.indices).tolist() == update.indices.tolist()
-        assert machine.fetch(step.values).tobytes() == update.values.tobytes()
+        assert machine.fetch(chosen.indices).tolist() == update.indices.tolist()
+        assert machine.fetch(chosen.values).tobytes() == update.values.tobytes()
+        clear_at(Scratch(machine), residual, chosen.indices)
         assert machine.fetch(residual).tobytes() == by_hand.tobytes()
 
 
-@pytest.mark.gpu
-def test_a_captured_step_replays(on_gpu: Any) -> None:
-    machine = on_gpu
-    cupy = pytest.importorskip("cupy")
-    step = Step(machine, SIZE, K, np.float32)
-    residual, gradient = machine.zeros(SIZE, np.float32), machine.zeros(SIZE, np.float32)
-    expected, scratch, threshold = np.zeros(SIZE, np.float32), Scratch(machine), 0.0
-    held = machine.zeros(SIZE, np.float32)
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        step(residual, gradient)
-        stream.begin_capture()
-        step(residual, gradient)
-        graph = stream.end_capture()
-        for values in gradients(4):
-            gradient.set(values)
-            graph.launch()
-            stream.synchronize()
-            expected += values
-            held.set(expected)
-            picked, threshold = accumulate_and_select(
-                scratch, held, machine.zeros(SIZE, np.float32), K, threshold
-            )
-            assert machine.fetch(step.indices).tolist() == machine.fetch(picked.indices).tolist()
-            clear_at(scratch, held, picked.indices)
-            expected[:] = held.get()
-            assert residual.get().tobytes() == expected.tobytes()
+@pytest.mark.parametrize("what", ["into", "velocity"])
+def test_memory_that_is_not_like_the_residual_is_refused(machine: Any, what: str) -> None:
+    step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(SIZE, np.float32)
+    other = machine.zeros(SIZE, np.float64)
+    given = {"into": other} if what == "into" else {"momentum": Momentum(residual, 0.9, into=other)}
+    with pytest.raises(ValueError, match=r"memory for the .* float32 \[5000\], got float64"):
+        step(residual, machine.zeros(SIZE, np.float32), **given)
