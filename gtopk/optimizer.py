@@ -128,9 +128,11 @@ class _DistributedOptimizer(Readings):
         require_scaled(self.scaler, self)
         self._tell_of_compression()
         begun, ended_before = time.perf_counter(), self._exchange_ended
-        compute_seconds = begun - ended_before if ended_before else 0.0
         round = self._reducer.reduce()
         reduced = time.perf_counter()
+        if round.computes_late:  # on a GPU: backward was launched by then, and not over
+            begun = max(begun, min(round.ready, reduced))
+        compute_seconds = begun - ended_before if ended_before else 0.0
         self._skip = not round.finite()
         if self._skip:
             round.skip()

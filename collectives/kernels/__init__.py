@@ -33,6 +33,7 @@ __all__ = [
     "put_at",
     "select",
     "squared_norm",
+    "squared_norms",
     "sum_by_index",
     "why_not_compiled",
 ]
@@ -166,6 +167,15 @@ def squared_norm(array: Array) -> float:
     """Return the sum of squares of a one-dimensional array, added up in float64."""
     norm: float = _twin(array).squared_norm(array)
     return norm
+
+
+def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
+    """Return `squared_norm` of each array; arrays on a GPU, of one dtype, share a launch."""
+    if not isinstance(arrays, Located) and not is_on_device(arrays[0]):
+        return [squared_norm(array) for array in arrays]
+    from . import device
+
+    return device.squared_norms(arrays)
 
 
 def in_use() -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from collectives.kernels import device
+from collectives.kernels import Located, device
 from collectives.kernels.narrow import BFLOAT16
 
 _log = logging.getLogger("gtopk")
@@ -68,6 +68,23 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
     else:
         array = flat.numpy()
     return array.view(np.uint16) if bits else array
+
+
+def located(tensors: Sequence[torch.Tensor]) -> Located:
+    """Return where contiguous tensors of one dtype lie on a GPU, for the kernels.
+
+    What is launched on torch's current stream comes after all that has still to be written there.
+    """
+    return Located(
+        _numpys(tensors[0].dtype),
+        tuple(tensor.data_ptr() for tensor in tensors),
+        tuple(tensor.numel() for tensor in tensors),
+    )
+
+
+def _numpys(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the dtype of the kernels' arrays; bfloat16 comes as its bits."""
+    return np.dtype(np.uint16 if dtype == torch.bfloat16 else str(dtype).partition(".")[2])
 
 
 def view_tensor(array: NDArray[Any]) -> torch.Tensor:

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from collectives.kernels import Gradient, Located, all_finite, put_at
 from collectives.vector import SparseVector
 
-from .arrays import current_stream, home_of, view_array, view_tensor, zeros
+from .arrays import current_stream, home_of, located, view_array, view_tensor, zeros
+from .moment import Moment
 from .parameters import refuse_complex
 
 _READ_WHERE_THEY_LIE = {
@@ -45,6 +46,7 @@ class Bucket:
     scale:     what the update is to be multiplied with, after everything else.
     gradients: of this step; zeros for one that is missing.
     taken:     when they were, by time.perf_counter.
+    ready:     tells when they are there: on a GPU later than when they were taken.
     largest:   that an update may hold, so that it is finite in every parameter's dtype.
     Raises ValueError for complex parameters, and when there is no element at all.
     """
@@ -69,6 +71,7 @@ class Bucket:
         self.weight = self.scale = self.share = 1.0
         self.gradients: list[torch.Tensor] = []
         self.taken = 0.0
+        self.ready = Moment(self.device)
         self._parts: list[NDArray[Any]] | Located | None = None
         self._on_stream: Callable[[], AbstractContextManager[None]] = current_stream(self.device)
 
@@ -95,6 +98,7 @@ class Bucket:
         ]
         self._on_stream = current_stream(self.device)
         with self._on_stream():
+            self.ready = Moment(self.device)
             self._parts = self._where_they_lie()
 
     def take_nothing(self, scale: float) -> None:
@@ -147,11 +151,7 @@ class Bucket:
                 return None
         filled = [gradient for gradient in self.gradients if gradient.numel()]
         if _on_gpu(self.device):
-            return Located(
-                _numpys(filled[0].dtype),
-                tuple(gradient.data_ptr() for gradient in filled),
-                tuple(gradient.numel() for gradient in filled),
-            )
+            return located(filled)
         return [view_array(gradient.as_strided((gradient.numel(),), (1,))) for gradient in filled]
 
     def put(self, update: SparseVector) -> None:
@@ -306,11 +306,6 @@ class Bucket:
 
 def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def _numpys(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the dtype of the kernels' arrays; bfloat16 comes as its bits."""
-    return np.dtype(np.uint16 if dtype == torch.bfloat16 else str(dtype).partition(".")[2])
 
 
 def _torchs(dtype: np.dtype[Any]) -> torch.dtype:

@@ -26,6 +26,7 @@ from collectives.wire import NOTHING_CODED, Coded, Format, coded
 
 from ..buckets.arrays import from_array, to_array
 from ..buckets.buckets import Bucket
+from ..buckets.moment import Moment
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
 from .calibration import calibration_of
 from .residual import Residual
@@ -52,6 +53,8 @@ class Exchanged:
     select_seconds: accumulate and select; communicate_seconds: encode to decode.
     finite: whether the update is, in the gradients' dtype too; the same on every rank, as the
             update is. A sum can overflow where no gradient did.
+    ready_at: when the gradients were there, by time.perf_counter; None: when they were handed over,
+            as on the host, where they are never late.
     coded: what this rank's messages took to write and read, and how long they were.
     predicted_seconds: what selecting and communicating was expected to take, where it was.
     """
@@ -64,6 +67,7 @@ class Exchanged:
     merge_seconds: float
     finite: bool
     bytes_counted: bool
+    ready_at: float | None = None
     coded: Coded = NOTHING_CODED
     predicted_seconds: float | None = None
 
@@ -149,8 +153,10 @@ class SparseExchange:
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
         direct(bucket, self.residual)
-        begun = time.perf_counter()
+        begun = Moment(bucket.device)
         picked = self._pick(bucket, transport)
+        chosen = Moment(bucket.device)
+        select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
         self._outcome = None
@@ -164,11 +170,12 @@ class SparseExchange:
             algorithm,
             picked.entries,
             self._outcome[1].entries if self._outcome else 0,
-            picked_at - begun,
+            select_seconds,
             communicate_seconds,
             communicate_seconds - (transport.traffic.wait_seconds - waited),
             finite=self._outcome is not None,
             bytes_counted=True,
+            ready_at=ready_at,
             coded=coded().since(coded_before),
         )
 
@@ -247,11 +254,11 @@ class DenseExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         directed = direct(bucket, self.residual)
-        begun = time.perf_counter()
+        begun = Moment(bucket.device)
         gradient = bucket.flat if directed else bucket.gather()
         if self.residual is not None:
             self._share = self.residual.add_to(gradient)
-        added = time.perf_counter()
+        added = Moment(bucket.device)
         if is_on_device(gradient) and not transport.supports_device_messages:
             with bucket.flat_on_host() as on_host:
                 transport.allreduce(on_host)
@@ -259,7 +266,7 @@ class DenseExchange:
             transport.allreduce(gradient)
         keeps = self.residual is not None and transport.rank == 0
         self._kept = bucket.rounded_away() if keeps else None
-        return _dense(bucket, transport, added - begun, time.perf_counter() - added)
+        return _dense(bucket, transport, begun, added)
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place; of what was sent nothing is left but what 16 bits cannot hold."""
@@ -289,7 +296,7 @@ class CompressorExchange:
         self.facts = f"dense {compressor.__name__}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        began = time.perf_counter()
+        began = Moment(bucket.device)
         bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -307,7 +314,7 @@ class CompressorExchange:
                 reduced = from_array(part, tensor)
                 context = compressed[index][1]
                 bucket.views[index].copy_(self.compressor.decompress(reduced, context))
-        return _dense(bucket, transport, time.perf_counter() - began - seconds, seconds)
+        return _dense(bucket, transport, began, communicate_seconds=seconds)
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place."""
@@ -363,18 +370,38 @@ class SendingAlong:
 
 
 def _dense(
-    bucket: Bucket, transport: Transport, select_seconds: float, communicate_seconds: float
+    bucket: Bucket,
+    transport: Transport,
+    begun: Moment,
+    added: Moment | None = None,
+    communicate_seconds: float = 0.0,
 ) -> Exchanged:
+    """Return what a dense exchange did that ends now.
+
+    added: when the sum began; None: it took communicate_seconds in all, between other work.
+    """
+    ended = Moment(bucket.device)
+    finite = bucket.holds_sum()
+    if added is not None:
+        communicate_seconds = added.seconds_until(ended)
     return Exchanged(
         "dense",
         bucket.length,
         bucket.length,
-        select_seconds,
+        begun.seconds_until(ended) - communicate_seconds,
         communicate_seconds,
         0.0,
-        bucket.holds_sum(),
+        finite,
         transport.counts_allreduce,
+        ready(bucket, ended),
     )
+
+
+def ready(bucket: Bucket, now: Moment) -> float | None:
+    """Return when a bucket's gradients were there; now: a moment that a GPU has come to."""
+    if bucket.device.type == "cpu":
+        return None
+    return time.perf_counter() - bucket.ready.seconds_until(now)
 
 
 def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:

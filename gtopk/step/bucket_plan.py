@@ -30,6 +30,10 @@ WORTH_AN_OPERATION: Final = 0.25
 WORTH_CLOSING: Final = 4.0
 # Links may be faster than assumed; the engine's own time is not.
 MOST_FULL_BUCKETS: Final = 16
+# A GPU selects from any model in less than the host takes to launch that and to wait for it, so
+# more than three buckets, of a half and two quarters, cost more than they hide. Not measured yet.
+FULL_SHARE_ON_GPU: Final = 2
+LEAST_SHARE_ON_GPU: Final = 4
 _SMALLEST, _LARGEST = 1 << 10, 1 << 30  # elements
 
 
@@ -43,10 +47,18 @@ class Sizes(NamedTuple):
 ONE_BUCKET: Final = Sizes(_LARGEST, _LARGEST)
 
 
-def sizes_for(compression: object, total: int, ranks: int, value_bytes: int = 4) -> Sizes:
-    """Return the sizes of buckets for `total` elements, by the model of cost."""
+def sizes_for(
+    compression: object, total: int, ranks: int, value_bytes: int = 4, *, on_gpu: bool = False
+) -> Sizes:
+    """Return the sizes of buckets for `total` elements, by the model of cost.
+
+    on_gpu: whether kernels on a GPU work on them.
+    """
     least = _elements(WORTH_AN_OPERATION, compression, ranks, value_bytes)
     full = _elements(WORTH_CLOSING, compression, ranks, value_bytes)
+    if on_gpu and isinstance(compression, SparseCompression | Automatic):
+        half, quarter = -(-total // FULL_SHARE_ON_GPU), -(-total // LEAST_SHARE_ON_GPU)
+        return Sizes(max(least, quarter), max(full, half))
     return Sizes(least, max(full, -(-total // MOST_FULL_BUCKETS)))
 
 

@@ -12,6 +12,7 @@ import torch
 
 from collectives.transports import Transport
 
+from ..buckets.arrays import home_of
 from ..compression import NoneCompressor
 from ..engine.agreement import gather_words
 from ..exchange.exchange import DenseExchange, Progress, open_residual
@@ -137,7 +138,8 @@ class Plan:
             elements = max(1, self.options.bucket_bytes // value_bytes)
             return Sizes(elements, elements)
         elements = sum(parameter.numel() for parameter in self.trained)
-        return sizes_for(self.options.compression, elements, ranks, value_bytes)
+        on_gpu = home_of(self.trained).type == "cuda"
+        return sizes_for(self.options.compression, elements, ranks, value_bytes, on_gpu=on_gpu)
 
     def _open_lane(
         self, part: Part, name: str, progress: Progress, compressed: int, waiting: int

@@ -99,7 +99,6 @@ class Round:
         the sum is not finite though they are.
     spans:   when the engine worked on a lane: begin and end, on the clock of time.perf_counter.
     told:    the ranks that were told to end, once the last lane was run.
-    ready:   when all of this rank's gradients were there, on that clock.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Round:
         self.culprits: list[list[str]] = []
         self.spans: list[tuple[float, float]] = []
         self.told: list[int] = []
-        self.ready = time.perf_counter()
+        self._ready = time.perf_counter()
         self.exchanged: dict[int, Exchanged] = {}
         self.operations: dict[int, Operation] = {}
         self._engine = engine
@@ -177,7 +176,7 @@ class Round:
         if not unplanned:
             for index in late:
                 self._take(index)
-        self.ready = time.perf_counter()
+        self._ready = time.perf_counter()
         bits = (
             (_CHANGED if changed else 0)
             | (_UNPLANNED if unplanned else 0)
@@ -217,6 +216,17 @@ class Round:
         for operation in self.operations.values():
             with suppress(Exception):
                 operation.wait()
+
+    @property
+    def ready(self) -> float:
+        """Return when all of this rank's gradients were there, on the clock of `spans`."""
+        late = [each.ready_at for each in self.exchanged.values() if each.ready_at is not None]
+        return max([self._ready, *late])
+
+    @property
+    def computes_late(self) -> bool:
+        """Tell whether gradients were handed over before they were there: those of a GPU."""
+        return any(each.ready_at is not None for each in self.exchanged.values())
 
     def finite(self) -> bool:
         """Tell whether the round has an update to apply."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from collectives.kernels import squared_norm
+from collectives.kernels import squared_norm, squared_norms
 
-from ..buckets.arrays import current_stream, home_of, view_array
+from ..buckets.arrays import current_stream, home_of, located, view_array
 
 
 class LocalClip:
@@ -69,11 +69,27 @@ def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
     its instructions, and two ranks' norms may differ in the last bit.
     """
     home = home_of(tensors)
-    square = 0.0
     with current_stream(home)():
+        flat = []
         for tensor in tensors:
             part = tensor.detach().coalesce()._values() if tensor.is_sparse else tensor.detach()
-            wide = part.to(home, torch.promote_types(part.dtype, torch.float32)).reshape(-1)
-            if wide.numel():
-                square += squared_norm(view_array(wide.contiguous()))
-    return math.sqrt(square)
+            if home.type == "cpu":
+                part = part.to(home, torch.promote_types(part.dtype, torch.float32))
+            flat.append(part.reshape(-1).contiguous())
+        if home.type == "cpu":
+            squares = [squared_norm(view_array(part)) if part.numel() else 0.0 for part in flat]
+        else:
+            squares = _squares_on_gpu(flat)
+    return math.sqrt(sum(squares))
+
+
+def _squares_on_gpu(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Return each tensor's sum of squares; one launch and one wait for those of one dtype."""
+    squares = [0.0] * len(tensors)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        places = [at for at, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        for at, square in zip(
+            places, squared_norms(located([tensors[at] for at in places])), strict=True
+        ):
+            squares[at] = square
+    return squares

@@ -2,7 +2,7 @@
 
 Everything runs on CuPy's current stream. What waits for the GPU, once and for a few bytes: the
 functions whose result's size or value the host must know (accumulate_and_select, select, merge,
-sum_by_index, all_finite, squared_norm). The others only launch.
+sum_by_index, all_finite, squared_norms). The others only launch.
 
     source.py     the .cu files as texts, and which kernels there are
     machine.py    what a launch sequence needs of a GPU
@@ -42,6 +42,7 @@ __all__ = [
     "put_at",
     "select",
     "squared_norm",
+    "squared_norms",
     "sum_by_index",
 ]
 
@@ -108,4 +109,10 @@ def all_finite(array: Array) -> bool:
 
 def squared_norm(array: Array) -> float:
     """Return the sum of squares of a one-dimensional array, in float64."""
-    return entries.squared_norm(cuda.scratch(array), array)
+    return squared_norms([array])[0]
+
+
+def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
+    """Return the sum of squares of each array, all of one dtype, in float64: one wait."""
+    scratch = cuda.current_scratch() if isinstance(arrays, Located) else cuda.scratch(arrays[0])
+    return entries.squared_norms(scratch, arrays)

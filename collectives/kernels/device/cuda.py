@@ -119,8 +119,13 @@ def scratch(array: Array) -> Scratch:
             f"the array is on GPU {holder} while GPU {device.id} is the current one; "
             f"use it inside `with cupy.cuda.Device({holder}):`"
         )
+    return current_scratch()
+
+
+def current_scratch() -> Scratch:
+    """Return the scratch memory of this thread on the current stream of the current device."""
     held: dict[tuple[int, int], Scratch] = _mine.__dict__.setdefault("scratch", {})
-    key = (device.id, cupy().cuda.get_current_stream().ptr)
+    key = (cupy().cuda.Device().id, cupy().cuda.get_current_stream().ptr)
     if key not in held:
         held[key] = Scratch(CudaMachine())
     return held[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -90,20 +91,30 @@ def all_finite(scratch: Scratch, array: Array) -> bool:
     return not machine.fetch(flag).item()
 
 
-def squared_norm(scratch: Scratch, array: Array) -> float:
-    """Return the sum of squares in float64, added in the reference's order. Waits for it."""
+def squared_norms(scratch: Scratch, arrays: Sequence[Array] | Located) -> list[float]:
+    """Return each array's sum of squares in float64, added in the reference's order.
+
+    One launch, and one wait, for all of them, which are of one dtype.
+    """
     machine = scratch.machine
-    chunks = ceil_divide(array.size, 1 << 16)
-    squares = scratch.array("squares", chunks, np.float64)
-    ticket = scratch.array("ticket", 1, np.uint32)
-    total = machine.empty(1, np.float64)
+    where, held = located(machine, arrays)
+    counts = [ceil_divide(size, 1 << 16) for size in where.sizes]
+    chunks = sum(counts)
+    if not chunks:
+        return [0.0] * len(counts)
+    rows = zip(accumulate(counts, initial=0), where.addresses, where.sizes, strict=False)
+    table = np.array([number for row in rows for number in row], np.uint64)
+    totals = machine.empty(len(counts), np.float64)
     machine.launch(
-        instance("sum_squares", array.dtype),
+        instance("sum_squares", where.dtype),
         blocks_for(machine, chunks * 16),
-        array,
-        np.uint64(array.size),
-        squares,
-        ticket,
-        total,
+        scratch.written("norm table", table),
+        np.uint32(len(counts)),
+        np.uint64(chunks),
+        scratch.array("squares", chunks, np.float64),
+        scratch.array("ticket", 1, np.uint32),
+        totals,
     )
-    return float(machine.fetch(total).item())
+    found: list[float] = machine.fetch(totals).tolist()
+    del held  # the kernel that read it is done
+    return found

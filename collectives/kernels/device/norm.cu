@@ -1,29 +1,48 @@
-// Sum the squares in double, in the order of additions that the reference has.
+// Sum the squares of several arrays in double, each in the order of additions that the reference has.
 //
 // launch: any number of blocks; 16 threads a chunk of 64Ki elements, strided.
 //
 //   chunk     0 1 2 ... 15 | 0 1 2 ... 15 | ...     16 running sums, each of every 16th element
 //   squares                s                        the 16, added up from the first to the last
-//   total     the last block to finish adds up the chunks, from the first to the last
+//   totals    the last block to finish adds up each array's chunks, from the first to the last
 #include "block.cuh"
 
 constexpr u32 LANES = 16;
 constexpr u64 CHUNK = 1 << 16;
 
-template <class Real>
+// An array, and how many chunks those before it have.
+struct Chunked {
+  u64 first, address, size;
+};
+
+template <class Element>
 __global__ __launch_bounds__(THREADS) void sum_squares(
-    const Real* array_n, u64 n, double* squares_c, u32* ticket, double* total) {
+    const Chunked* arrays_p, u32 p, u64 chunks, double* squares_c, u32* ticket, double* totals_p) {
   __shared__ double sums[THREADS];
-  const u64 chunks = (n + CHUNK - 1) / CHUNK;
   const u32 lane = threadIdx.x % LANES;
   constexpr u32 AT_ONCE = THREADS / LANES;
   for (u64 first = (u64)blockIdx.x * AT_ONCE; first < chunks; first += (u64)gridDim.x * AT_ONCE) {
     const u64 chunk = first + threadIdx.x / LANES;
-    const u64 end = (chunk + 1) * CHUNK < n ? (chunk + 1) * CHUNK : n;
     double sum = 0;
-#pragma unroll 8
-    for (u64 at = chunk * CHUNK + lane; at < end; at += LANES)
-      sum += in_double(array_n[at]) * in_double(array_n[at]);
+    if (chunk < chunks) {
+      u32 from = 0, to = p;  // the last array that begins there or before, so empty ones are skipped
+      while (to - from > 1) {
+        const u32 middle = (from + to) / 2;
+        if (arrays_p[middle].first <= chunk)
+          from = middle;
+        else
+          to = middle;
+      }
+      const Chunked array = arrays_p[from];
+      const Element* elements = (const Element*)array.address;
+      const u64 begin = (chunk - array.first) * CHUNK;
+      const u64 end = begin + CHUNK < array.size ? begin + CHUNK : array.size;
+#pragma unroll 16
+      for (u64 at = begin + lane; at < end; at += LANES) {
+        const double value = in_double(widened(elements[at]));
+        sum += value * value;
+      }
+    }
     sums[threadIdx.x] = sum;
     __syncthreads();
     if (lane == 0 && chunk < chunks) {
@@ -33,14 +52,11 @@ __global__ __launch_bounds__(THREADS) void sum_squares(
     __syncthreads();
   }
   if (!last_block(ticket)) return;
-  double all = 0;
-  for (u64 first = 0; first < chunks; first += THREADS) {  // many loads, then one thread's sum
-    const u64 chunk = first + threadIdx.x;
-    sums[threadIdx.x] = chunk < chunks ? squares_c[chunk] : 0;
-    __syncthreads();
-    if (threadIdx.x == 0)
-      for (u32 i = 0; i < THREADS && first + i < chunks; ++i) all += sums[i];
-    __syncthreads();
+  for (u32 array = threadIdx.x; array < p; array += THREADS) {
+    const u64 end = array + 1 < p ? arrays_p[array + 1].first : chunks;
+    double all = 0;
+#pragma unroll 8
+    for (u64 chunk = arrays_p[array].first; chunk < end; ++chunk) all += squares_c[chunk];
+    totals_p[array] = all;
   }
-  if (threadIdx.x == 0) *total = all;
 }

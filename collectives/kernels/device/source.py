@@ -104,9 +104,10 @@ def instances() -> list[str]:
         for element in elements
         for index in indices
     ]
-    for kernel in ("begin", "count", "find_largest", "remark", "search_level", "sum_squares"):
+    for kernel in ("begin", "count", "find_largest", "remark", "search_level"):
         names += [instance(kernel, real) for real in reals]
-    names += [instance("find_nonfinite", dtype) for dtype in (*narrow, *reals)]
+    for kernel in ("find_nonfinite", "sum_squares"):
+        names += [instance(kernel, dtype) for dtype in (*narrow, *reals)]
     for kernel in (
         "add_at",
         "clear_at",

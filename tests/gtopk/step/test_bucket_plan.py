@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +57,17 @@ def test_buckets_are_full_first_and_small_last():
 def test_what_is_not_worth_two_operations_is_one_bucket():
     assert fill([2, 0, 1], [5, 5, 5], Sizes(20, 200)) == [[2, 0, 1]]
     assert fill(range(100), [1000] * 100, ONE_BUCKET) == [list(range(100))]
+
+
+@pytest.mark.parametrize("compression", [Compression.gtopk(0.001), Compression.auto(density=0.001)])
+@pytest.mark.parametrize("count", [1, 2, 7, 161, 1000])
+def test_on_a_gpu_there_are_three_buckets_at_most(compression, count):
+    lengths = [1_000_000 + 1000 * (number % 7) for number in range(count)]
+    sizes = sizes_for(compression, sum(lengths), 16, on_gpu=True)
+    buckets = fill(range(count), lengths, sizes)
+    assert len(buckets) <= 3
+    by_host = sizes_for(compression, sum(lengths), 16)
+    assert len(buckets) <= len(fill(range(count), lengths, by_host))
 
 
 def test_the_more_entries_are_sent_the_smaller_buckets_pay():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
+from gtopk.lanes.lanes import Lane
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.step import reducer
 from gtopk.step.expected_step import ExpectedStep
@@ -269,7 +270,21 @@ def test_overlap_changes_no_bit(threads, compression):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+# A rank whose gradients are on a GPU does not look at them: their sum tells.
+LOOKING = {"all": (), "some": (1,), "none": (0, 1)}
+
+
+@pytest.fixture(params=LOOKING)
+def looking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which ranks look at their gradients before they vote."""
+    blind = LOOKING[request.param]
+    on_host = property(lambda lane: world.current().rank not in blind)
+    monkeypatch.setattr(Lane, "on_host", on_host)
+    return request.param
+
+
 @pytest.mark.parametrize("compression", KINDS, ids=repr)
+@pytest.mark.usefixtures("looking")
 def test_a_late_gradient_that_is_not_finite_takes_back_what_early_buckets_changed(
     threads, compression
 ):
@@ -298,6 +313,36 @@ def test_a_late_gradient_that_is_not_finite_takes_back_what_early_buckets_change
                     assert before == after
 
     threads(2, program)
+
+
+@pytest.mark.parametrize("where", ["0.weight", "3.weight"])  # the last to come, and the first
+@pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.3)], ids=repr)
+@pytest.mark.usefixtures("looking")
+def test_a_gradient_that_is_not_finite_is_named_on_every_rank_and_costs_one_step(
+    threads, compression, where
+):
+    def program(transport: LocalTransport) -> list[bytes]:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, compression, max_skipped_steps=0)
+            for step in range(4):
+                optimizer.zero_grad()
+                spoilt = transport.rank == 1 and step == 3
+
+                def spoil(grad: torch.Tensor, spoilt: bool = spoilt) -> torch.Tensor:
+                    return grad * float("nan") if spoilt else grad
+
+                hook = dict(model.named_parameters())[where].register_hook(spoil)
+                model(inputs(transport.rank, step)).square().sum().backward()
+                hook.remove()
+                if step < 3:
+                    optimizer.step()
+            with pytest.raises(FloatingPointError, match=rf"on rank 1: '{where}'"):
+                optimizer.step()
+        return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+    one, other = threads(2, program)
+    assert one == other
 
 
 def clip_in_place(model: Any, optimizer: Any, step: int) -> None:

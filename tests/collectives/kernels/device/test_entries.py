@@ -98,8 +98,22 @@ def test_the_squared_norm_is_the_reference_s_to_the_bit(
     scratch: Scratch, size: int, dtype: type, random: np.random.Generator
 ) -> None:
     array = random.standard_normal(size).astype(dtype)
-    got = entries.squared_norm(scratch, scratch.machine.put(array))
+    got = entries.squared_norms(scratch, [scratch.machine.put(array)])[0]
     assert got == reference.squared_norm(array)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_many_arrays_are_squared_in_one_launch(
+    scratch: Scratch, dtype: type, random: np.random.Generator
+) -> None:
+    machine: Any = scratch.machine
+    sizes = [0, 70_000, 1, 0, 0, 65_536, 3, 0]
+    arrays = [random.standard_normal(size).astype(dtype) for size in sizes]
+    expected = [reference.squared_norm(array.astype(np.float32)) for array in arrays]
+    before = machine.fetched
+    assert entries.squared_norms(scratch, [machine.put(array) for array in arrays]) == expected
+    assert machine.fetched == before + 1
+    assert entries.squared_norms(scratch, [machine.put(arrays[0])] * 2) == [0.0, 0.0]
 
 
 def test_subnormal_numbers_are_added_and_squared(scratch: Scratch) -> None:
@@ -114,4 +128,4 @@ def test_subnormal_numbers_are_added_and_squared(scratch: Scratch) -> None:
     )
     dense[indices] += values
     assert machine.fetch(held).tobytes() == dense.tobytes()
-    assert entries.squared_norm(scratch, held) == reference.squared_norm(dense) > 0
+    assert entries.squared_norms(scratch, [held]) == [reference.squared_norm(dense)]
