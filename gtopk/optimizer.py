@@ -18,7 +18,13 @@ from .logs import EVERYWHERE
 from .recording import looks
 from .reductions import Adasum, Average
 from .replicas.check import ReplicaCheck
-from .step.grad_scaler import RECIPE, loss_scale, require_no_fused_unscaling, require_scaled
+from .step.grad_scaler import (
+    RECIPE,
+    begin_to_read_scale,
+    loss_scale,
+    require_no_fused_unscaling,
+    require_scaled,
+)
 from .step.listener import Listener
 from .step.momentum import require_one_momentum, tell_of_optimizer
 from .step.options import Groups, Options, warn_of_few_entries
@@ -246,6 +252,7 @@ class _DistributedOptimizer(Readings):
                 RECIPE,
                 extra=EVERYWHERE,
             )
+        begin_to_read_scale(self.scaler)
         self._synchronized = False
         self._reducer.drop()
         self._in_hand.drop()

@@ -124,7 +124,7 @@ class AutomaticExchange:
 
     def _begin(self, bucket: Bucket, transport: Transport) -> Judge:
         alone = transport.size == 1  # nothing is sent, whatever it would take
-        calibration = assumed(1) if alone else calibration_of(transport)
+        calibration = assumed(1) if alone else calibration_of(transport, bucket.device)
         (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
         judge = Judge(
             self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.share

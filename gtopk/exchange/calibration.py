@@ -2,19 +2,81 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
+
+from collectives.kernels import clear_at
 from collectives.planning import Calibration, calibrate
+from collectives.planning.calls import DENSITY
 from collectives.planning.formats import FORMATS
+from collectives.planning.probes import agree_on_slowest
+from collectives.planning.rates import Rates
 from collectives.transports import Transport
 
 from .. import __version__
+from ..buckets.arrays import current_stream, located
+from ..buckets.moment import Moment
+from .residual import Residual
+
+_ELEMENTS: Final = 1 << 22  # of the gradient that a GPU is measured with
+_WARM_UP, _ROUNDS = 3, 5
+_HOST: Final = torch.device("cpu")
 
 _of_transport: WeakKeyDictionary[Transport, Calibration] = WeakKeyDictionary()
 
 
-def calibration_of(transport: Transport) -> Calibration:
-    """Return the calibration; the first call measures, on all ranks together."""
+def calibration_of(transport: Transport, home: torch.device = _HOST) -> Calibration:
+    """Return the calibration; the first call measures, on all ranks together.
+
+    home: where this rank's buckets are worked on. The rates of a host's kernels are kept from run
+        to run; those of a GPU's are measured anew.
+    """
     if transport not in _of_transport:
-        _of_transport[transport] = calibrate(transport, FORMATS, facts={"gtopk": __version__})
+        found = calibrate(transport, FORMATS, facts={"gtopk": __version__})
+        rates = _slowest_rates(found.rates, transport, home)
+        _of_transport[transport] = replace(found, rates=rates)
     return _of_transport[transport]
+
+
+def _slowest_rates(rates: Rates, transport: Transport, home: torch.device) -> Rates:
+    """Return the rates where each rank's buckets are: the slowest rank's, equal on all."""
+    mine = [rates.select_seconds, rates.pick_seconds, rates.copy_seconds]
+    if home.type != "cpu":
+        mine = measure_on(home)
+    select, pick, copy = agree_on_slowest(transport, mine)
+    return rates._replace(select_seconds=select, pick_seconds=pick, copy_seconds=copy)
+
+
+def measure_on(home: torch.device) -> list[float]:
+    """Return a device's seconds per element to select, per entry more, and per element to copy."""
+    with current_stream(home)():
+        held = Residual(_ELEMENTS, np.dtype(np.float32), device=home)
+        gradient = torch.randn(_ELEMENTS, device=home)
+        flat = torch.empty_like(gradient)
+
+        def select() -> None:
+            picked = held.accumulate_and_select(located([gradient]), round(_ELEMENTS * DENSITY))
+            clear_at(held.values, picked.indices)
+            flat.zero_()  # as the update is put in place
+
+        def copy() -> None:
+            flat.copy_(gradient)
+            flat.mul_(1.0)
+            gradient.copy_(flat)
+
+        return [_seconds(select, home) / _ELEMENTS, 0.0, _seconds(copy, home) / _ELEMENTS]
+
+
+def _seconds(work: Callable[[], None], home: torch.device) -> float:
+    rounds = []
+    for _ in range(_WARM_UP + _ROUNDS):
+        begun = Moment(home)
+        work()
+        rounds.append(begun.seconds_until(Moment(home)))
+    return statistics.median(rounds[_WARM_UP:])

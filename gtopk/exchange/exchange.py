@@ -229,7 +229,7 @@ def quickest_format(compression: SparseCompression, bucket: Bucket, transport: T
 
     Of a hierarchy as with gtopk across nodes of picks, the one that is modelled.
     """
-    calibration = calibration_of(transport)
+    calibration = calibration_of(transport, bucket.device)
 
     def seconds(format: Format) -> float:
         candidate = compression.candidate(format)

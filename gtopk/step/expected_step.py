@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from collectives.planning import Calibration
 from collectives.transports import Transport
 
 from ..compression import GTopK, usual_density
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
+from ..lanes.lanes import Lane
 from ..telemetry import Sized
 from ..world.world import World
 from . import advice
@@ -57,8 +60,11 @@ class ExpectedStep:
         if not peers.takes_part or peers.size < 2 or here.transport.name == "local":
             return
 
+        homes = [lane.bucket.device for lane in lanes if isinstance(lane, Lane)]
+        home = homes[0] if homes else torch.device("cpu")
+
         def calibrate(transport: Transport, votes: list[int]) -> Calibration | None:
-            return calibration_of(transport) if all(votes) else None
+            return calibration_of(transport, home) if all(votes) else None
 
         self._calibration = peers.run("advice", [], calibrate, vote=advice.wanted())
         self.expect(lanes)

@@ -7,6 +7,7 @@ same on all ranks, all of them see the same; in a rank's own it alone does, and 
 from __future__ import annotations
 
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,11 +20,55 @@ RECIPE: Final = (
 )
 
 
+class _Reading:
+    """A scale on its way from a GPU to the host."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self._scale, self._version = scale, scale._version
+        self._here = torch.empty_like(scale, device="cpu", pin_memory=scale.is_cuda)
+        self._here.copy_(scale, non_blocking=True)
+        self._come = (
+            torch.cuda.current_stream(scale.device).record_event() if scale.is_cuda else None
+        )
+
+    def is_of(self, scale: torch.Tensor) -> bool:
+        """Tell whether this is what the scale is now: `update` changes it in place."""
+        return scale is self._scale and scale._version == self._version
+
+    def value(self) -> float:
+        """Return it; waits for the GPU where it has not come to the copy yet."""
+        if self._come is not None:
+            self._come.synchronize()
+        return float(self._here)
+
+
+_readings: Final[WeakKeyDictionary[Any, _Reading]] = WeakKeyDictionary()
+
+
+def begin_to_read_scale(scaler: Any) -> None:
+    """Have a GPU send the scale, so that `loss_scale` need not wait for it in the next backward."""
+    scale = None if scaler is None or not scaler.is_enabled() else _on_gpu(scaler)
+    if scale is not None and not (scaler in _readings and _readings[scaler].is_of(scale)):
+        _readings[scaler] = _Reading(scale)
+
+
 def loss_scale(scaler: Any) -> float:
-    """Return what a GradScaler has multiplied the gradients with; 1 without one."""
+    """Return what a GradScaler has multiplied the gradients with; 1 without one.
+
+    A scale on a GPU is read once for each time that it is updated.
+    """
     if scaler is None or not scaler.is_enabled():
         return 1.0
-    return float(scaler.get_scale())
+    if _on_gpu(scaler) is None:
+        return float(scaler.get_scale())
+    begin_to_read_scale(scaler)
+    return _readings[scaler].value()
+
+
+def _on_gpu(scaler: Any) -> torch.Tensor | None:
+    """Return the tensor that holds the scale where to read it is to wait for a GPU."""
+    scale: torch.Tensor | None = getattr(scaler, "_scale", None)  # none before the first loss
+    return scale if scale is not None and scale.is_cuda else None
 
 
 def require_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:

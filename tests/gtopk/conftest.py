@@ -1,14 +1,18 @@
-"""A stand-in for horovodrun's key-value server."""
+"""A stand-in for horovodrun's key-value server, and the kernels of memory that poses as a GPU's."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gtopk.launch.meeting import Address
+from tests.gtopk import posing
 
 
 @pytest.fixture
@@ -38,3 +42,11 @@ def key_value_server() -> Iterator[Address]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield Address("127.0.0.1", server.server_port)
         server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def kernels(shared_folder: Path) -> Any:
+    """The CUDA kernels, compiled for the host: for `posing.pose`."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here to compile the kernels for the host with")
+    return posing.compile_kernels(shared_folder / "kernels")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,13 +69,6 @@ def assert_equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]])
     for mine, theirs in zip(one, other, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b)
-
-
-@pytest.fixture(scope="session")
-def kernels(shared_folder: Path) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ here to compile the kernels for the host with")
-    return posing.compile_kernels(shared_folder / "kernels")
 
 
 @pytest.mark.parametrize("compression", KINDS, ids=repr)

@@ -32,6 +32,7 @@ from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Sum
 from gtopk.step import hooks
 from gtopk.world import world
+from tests.gtopk import posing
 from tests.gtopk.held import held
 
 FREE = Link(1e-7, 1e-11)  # or nearly so
@@ -53,7 +54,7 @@ def calibrated(monkeypatch):
         monkeypatch.setattr(
             automatic,
             "calibration_of",
-            lambda transport: Calibration(Network(transport.size, link), rates, "made up"),
+            lambda transport, home: Calibration(Network(transport.size, link), rates, "made up"),
         )
 
     return be
@@ -390,7 +391,7 @@ def test_a_sparse_method_may_leave_its_wire_to_the_model(monkeypatch, threads, l
     monkeypatch.setattr(
         exchange,
         "calibration_of",
-        lambda transport: Calibration(Network(transport.size, link), CODED, "made up"),
+        lambda transport, home: Calibration(Network(transport.size, link), CODED, "made up"),
     )
 
     def program(transport: LocalTransport) -> Any:
@@ -430,6 +431,28 @@ def test_a_transport_is_calibrated_once(monkeypatch, tmp_path):
     record = json.loads((tmp_path / "kept.json").read_text())
     assert "gtopk" in record["facts"]
     assert cache.load(tmp_path / "kept.json", record["facts"], 2).rates == first.rates
+
+
+def test_of_ranks_with_and_without_a_gpu_the_slower_rates_count(monkeypatch, kernels):
+    """The rates of memory that poses as a GPU's are measured by the kernels that work on it."""
+    launched = posing.pose(monkeypatch, kernels)
+    monkeypatch.setattr(calibration, "_ELEMENTS", 1 << 12)
+    select, pick, copy = calibration.measure_on(torch.device("cpu"))
+    assert select > 0
+    assert copy > 0
+    assert pick == 0.0
+    assert {name.partition("<")[0] for name in launched()} >= {"mark", "expand", "clear_at"}
+    monkeypatch.setattr(calibration, "measure_on", lambda home: [7.0, 0.0, 1e-12])
+
+    def program(transport: LocalTransport) -> Any:
+        home = torch.device("cuda" if transport.rank else "cpu")
+        return calibration._slowest_rates(DEFAULT_RATES, transport, home)
+
+    one, other = run_ranks(local_world(2, 30), program)
+    assert one == other
+    assert one.select_seconds == 7.0
+    assert one.pick_seconds == DEFAULT_RATES.pick_seconds
+    assert one.copy_seconds == DEFAULT_RATES.copy_seconds
 
 
 class Clock(threading.local):

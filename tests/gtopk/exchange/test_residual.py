@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -72,10 +70,7 @@ def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int, put_back: str)
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Residuals of the host, or of memory that poses as a GPU's."""
     if request.param == "posing":
-        if shutil.which("g++") is None:
-            pytest.skip("no g++ here to compile the kernels for the host with")
-        folder = request.getfixturevalue("shared_folder") / "kernels"
-        posing.pose(monkeypatch, posing.compile_kernels(folder))
+        posing.pose(monkeypatch, request.getfixturevalue("kernels"))
     return request.param
 
 
