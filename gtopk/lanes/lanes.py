@@ -149,7 +149,10 @@ class Lane:
     def withheld(self) -> Withheld | None:
         """Return how much is held back after the last step; reads all of it."""
         residual = self.exchange.residual
-        return None if residual is None else residual.withheld(self.exchange.sent_mass())
+        if residual is None:
+            return None
+        with self.bucket.on_stream():
+            return residual.withheld(self.exchange.sent_mass())
 
     def apply_to_nothing(self) -> None:
         """Hold back what was not sent; the parameters stay without an update."""
