@@ -272,7 +272,7 @@ class Residual:
         """Make the weighted gradient, in place, Adam's weighted step; share: this rank's."""
         assert self._betas is not None
         if share:
-            _, first, second, ages = (self._writable(number).tensor for number in range(4))
+            first, second, ages = (self._writable(number).tensor for number in (1, 2, 3))
             moments = Moments(first, second, ages, self._sizes, self._betas)
             moments.direct(view_tensor(gradient), share)
 
