@@ -1,7 +1,9 @@
 """Kill processes that save checkpoints; what load_latest gives then must be whole, and the last.
 
-Arguments: a folder, and how many to kill. Prints how many were killed within save_checkpoint, how
-many of these left some of its files, and how many times the new checkpoint was whole.
+Arguments: a folder, and how many to kill. Every other writer kills itself within a save, as it is
+about to do one of the things that a save does to files, each of them in turn. The others are killed
+after a random time. Prints how many of the first kind left some files of the save, how many times
+they left the new checkpoint whole, and how many things a save does to files.
 """
 
 from __future__ import annotations
@@ -25,6 +27,24 @@ torch.set_num_threads(1)  # a pool of threads would not survive the fork
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 dice = random.Random(rounds)
 BEGUN, DONE = b"\0", b"\1"
+# By their names as audit events: what a save does to files, or looks at.
+TO_FILES = ("open", "os.", "shutil.", "tempfile.")
+
+
+class Deed:
+    """Counts what is done to files within saves, and ends this process as one is about to be."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.done = 0
+        self.saving = False
+        self._last = last
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self.saving and event.startswith(TO_FILES) and event != "os.kill":
+            if self.done == self._last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.done += 1
 
 
 def load(model: torch.nn.Module) -> int:
@@ -32,29 +52,48 @@ def load(model: torch.nn.Module) -> int:
     return found.step if found else 0
 
 
-def save_on(pipe: int) -> None:
-    """Save one step after the other, until this process is killed."""
+def save_on(pipe: int, saves: int | None, deed: Deed) -> None:
+    """Save one step after the other: so many, or until this process is killed."""
     with world.entered(local_world(1)[0]):
         model = torch.nn.Linear(300, 300)
         step = load(model)
-        while True:
-            step += 1
+        while saves is None or saves > 0:
+            step, saves = step + 1, None if saves is None else saves - 1
             for parameter in model.parameters():
                 torch.nn.init.constant_(parameter, step)
             os.write(pipe, BEGUN)
+            deed.saving = True
             save_checkpoint(folder, model, None, step=step)
+            deed.saving = False
             os.write(pipe, DONE)
 
 
-def start() -> tuple[int, int]:
+def start(saves: int | None, last: int | None = None) -> tuple[int, int]:
     """Fork a process that saves; return it, and what it writes to before and after each."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        save_on(writer)
+        save_on(writer, saves, Deed(last))
+        os._exit(0)
     os.close(writer)
     return pid, reader
+
+
+def deeds_of_a_save() -> int:
+    """Return how many things a save does to files, where there are checkpoints to remove."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        deed = Deed()
+        save_on(os.open(os.devnull, os.O_WRONLY), 5, deed)
+        before = deed.done
+        save_on(os.open(os.devnull, os.O_WRONLY), 1, deed)
+        os.write(writer, str(deed.done - before).encode())
+        os._exit(0)
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return int(os.read(reader, 100))
 
 
 def look() -> tuple[int, bool]:
@@ -71,27 +110,33 @@ def look() -> tuple[int, bool]:
         return step, max(begun, default=0) > last
 
 
+deeds = deeds_of_a_save()
+step, _ = look()
+left = new = 0
 save_seconds = 0.01
-within = left = new = step = 0
-for _ in range(rounds):
-    pid, reader = start()
-    for _ in range(dice.randrange(4)):
+for number in range(rounds):
+    by_deed = number % 2 == 0
+    # All of them, from the first to the last, however many rounds there are.
+    pid, reader = start(None, number * deeds // rounds if by_deed else None)
+    if not by_deed:
+        for _ in range(dice.randrange(4)):
+            assert os.read(reader, 1) == BEGUN
+            begun = time.perf_counter()
+            assert os.read(reader, 1) == DONE
+            save_seconds = time.perf_counter() - begun
+            step += 1
         assert os.read(reader, 1) == BEGUN
-        begun = time.perf_counter()
-        assert os.read(reader, 1) == DONE
-        save_seconds = time.perf_counter() - begun
-        step += 1
-    assert os.read(reader, 1) == BEGUN
-    time.sleep(dice.uniform(0, 0.9) * save_seconds)
-    os.kill(pid, signal.SIGKILL)
+        time.sleep(dice.uniform(0, 0.9) * save_seconds)
+        os.kill(pid, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    said = BEGUN + os.read(reader, 1000)
+    said = BEGUN * (not by_deed) + os.read(reader, 1000)
     os.close(reader)
     step += said.count(DONE)
     found, some_left = look()
     assert found in (step, step + 1), f"step {found} was loaded after {step}"
-    within += said.endswith(BEGUN)
-    left += some_left
-    new += found > step
+    if by_deed:
+        assert said == BEGUN, "a writer outlived its first save"
+        left += some_left
+        new += found > step
     step = found
-print(within, left, new)
+print(left, new, deeds)

@@ -380,7 +380,7 @@ def test_where_the_next_fails_too_both_are_said(ranks, tmp_path):
 @pytest.mark.timeout(200)
 def test_whatever_moment_a_writer_is_killed_at_the_last_checkpoint_is_whole(tmp_path):
     """That whose save returned, or the one after it."""
-    program, killed = ROOT / "tests" / "programs" / "checkpoint_killed_writer.py", 40
+    program, killed = ROOT / "tests" / "programs" / "checkpoint_killed_writer.py", 60
     done = subprocess.run(
         [sys.executable, str(program), str(tmp_path), str(killed)],
         capture_output=True,
@@ -390,10 +390,11 @@ def test_whatever_moment_a_writer_is_killed_at_the_last_checkpoint_is_whole(tmp_
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    within_a_save, some_left, _ = map(int, done.stdout.split())
+    some_left, new, deeds = map(int, done.stdout.split())
     # Else the writers have not been killed at the moments that this is about.
-    assert within_a_save >= 0.9 * killed
-    assert some_left >= 0.3 * killed
+    assert deeds >= 10
+    assert some_left >= 3
+    assert new >= 1
 
 
 @contextmanager
