@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
 import gtopk
+from collectives.kernels.device import source
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = ("collectives", "gtopk")
@@ -53,27 +55,15 @@ def test_every_folder_with_python_files_is_installed(setup_cfg) -> None:
     assert listed == sorted({package(path) for path in files() if path.suffix == ".py"})
 
 
-def test_every_other_file_is_installed_too(setup_cfg) -> None:
-    data = setup_cfg["options.package_data"]
-    others = [path for path in files() if path.suffix not in (".py", *CORE_SOURCES)]
-    assert {path.name for path in others} >= {"py.typed", "page.css"}
-    left_out = [
-        str(path)
-        for path in others
-        if not any(fnmatch(path.name, word) for word in data.get(package(path), "").split())
-    ]
-    assert left_out == []
-
-
 def wheel(folder: Path, **variables: str) -> zipfile.ZipFile:
     """Return the wheel that the sources make, of a copy that holds nothing built."""
     copy = folder / "copy"
     for name in ("collectives", "gtopk", "setup.py", "setup.cfg", "pyproject.toml", "README.md"):
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns(*NEVER_IN_GIT))
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, copy / name, ignore=shutil.ignore_patterns(*NEVER_IN_GIT))
         else:
-            shutil.copy(source, copy / name)
+            shutil.copy(path, copy / name)
     shutil.copy(ROOT / "LICENSE", copy)
     made = subprocess.run(
         [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(folder)],
@@ -99,11 +89,57 @@ def test_a_wheel_holds_the_compiled_core_and_fits_every_python_of_its_platform(t
         assert not name.endswith("-any.whl")
 
 
-def test_without_a_compiler_the_package_is_made_all_the_same(tmp_path) -> None:
-    with wheel(tmp_path, CC="false", CXX="false") as packed:
+@pytest.fixture(scope="module")
+def pure_wheel(tmp_path_factory) -> Path:
+    """Return the wheel that is made where no compiler is."""
+    with wheel(tmp_path_factory.mktemp("pure"), CC="false", CXX="false") as packed:
+        return Path(packed.filename)
+
+
+def test_without_a_compiler_the_package_is_made_all_the_same(pure_wheel: Path) -> None:
+    with zipfile.ZipFile(pure_wheel) as packed:
         assert "collectives/kernels/__init__.py" in packed.namelist()
         assert not any(name.endswith(".so") for name in packed.namelist())
-        assert packed.filename.endswith("-py3-none-any.whl")
+    assert pure_wheel.name.endswith("-py3-none-any.whl")
+
+
+# Run in an environment that holds the wheel and nothing of this checkout.
+LOAD_SOURCES = """
+import json
+from collectives.kernels.device import source
+print(json.dumps([source.__file__, {file: source.text(file) for file in source.FILES.values()}]))
+"""
+
+
+def test_an_installed_wheel_has_every_file_and_loads_every_cuda_source(
+    pure_wheel: Path, tmp_path: Path
+) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python))
+    subprocess.run([*pip, "install", "-q", "--no-index", "--no-deps", str(pure_wheel)], check=True)
+    (installed,) = environment.glob("lib/python*/site-packages")
+
+    wanted = [path for path in files() if path.suffix not in CORE_SOURCES]
+    assert {path.suffix for path in wanted} >= {".py", ".cu", ".cuh", ".css", ".typed"}
+    for path in wanted:
+        assert (installed / path).is_file(), path
+        assert (installed / path).read_bytes() == (ROOT / path).read_bytes(), path
+
+    # NumPy by PYTHONPATH: such a folder's .pth files, an editable install's, are not followed.
+    done = subprocess.run(
+        [python, "-c", LOAD_SOURCES],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(np.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded_from, texts = json.loads(done.stdout)
+    assert Path(loaded_from).is_relative_to(installed)
+    assert texts == {file: source.text(file) for file in source.FILES.values()}
 
 
 def test_the_sources_of_the_core_are_in_the_source_archive() -> None:
