@@ -153,6 +153,7 @@ def check(vector: SparseVector) -> SparseVector:
         )
     falls = module_of(indices).flatnonzero(indices[1:] <= indices[:-1])
     if falls.size:
-        before, after = indices[falls[0] : falls[0] + 2]
+        first = int(falls[0])  # CuPy's scalars are no indices
+        before, after = indices[first : first + 2].tolist()
         raise ValueError(f"indices must be strictly increasing, got {before} before {after}")
     return vector

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module, metadata, util
@@ -67,7 +68,9 @@ def look_at_nccl() -> Finding:
     if not installed("cupy"):
         advice = f"on a machine with NVIDIA GPUs: pip install {_extra()}"
         return Finding("NCCL", State.MISSING, "reached through CuPy", advice)
-    nccl = import_module("cupy.cuda.nccl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns where it finds no NCCL; so do we, in our way
+        nccl = import_module("cupy.cuda.nccl")
     if not nccl.available:
         of_cupy = re.search(r"\d+", " ".join(cupy_packages()))
         major = of_cupy.group() if of_cupy else _major()

@@ -401,13 +401,19 @@ class ndarray:
     def any(self) -> ndarray:
         return self.made(np.any, self)
 
+    def min(self) -> ndarray:
+        return self.made(np.min, self)
+
+    def max(self) -> ndarray:
+        return self.made(np.max, self)
+
     def searchsorted(self, values: ndarray, side: str = "left") -> ndarray:
         return self.made(lambda content, wanted: content.searchsorted(wanted, side), self, values)
 
     def item(self) -> Any:
         return self.get().item()
 
-    __int__ = __index__ = __bool__ = item
+    __int__ = __bool__ = item
 
     def tolist(self) -> list[Any]:
         return self.get().tolist()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,6 +131,23 @@ def current_scratch() -> Scratch:
     return held[key]
 
 
+class ForeignStream(NamedTuple):
+    """Another library's stream, to CuPy: the CUDA stream protocol's version and the address."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+def _foreign_stream(address: int, device: int) -> Any:
+    """Return CuPy's stream of another library's, on the current device."""
+    cuda = cupy().cuda
+    if hasattr(cuda.Stream, "from_external"):
+        return cuda.Stream.from_external(ForeignStream(address))
+    return cuda.ExternalStream(address, device)  # before CuPy 14, which warns of this name
+
+
 @contextmanager
 def on_stream(pointer: int, device: int, make_room: Callable[[], object]) -> Iterator[None]:
     """Let everything here run on a stream of another library: a CUDA stream's address.
@@ -150,7 +167,7 @@ def on_stream(pointer: int, device: int, make_room: Callable[[], object]) -> Ite
 
     with (
         cuda.Device(device),
-        cuda.ExternalStream(pointer, device),
+        _foreign_stream(pointer, device),
         cuda.using_allocator(allocate_patiently),  # in this thread only
     ):
         yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from collectives.transports.gpu import load_nccl
+
 from ...world.world import current
 
 
@@ -46,10 +48,9 @@ def gloo_built() -> bool:
 def nccl_built() -> int:
     """Return the version of the NCCL that can be used here, such as 22703; 0 for none."""
     try:
-        from cupy.cuda import nccl
+        return int(load_nccl().get_version())
     except ImportError:
         return 0
-    return int(nccl.get_version()) if nccl.available else 0
 
 
 def cuda_built() -> bool:

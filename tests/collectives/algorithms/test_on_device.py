@@ -21,6 +21,7 @@ from collectives.errors import MessageError, NonFiniteError
 from collectives.kernels.device import cuda as cuda_machine
 from collectives.transports import LocalTransport, local_world
 from collectives.transports.nccl import NcclTransport
+from collectives.vector import check
 from collectives.wire import EXACT, HEADER_BYTES, Format, decode, encode
 from collectives.wire.format import ON_DEVICE as FORMATS_ON_DEVICE
 from tests.collectives import fake_cuda
@@ -347,3 +348,27 @@ def test_indices_out_of_order_are_found(cuda: Any, format: Format) -> None:
     message = encode(falling, 3, format).message
     with pytest.raises(MessageError, match="strictly increasing"):
         decode(import_module("cupy").asarray(message), up(falling), 3, 0, format)
+
+
+UNLIKE = {
+    "increasing, got 4 before 2": ([1, 4, 2], [1, 1, 1]),
+    r"in 0\.\.8, got -1\.\.7": ([-1, 7], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("text", UNLIKE)
+def test_a_vector_that_is_none_is_told_of_by_its_entries(cuda: Any, text: str) -> None:
+    check_refusal(text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", UNLIKE)
+def test_so_it_is_of_a_real_gpu(real_gpu: Any, text: str) -> None:
+    check_refusal(text)
+
+
+def check_refusal(text: str) -> None:
+    indices, values = UNLIKE[text]
+    vector = up(SparseVector(np.array(indices, np.int32), np.array(values, np.float32), 9))
+    with pytest.raises(ValueError, match=text):
+        check(vector)

@@ -139,7 +139,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         monkeypatch.setattr(torch.cuda, name, model)
     cupy = SimpleNamespace(
         Device=gpus.of_cupy,
-        ExternalStream=lambda pointer, device: nullcontext(),
+        Stream=SimpleNamespace(from_external=nullcontext),
         get_allocator=lambda: None,
         using_allocator=nullcontext,
     )

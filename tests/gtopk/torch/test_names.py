@@ -228,3 +228,12 @@ def test_importing_needs_nothing_but_torch_and_numpy() -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
     assert done.stderr == ""
+
+
+def test_nccl_is_asked_for_without_a_warning() -> None:
+    # With CuPy and no NCCL, CuPy warns where it is imported.
+    program = "import gtopk.torch as hvd; print(hvd.nccl_built())"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip().isdigit(), done.stderr

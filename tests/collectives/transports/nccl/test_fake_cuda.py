@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 import sys
 import time
 from typing import Any
@@ -15,31 +12,6 @@ import pytest
 from tests.collectives import fake_cuda
 from tests.programs import collectives_transports as laws
 from tests.programs.of_gpus import device, up
-
-
-def test_the_model_has_cupys_names_and_arguments() -> None:
-    cupy = pytest.importorskip("cupy")
-    nccl = importlib.import_module("cupy.cuda.nccl")
-    if not nccl.available:
-        pytest.skip("CuPy finds no NCCL")
-    for name, module in fake_cuda.Cuda(gpus=0).modules().items():
-        real = importlib.import_module(name)
-        for attribute in (a for a in vars(module) if not a.startswith("__")):
-            assert hasattr(real, attribute), f"{name}.{attribute}"
-            if attribute.startswith("NCCL_"):
-                assert getattr(real, attribute) == getattr(module, attribute)
-    for name in ("send", "recv", "allReduce", "reduce", "broadcast", "check_async_error", "abort"):
-        real = getattr(nccl.NcclCommunicator, name).__doc__.splitlines()[0]  # (self, ...)
-        model = inspect.signature(getattr(fake_cuda.Communicator, name))
-        assert real.count(",") == len(model.parameters) - 1
-    for model, real in [
-        (fake_cuda.Stream, cupy.cuda.Stream),
-        (fake_cuda.Event, cupy.cuda.Event),
-        (fake_cuda.Device, cupy.cuda.Device),
-        (fake_cuda.ndarray, cupy.ndarray),
-    ]:
-        own = {name for name in vars(model) if not name.startswith("_")} - {"numbers"}
-        assert own <= set(dir(real))
 
 
 def pair_of_communicators(cuda: Any) -> list[Any]:

@@ -1,0 +1,182 @@
+"""The real CuPy, which imports without a GPU, beside what the code uses and the stand-ins claim."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.collectives import fake_cuda
+from tests.collectives.cupy_uses import COMMUNICATOR, Use, uses
+from tests.gtopk import posing
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests/programs/describe_cupy.py"
+FOLDERS = ("collectives", "gtopk", "mpi_scripts", "tests")
+
+# The class that a stand-in's stands for, and what the model has for itself.
+MODELS: dict[type, tuple[str, set[str]]] = {
+    fake_cuda.ndarray: ("cupy.ndarray", {"known", "launch", "made"}),
+    fake_cuda.Device: ("cupy.cuda.Device", set()),
+    fake_cuda.Event: ("cupy.cuda.Event", {"numbers"}),
+    fake_cuda.Stream: ("cupy.cuda.Stream", {"numbers"}),
+    fake_cuda.RawModule: ("cupy.RawModule", set()),
+    fake_cuda.Communicator: (COMMUNICATOR, {"meet", "run"}),
+    posing.Posing: ("cupy.ndarray", {"content", "__getattr__"}),
+}
+OF_PYTHON = set(dir(type("Plain", (), {}))) | {"__annotations__", "__firstlineno__"}
+# Stand-ins that are written down as `SimpleNamespace(...)` or `vars(...).update(...)`.
+WRITTEN = {
+    "tests/collectives/kernels/device/test_cuda.py": ("module", "cupy"),
+    "tests/gtopk/buckets/test_arrays.py": ("cupy", "cupy.cuda"),
+}
+OLDER = {"cupy.cuda.ExternalStream"}  # asked for where its successor is missing
+
+
+@functools.cache
+def used() -> list[Use]:
+    """Return all that our code and the tests of GPUs use of CuPy."""
+    own = {Path(__file__).name, "cupy_uses.py", PROGRAM.name}
+    return [
+        use
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path.name not in own
+        for use in uses(path)
+    ]
+
+
+def claimed() -> dict[str, str]:
+    """Return every name that a stand-in has, and which stand-in that is."""
+    names = {}
+    for model, (stands_for, own) in MODELS.items():
+        for name in set(vars(model)) - own - OF_PYTHON:
+            if not name.startswith("_") or name.startswith("__"):
+                names[f"{stands_for}.{name}"] = f"{model.__module__}.{model.__qualname__}"
+    cuda = fake_cuda.Cuda(gpus=1)
+    for root, module in cuda.modules().items():
+        for name, value in vars(module).items():
+            if not name.startswith("__"):
+                names[f"{root}.{name}"] = fake_cuda.__name__
+                if name == "runtime":
+                    names |= {f"{root}.{name}.{n}": fake_cuda.__name__ for n in vars(value)}
+    cuda.off.set()
+    for file, (variable, root) in WRITTEN.items():
+        names |= dict.fromkeys(written(ROOT / file, variable, root), file)
+    return names
+
+
+def written(path: Path, variable: str, root: str) -> set[str]:
+    """Return the names of CuPy's that a file gives a stand-in by keyword arguments."""
+
+    def of(call: ast.Call, owner: str) -> set[str]:
+        found = set()
+        for keyword in call.keywords:
+            name = f"{owner}.{keyword.arg}"
+            found |= {name} | (of(keyword.value, name) if is_namespace(keyword.value) else set())
+        return found
+
+    def is_namespace(node: ast.expr) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func) == "SimpleNamespace"
+
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == variable:
+            found |= of(node.value, root) if is_namespace(node.value) else set()
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".cuda).update"):
+            found |= of(node, "cupy.cuda")
+    return found
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what the installed CuPy has of these names."""
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("no cupy here: pip install cupy-cuda13x")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here to make the libnccl with that CuPy asks for")
+    folder = tmp_path_factory.mktemp("nccl")
+    empty = ("g++", "-x", "c++", "-shared", "-o", folder / "libnccl.so.2", "-")
+    subprocess.run(empty, input=b"", check=True)
+    path = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    done = subprocess.run(
+        [sys.executable, PROGRAM],
+        env={**os.environ, "LD_LIBRARY_PATH": path, "PYTHONPATH": str(ROOT)},
+        input=json.dumps(sorted({use.name for use in used()} | set(claimed()))),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    described: dict[str, Any] = json.loads(done.stdout)
+    return described
+
+
+def test_every_name_that_we_use_is_cupy_s(real: dict[str, Any]) -> None:
+    names = {use.name: use.where for use in used()}
+    assert {*names} >= {"cupy.cuda.Stream.from_external", "cupy.RawModule", f"{COMMUNICATOR}.send"}
+    missing = {name: where for name, where in names.items() if real["names"][name] is None}
+    assert {name: where for name, where in missing.items() if name not in OLDER} == {}
+
+
+def test_every_call_fits_cupy_s_signature(real: dict[str, Any]) -> None:
+    unfit, bound = [], 0
+    for use in used():
+        parameters = real["names"][use.name]
+        if use.arguments and parameters is not None:
+            by_position, by_name = use.arguments
+            signature = inspect.Signature(
+                [
+                    inspect.Parameter(
+                        name,
+                        inspect._ParameterKind[kind],
+                        default=None if optional and "VAR" not in kind else inspect.Parameter.empty,
+                    )
+                    for name, kind, optional in parameters
+                ]
+            )
+            try:
+                signature.bind(*range(by_position), **dict.fromkeys(by_name))
+                bound += 1
+            except TypeError as error:
+                unfit.append(f"{use.where}: {use.name}{signature}: {error}")
+    assert unfit == []
+    assert bound > 80
+
+
+def test_stand_ins_have_nothing_that_cupy_lacks(real: dict[str, Any]) -> None:
+    # Dunder methods, too: what has no __index__ is no index, and a stand-in that is one hides it.
+    names = claimed()
+    assert {*names} >= {"cupy.ndarray.__getitem__", "cupy.cuda.runtime.eventQuery"}
+    assert {name: who for name, who in names.items() if real["names"][name] is None} == {}
+
+
+def test_the_model_s_nccl_takes_the_arguments_of_cupy_s(real: dict[str, Any]) -> None:
+    assert fake_cuda.NAMES.items() <= real["constants"].items()
+    for name in ("send", "recv", "allReduce", "reduce", "broadcast", "check_async_error", "abort"):
+        model = inspect.signature(getattr(fake_cuda.Communicator, name))
+        assert len(real["names"][f"{COMMUNICATOR}.{name}"]) == len(model.parameters) - 1, name
+
+
+def test_an_array_is_no_index_neither_cupy_s_nor_a_stand_in_s(real: dict[str, Any]) -> None:
+    import cupy
+
+    for array in (cupy.ndarray, fake_cuda.ndarray, posing.Posing):
+        assert not hasattr(array, "__index__")
+
+
+def test_a_stream_of_another_library_is_taken_without_a_warning_and_not_destroyed(
+    real: dict[str, Any],
+) -> None:
+    assert real["complaints"] == []
