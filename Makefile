@@ -20,7 +20,9 @@
 #             environment of their own
 # make test-mpich     what the suite runs over MPI, and some of test-faults, over MPICH in place of Open MPI
 # make sbom   what an installation is made of, as CycloneDX: dist/gtopk.cdx.json
-# make sanitize       the CUDA kernels under compute-sanitizer; needs a GPU
+# make sanitize       the CUDA kernels' small set under compute-sanitizer; needs a GPU
+# make gpu-check      all that a GPU is to prove, in at most 500 s: tests, timings, features, ranks that
+#             share it, sanitizers, counters, a transformer; ARGS="--device cpu": what needs none
 # make bench  the tables of docs/measured, measured here: 40 minutes of a quiet machine
 # make bench-network  the collectives between emulated hosts; needs root and iproute2
 # make clean  remove the virtual environment and what was built
@@ -46,8 +48,8 @@ MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptiv
 MPICH_FAULTS := a_killed_launcher or beyond_31 or told_to_end or killed_before or second_sigterm
 
 .PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \
-	audit sbom format fuzz horovod test-horovod test-adapters test-mpich sanitize bench bench-network \
-	clean
+	audit sbom format fuzz horovod test-horovod test-adapters test-mpich sanitize gpu-check bench \
+	bench-network clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
@@ -125,7 +127,11 @@ test-mpich: $(VENV)-mpich/.installed
 	$(VENV)-mpich/bin/python -m pytest -m faults -k "not torchrun and ($(MPICH_FAULTS))" tests/faults $(ARGS)
 
 sanitize: $(VENV)/.dev
-	tests/sanitize_kernels.sh $(abspath $(VENV))/bin/python
+	$(VENV)/bin/python tests/gpu_check/sanitize.py $(ARGS)
+
+# Its results: build/gpu_check. `ARGS=--list` shows the stages, `ARGS="bench kernels"` runs two.
+gpu-check: $(VENV)/.dev
+	$(VENV)/bin/python tests/gpu_check/run.py $(ARGS)
 
 bench: $(VENV)/.demo
 	PATH="$(abspath $(VENV))/bin:$$PATH" mpi_scripts/bench.sh $(ARGS)

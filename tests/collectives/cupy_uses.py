@@ -115,7 +115,10 @@ class _Reader:
             return names.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self._of(node.value, names)
-            return f"{owner}.{node.attr}" if owner else FROM_ATTRIBUTES.get(node.attr)
+            if owner:
+                return f"{owner}.{node.attr}"
+            of_torch = ast.unparse(node.value).startswith("torch.")  # torch.cuda.nccl
+            return None if of_torch else FROM_ATTRIBUTES.get(node.attr)
         if isinstance(node, ast.Call):
             return self._given_by(node, names)
         return None

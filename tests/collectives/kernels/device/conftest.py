@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -63,8 +62,6 @@ def on_gpu() -> Gpu:
     """The GPU; without one the test is skipped."""
     if not has_gpu():
         pytest.skip("no GPU here, or no cupy to reach it")
-    if os.environ.get("GTOPK_TEST_WITHOUT_POOL"):  # each array by itself: a sanitizer sees its end
-        importlib.import_module("cupy").cuda.set_allocator(None)
     return Gpu()
 
 

@@ -1,0 +1,81 @@
+"""All that the check uses of the library beneath its public names, in one place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from collectives.kernels import device as kernels
+from collectives.kernels.device import cuda, source, timing
+from collectives.kernels.device.step import Step
+from gtopk.buckets.arrays import current_stream, view_array
+from gtopk.world import world
+
+# The kernels that a selection spends most of its time in, as their names begin.
+LARGEST_KERNELS = ("mark", "expand", "search_level")
+
+# Be one of several ranks of this process, in a thread: a context manager of a transport.
+as_rank = world.entered
+
+# A tensor's own memory as an array: CuPy's on a GPU, NumPy's on the host.
+array_of = view_array
+
+
+def on_stream_of_torch(device: str) -> AbstractContextManager[None]:
+    """Have the kernels work on torch's current stream of the first GPU; on the host, as ever."""
+    return current_stream(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))()
+
+
+class Compiled(NamedTuple):
+    """A kernel, and what it takes: seconds to compile, registers a thread, bytes."""
+
+    name: str
+    seconds: float
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+
+
+def compile_kernels(threads: int) -> list[Compiled]:
+    """Compile every kernel for the first GPU, by so many threads: NVRTC lets go of the GIL."""
+    cupy = kernels.cupy()
+
+    def compile_one(name: str) -> Compiled:
+        cupy.cuda.Device(0).use()
+        begun = time.perf_counter()
+        kernel = cuda._load(0, name)
+        registers = kernel.num_regs  # loads it
+        seconds = time.perf_counter() - begun
+        return Compiled(name, seconds, registers, kernel.local_size_bytes, kernel.shared_size_bytes)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(compile_one, source.instances()))
+
+
+def step_and_graph(
+    residual: torch.Tensor, gradient: torch.Tensor, k: int
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return a step of one rank, launched kernel by kernel, and the same as a CUDA graph.
+
+    Inside `on_stream_of_torch`, on a stream of torch's that is not the default one: that one cannot
+    be captured.
+    """
+    step = Step(cuda.machine(), residual.numel(), k, np.dtype(np.float32))
+    ours, its = array_of(residual), array_of(gradient)
+    step(ours, its)  # compiled, and all memory taken
+    stream = kernels.cupy().cuda.get_current_stream()
+    stream.begin_capture()
+    step(ours, its)
+    graph = stream.end_capture()
+    return lambda: step(ours, its), graph.launch
+
+
+def kernel_medians(n: int, k: int, rounds: int) -> dict[str, float]:
+    """Return the median microseconds of each kernel of a selection, by the library's own timing."""
+    return {row.name: round(1e6 * row.median, 2) for row in timing.measure(n, k, rounds)}

@@ -1,0 +1,101 @@
+"""Every kind of kernel that a step has, on small vectors, equal to the reference to the bit.
+
+Run as a program, each array is allocated by itself, so that a sanitizer finds what is written
+behind its end; CuPy's pool would hide it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from collectives import SparseVector
+from collectives.kernels import Momentum, codes, device, reference
+from collectives.kernels.reference_codes import blocks_capacity
+
+# n, k: one tile and less, one tile and a bit, several of them. A tile has 8192 elements.
+SIZES = ((5, 1), (8193, 40), (70_001, 700))
+
+
+def same(got: SparseVector, expected: SparseVector) -> None:
+    """See to it that a vector of the GPU is the reference's, to the bit."""
+    found = got.on_host()
+    assert found.indices.tolist() == expected.indices.tolist()
+    assert found.values.tobytes() == expected.values.tobytes()
+
+
+def on_host(array: Any) -> list[Any]:
+    """Return an array of the GPU as a list."""
+    return list(array.get().tolist())
+
+
+def select(cupy: Any, n: int, k: int, parts: int, momentum: bool) -> SparseVector:
+    """Accumulate, select and clear three times, beside the reference; return the last selection."""
+    random = np.random.default_rng(n + parts)
+    residual, velocity = np.zeros((2, n), np.float32)
+    held, held_velocity = cupy.zeros(n, np.float32), cupy.zeros(n, np.float32)
+    threshold = 0.0
+    for _ in range(3):
+        gradient = random.standard_normal(n).astype(np.float32)
+        pieces = [cupy.asarray(piece) for piece in np.array_split(gradient, parts)]
+        expected, _ = reference.accumulate_and_select(
+            residual, gradient, k, momentum=Momentum(velocity, 0.9) if momentum else None
+        )
+        picked, threshold = device.accumulate_and_select(
+            held,
+            pieces if parts > 1 else pieces[0],
+            k,
+            threshold,
+            Momentum(held_velocity, 0.9) if momentum else None,
+        )
+        same(picked, expected)
+        reference.clear_at(residual, expected.indices)
+        device.clear_at(held, picked.indices)
+        assert held.get().tobytes() == residual.tobytes()
+    assert device.squared_norm(held) == reference.squared_norm(residual)
+    assert device.all_finite(held)
+    return expected
+
+
+def merge_and_encode(cupy: Any, ours: SparseVector, k: int) -> None:
+    """Merge, sum, put and write down two selections, beside the reference."""
+    n, like = ours.length, cupy.zeros(1, np.float32)
+    drawn = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+    theirs, _ = reference.select(drawn, k)
+    a, b = ours.beside(like), theirs.beside(like)
+    for got, expected in zip(device.merge(a, b, k), reference.merge(ours, theirs, k), strict=True):
+        same(got, expected)
+    same(device.sum_by_index([a, b, a]), reference.sum_by_index([ours, theirs, ours]))
+    found = device.contains(a.indices, b.indices)
+    assert on_host(found) == reference.contains(ours.indices, theirs.indices).tolist()
+    dense, expected_dense = cupy.asarray(drawn), drawn.copy()
+    device.add_at(dense, a)
+    reference.add_at(expected_dense, ours)
+    assert dense.get().tobytes() == expected_dense.tobytes()
+    parts = [cupy.zeros(n // 2, np.float32), cupy.zeros(n - n // 2, np.float32)]
+    device.put_at(parts, a)
+    assert np.concatenate([p.get() for p in parts]).tobytes() == ours.to_dense().tobytes()
+    for vector, written in ((a, ours), (b, theirs)):
+        room = cupy.zeros(blocks_capacity(vector.entries, n), np.uint8)
+        host_room = np.zeros(room.size, np.uint8)
+        taken = device.codes.pack_blocks(vector.indices, n, room)
+        assert taken == codes.pack_blocks(written.indices, n, host_room)
+        assert room.get()[:taken].tobytes() == host_room[:taken].tobytes()
+        indices, read = device.codes.unpack_blocks(room, vector.entries, n)
+        assert (read, on_host(indices)) == (taken, written.indices.tolist())
+
+
+def work(cupy: Any) -> None:
+    """Launch every kind of kernel that a step has."""
+    for n, k in SIZES:
+        for parts in (1, 3):
+            for momentum in (False, True):
+                picked = select(cupy, n, k, parts, momentum)
+        merge_and_encode(cupy, picked, k)
+
+
+if __name__ == "__main__":
+    device.cupy().cuda.set_allocator(None)
+    work(device.cupy())
+    print("the reference's bits")

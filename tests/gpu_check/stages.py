@@ -1,0 +1,109 @@
+"""The stages of the check, in their order; those of one group run side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner import Stage
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+KERNELS = "tests/collectives/kernels/device"
+# It takes most of the GPU's memory: not beside others.
+POOL = f"{KERNELS}/test_cuda.py::test_the_pool_gets_what_torch_has_cached"
+LIBRARY = (
+    "tests/collectives/algorithms/test_by_host.py",
+    "tests/collectives/algorithms/test_on_device.py",
+    "tests/gtopk/adaptive/batches/test_sources.py",
+    "tests/gtopk/adaptive/hogbatch/test_on_gpu.py",
+    "tests/gtopk/bench/test_selection.py",
+    "tests/gtopk/buckets/test_arrays.py",
+    "tests/gtopk/exchange/test_residual.py",
+    "tests/gtopk/test_on_gpu.py",
+)
+NCCL = "tests/collectives/transports/test_nccl_gpu.py"
+CPU_SECONDS = 170.0
+# On 1 GPU, 3 ranks of which the first is on it.
+HOGBATCH = {"HOGBATCH_GPUS": "1"}
+
+
+def groups(device: str, wheels: Path) -> list[list[Stage]]:
+    """Return the stages for a device: "cuda", or "cpu" with small sizes and one by one.
+
+    wheels: the folder of what is to be installed first; it may be missing.
+    """
+    small = device == "cpu"
+
+    def program(name: str, *words: str) -> list[str]:
+        return [sys.executable, str(HERE / f"{name}.py"), "--device", device, *words]
+
+    def tests(*words: str, workers: int) -> list[str]:
+        # No plugins but ours, whatever is installed; other versions than the pinned ones may warn.
+        side_by_side = ("-p", "xdist.plugin", f"--numprocesses={workers}", "--dist=worksteal")
+        how = ("--collect-only",) if small else ("--maxfail=40", *side_by_side)
+        return [
+            *(sys.executable, "-m", "pytest", "-p", "pytest_timeout", "--timeout=60"),
+            *("--timeout-method=thread", "-o", "filterwarnings=default", "-m", "gpu", "-q"),
+            *("-rfE", "--tb=short", "--durations=8", *how, *words),
+        ]
+
+    def mpirun(ranks: int, *words: str) -> list[str]:
+        return [
+            *(sys.executable, "-m", "gtopk", "run", "--launcher=mpirun", f"--ranks={ranks}"),
+            *words,
+        ]
+
+    def torchrun(ranks: int, *words: str) -> list[str]:
+        # By the address: a machine without a network need not know its own name.
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *words),
+        ]
+
+    several = [str(HERE / "features.py"), "--device", device]
+    hogbatch = "tests/programs/hogbatch_gpu.py" if not small else "tests/programs/hogbatch.py"
+    laws = ["tests/programs/collectives_gpus.py", "staged"]
+    all_groups = [
+        [Stage("facts", 25, program("facts"))],
+        [Stage("core", 60, program("core", "--wheels", str(wheels)))],
+        [Stage("warm", 60, program("warm"))],
+        [Stage("bench", 100, program("bench"))],
+        [
+            Stage("kernels", 110, tests(KERNELS, "--deselect", POOL, workers=5)),
+            Stage("library", 110, tests(*LIBRARY, workers=5)),
+            Stage("nccl of one", 110, tests(NCCL, workers=3)),
+            Stage("features", 110, program("features")),
+        ],
+        [Stage("pool", 30, tests(POOL, workers=1))],
+        [
+            Stage("mpirun 2", 70, mpirun(2, *several)),
+            Stage("torchrun 2", 70, torchrun(2, *several)),
+            Stage("hogbatch", 70, mpirun(3, hogbatch), HOGBATCH),
+        ],
+        [
+            Stage("mpirun 4", 70, mpirun(4, *several)),
+            Stage("torchrun 4", 70, torchrun(4, *several)),
+            *([] if small else [Stage("mpirun laws", 70, mpirun(4, *laws))]),
+        ],
+        [
+            Stage("memcheck", 70, program("sanitize", "memcheck")),
+            Stage("racecheck", 70, program("sanitize", "racecheck")),
+        ],
+        [Stage("counters", 45, program("counters"))],
+        [Stage("transformer", 110, program("transformer"))],
+    ]
+    if not small:
+        return all_groups
+    # Few cores, and perhaps others at work: one after the other, and as much time as a test has.
+    return [[each._replace(seconds=CPU_SECONDS)] for group in all_groups for each in group]
+
+
+def named(all_groups: Sequence[Sequence[Stage]], names: Sequence[str]) -> list[list[Stage]]:
+    """Return the stages of these names, all without any; raise ValueError for a name of none."""
+    known = [stage.name for group in all_groups for stage in group]
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"no stage is named {', '.join(unknown)}; there are: {', '.join(known)}")
+    kept = [[each for each in group if not names or each.name in names] for group in all_groups]
+    return [group for group in kept if group]

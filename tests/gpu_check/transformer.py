@@ -1,0 +1,205 @@
+"""A GPT on text, 8 ranks in threads on one device: dense AdamW beside the best sparse recipe.
+
+Both begin with the same weights and see the same rows in the same order. Recorded is the loss on
+text held out, by step. On a GPU: 10.7 million parameters, on the sources of Python's library and of
+this repository, as bytes; on a CPU far fewer of both.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from common import arguments, on_gpu, record, seconds_left
+from internals import as_rank
+
+import gtopk.torch as hvd
+from collectives.transports import Transport, local_world, run_ranks
+from models.gpt import Gpt
+
+ROOT = Path(__file__).resolve().parents[2]
+SUFFIXES = (".py", ".md", ".cu", ".cuh", ".cpp", ".hpp")
+BETAS = (0.9, 0.95)
+making = threading.Lock()  # the seed is the process's
+
+
+class Size(NamedTuple):
+    """Of the model, the text and the training."""
+
+    ranks: int
+    rows: int  # of a rank's batch
+    context: int
+    width: int
+    layers: int
+    heads: int
+    text_bytes: int
+    most_steps: int
+    warm_steps: int  # in which the learning rate rises
+    every: int  # steps between looks at the text held out
+
+
+SIZES = {
+    "cuda": Size(8, 16, 256, 384, 6, 6, 40_000_000, 600, 40, 20),
+    "cpu": Size(8, 2, 32, 32, 2, 2, 200_000, 6, 2, 3),
+}
+
+
+class Recipe(NamedTuple):
+    """A way to train: the optimizer that is wrapped, and what travels."""
+
+    name: str
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    compression: Any
+
+
+# The first one says how many steps there is time for.
+RECIPES = (
+    Recipe(
+        "dense AdamW",
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, betas=BETAS, weight_decay=0.0),
+        hvd.Compression.none,
+    ),
+    Recipe(
+        "gtopk, adam_correction",  # with SGD at three times the rate: docs/tuning.md
+        lambda parameters: torch.optim.SGD(parameters, lr=3e-3),
+        hvd.Compression.gtopk(density=0.01, adam_correction=BETAS),
+    ),
+)
+
+
+def files() -> Iterator[Path]:
+    """Return the files whose text is learned."""
+    library = Path(sysconfig.get_path("stdlib"))
+    ours = (ROOT / name for name in ("gtopk", "collectives", "docs", "tests"))
+    for folder in (*ours, library):
+        for path in sorted(folder.rglob("*")):
+            packages = "site-packages" in path.parts or "dist-packages" in path.parts
+            if path.suffix in SUFFIXES and path.is_file() and not packages:
+                yield path
+
+
+def text(most: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes to learn and those held out: of every twentieth file. int64."""
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    taken = 0
+    for number, path in enumerate(files()):
+        if taken >= most:
+            break
+        content = path.read_bytes()
+        parts[number % 20 == 4].append(content)
+        taken += len(content)
+    learned, held_out = (
+        torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).long().to(device)
+        for part in parts
+    )
+    return learned, held_out
+
+
+class Training:
+    """One recipe on all ranks, for so many steps, or until the time is over."""
+
+    def __init__(
+        self, recipe: Recipe, size: Size, device: str, learned: torch.Tensor, held_out: torch.Tensor
+    ) -> None:
+        self.recipe, self.size, self.device = recipe, size, device
+        self.learned, self.held_out = learned, held_out
+        self.curve: list[dict[str, float]] = []
+
+    def run(self, steps: float, seconds: float) -> list[dict[str, float]]:
+        """Return the curve: step, seconds since the first, loss on the rows held out."""
+        self.last, self.deadline = steps, time.perf_counter() + seconds
+        self.begun = time.perf_counter()
+        run_ranks(local_world(self.size.ranks, timeout_seconds=120), self._rank)
+        return self.curve
+
+    def _rank(self, transport: Transport) -> None:
+        size = self.size
+        model = new_model(size, self.device)
+        with as_rank(transport):
+            inner = self.recipe.optimizer(model.parameters())
+            rates = torch.optim.lr_scheduler.LambdaLR(
+                inner, lambda step: min(1.0, (step + 1) / size.warm_steps)
+            )
+            optimizer = hvd.DistributedOptimizer(
+                inner, model.named_parameters(), self.recipe.compression, overlap=False
+            )
+            step = 0
+            while step < self.last:
+                rows = self._rows(self.learned, size.rows, step * size.ranks + transport.rank)
+                optimizer.zero_grad()
+                self._loss(model, rows).backward()
+                optimizer.step()
+                rates.step()
+                step += 1
+                if transport.rank == 0 and (step % size.every == 0 or step == self.last):
+                    self._look(model, step)
+
+    def _look(self, model: torch.nn.Module, step: int) -> None:
+        """Note the loss on the text held out; where the time is over, end the training soon."""
+        with torch.no_grad():
+            losses = [self._loss(model, self._rows(self.held_out, 32, n)).item() for n in range(4)]
+        seconds = time.perf_counter() - self.begun
+        loss = sum(losses) / len(losses)
+        self.curve.append({"step": step, "seconds": round(seconds, 2), "loss": round(loss, 4)})
+        print(f"{self.recipe.name}: {self.curve[-1]}", flush=True)
+        if time.perf_counter() > self.deadline:
+            # No rank is further than into the next step, which needs this one.
+            self.last = min(self.last, step + 2)
+
+    def _rows(self, of: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        most = len(of) - self.size.context - 1
+        at = torch.randint(most, (count,), generator=generator).to(self.device)
+        return of[at[:, None] + torch.arange(self.size.context + 1, device=self.device)]
+
+    def _loss(self, model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            scores = model(rows[:, :-1])
+        return F.cross_entropy(scores.float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+def new_model(size: Size, device: str) -> Gpt:
+    """Return the model as all ranks and recipes begin with it."""
+    with making:
+        torch.manual_seed(0)
+        return Gpt(256, size.context, size.width, size.layers, size.heads).to(device)
+
+
+def main() -> int:
+    """Train by each recipe; 0 when all have learned something."""
+    device = arguments().device
+    size = SIZES["cuda" if on_gpu(device) else "cpu"]
+    learned, held_out = text(size.text_bytes, device)
+    parameters = sum(p.numel() for p in new_model(size, device).parameters())
+    assert device == "cpu" or parameters >= 10_000_000, parameters
+    each = (seconds_left() - 15) / len(RECIPES)  # the start, and the last steps
+    steps, well = float(size.most_steps), True
+    for recipe in RECIPES:
+        curve = Training(recipe, size, device, learned, held_out).run(steps, each)
+        record(
+            "training",
+            recipe=recipe.name,
+            compression=repr(recipe.compression),
+            parameters=parameters,
+            learned_bytes=len(learned),
+            held_out_bytes=len(held_out),
+            python=sys.version.split()[0],
+            ranks=size.ranks,
+            rows_of_a_rank=size.rows,
+            context=size.context,
+            curve=curve,
+        )
+        steps = curve[-1]["step"]
+        well &= curve[-1]["loss"] < curve[0]["loss"]
+    return not well
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""The GPU check: its runner loses nothing, and what can be run of it without a GPU runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives.kernels.device import cuda as cuda_machine
+from tests.collectives import fake_cuda
+from tests.collectives.kernels.device import machine_on_host
+from tests.matrix import some_of
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "tests/gpu_check"
+
+HANGS = "import time\ndef deep_down():\n    time.sleep(600)\ndeep_down()"
+# What mpirun and torchrun do with their ranks: a session of its own.
+LEAVES_A_CHILD = """
+import subprocess, sys
+sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(subprocess.Popen(sleeper, start_new_session=True).pid)
+"""
+DEAF = "import signal, time\nsignal.signal(signal.SIGABRT, signal.SIG_IGN)\ntime.sleep(600)"
+RECORDS = """
+import json, os
+with open(os.environ["GPU_CHECK_RESULTS"], "a") as file:
+    file.write(json.dumps({"seconds": os.environ["GPU_CHECK_SECONDS"]}) + "\\n")
+    file.write('{"one": {"another": 1}\\n')
+    file.write('{"half a li')
+"""
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Return a function that imports a file of the check, as its programs do."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module
+
+
+class Checked:
+    """A run of stages in a folder, and what it left there."""
+
+    def __init__(self, module: Any, folder: Path) -> None:
+        self.module, self.folder = module, folder
+
+    def run(
+        self, *groups: dict[str, str | list[str]], budget: float = 60, limit: float = 30
+    ) -> bool:
+        """Run groups of Python programs, or commands, by their stages' names."""
+        runner = self.module.Runner(
+            self.folder / "out", self.folder / "work", budget, dict(os.environ), self.folder
+        )
+        return runner.run([[self._stage(n, c, limit) for n, c in each.items()] for each in groups])
+
+    def _stage(self, name: str, command: str | list[str], limit: float) -> Any:
+        whole = [sys.executable, "-c", command] if isinstance(command, str) else command
+        return self.module.Stage(name, limit, whole)
+
+    @property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        lines = (self.folder / "out/summary.jsonl").read_text().splitlines()
+        return {row["stage"]: row for row in map(json.loads, lines)}
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        return {name: row["outcome"] for name, row in self.rows.items()}
+
+    def log(self, name: str) -> str:
+        with tarfile.open(self.folder / "out/logs.tar.gz") as archive:
+            file = archive.extractfile(f"{name}.log")
+            assert file is not None
+            return file.read().decode()
+
+
+@pytest.fixture
+def checked(program: Callable[[str], Any], tmp_path: Path) -> Checked:
+    return Checked(program("runner"), tmp_path)
+
+
+def alive(pid: int) -> bool:
+    """Tell whether a process runs: what has ended and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_stage_that_fails_costs_no_other(checked: Checked) -> None:
+    well = checked.run(
+        {"first": "print('said')", "fails": "print('before')\nraise SystemExit(3)"},
+        {"missing": ["/no/such/program"], "cannot be here": "raise SystemExit(77)"},
+        {"last": "print('to the end')"},
+    )
+    assert not well
+    assert checked.outcomes == {
+        "first": "ok",
+        "fails": "failed",
+        "missing": "failed",
+        "cannot be here": "skipped",
+        "last": "ok",
+    }
+    rows = checked.rows
+    assert (rows["fails"]["exit_code"], rows["fails"]["said"]) == (3, "before")
+    assert "cannot be started" in checked.log("missing")
+    assert checked.log("last") == "to the end\n"
+
+
+def test_all_that_is_well_or_cannot_be_here_is_well(checked: Checked) -> None:
+    assert checked.run({"well": "", "skipped": "raise SystemExit(77)"})
+
+
+def test_a_stage_that_hangs_leaves_its_tracebacks_and_ends(checked: Checked) -> None:
+    assert not checked.run({"hangs": HANGS, "deaf": DEAF}, {"next": ""}, limit=4)
+    assert checked.outcomes == {"hangs": "timed out", "deaf": "timed out", "next": "ok"}
+    assert "in deep_down" in checked.log("hangs")
+    assert checked.rows["deaf"]["exit_code"] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("then", ["", "import time; time.sleep(600)"], ids=["ends", "hangs"])
+def test_what_a_stage_has_left_behind_is_ended(checked: Checked, then: str) -> None:
+    checked.run({"parent": f"{LEAVES_A_CHILD}\n{then}"}, limit=30 if not then else 5)
+    assert not alive(int(checked.log("parent").split()[0]))
+    if not then:  # of a stage that hangs, SIGABRT may have ended it by then
+        assert checked.rows["parent"]["left_behind"] == 1
+
+
+def test_a_stage_of_the_same_name_elsewhere_is_left_alone(checked: Checked) -> None:
+    other = {**os.environ, "GPU_CHECK_STAGE": "another run/parent"}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=other) as p:
+        checked.run({"parent": LEAVES_A_CHILD})
+        assert p.poll() is None
+        p.communicate(b"\n")
+    assert p.returncode == 0
+
+
+def test_when_the_budget_is_spent_the_rest_is_said_to_be_not_run(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked.module, "LEAST_SECONDS", 0.1)
+    assert not checked.run({"first": HANGS}, {"second": ""}, budget=1)
+    assert checked.outcomes == {"first": "timed out", "second": "not run"}
+    assert checked.rows["first"]["limit"] <= 1
+    assert checked.rows["second"]["said"] == "the budget is spent"
+
+
+def test_results_are_collected_whatever_stands_between_them(checked: Checked) -> None:
+    checked.run({"two words": RECORDS}, {"none": ""}, limit=30)
+    found = json.loads((checked.folder / "out/results.json").read_text())
+    assert found == {"two_words": [{"seconds": "30"}, {"unreadable": '{"one": {"another": 1}'}]}
+
+
+def check(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the check with these words."""
+    return subprocess.run(
+        [
+            *(sys.executable, FOLDER / "run.py", "--device=cpu", "--out", tmp_path / "out"),
+            *("--work", tmp_path / "work", *words),
+        ],
+        env={**os.environ, "GTOPK_ADVICE": "off"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_check_that_is_told_to_end_ends_its_stages_and_says_so(tmp_path: Path) -> None:
+    command = (sys.executable, FOLDER / "run.py", "--device=cpu", "transformer", "features")
+    folders = ("--out", tmp_path / "out", "--work", tmp_path / "work")
+    with subprocess.Popen([*command, *folders], stdout=subprocess.PIPE, text=True) as job:
+        log = tmp_path / "work/logs/features.log"  # begun first, and long
+        while job.poll() is None and not (log.exists() and log.stat().st_size):
+            os.sched_yield()
+        job.send_signal(signal.SIGTERM)
+        job.communicate()
+    assert job.returncode == 128 + signal.SIGTERM
+    rows = [json.loads(s) for s in (tmp_path / "out/summary.jsonl").read_text().splitlines()]
+    assert [(row["stage"], row["outcome"]) for row in rows] == [("features", "stopped")]
+
+
+def test_the_stages_are_listed_in_their_order(tmp_path: Path) -> None:
+    shown = check(tmp_path, "--list").stdout.splitlines()
+    assert shown[0] == "facts 170 s"
+    assert [line.rpartition(" ")[0].rpartition(" ")[0] for line in shown][-3:] == [
+        "racecheck",
+        "counters",
+        "transformer",
+    ]
+    on_gpu = check(tmp_path, "--list", "--device=cuda").stdout.splitlines()
+    assert "memcheck 70 s  |  racecheck 70 s" in on_gpu
+    assert on_gpu.index("bench 100 s") < on_gpu.index("transformer 110 s")
+
+
+def test_an_unknown_stage_is_told_which_there_are(tmp_path: Path) -> None:
+    job = check(tmp_path, "bench", "no such")
+    assert job.returncode == 2
+    assert job.stderr.startswith("run.py: no stage is named no such; there are: facts, core, ")
+
+
+ON_A_CPU = {
+    **dict.fromkeys(("facts", "core", "bench", "kernels", "library", "nccl of one"), "ok"),
+    **dict.fromkeys(("features", "pool", "mpirun 2", "torchrun 2", "transformer"), "ok"),
+    **dict.fromkeys(("mpirun 4", "torchrun 4", "hogbatch"), "ok"),
+    **dict.fromkeys(("warm", "memcheck", "racecheck", "counters"), "skipped"),
+}
+LONG = ("mpirun 2", "mpirun 4", "torchrun 4", "hogbatch")
+QUICK = [name for name in ON_A_CPU if name not in LONG]
+
+
+@pytest.mark.parametrize("stage", some_of(ON_A_CPU, *QUICK))
+def test_a_stage_runs_on_a_cpu(tmp_path: Path, stage: str) -> None:
+    job = check(tmp_path, stage)
+    with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
+        (member,) = archive.getmembers()
+        file = archive.extractfile(member)
+        assert file is not None
+        log = file.read().decode()
+    row = json.loads((tmp_path / "out/summary.jsonl").read_text())
+    assert (row["stage"], row["outcome"]) == (stage, ON_A_CPU[stage]), log
+    assert row["left_behind"] == 0
+    assert job.returncode == 0
+
+
+def test_each_stage_is_tried_here(program: Callable[[str], Any]) -> None:
+    stages = program("stages")
+    everywhere = [s.name for group in stages.groups("cpu", ROOT) for s in group]
+    assert sorted(everywhere) == sorted(ON_A_CPU)
+    on_gpu = {s.name for group in stages.groups("cuda", ROOT) for s in group}
+    assert on_gpu - set(everywhere) == {"mpirun laws"}
+
+
+def test_every_file_with_tests_for_a_gpu_is_in_a_stage(program: Callable[[str], Any]) -> None:
+    stages = program("stages")
+    named = (stages.KERNELS, stages.NCCL, *stages.LIBRARY)
+    marked = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "@pytest.mark.gpu" in path.read_text(encoding="utf-8") and path != Path(__file__)
+    ]
+    assert len(marked) > 8
+    assert [path for path in marked if not path.startswith(named)] == []
+
+
+# ---- what needs a GPU, on a model of one
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch, shared_folder: Path) -> Iterator[Any]:
+    """CuPy's model, with the kernels compiled for the host."""
+    library = machine_on_host.build(shared_folder / "kernels", cuda_machine.THREADS)
+    with fake_cuda.with_kernels(monkeypatch, library, gpus=1):
+        yield cuda_machine.cupy()
+
+
+def test_the_small_set_has_the_reference_s_bits(program: Callable[[str], Any], model: Any) -> None:
+    program("small_set").work(model)
+
+
+REPORT = """==PROF== Connected to process 1
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","mark<float>","gpu__time_duration.sum","us","70.1"
+"0","mark<float>","dram__bytes_read.sum","Mbyte","204"
+"1","expand<float>","gpu__time_duration.sum","us","10"
+"""
+WIDE = """==PROF== Connected to process 1
+"ID","Kernel Name","gpu__time_duration.sum"
+"","","us"
+"0","mark<float>","70.1"
+"""
+
+
+def test_a_report_of_counters_is_read(program: Callable[[str], Any]) -> None:
+    rows = program("counters").rows
+    assert rows(REPORT.splitlines()) == [
+        {
+            "kernel": "mark<float>",
+            "gpu__time_duration.sum": "70.1 us",
+            "dram__bytes_read.sum": "204 Mbyte",
+        },
+        {"kernel": "expand<float>", "gpu__time_duration.sum": "10 us"},
+    ]
+    assert rows(WIDE.splitlines())[-1] == {
+        "kernel": "mark<float>",
+        "gpu__time_duration.sum": "70.1",
+    }
+    assert rows(["==ERROR== no permission"]) == []
