@@ -23,7 +23,7 @@ from common import (
     spread,
     synchronize,
 )
-from internals import array_of, kernel_medians, on_stream_of_torch, step_and_graph
+from internals import array_of, kernel_times, on_stream_of_torch, step_and_graph
 from whole_steps import MODELS, whole_steps
 
 from collectives import kernels
@@ -91,7 +91,7 @@ def floors(of: Sized) -> None:
 
 
 def ours(of: Sized) -> None:
-    """Clock our pass and clear, launched and waited for; on a GPU the graph of it, too."""
+    """Clock our accumulate, select and clear, of which the host waits for the count."""
     of.residual.zero_()
     with on_stream_of_torch(of.device):
         residual, gradient = array_of(of.residual), array_of(of.gradient)
@@ -112,12 +112,12 @@ def as_a_graph(of: Sized) -> None:
         launched, replayed = step_and_graph(of.residual, of.gradient, of.k)
         of.measured("our step, launched", launched, ADD)
         of.measured("our step, as a graph", replayed, ADD)
+        synchronize(of.device)
         begun = time.perf_counter()
-        for _ in range(50):
+        for _ in range(REPETITIONS):
             launched()
-        record(
-            "to launch our step", n=of.n, host_us=round(1e6 * (time.perf_counter() - begun) / 50)
-        )
+        each = (time.perf_counter() - begun) / REPETITIONS
+        record("to launch our step", n=of.n, host_us=round(1e6 * each, 1))
         synchronize(of.device)
 
 
@@ -150,8 +150,7 @@ def in_parts(of: Sized) -> None:
 
 def each_kernel(of: Sized) -> None:
     """Record each kernel's time, by the library's own timing."""
-    rounds = 6 if of.n > 10**8 else REPETITIONS
-    record("kernels", n=of.n, k=of.k, median_us=kernel_medians(of.n, of.k, rounds))
+    record("kernels", n=of.n, k=of.k, us=kernel_times(of.n, of.k, REPETITIONS))
 
 
 def guarded(name: str, work: Callable[[], object]) -> bool:
@@ -187,7 +186,7 @@ def main() -> int:
         well &= guarded(f"whole steps, {name}", partial(whole_steps, name, device))
     for n in huge:  # last: they take most of the memory
         torch.cuda.empty_cache()
-        run(n, floors, ours, as_a_graph)
+        run(n, floors, ours, *only_on_gpu)
     return not well
 
 

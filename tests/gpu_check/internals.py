@@ -76,6 +76,12 @@ def step_and_graph(
     return lambda: step(ours, its), graph.launch
 
 
-def kernel_medians(n: int, k: int, rounds: int) -> dict[str, float]:
-    """Return the median microseconds of each kernel of a selection, by the library's own timing."""
-    return {row.name: round(1e6 * row.median, 2) for row in timing.measure(n, k, rounds)}
+def kernel_times(n: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return the microseconds of each kernel of a selection, by the library's own timing."""
+    return {
+        row.name: {
+            name: round(1e6 * seconds, 2)
+            for name, seconds in (("median", row.median), ("min", row.low), ("max", row.high))
+        }
+        for row in timing.measure(n, k, rounds)
+    }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,7 +36,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=Path(os.environ.get("GPU_CHECK_OUT", "build/gpu_check")),
         help="the folder of what was found; default: $GPU_CHECK_OUT, else build/gpu_check",
     )
-    parser.add_argument("--work", type=Path, default=scratch, help="a folder for logs and installs")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=scratch,
+        help="for installs, caches and logs; one run at a time",
+    )
     parser.add_argument(
         "--wheels", type=Path, default=ROOT / ".whl", help="what to install first; default: .whl"
     )
@@ -91,6 +97,8 @@ def main(arguments: list[str]) -> int:
     out, work = asked.out.absolute(), asked.work.absolute()
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.jsonl").unlink(missing_ok=True)
+    for name in ("logs", "results"):  # an earlier run's
+        shutil.rmtree(work / name, ignore_errors=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     runner = Runner(out, work, asked.seconds, environment(work), ROOT)
     well = runner.run(chosen)
