@@ -434,7 +434,8 @@ class ndarray:
     def set(self, host: np.ndarray) -> None:
         assert (host.shape, host.dtype) == (self.shape, self.dtype)
         self.cuda.copies.append(("up", self.memory.device, self.nbytes))
-        held = weakref.ref(host)
+        host = host if is_pinned(host) else host.copy()  # CUDA stages what is pageable at once
+        held = weakref.ref(host) if is_pinned(host) else lambda: host
 
         def copy() -> None:
             if (content := held()) is None:
@@ -460,6 +461,14 @@ class ndarray:
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("a GPU's array was read entry by entry")
+
+
+def is_pinned(host: np.ndarray) -> bool:
+    """Tell whether this is memory that `alloc_pinned_memory` gave."""
+    owner: Any = host
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return isinstance(owner, bytearray | memoryview)
 
 
 def content_of(operand: Any) -> Any:

@@ -58,22 +58,21 @@ def compile_kernels(threads: int) -> list[Compiled]:
         return list(pool.map(compile_one, source.instances()))
 
 
-def step_and_graph(
+def step_as_a_graph(
     residual: torch.Tensor, gradient: torch.Tensor, k: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return a step of one rank, launched kernel by kernel, and the same as a CUDA graph.
+    """Return a step of one rank that is waited for, and its launch alone: a graph, once it is warm.
 
-    Inside `on_stream_of_torch`, on a stream of torch's that is not the default one: that one cannot
-    be captured.
+    Inside `on_stream_of_torch`. The sum is written beside the residual, so that it can be undone.
     """
     step = Step(cuda.machine(), residual.numel(), k, np.dtype(np.float32))
-    ours, its = array_of(residual), array_of(gradient)
-    step(ours, its)  # compiled, and all memory taken
-    stream = kernels.cupy().cuda.get_current_stream()
-    stream.begin_capture()
-    step(ours, its)
-    graph = stream.end_capture()
-    return lambda: step(ours, its), graph.launch
+    ours, its, beside = array_of(residual), array_of(gradient), array_of(torch.empty_like(residual))
+
+    def wait() -> None:
+        picked, _ = step(ours, its, into=beside, threshold=step.threshold)
+        kernels.clear_at(beside, picked.indices)
+
+    return wait, lambda: step.launch(ours, its, into=beside, threshold=step.threshold)
 
 
 def kernel_times(n: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
