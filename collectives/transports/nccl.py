@@ -39,6 +39,7 @@ from .gpu import Gpu, choose_gpu, facts_here, is_of_gpu, is_tensor, load_cupy, l
 from .nccl_collectives import CupyCollectives
 from .reductions import parts_of
 from .staged import StagedTransport
+from .torch_collectives import DTYPES as CARRIED  # by CuPy's, too
 from .torch_collectives import TorchCollectives
 from .transport import Step, Transport
 
@@ -135,10 +136,16 @@ class NcclTransport(StagedTransport):
     def carries(self, tensor: Any) -> bool:
         if self.choice is not None and self.choice.carrying is Carrying.STAGED:
             return False
-        kind = "cuda" if self._torch_backend == "nccl" else "cpu"
-        if tensor.device.type != kind or span_of(tensor).dtype not in TorchCollectives.dtypes:
+        place, device = self.tensor_place, tensor.device
+        if device.type != place.partition(":")[0] or span_of(tensor).dtype not in CARRIED:
             return False
-        return self._device is None or kind == "cpu" or tensor.device.index == self._device
+        return device.type == "cpu" or self._device in (None, device.index)
+
+    @property
+    def tensor_place(self) -> str:
+        if self._torch_backend != "nccl":
+            return "cpu"
+        return "cuda" if self._device is None else f"cuda:{self._device}"
 
     def connect(self, device: int | None = None) -> None:
         """Connect NCCL, once; device: the GPU that an automatic one uses, None: the current one."""

@@ -34,11 +34,13 @@ _ABORT_SECONDS: Final = 5.0  # how long an abort may take; a GPU that hangs must
 _OURS: Final = timedelta(days=365)  # torch's timeout: the host transport's ends the wait
 _REDUCTIONS: Final = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
 
+DTYPES: Final = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+
 
 class TorchCollectives:
     """A process group among the ranks of a host transport, which must all make one together."""
 
-    dtypes = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+    dtypes = DTYPES
     sends_messages = False
 
     def __init__(

@@ -118,6 +118,11 @@ class Transport(Endpoint):
         """
         return self.size == 1 and tensor.device.type == "cuda"
 
+    @property
+    def tensor_place(self) -> str:
+        """Where tensors are that are carried, in torch's words; the current GPU where none is."""
+        return "cuda"
+
     @abstractmethod
     def check_messages(self) -> None:
         """Have every message of the world end with its checksum, on all views, from now on.

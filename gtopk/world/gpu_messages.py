@@ -1,0 +1,76 @@
+"""GPU messages: whether NCCL may carry them, by what every rank saw when the ranks met.
+
+    every rank sees a GPU             NCCL, where it turns out at their first array on one that each
+                                      has one of its own, and that NCCL works (`device_choice`)
+    some do, or GTOPK_TRANSPORT=...   the ranks' own transport, through the hosts' memory
+    none does                         there are none
+
+Rank 0 says which, once, and why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from collectives.transports import Transport
+from collectives.transports.device_choice import Carrying, Choice
+from collectives.transports.nccl import NcclTransport
+
+from ..logs import EVERYWHERE
+
+_log = logging.getLogger("gtopk")
+
+
+def gpus_in_sight() -> int:
+    """Return how many GPUs torch can use here; opens none of them."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def over_gpus(
+    transport: Transport, in_sight: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> Transport:
+    """Return what carries the messages of hosts and GPUs; sends nothing.
+
+    in_sight: how many GPUs each rank sees, the same on all ranks.
+    """
+    if transport.size == 1 or not any(in_sight):
+        return transport
+    wanted = environ.get("GTOPK_TRANSPORT", "")
+    if isinstance(transport, NcclTransport):
+        assert transport.choice is not None
+        _tell(transport, transport.choice)
+        return transport
+    if wanted:
+        _tell(transport, Choice(Carrying.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that"))
+        return transport
+    if lacking := [rank for rank, count in enumerate(in_sight) if not count]:
+        who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
+        reason = f"{who} {'see' if len(lacking) > 1 else 'sees'} none"
+        _tell(transport, Choice(Carrying.STAGED, reason))
+        return transport
+    said: set[Choice] = set()
+
+    def tell(choice: Choice) -> None:
+        if choice not in said:
+            said.add(choice)
+            _tell(transport, choice)
+
+    return NcclTransport(
+        transport, timeout_seconds=transport.timeout_seconds, automatic=True, on_choice=tell
+    )
+
+
+def _tell(transport: Transport, choice: Choice) -> None:
+    if transport.rank == 0:
+        _log.info("%s", describe(choice, transport.name), extra=EVERYWHERE)
+
+
+def describe(choice: Choice, name: str) -> str:
+    """Return the line; name: of the transport that carries the hosts' messages."""
+    way = "through host memory" if choice.carrying is Carrying.STAGED else "over NCCL"
+    beside = f", over {name}" if choice.carrying is Carrying.STAGED else ""
+    return f"messages of GPUs go {way}{beside}: {choice.reason}"
