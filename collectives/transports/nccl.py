@@ -137,7 +137,8 @@ class NcclTransport(StagedTransport):
         if self.choice is not None and self.choice.carrying is Carrying.STAGED:
             return False
         place, device = self.tensor_place, tensor.device
-        if device.type != place.partition(":")[0] or span_of(tensor).dtype not in CARRIED:
+        dtype = span_of(tensor).dtype
+        if device.type != place.partition(":")[0] or dtype not in (*CARRIED, "bool"):
             return False
         return device.type == "cpu" or self._device in (None, device.index)
 

@@ -26,6 +26,7 @@ from .tensors import (
     empty_like,
     from_bytes,
     place_vote,
+    touched,
     view_bytes,
 )
 
@@ -113,7 +114,7 @@ def _begin(
         finished.wait()
         if isinstance(result, torch.Tensor):
             if result.data_ptr() == output.data_ptr():
-                return output
+                return touched(output)
             result = result.view(tensor.dtype).reshape(tensor.shape)
         else:
             result = from_bytes(result, tensor, tensor.shape)

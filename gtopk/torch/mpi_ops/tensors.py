@@ -143,11 +143,18 @@ def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) 
     return Memory(view_dense(output))
 
 
+def touched(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory was written past torch, once autograd knows of that."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+    return tensor
+
+
 def write(reduced: Any, output: torch.Tensor, memory: Memory) -> torch.Tensor:
     """Write what a memory's elements were reduced to into `output`, and return that."""
     if isinstance(reduced, torch.Tensor):
         if reduced.data_ptr() == output.data_ptr():
-            return output
+            return touched(output)
         written = reduced
     elif lies_as_array(output) and reduced.ctypes.data == output.data_ptr():
         return output
