@@ -115,6 +115,7 @@ class NcclTransport(StagedTransport):
         """Find NCCL and a GPU for every rank; raise where that cannot be."""
         try:
             self._gpu = choose_gpu(self.host, self._device)
+            self._device = self._gpu.device.id
             version = dotted(self._gpu.nccl.get_version())
             self.choice = Choice(Carrying.NCCL, f"GTOPK_TRANSPORT=nccl; NCCL {version}")
         except PeerError:
