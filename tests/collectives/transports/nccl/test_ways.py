@@ -360,7 +360,8 @@ class Tensor:
         return Tensor(self.array[part])
 
     def new_empty(self, length: int) -> Tensor:
-        return Tensor(sys.modules["cupy"].empty(length, self.array.dtype))
+        with self.array.cuda.null_streams[self.device.index]:  # torch's
+            return Tensor(sys.modules["cupy"].empty(length, self.array.dtype))
 
 
 @pytest.fixture
