@@ -97,6 +97,7 @@ class NcclTransport(StagedTransport):
         self._timeout_seconds = timeout_seconds
         self._connected: list[CupyCollectives | TorchCollectives] = []
         self._collectives: CupyCollectives | TorchCollectives | None = None
+        self._all_on_gpu: bool | None = None  # as far as the ranks have told
         self._undecided: _Undecided = parent._undecided if parent else _Undecided()
         if parent is not None:
             self._connected = parent._connected
@@ -142,6 +143,23 @@ class NcclTransport(StagedTransport):
         if device.type != place.partition(":")[0] or dtype not in (*CARRIED, "bool"):
             return False
         return device.type == "cpu" or self._device in (None, device.index)
+
+    def carrying(self, on_gpu: bool) -> Transport:
+        if not self.automatic or self._is_staged():
+            return self
+        if self._all_on_gpu is None:
+            answer = np.array([on_gpu], np.int32)
+            self.host.allreduce(answer, "min")
+            self._all_on_gpu = bool(answer[0])
+            if on_gpu and not self._all_on_gpu:
+                reason = "some ranks have their vectors on the host"
+                self.on_choice(Choice(Carrying.STAGED, reason))
+        if self._all_on_gpu and not on_gpu:
+            raise ValueError(
+                f"rank {self.ranks[self.rank]} has a vector on the host where every rank had its "
+                "vectors on a GPU: move it there, or set GTOPK_TRANSPORT=staged"
+            )
+        return self if self._all_on_gpu else self._under
 
     @property
     def tensor_place(self) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import PeerError
+from .gpu import is_tensor
 from .patience import wait_for_call, wait_until
 from .reductions import parts_of
 from .torch_distributed import connect, import_torch
@@ -82,12 +83,14 @@ class TorchCollectives:
 
     def allreduce(self, array: Any, reduction: str) -> None:
         """Reduce in place."""
+        array = self._tensor(array)
         options = self._torch.distributed.AllreduceOptions()
         options.reduceOp = self._operator(reduction)
         self._run("allreduce", lambda group: [group.allreduce([array], options)])
 
     def reduce_scatter(self, array: Any, bounds: Sequence[int], reduction: str) -> None:
         """Reduce this rank's part, array[bounds[rank]:bounds[rank + 1]], in place."""
+        array = self._tensor(array)
 
         def begin(group: Any) -> list[Any]:
             works = []
@@ -101,6 +104,7 @@ class TorchCollectives:
 
     def allgather_into(self, array: Any, bounds: Sequence[int]) -> None:
         """Fill the parts that the others own with theirs."""
+        array = self._tensor(array)
         self._run(
             "broadcast",
             lambda group: [
@@ -111,6 +115,7 @@ class TorchCollectives:
 
     def broadcast_into(self, array: Any, root: int) -> None:
         """Fill with the root's."""
+        array = self._tensor(array)
         self._run("broadcast", lambda group: [self._broadcast(group, array, root)])
 
     def alltoall(
@@ -123,11 +128,15 @@ class TorchCollectives:
         """Send part r to rank r, and receive what the ranks send here, in rank order."""
         options = self._torch.distributed.AllToAllOptions()
         sizes, received_sizes = np.diff(bounds).tolist(), np.diff(received_bounds).tolist()
-        sent = array[bounds[0] : bounds[-1]]
+        sent, received = self._tensor(array)[bounds[0] : bounds[-1]], self._tensor(received)
         self._run(
             "alltoall",
             lambda group: [group.alltoall_base(received, sent, received_sizes, sizes, options)],
         )
+
+    def _tensor(self, array: Any) -> Any:
+        """Return an array as a tensor; CuPy's, of a rank that has it while others do not, too."""
+        return array if is_tensor(array) else self._torch.from_dlpack(array)
 
     def _broadcast(self, group: Any, part: Any, root: int) -> Any:
         options = self._torch.distributed.BroadcastOptions()
@@ -144,7 +153,9 @@ class TorchCollectives:
         """
         if self._broken:
             raise PeerError(self._broken)
-        stream = self._torch.cuda.current_stream() if self._place.type == "cuda" else None
+        stream = (
+            self._torch.cuda.current_stream(self._place) if self._place.type == "cuda" else None
+        )
 
         def call() -> list[Any]:
             if stream is None:

@@ -114,9 +114,16 @@ class Transport(Endpoint):
         """Tell whether dense collectives take a tensor of torch's in its own memory.
 
         Of a GPU where nothing has to travel, or NCCL carries what is there; sends nothing. A tensor
-        that is taken is one-dimensional and contiguous.
+        that is taken is one-dimensional and contiguous; bool travels as uint8.
         """
         return self.size == 1 and tensor.device.type == "cuda"
+
+    def carrying(self, on_gpu: bool) -> Transport:
+        """Return what carries vectors that each rank has on its GPU, or on its host.
+
+        All ranks call it together; the first time they ask each other, where that takes asking.
+        """
+        return self
 
     @property
     def tensor_place(self) -> str:

@@ -9,6 +9,7 @@ to count; before that, `undo` leaves no trace.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from ..buckets.arrays import from_array, to_array
 from ..buckets.buckets import Bucket
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
 from .calibration import calibration_of
+from .gradient_sum import GradientSum, only_torch_reaches
 from .residual import Residual
 
 
@@ -148,6 +150,7 @@ class SparseExchange:
             self._set_k(bucket.length)
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
+        transport = transport.carrying(bucket.device.type == "cuda")
         direct(bucket, self.residual)
         begun = time.perf_counter()
         picked = self._pick(bucket, transport)
@@ -244,8 +247,16 @@ class DenseExchange:
         self.residual = residual
         self._share = 1.0  # of it, in the step under way
         self._kept: torch.Tensor | None = None  # what this rank is to keep of that step's sum
+        self._sum: GradientSum | None = None  # in place of the bucket's vector
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        by_torch = self.residual is None and only_torch_reaches(bucket, transport)
+        transport = transport.carrying(by_torch or bucket.device.type == "cuda")
+        if by_torch and only_torch_reaches(bucket, transport):
+            begun = time.perf_counter()
+            self._sum = GradientSum(bucket, transport)
+            finite, seconds = self._sum.fits(bucket), time.perf_counter() - begun
+            return _dense(bucket, transport, 0.0, seconds, finite)
         directed = direct(bucket, self.residual)
         begun = time.perf_counter()
         gradient = bucket.flat if directed else bucket.gather()
@@ -263,6 +274,10 @@ class DenseExchange:
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place; of what was sent nothing is left but what 16 bits cannot hold."""
+        if self._sum is not None:
+            self._sum.apply(bucket)
+            self._sum = None
+            return
         if self.residual is not None:
             self.residual.take_out(self._share)
             if self._kept is not None:
@@ -289,6 +304,7 @@ class CompressorExchange:
         self.facts = f"dense {compressor.__name__}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        transport = transport.carrying(bucket.device.type == "cuda")
         began = time.perf_counter()
         bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
@@ -298,13 +314,20 @@ class CompressorExchange:
         seconds = 0.0
         for indices in by_dtype.values():
             tensors = [compressed[index][0] for index in indices]
-            fused = np.concatenate([to_array(tensor) for tensor in tensors])
+            sizes = [tensor.numel() for tensor in tensors]
+            parts: Sequence[Any]
+            if all(map(transport.carries, tensors)):
+                fused: Any = torch.cat([tensor.reshape(-1) for tensor in tensors])
+                parts = fused.split(sizes)
+            else:
+                fused = np.concatenate([to_array(tensor) for tensor in tensors])
+                parts = np.split(fused, np.cumsum(sizes)[:-1])
             begun = time.perf_counter()
             transport.allreduce(fused)
             seconds += time.perf_counter() - begun
-            parts = np.split(fused, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
             for index, tensor, part in zip(indices, tensors, parts, strict=True):
-                reduced = from_array(part, tensor)
+                is_tensor = isinstance(part, torch.Tensor)
+                reduced = part.view(tensor.shape) if is_tensor else from_array(part, tensor)
                 context = compressed[index][1]
                 bucket.views[index].copy_(self.compressor.decompress(reduced, context))
         return _dense(bucket, transport, time.perf_counter() - began - seconds, seconds)
@@ -363,7 +386,11 @@ class SendingAlong:
 
 
 def _dense(
-    bucket: Bucket, transport: Transport, select_seconds: float, communicate_seconds: float
+    bucket: Bucket,
+    transport: Transport,
+    select_seconds: float,
+    communicate_seconds: float,
+    finite: bool | None = None,
 ) -> Exchanged:
     return Exchanged(
         "dense",
@@ -372,7 +399,7 @@ def _dense(
         select_seconds,
         communicate_seconds,
         0.0,
-        bucket.holds_sum(),
+        bucket.holds_sum() if finite is None else finite,
         transport.counts_allreduce,
     )
 
