@@ -518,10 +518,14 @@ class NcclTransport(StagedTransport):
     def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         self._stage_undecided()
         late = super().leave(reason, patience_seconds)
-        # Nothing is under way: every operation was waited for. To destroy would wait for peers.
-        for connected in self._connected:
-            connected.abort(f"rank {self.ranks[self.rank]} left ({reason})")
+        self.disconnect(f"rank {self.ranks[self.rank]} left ({reason})")
         return late
+
+    def disconnect(self, reason: str) -> None:
+        """Let go of NCCL on all views; nothing of it may be under way."""
+        # To destroy would wait for peers.
+        for connected in self._connected:
+            connected.abort(reason)
 
     def library(self) -> str:
         if self.automatic:

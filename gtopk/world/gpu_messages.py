@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from collectives.transports import Transport
@@ -39,18 +40,9 @@ def over_gpus(
     """
     if transport.size == 1 or not any(in_sight):
         return transport
-    wanted = environ.get("GTOPK_TRANSPORT", "")
-    if isinstance(transport, NcclTransport):
-        assert transport.choice is not None
-        _tell(transport, transport.choice)
-        return transport
-    if wanted:
-        _tell(transport, Choice(Carrying.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that"))
-        return transport
-    if lacking := [rank for rank, count in enumerate(in_sight) if not count]:
-        who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
-        reason = f"{who} {'see' if len(lacking) > 1 else 'sees'} none"
-        _tell(transport, Choice(Carrying.STAGED, reason))
+    choice = settled(transport, in_sight, environ)
+    if choice is not None:
+        _tell(transport, choice)
         return transport
     said: set[Choice] = set()
 
@@ -62,6 +54,40 @@ def over_gpus(
     return NcclTransport(
         transport, timeout_seconds=transport.timeout_seconds, automatic=True, on_choice=tell
     )
+
+
+def settled(
+    transport: Transport, in_sight: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> Choice | None:
+    """Return what is known to carry the messages of GPUs; None: it turns out at the first one."""
+    if isinstance(transport, NcclTransport):
+        return transport.choice
+    if wanted := environ.get("GTOPK_TRANSPORT", ""):
+        return Choice(Carrying.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
+    if lacking := [rank for rank, count in enumerate(in_sight) if not count]:
+        who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
+        return Choice(Carrying.STAGED, f"{who} {'see' if len(lacking) > 1 else 'sees'} none")
+    return None
+
+
+def find_out(transport: Transport, environ: Mapping[str, str] = os.environ) -> str:
+    """Return what carries the messages of GPUs, tried by all ranks together; "" where none has one.
+
+    Each takes the GPU of its place on its host.
+    """
+    mine = np.array([gpus_in_sight()], np.int64).view(np.uint8)
+    in_sight = [int(message.view(np.int64)[0]) for message in transport.allgather(mine)]
+    if transport.size == 1 or not any(in_sight):
+        return ""
+    choice = settled(transport, in_sight, environ)
+    if choice is None:
+        place = transport.neighbours().index(transport.rank)
+        nccl = NcclTransport(transport, timeout_seconds=transport.timeout_seconds, automatic=True)
+        nccl.connect(0 if in_sight[transport.rank] == 1 else place)
+        choice = nccl.choice
+        nccl.disconnect("it was tried")
+    assert choice is not None
+    return describe(choice, transport.name)
 
 
 def _tell(transport: Transport, choice: Choice) -> None:

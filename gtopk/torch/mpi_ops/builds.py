@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from collectives.transports.gpu import torch_nccl
+
 from ...world.world import current
 
 
@@ -44,12 +46,15 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of the NCCL that can be used here, such as 22703; 0 for none."""
+    """Return the version of the NCCL that can be used here, such as 22703; 0 for none.
+
+    CuPy's; else that of torch, which carries dense reductions.
+    """
     try:
         from cupy.cuda import nccl
     except ImportError:
-        return 0
-    return int(nccl.get_version()) if nccl.available else 0
+        return torch_nccl()
+    return int(nccl.get_version()) if nccl.available else torch_nccl()
 
 
 def cuda_built() -> bool:

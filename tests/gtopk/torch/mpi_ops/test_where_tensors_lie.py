@@ -14,7 +14,7 @@ from collectives.transports import LocalTransport, nccl
 from collectives.transports.device_choice import Carrying, Choice, Facts
 from collectives.transports.nccl import NcclTransport
 from gtopk.engine.on_gpu import ON_GPU, ON_HOST, all_on_gpu
-from gtopk.world import world
+from gtopk.world import gpu_messages, world
 from gtopk.world.gpu_messages import over_gpus
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -183,3 +183,31 @@ def test_where_there_are_none_to_send_nothing_is_said(threads, caplog, in_sight)
     with caplog.at_level(logging.INFO, "gtopk"):
         threads(len(in_sight), program)
     assert said(caplog) == []
+
+
+@pytest.mark.parametrize(("gpus", "says"), [(0, ""), (1, "GPU-0; give each rank its own")])
+def test_the_doctor_asks_all_ranks_what_carries_the_messages_of_gpus(
+    threads, monkeypatch, gpus: int, says: str
+) -> None:
+    monkeypatch.setattr(gpu_messages, "gpus_in_sight", lambda: gpus)
+    monkeypatch.setattr(nccl, "facts_here", lambda host, device: Facts("GPU-0", nccl=22703))
+    told = threads(2, lambda transport: gpu_messages.find_out(transport, {}))
+    assert told[0] == told[1]
+    assert says in told[0]
+    assert bool(told[0]) == bool(gpus)
+
+
+def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
+    threads, monkeypatch
+) -> None:
+    def messages(in_sight: int) -> list[int]:
+        monkeypatch.setattr(world, "gpus_in_sight", lambda: in_sight)
+
+        def program(transport: LocalTransport) -> int:
+            with world.entered(transport) as here:
+                assert isinstance(here.transport, NcclTransport) == bool(in_sight)
+                return transport.traffic.sent_messages
+
+        return threads(3, program)
+
+    assert messages(0) == messages(2)
