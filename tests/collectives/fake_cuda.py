@@ -83,6 +83,7 @@ class Cuda:
         self.cliques: dict[bytes, Clique] = {}
         self.moved_bytes = 0
         self.copies: list[tuple[str, int, int]] = []  # "up" or "down", a GPU, bytes
+        self.launches: list[int] = []  # of kernels, by their GPU
         self.communicators: list[Communicator] = []
         self.abort_hangs = False
         self.library: Any = None  # the CUDA kernels, compiled for the host
@@ -333,6 +334,8 @@ class ndarray:
         self.launch(lambda: self._content.__setitem__(content_of(part), content_of(value)))
 
     def launch(self, kernel: Callable[[], Any]) -> None:
+        self.cuda.launches.append(self.memory.device)
+
         def late() -> None:
             time.sleep(LATE_SECONDS)
             kernel()
@@ -492,6 +495,7 @@ class RawModule:
                 if error is not None:
                     cuda.wrong(f"{name}: {error.decode()}")
 
+            cuda.launches.append(cuda.device)
             for argument in arguments:
                 if isinstance(argument, ndarray) and argument.memory.device != cuda.device:
                     cuda.wrong(f"{name} got an array of another GPU")
