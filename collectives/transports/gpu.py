@@ -14,7 +14,7 @@ import numpy as np
 
 from ..kernels.narrow import BFLOAT16
 from ..vector import Array, is_on_device
-from .device_choice import Facts
+from .device_choice import OWN_GPU, Facts
 from .transport import Transport
 
 _NOT_READY: Final = 600  # cudaErrorNotReady
@@ -75,6 +75,23 @@ def span_of(array: Any) -> Span:
     )
 
 
+def require_place(array: Any, own: int | None, rank: int) -> None:
+    """Raise ValueError for an array that is not on a rank's own GPU, or not in one piece.
+
+    own: its number; None: any will do.
+    """
+    span = span_of(array)
+    own = span.device if own is None else own
+    if span.device == own and span.is_contiguous:
+        return
+    way_out = f"; {OWN_GPU}, before anything is on a GPU" if span.device != own else ""
+    strides = array.stride() if is_tensor(array) else array.strides
+    raise ValueError(
+        f"rank {rank} sends from GPU {own}: an array must be contiguous and there, got one on GPU "
+        f"{span.device} with strides {strides}{way_out}"
+    )
+
+
 def tensor_event(tensor: Any) -> Any:
     """Return torch's event of what its current stream was given so far, on a tensor's device."""
     torch = sys.modules["torch"]
@@ -127,6 +144,14 @@ def has_gpu() -> bool:
         return bool(load_cupy("mpi").cuda.runtime.getDeviceCount())
     except (ImportError, OSError, RuntimeError):  # none; broken; CuPy's own, without a driver
         return False
+
+
+def current_device() -> int | None:
+    """Return the number of CuPy's current GPU; None without CuPy, or a GPU."""
+    try:
+        return int(load_cupy("nccl").cuda.Device().id)
+    except (ImportError, OSError, RuntimeError):
+        return None
 
 
 def load_nccl() -> Any:

@@ -7,9 +7,8 @@ announced by a host message with its size, and none is begun before its receiver
                     ncclSend         ->  ncclRecv
     exchange_all()  announce all of them, then one group of ncclSend and ncclRecv
 
-The announcement travels while the GPU still computes the message; a size over NCCL would cost a
-kernel and a copy to the host, each waited for. And a rank that waits for a peer waits on the host,
-where it learns that the peer has left; a kernel would wait for ever.
+The announcement travels while the GPU still computes the message. And a rank that waits for a peer
+waits on the host, where it learns that the peer has left; a kernel would wait for ever.
 
 A send whose end is not waited for at once must not keep this rank from receiving, as NCCL's kernels
 run one after the other: it is staged through the host. `exchange` and `exchange_all` never are.
@@ -33,14 +32,22 @@ import numpy as np
 from .. import cost
 from ..errors import MismatchError, PeerError
 from ..vector import Array, is_on_device
-from .announcement import Announcement, Way
-from .device_choice import OWN_GPU, Carrying, Choice, Facts, after_test, choose, dotted
-from .gpu import Gpu, choose_gpu, facts_here, is_of_gpu, is_tensor, load_cupy, load_nccl, span_of
+from .announcement import Announcement, Way, require_same
+from .device_choice import Carrying, Choice, after_test, choose, dotted
+from .gpu import (
+    Gpu,
+    choose_gpu,
+    current_device,
+    is_of_gpu,
+    is_tensor,
+    require_place,
+    span_of,
+)
 from .nccl_collectives import CupyCollectives
+from .nccl_start import Collectives, gather_facts, open_collectives, open_gpu
 from .reductions import parts_of
 from .staged import StagedTransport
 from .torch_collectives import DTYPES as CARRIED  # by CuPy's, too
-from .torch_collectives import TorchCollectives
 from .transport import Step, Transport
 
 _START_TEST_SECONDS: Final = 60.0  # what connecting, and the first allreduce, may take
@@ -89,28 +96,24 @@ class NcclTransport(StagedTransport):
             if isinstance(bootstrap, StagedTransport)
             else StagedTransport(bootstrap, needs_cupy=False)
         )
-        self.choice: Choice | None = None if parent is None else parent._first_choice()
+        # Of an automatic one a view asks its own ranks.
+        self.choice: Choice | None = parent.choice if parent and not self.automatic else None
         self.on_choice: Callable[[Choice], None] = on_choice if parent is None else parent.on_choice
         self._device: int | None = device if parent is None else parent._device
         self._gpu: Gpu | None = None if parent is None else parent._gpu
         self._torch_backend: str = torch_backend if parent is None else parent._torch_backend
         self._timeout_seconds = timeout_seconds
-        self._connected: list[CupyCollectives | TorchCollectives] = []
-        self._collectives: CupyCollectives | TorchCollectives | None = None
+        self._connected: list[Collectives] = []
+        self._collectives: Collectives | None = None
         self._all_on_gpu: bool | None = None  # as far as the ranks have told
         self._undecided: _Undecided = parent._undecided if parent else _Undecided()
         if parent is not None:
             self._connected = parent._connected
-        elif not self.automatic:
+        if not self.automatic:
             self.name, self.counts_allreduce = "nccl", False
+        if parent is None and not self.automatic:
             self._require_nccl()
             self.connect()
-        if parent is not None and not self.automatic:
-            self.name, self.counts_allreduce = "nccl", False
-
-    def _first_choice(self) -> Choice | None:
-        """Return what a view goes by: an automatic one asks its own ranks."""
-        return None if self.automatic else self.choice
 
     def _require_nccl(self) -> None:
         """Find NCCL and a GPU for every rank; raise where that cannot be."""
@@ -122,14 +125,10 @@ class NcclTransport(StagedTransport):
         except PeerError:
             raise
         except (ImportError, RuntimeError):  # on all ranks alike
-            choice = choose(self._gather_facts(), self.ranks)
+            choice = choose(gather_facts(self.host, self._device), self.ranks)
             if choice.carrying is not Carrying.TORCH:
                 raise
             self.choice = choice
-
-    def _gather_facts(self) -> list[Facts]:
-        messages = self.host.allgather(facts_here(self.host, self._device).encode())
-        return [Facts.read(m, rank) for m, rank in zip(messages, self.ranks, strict=True)]
 
     @property
     def sends_from_device(self) -> bool:
@@ -175,19 +174,13 @@ class NcclTransport(StagedTransport):
             self._open(self._timeout_seconds)
             return
         if self._device is None:
-            self._device = self._current_device() if device is None else device
-        choice = choose(self._gather_facts(), self.ranks)
+            self._device = current_device() if device is None else device
+        choice = choose(gather_facts(self.host, self._device), self.ranks)
         if choice.carrying is not Carrying.STAGED:
             choice = self._try(choice)
         self.choice = choice
         self.counts_allreduce = self.counts_allreduce and self._is_staged()
         self.on_choice(choice)
-
-    def _current_device(self) -> int | None:
-        try:
-            return int(load_cupy("nccl").cuda.Device().id)
-        except (ImportError, OSError, RuntimeError):
-            return None
 
     def _is_staged(self) -> bool:
         return self.choice is not None and self.choice.carrying is Carrying.STAGED
@@ -215,26 +208,18 @@ class NcclTransport(StagedTransport):
         Raises PeerError, also where they do not.
         """
         assert self.choice is not None
-        opened: CupyCollectives | TorchCollectives
-        if self.choice.carrying is Carrying.TORCH:
-            opened = TorchCollectives(
-                self.host, self._device or 0, seconds, backend=self._torch_backend
-            )
-        else:
-            if self._gpu is None:
-                cupy = load_cupy("nccl")
-                self._gpu = Gpu(cupy, load_nccl(), cupy.cuda.Device(self._device))
-            opened = CupyCollectives(self.host, self._gpu, seconds)
-        self._connected.append(opened)
-        total, wanted = opened.sum_of_ranks(), self.size * (self.size + 1) / 2
-        if total != [wanted] * len(total):
-            opened.abort("it adds up wrongly")
-            self._connected.remove(opened)
-            raise PeerError(
-                f"{self.choice.carrying.value} adds up 1 to {self.size} over the ranks to "
-                f"{total[0]:g} in place of {wanted:g} on rank {self.ranks[self.rank]}"
-            )
+        if self.choice.carrying is Carrying.NCCL and self._gpu is None:
+            self._gpu = open_gpu(self._device)
+        opened = open_collectives(
+            self.choice.carrying,
+            self.host,
+            self._gpu,
+            self._device or 0,
+            seconds,
+            self._torch_backend,
+        )
         opened.set_timeout(self._timeout_seconds)
+        self._connected.append(opened)
         self._collectives = opened
 
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
@@ -455,7 +440,7 @@ class NcclTransport(StagedTransport):
         detail: str = "",
         *,
         any_size: bool = False,
-    ) -> CupyCollectives | TorchCollectives | None:
+    ) -> Collectives | None:
         """Return what carries it, when all ranks are here, connected, and mean the same.
 
         None: it is staged. NCCL itself would hang, or worse, where they do not mean the same.
@@ -466,14 +451,7 @@ class NcclTransport(StagedTransport):
         kind = f" ({reduction})" if reduction else ""
         length = "" if any_size else f" [{span.size}]"
         own = f"{operation}{kind} of {span.dtype}{length}{detail}"
-        messages = self.host.allgather(np.frombuffer(own.encode(), np.uint8))
-        texts = [message.tobytes().decode(errors="replace") for message in messages]
-        for rank, text in zip(self.ranks, texts, strict=True):
-            if text != texts[0]:
-                raise MismatchError(
-                    f"rank {rank} asks for {text} where rank {self.ranks[0]} asks for {texts[0]}; "
-                    "all ranks must ask for the same"
-                )
+        require_same(self.host, own)
         self.connect(span.device)
         if self._collectives is None:
             return None
@@ -491,15 +469,8 @@ class NcclTransport(StagedTransport):
 
     def _check_place(self, array: Array) -> None:
         """Raise ValueError for an array that is not of this rank's GPU, or not in one piece."""
-        span = span_of(array)
-        own = span.device if self._gpu is None else self._gpu.device.id
-        if span.device != own or not span.is_contiguous:
-            way_out = f"; {OWN_GPU}, before anything is on a GPU" if span.device != own else ""
-            strides = array.stride() if is_tensor(array) else array.strides  # type: ignore[attr-defined]
-            raise ValueError(
-                f"rank {self.ranks[self.rank]} sends from GPU {own}: an array must be contiguous "
-                f"and there, got one on GPU {span.device} with strides {strides}{way_out}"
-            )
+        own = None if self._gpu is None else self._gpu.device.id
+        require_place(array, own, self.ranks[self.rank])
 
     def _current(self) -> Any:
         """Return what makes this rank's GPU the current one."""

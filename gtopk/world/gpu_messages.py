@@ -97,6 +97,6 @@ def _tell(transport: Transport, choice: Choice) -> None:
 
 def describe(choice: Choice, name: str) -> str:
     """Return the line; name: of the transport that carries the hosts' messages."""
-    way = "through host memory" if choice.carrying is Carrying.STAGED else "over NCCL"
-    beside = f", over {name}" if choice.carrying is Carrying.STAGED else ""
-    return f"messages of GPUs go {way}{beside}: {choice.reason}"
+    if choice.carrying is Carrying.STAGED:
+        return f"messages of GPUs go through host memory, over {name}: {choice.reason}"
+    return f"messages of GPUs go over NCCL: {choice.reason}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives import Transport
-from collectives.transports import nccl
+from collectives.transports import nccl, nccl_start
 from collectives.transports.device_choice import Facts
 from gtopk.world import world
 
@@ -36,7 +36,7 @@ def over_gpus(transport: Transport, in_sight: Sequence[int]) -> Transport:
     )
 
 
-class Counting(nccl.TorchCollectives):
+class Counting(nccl_start.TorchCollectives):
     """Counts what it is asked for."""
 
     def _run(self, kind: str, begin: Any) -> None:
@@ -44,8 +44,8 @@ class Counting(nccl.TorchCollectives):
         super()._run(kind, begin)
 
 
-nccl.facts_here = facts
-nccl.TorchCollectives = Counting
+nccl_start.facts_here = facts
+nccl_start.TorchCollectives = Counting
 world.over_gpus = over_gpus
 
 if __name__ == "__main__":

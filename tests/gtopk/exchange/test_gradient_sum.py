@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gtopk.torch as hvd
-from collectives.transports import LocalTransport, nccl
+from collectives.transports import LocalTransport, nccl_start
 from collectives.transports.device_choice import Carrying, Facts
 from collectives.transports.nccl import NcclTransport
 from gtopk.exchange import exchange
@@ -21,7 +21,7 @@ def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     def facts(host: Any, device: int | None) -> Facts:
         return Facts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
 
-    monkeypatch.setattr(nccl, "facts_here", facts)
+    monkeypatch.setattr(nccl_start, "facts_here", facts)
 
 
 def over(host: LocalTransport) -> NcclTransport:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gtopk.torch as hvd
-from collectives.transports import LocalTransport, nccl
+from collectives.transports import LocalTransport, nccl_start
 from collectives.transports.device_choice import Carrying, Choice, Facts
 from collectives.transports.nccl import NcclTransport
 from gtopk.engine.on_gpu import ON_GPU, ON_HOST, all_on_gpu
@@ -36,7 +36,7 @@ def ranks(threads, monkeypatch) -> Callable[..., list[Any]]:
     def facts(host: Any, device: int | None) -> Facts:
         return Facts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
 
-    monkeypatch.setattr(nccl, "facts_here", facts)
+    monkeypatch.setattr(nccl_start, "facts_here", facts)
 
     def run(
         size: int, program: Callable[[NcclTransport], Any], on_host: tuple[int, ...] = ()
@@ -190,7 +190,7 @@ def test_the_doctor_asks_all_ranks_what_carries_the_messages_of_gpus(
     threads, monkeypatch, gpus: int, says: str
 ) -> None:
     monkeypatch.setattr(gpu_messages, "gpus_in_sight", lambda: gpus)
-    monkeypatch.setattr(nccl, "facts_here", lambda host, device: Facts("GPU-0", nccl=22703))
+    monkeypatch.setattr(nccl_start, "facts_here", lambda host, device: Facts("GPU-0", nccl=22703))
     told = threads(2, lambda transport: gpu_messages.find_out(transport, {}))
     assert told[0] == told[1]
     assert says in told[0]
