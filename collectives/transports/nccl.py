@@ -352,12 +352,10 @@ class NcclTransport(StagedTransport):
         if collectives is None:
             self._under.allreduce(array, reduction)
             return
-        if self.size == 1 or not span.size:
-            return
-        collectives.allreduce(array, reduction)
-        self.traffic.count(
-            cost.dense_bytes(span.size, self.size, span.itemsize), 2 * cost.rounds(self.size)
-        )
+        if self.size > 1 and span.size:
+            collectives.allreduce(array, reduction)
+            sent = cost.dense_bytes(span.size, self.size, span.itemsize)
+            self.traffic.count(sent, 2 * cost.rounds(self.size))
 
     def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
         self._stage_undecided()
@@ -368,10 +366,9 @@ class NcclTransport(StagedTransport):
         if collectives is None:
             self._under.reduce_scatter(array, bounds, reduction)
             return
-        if self.size == 1 or not parts_of(bounds):
-            return
-        collectives.reduce_scatter(array, bounds, reduction)
-        self._count_all_parts_but_own(array, bounds)
+        if self.size > 1 and parts_of(bounds):
+            collectives.reduce_scatter(array, bounds, reduction)
+            self._count_all_parts_but_own(array, bounds)
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
         self._stage_undecided()
@@ -385,11 +382,9 @@ class NcclTransport(StagedTransport):
         self._fill(array, bounds)
 
     def _fill(self, array: Array, bounds: Sequence[int]) -> None:
-        if self.size == 1 or not parts_of(bounds):
-            return
-        assert self._collectives is not None
-        self._collectives.allgather_into(array, bounds)
-        self._count_all_parts_but_own(array, bounds)
+        if self.size > 1 and parts_of(bounds) and self._collectives is not None:
+            self._collectives.allgather_into(array, bounds)
+            self._count_all_parts_but_own(array, bounds)
 
     def broadcast_into(self, array: Array, root: int) -> None:
         self._stage_undecided()
@@ -402,11 +397,10 @@ class NcclTransport(StagedTransport):
             self._under.broadcast_into(array, root)
             return
         span = span_of(array)
-        if self.size == 1 or not span.size:
-            return
-        collectives.broadcast_into(array, root)
-        if self.rank == root:
-            self.traffic.count(span.size * span.itemsize, cost.rounds(self.size))
+        if self.size > 1 and span.size:
+            collectives.broadcast_into(array, root)
+            sent = span.size * span.itemsize if self.rank == root else 0
+            self.traffic.count(sent, cost.rounds(self.size))
 
     def alltoall(self, array: Array, bounds: Sequence[int]) -> tuple[Array, list[int]]:
         self._stage_undecided()
