@@ -97,11 +97,10 @@ class SparseVector(NamedTuple):
 
     def between(self, first: int, end: int) -> SparseVector:
         """Return the entries with first <= index < end; the arrays are views."""
-        # Bounds of the indices' own dtype (`end` may be one more than that can count): else all
-        # indices would be converted first.
-        bounds = module_of(self.indices).asarray(np.array([first, end - 1], self.indices.dtype))
-        start = self.indices.searchsorted(bounds[:1]).item()
-        stop = self.indices.searchsorted(bounds[1:], "right").item()
+        # Of the indices' own dtype (`end` may be one more than that can count): else all indices
+        # would be converted first. Both at once: on a GPU the host waits for the answer.
+        last = module_of(self.indices).asarray(np.array([first - 1, end - 1], self.indices.dtype))
+        start, stop = self.indices.searchsorted(last, "right").tolist()
         return self.at(slice(start, stop))
 
     def at(self, positions: slice) -> SparseVector:

@@ -112,6 +112,8 @@ def where_it_works(
         return reduction(selected)
     with selected.values.device:  # type: ignore[attr-defined]
         codes_there = algorithm in ON_DEVICE and format in FORMATS_ON_DEVICE
+        if codes_there:
+            transport.connect()
         stays = codes_there and transport.sends_from_device
         return reduction(selected) if stays else by_host(reduction, selected)
 

@@ -48,4 +48,6 @@ def put_together(vectors: list[SparseVector]) -> SparseVector:
 
 def among(vector: SparseVector, others: SparseVector) -> SparseVector:
     """Return the entries whose index the other vector has, too."""
+    if not vector.entries:
+        return vector  # on a GPU the host would wait to learn that
     return vector.where(contains(others.indices, vector.indices))

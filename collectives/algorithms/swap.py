@@ -88,22 +88,32 @@ def swap_and_merge(
         decoded = _read(message, transport, peer, mine, keep, terms, piece)
         refused_by = lowest(refused_by, decoded.refused_by)
         theirs = decoded.vector
-        if theirs.entries and int(theirs.indices[0]) < begin:
-            raise MessageError(
-                f"the message from rank {transport.ranks[peer]} is malformed: piece {piece} "
-                f"begins at index {int(theirs.indices[0])}, the one before ended at {begin - 1}"
-            )
-        end = int(theirs.indices[-1]) + 1 if theirs.entries else begin
-        if piece == terms.pieces - 1:
-            end = mine.length
-        largest, rest = merge(ours.between(begin, end), theirs, keep)
+        here = ours
+        if terms.pieces > 1:
+            end = _end_of(theirs, begin, piece, transport.ranks[peer])
+            end = mine.length if piece == terms.pieces - 1 else end
+            here, begin = ours.between(begin, end), end
+        largest, rest = merge(here, theirs, keep)
         kept.append(largest)
         dropped.append(rest)
-        begin = end
     if terms.pieces > 1:
         largest, rest = merge(put_together(kept), mine.at(slice(0)), keep)
         kept, dropped = [largest], [*dropped, rest]
     return Swapped(kept[0], put_together(dropped), put_together(errors), refused_by)
+
+
+def _end_of(theirs: SparseVector, begin: int, piece: int, sender: int) -> int:
+    """Return up to which index a piece reaches that must begin at `begin` or behind it."""
+    if not theirs.entries:
+        return begin
+    # The first and the last at once: on a GPU the host waits for them.
+    first, *_, last = theirs.indices[:: max(1, theirs.entries - 1)].tolist() * 2
+    if first < begin:
+        raise MessageError(
+            f"the message from rank {sender} is malformed: piece {piece} begins at index {first}, "
+            f"the one before ended at {begin - 1}"
+        )
+    return int(last) + 1
 
 
 def _cuts(entries: int, pieces: int) -> list[slice]:

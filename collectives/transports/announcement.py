@@ -16,7 +16,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..errors import MismatchError
 from ..vector import Array
+from .transport import Transport
 
 _FIELDS: Final = struct.Struct("<8sqq")
 _MAGIC: Final = b"GTKDEV/1"
@@ -51,3 +53,18 @@ class Announcement(NamedTuple):
         if magic != _MAGIC or way not in tuple(Way) or message_bytes < 0:
             return None
         return cls(Way(way), message_bytes)
+
+
+def require_same(host: Transport, own: str) -> None:
+    """Have all ranks say in words what they are about to do together.
+
+    Raises MismatchError, on all of them alike, where that is not the same.
+    """
+    messages = host.allgather(np.frombuffer(own.encode(), np.uint8))
+    texts = [message.tobytes().decode(errors="replace") for message in messages]
+    for rank, text in zip(host.ranks, texts, strict=True):
+        if text != texts[0]:
+            raise MismatchError(
+                f"rank {rank} asks for {text} where rank {host.ranks[0]} asks for {texts[0]}; "
+                "all ranks must ask for the same"
+            )

@@ -1,14 +1,20 @@
-"""Gpu: the one device of this rank, and CuPy, which reaches it."""
+"""Gpu: the one device of this rank, CuPy and NCCL, which reach it, and arrays in its memory."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import itertools
+import sys
 import warnings
 from collections import defaultdict
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..kernels.narrow import BFLOAT16
+from ..vector import Array, is_on_device
+from .device_choice import OWN_GPU, Facts
 from .transport import Transport
 
 _NOT_READY: Final = 600  # cudaErrorNotReady
@@ -25,6 +31,92 @@ class Gpu(NamedTuple):
     cupy: Any
     nccl: Any
     device: Any
+
+
+class Span(NamedTuple):
+    """Where an array of CuPy's or a tensor of torch's lies; dtype: by its name in NumPy."""
+
+    address: int
+    size: int
+    dtype: str
+    itemsize: int
+    device: int
+    is_contiguous: bool
+
+
+def is_tensor(array: Any) -> bool:
+    """Tell whether an array is a tensor of torch's, which transports take in dense collectives."""
+    return hasattr(array, "data_ptr")
+
+
+def is_of_gpu(array: Any) -> bool:
+    """Tell whether an array is CuPy's or torch's, and no NumPy one."""
+    return is_tensor(array) or is_on_device(array)
+
+
+def span_of(array: Any) -> Span:
+    """Return where an array lies."""
+    if is_tensor(array):
+        return Span(
+            array.data_ptr(),
+            array.numel(),
+            str(array.dtype).removeprefix("torch."),
+            array.element_size(),
+            array.device.index or 0,
+            array.is_contiguous(),
+        )
+    return Span(
+        array.data.ptr,
+        array.size,
+        array.dtype.name,
+        array.itemsize,
+        array.device.id,
+        array.flags.c_contiguous,
+    )
+
+
+def require_place(array: Any, own: int | None, rank: int) -> None:
+    """Raise ValueError for an array that is not on a rank's own GPU, or not in one piece.
+
+    own: its number; None: any will do.
+    """
+    span = span_of(array)
+    own = span.device if own is None else own
+    if span.device == own and span.is_contiguous:
+        return
+    way_out = f"; {OWN_GPU}, before anything is on a GPU" if span.device != own else ""
+    strides = array.stride() if is_tensor(array) else array.strides
+    raise ValueError(
+        f"rank {rank} sends from GPU {own}: an array must be contiguous and there, got one on GPU "
+        f"{span.device} with strides {strides}{way_out}"
+    )
+
+
+def tensor_event(tensor: Any) -> Any:
+    """Return torch's event of what its current stream was given so far, on a tensor's device."""
+    torch = sys.modules["torch"]
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+def host_copy(tensor: Any) -> Array:
+    """Return a copy of a flat tensor as a host array that ranks can reduce; waited for."""
+    torch = sys.modules["torch"]
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    copy.copy_(tensor)
+    if copy.dtype == torch.bfloat16:
+        bits: Array = copy.view(torch.int16).numpy()
+        return bits.view(BFLOAT16)
+    array: Array = copy.numpy()
+    return array
+
+
+def tensor_of(array: Array, like: Any) -> Any:
+    """Return a host array as a tensor of the dtype and device of `like`."""
+    torch = sys.modules["torch"]
+    plain = array.view(np.int16) if array.dtype == BFLOAT16 else array
+    return torch.from_numpy(plain).view(like.dtype).to(like.device)
 
 
 def has_come(event: Any, cupy: Any) -> bool:
@@ -54,6 +146,14 @@ def has_gpu() -> bool:
         return False
 
 
+def current_device() -> int | None:
+    """Return the number of CuPy's current GPU; None without CuPy, or a GPU."""
+    try:
+        return int(load_cupy("nccl").cuda.Device().id)
+    except (ImportError, OSError, RuntimeError):
+        return None
+
+
 def load_nccl() -> Any:
     """Return the module cupy.cuda.nccl; raise ImportError with what to install."""
     load_cupy("nccl")
@@ -73,6 +173,83 @@ def _missing(transport: str, reason: object) -> str:
     )
 
 
+def torch_nccl() -> int:
+    """Return the version of the NCCL that this process's torch brings, such as 22703; 0: none.
+
+    Of a torch that was imported before: who has tensors on a GPU has done so.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available():
+        return 0
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def facts_here(host: Transport, device: int | None) -> Facts:
+    """Return what counts of this rank for what carries the messages of GPUs; sends nothing.
+
+    device: the GPU that it uses, by its number; None: by its place on its host.
+    """
+    number, problem = device, ""
+    cupy, nccl = "", 0
+    count = _torch_count()
+    try:
+        count = load_cupy("nccl").cuda.runtime.getDeviceCount()
+        nccl = load_nccl().get_version()
+    except (ImportError, OSError, RuntimeError) as error:  # OSError: broken; RuntimeError: CUDA's
+        cupy = f"{error}"
+    if number is None:
+        number = 0 if count == 1 else host.neighbours().index(host.rank)
+    if not 0 <= number < count:
+        problem = f"it sees {count} and would use number {number}"
+    return Facts(
+        "" if problem else name_of_device(number, host.ranks[host.neighbours()[0]]),
+        problem,
+        cupy,
+        nccl,
+        torch_nccl(),
+        host.checks_messages,
+    )
+
+
+def _torch_count() -> int:
+    torch = sys.modules.get("torch")
+    return torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+
+
+def name_of_device(number: int, first_here: int) -> str:
+    """Return a name that no other GPU has: its UUID, else its bus and its host's first rank.
+
+    MIG instances of a GPU share a bus id; each has a UUID of its own.
+    """
+    if uuid := _uuid(number):
+        return uuid
+    try:
+        bus = load_cupy("nccl").cuda.Device(number).pci_bus_id
+    except (ImportError, OSError, RuntimeError):
+        bus = f"GPU {number}"
+    return f"{bus} on the host of rank {first_here}"
+
+
+def _uuid(number: int) -> str:
+    """Return the UUID of a GPU, or of the MIG instance that it is; "" where nothing tells it."""
+    uuid = (ctypes.c_ubyte * 16)()
+    device = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number):
+            return ""
+        if driver.cuDeviceGetUuid_v2(uuid, device):  # the one that knows of MIG
+            return ""
+    except (OSError, AttributeError):  # no driver, or one before CUDA 11.4
+        return ""
+    text = bytes(uuid).hex()
+    cuts = (0, 8, 12, 16, 20, 32)
+    return "GPU-" + "-".join(text[a:b] for a, b in itertools.pairwise(cuts))
+
+
 def choose_gpu(bootstrap: Transport, device: int | None) -> Gpu:
     """Return this rank's GPU, after every rank has found one of its own: a collective.
 
@@ -80,25 +257,25 @@ def choose_gpu(bootstrap: Transport, device: int | None) -> Gpu:
     Raises the same on all ranks: ImportError where this rank lacks CuPy or NCCL, RuntimeError
     for a rank without a GPU of its own.
     """
-    gpu, bus, problem = None, "", None
+    gpu, name, problem = None, "", None
     try:
         gpu = _own_gpu(bootstrap, device)
-        bus = gpu.device.pci_bus_id
+        name = _uuid(gpu.device.id) or gpu.device.pci_bus_id
     except (ImportError, RuntimeError) as error:
         problem = error
     # A host is called by the first rank on it.
-    mine = f"{bootstrap.neighbours()[0]} {bus} {problem or ''}"
+    mine = f"{bootstrap.neighbours()[0]} {name} {problem or ''}"
     answers = bootstrap.allgather(np.frombuffer(mine.encode(), np.uint8))
     owners: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, answer in zip(bootstrap.ranks, answers, strict=True):
-        host, its_bus, its_problem = answer.tobytes().decode().split(" ", 2)
-        owners[host, its_bus].append(rank)
+        host, its_name, its_problem = answer.tobytes().decode().split(" ", 2)
+        owners[host, its_name].append(rank)
         if its_problem:
             raise problem or RuntimeError(f"rank {rank} cannot use NCCL: {its_problem}")
-    for (_, its_bus), ranks in owners.items():
+    for (_, its_name), ranks in owners.items():
         if len(ranks) > 1:
             raise RuntimeError(
-                f"transport 'nccl' needs a GPU for each rank, but ranks {ranks} share {its_bus}, "
+                f"transport 'nccl' needs a GPU for each rank, but ranks {ranks} share {its_name}, "
                 f"which NCCL refuses; {_STAGED}"
             )
     assert gpu is not None

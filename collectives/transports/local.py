@@ -40,6 +40,7 @@ class LocalTransport(Carrier):
         self._mailboxes = mailboxes
         self.timeout_seconds = mailboxes[rank].timeout_seconds
         self._left = left  # shared by all ranks
+        self.supports_device_messages = self.size == 1  # alone, there are none
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         stream.traffic.count(message.size)

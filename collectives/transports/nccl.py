@@ -1,4 +1,4 @@
-"""The NCCL transport: GPUs' messages over cupy.cuda.nccl, all others over its host transport.
+"""The NCCL transport: GPUs' messages over NCCL, all others over its host transport.
 
 NCCL's messages have no size of their own and are sent only while they are received. So each is
 announced by a host message with its size, and none is begun before its receiver is there:
@@ -7,12 +7,14 @@ announced by a host message with its size, and none is begun before its receiver
                     ncclSend         ->  ncclRecv
     exchange_all()  announce all of them, then one group of ncclSend and ncclRecv
 
-The announcement travels while the GPU still computes the message; a size over NCCL would cost a
-kernel and a copy to the host, each waited for. And a rank that waits for a peer waits on the host,
-where it learns that the peer has left; a kernel would wait for ever.
+The announcement travels while the GPU still computes the message. And a rank that waits for a peer
+waits on the host, where it learns that the peer has left; a kernel would wait for ever.
 
 A send whose end is not waited for at once must not keep this rank from receiving, as NCCL's kernels
 run one after the other: it is staged through the host. `exchange` and `exchange_all` never are.
+
+NCCL is reached through CuPy. Without CuPy the dense collectives go through torch's NCCL, and take
+tensors. Where the ranks cannot use either (`device_choice`) everything is staged.
 
 Proven so far against a model of NCCL and CUDA in the tests; see tests/collectives/fake_cuda.py.
 """
@@ -22,24 +24,33 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import numpy as np
 
 from .. import cost
-from ..errors import MismatchError
+from ..errors import MismatchError, PeerError
 from ..vector import Array, is_on_device
-from .announcement import Announcement, Way
-from .gpu import Gpu, choose_gpu
-from .nccl_communicator import Communicator
-from .staged import StagedTransport
-from .transport import Transport
-
-_DTYPES: Final = (
-    *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
-    *("float16", "bfloat16", "float32", "float64"),
+from .announcement import Announcement, Way, require_same
+from .device_choice import Carrying, Choice, after_test, choose, dotted
+from .gpu import (
+    Gpu,
+    choose_gpu,
+    current_device,
+    is_of_gpu,
+    is_tensor,
+    require_place,
+    span_of,
 )
-_REDUCTIONS: Final = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}
+from .nccl_collectives import CupyCollectives
+from .nccl_start import Collectives, gather_facts, open_collectives, open_gpu
+from .reductions import parts_of
+from .staged import StagedTransport
+from .torch_collectives import DTYPES as CARRIED  # by CuPy's, too
+from .transport import Step, Transport
+
+_START_TEST_SECONDS: Final = 60.0  # what connecting, and the first allreduce, may take
 
 
 class _Undecided(threading.local):
@@ -53,6 +64,9 @@ class NcclTransport(StagedTransport):
 
     A view is connected by its own `connect`, or by its first collective on a GPU's array; until
     then it stages. Each connection takes GPU memory for NCCL's buffers.
+
+    An automatic one connects in that way, too, and goes on staging where the ranks cannot use NCCL.
+    `choice` then says why; it is told to `on_choice`.
     """
 
     counts_allreduce = False
@@ -64,50 +78,171 @@ class NcclTransport(StagedTransport):
         timeout_seconds: float = 600.0,
         *,
         parent: NcclTransport | None = None,
+        automatic: bool = False,
+        on_choice: Callable[[Choice], None] = lambda choice: None,
+        torch_backend: str = "nccl",
     ) -> None:
         """device: the GPU's number; None: by this rank's place on its host.
 
-        Raises, on all ranks alike, ImportError where CuPy or NCCL is missing, RuntimeError where a
-        rank has no GPU of its own.
+        bootstrap: where that carries messages of GPUs itself, it stages them here.
+        torch_backend: what takes the place of torch's NCCL in tests: "gloo", on the host.
+        Raises, on all ranks alike and unless automatic, ImportError where NCCL is missing,
+        RuntimeError where a rank has no GPU of its own.
         """
-        gpu = choose_gpu(bootstrap, device) if parent is None else parent._gpu
-        super().__init__(bootstrap, parent)
-        self.name = "nccl"
-        self.counts_allreduce = False
-        self._gpu: Gpu = gpu
+        self.automatic: bool = automatic if parent is None else parent.automatic
+        super().__init__(bootstrap, parent, needs_cupy=False)
+        self._under = (
+            bootstrap
+            if isinstance(bootstrap, StagedTransport)
+            else StagedTransport(bootstrap, needs_cupy=False)
+        )
+        # Of an automatic one a view asks its own ranks.
+        self.choice: Choice | None = parent.choice if parent and not self.automatic else None
+        self.on_choice: Callable[[Choice], None] = on_choice if parent is None else parent.on_choice
+        self._device: int | None = device if parent is None else parent._device
+        self._gpu: Gpu | None = None if parent is None else parent._gpu
+        self._torch_backend: str = torch_backend if parent is None else parent._torch_backend
         self._timeout_seconds = timeout_seconds
-        self._communicators: list[Communicator] = []
-        self._communicator: Communicator | None = None
+        self._connected: list[Collectives] = []
+        self._collectives: Collectives | None = None
+        self._all_on_gpu: bool | None = None  # as far as the ranks have told
         self._undecided: _Undecided = parent._undecided if parent else _Undecided()
-        if parent is None:
+        if parent is not None:
+            self._connected = parent._connected
+        if not self.automatic:
+            self.name, self.counts_allreduce = "nccl", False
+        if parent is None and not self.automatic:
+            self._require_nccl()
             self.connect()
-        else:
-            self._communicators = parent._communicators
+
+    def _require_nccl(self) -> None:
+        """Find NCCL and a GPU for every rank; raise where that cannot be."""
+        try:
+            self._gpu = choose_gpu(self.host, self._device)
+            self._device = self._gpu.device.id
+            version = dotted(self._gpu.nccl.get_version())
+            self.choice = Choice(Carrying.NCCL, f"GTOPK_TRANSPORT=nccl; NCCL {version}")
+        except PeerError:
+            raise
+        except (ImportError, RuntimeError):  # on all ranks alike
+            choice = choose(gather_facts(self.host, self._device), self.ranks)
+            if choice.carrying is not Carrying.TORCH:
+                raise
+            self.choice = choice
 
     @property
     def sends_from_device(self) -> bool:
-        return self._communicator is not None
+        return self._collectives is not None and self._collectives.sends_messages
 
-    def connect(self) -> None:
-        if self._communicator is None:
-            self._communicator = Communicator(self.host, self._gpu, self._timeout_seconds)
-            self._communicators.append(self._communicator)
+    def carries(self, tensor: Any) -> bool:
+        if self.choice is not None and self.choice.carrying is Carrying.STAGED:
+            return False
+        place, device = self.tensor_place, tensor.device
+        dtype = span_of(tensor).dtype
+        if device.type != place.partition(":")[0] or dtype not in (*CARRIED, "bool"):
+            return False
+        return device.type == "cpu" or self._device in (None, device.index)
 
-    def _over(self, host: Transport) -> NcclTransport:
-        return NcclTransport(host, timeout_seconds=self._timeout_seconds, parent=self)
+    def carrying(self, on_gpu: bool) -> Transport:
+        if not self.automatic or self._is_staged():
+            return self
+        if self._all_on_gpu is None:
+            answer = np.array([on_gpu], np.int32)
+            self.host.allreduce(answer, "min")
+            self._all_on_gpu = bool(answer[0])
+            if on_gpu and not self._all_on_gpu:
+                reason = "some ranks have their vectors on the host"
+                self.on_choice(Choice(Carrying.STAGED, reason))
+        if self._all_on_gpu and not on_gpu:
+            raise ValueError(
+                f"rank {self.ranks[self.rank]} has a vector on the host where every rank had its "
+                "vectors on a GPU: move it there, or set GTOPK_TRANSPORT=staged"
+            )
+        return self if self._all_on_gpu else self._under
+
+    @property
+    def tensor_place(self) -> str:
+        if self._torch_backend != "nccl":
+            return "cpu"
+        return "cuda" if self._device is None else f"cuda:{self._device}"
+
+    def connect(self, device: int | None = None) -> None:
+        """Connect NCCL, once; device: the GPU that an automatic one uses, None: the current one."""
+        if self._collectives is not None or (self.choice and self._is_staged()):
+            return
+        if not self.automatic:
+            self._open(self._timeout_seconds)
+            return
+        if self._device is None:
+            self._device = current_device() if device is None else device
+        choice = choose(gather_facts(self.host, self._device), self.ranks)
+        if choice.carrying is not Carrying.STAGED:
+            choice = self._try(choice)
+        self.choice = choice
+        self.counts_allreduce = self.counts_allreduce and self._is_staged()
+        self.on_choice(choice)
+
+    def _is_staged(self) -> bool:
+        return self.choice is not None and self.choice.carrying is Carrying.STAGED
+
+    def _try(self, choice: Choice) -> Choice:
+        """Connect, and return what carries the messages of GPUs now that it was tried."""
+        failure = ""
+        self.choice = choice
+        try:
+            self._open(min(self._timeout_seconds, _START_TEST_SECONDS))
+        except Exception as error:  # of CuPy, CUDA, NCCL, torch: all ranks are to hear of it
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        said = self.host.allgather(np.frombuffer(failure.encode(), np.uint8))
+        failures = [message.tobytes().decode(errors="replace") for message in said]
+        tried = after_test(choice, failures, self.ranks)
+        if tried is not choice and self._collectives is not None:
+            self._collectives.abort(tried.reason)
+            self._connected.remove(self._collectives)
+            self._collectives = None
+        return tried
+
+    def _open(self, seconds: float) -> None:
+        """Connect the ranks, and see whether they add up.
+
+        Raises PeerError, also where they do not.
+        """
+        assert self.choice is not None
+        if self.choice.carrying is Carrying.NCCL and self._gpu is None:
+            self._gpu = open_gpu(self._device)
+        opened = open_collectives(
+            self.choice.carrying,
+            self.host,
+            self._gpu,
+            self._device or 0,
+            seconds,
+            self._torch_backend,
+        )
+        opened.set_timeout(self._timeout_seconds)
+        self._connected.append(opened)
+        self._collectives = opened
+
+    def view(self, step: Step, ranks: Sequence[int]) -> Transport:
+        under = self._under.view(step, ranks)
+        with self._making_a_view:
+            if under.path not in self._views:
+                self._views[under.path] = NcclTransport(
+                    under, timeout_seconds=self._timeout_seconds, parent=self
+                )
+            return self._views[under.path]
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         self._stage_undecided()
         if not is_on_device(message):
-            return super().send(message, to)
+            return self._under.send(message, to)
         self._checked(message)
-        if self._communicator is None or to == self.rank:
-            return super().send(message, to)
+        if not self.sends_from_device or to == self.rank:
+            return self._under.send(message, to)
         finish: Callable[[], None] | None = None
 
         def stage() -> None:
             nonlocal finish
-            finish = super(NcclTransport, self).send(message, to)
+            finish = self._under.send(message, to)
 
         def sent() -> None:
             nonlocal finish
@@ -134,8 +269,9 @@ class NcclTransport(StagedTransport):
         return super().receive(source)
 
     def _follow(self, announcement: Announcement, source: int) -> Array:
-        if announcement.way is not Way.NCCL or self._communicator is None:
-            return super()._follow(announcement, source)
+        if announcement.way is not Way.NCCL or not self.sends_from_device:
+            with self._current():
+                return self._under._follow(announcement, source)
         received = self._empty(announcement.message_bytes)
         self._transfer([], [(received, source)])
         return received
@@ -144,7 +280,7 @@ class NcclTransport(StagedTransport):
         self, messages: Iterable[tuple[Array, int]], sources: Sequence[int]
     ) -> Iterator[Array]:
         self._stage_undecided()
-        if self._communicator is None:
+        if not self.sends_from_device:
             return super().exchange_all(messages, sources)
         sends, outgoing = [], []
         for message, to in messages:
@@ -152,7 +288,7 @@ class NcclTransport(StagedTransport):
                 outgoing.append((self._checked(message), to))
                 sends.append(self._announce(message, to))
             else:
-                sends.append(super().send(message, to))
+                sends.append(self._under.send(message, to))
         received, incoming = [], []
         for source in sources:
             message = self.host.receive(source)
@@ -178,32 +314,13 @@ class NcclTransport(StagedTransport):
             return
         for message, _ in outgoing:
             self.traffic.count(message.size)
-        uint8 = self._gpu.nccl.NCCL_UINT8
-
-        def enqueue(nccl: Any, stream: int) -> None:
-            for message, to in outgoing:
-                nccl.send(_address(message), message.size, uint8, to, stream)
-            for message, source in incoming:
-                nccl.recv(_address(message), message.size, uint8, source, stream)
-
-        meets = {*(("to", to) for _, to in outgoing), *(("from", source) for _, source in incoming)}
-        touched = [message for message, _ in (*outgoing, *incoming)]
-        self._run(enqueue, touched, sorted({peer for _, peer in meets}), frozenset(meets))
-
-    def _run(
-        self,
-        enqueue: Callable[[Any, int], None],
-        touched: Sequence[Array],
-        peers: Sequence[int] = (),
-        meets: frozenset[tuple[str, int]] | None = None,
-    ) -> None:
-        assert self._communicator is not None
-        self._communicator.run(enqueue, touched, peers, meets)
+        assert isinstance(self._collectives, CupyCollectives)
+        self._collectives.transfer(outgoing, incoming)
 
     def allgather(self, message: Array) -> list[Array]:
         self._stage_undecided()
         if not is_on_device(message):
-            return super().allgather(message)
+            return self.host.allgather(message)
         own = Announcement(Way.NCCL, self._checked(message).size).encode()
         announcements = [Announcement.read(m) for m in self.host.allgather(own)]
         bounds = [0]
@@ -214,102 +331,127 @@ class NcclTransport(StagedTransport):
                     f"{self.ranks[self.rank]} gathers messages of GPUs"
                 )
             bounds.append(bounds[-1] + announcement.message_bytes)
-        self.connect()
+        self.connect(span_of(message).device)
+        if self._collectives is None:
+            with self._current():
+                return self._under.allgather(message)
         everyones = self._empty(bounds[-1])
-        with self._gpu.device:
+        with self._current():
             everyones[bounds[self.rank] : bounds[self.rank + 1]] = message
-        self._allgather_into(everyones, bounds)
+        self._fill(everyones, bounds)
         return [everyones[a:b] for a, b in itertools.pairwise(bounds)]
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce in place by NCCL's own allreduce; counted by formula, as MPI's is."""
         self._stage_undecided()
-        if not is_on_device(array):
+        if not is_of_gpu(array):
             self.host.allreduce(array, reduction)
             return
-        dtype, operator = self._agree("allreduce", array, reduction, ())
-        if self.size == 1 or not array.size:
+        span = span_of(array)
+        collectives = self._agree("allreduce", array, reduction)
+        if collectives is None:
+            self._under.allreduce(array, reduction)
             return
-        self._run(
-            lambda nccl, stream: nccl.allReduce(
-                _address(array), _address(array), array.size, dtype, operator, stream
-            ),
-            [array],
-        )
-        self.traffic.count(
-            cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
-        )
+        if self.size > 1 and span.size:
+            collectives.allreduce(array, reduction)
+            sent = cost.dense_bytes(span.size, self.size, span.itemsize)
+            self.traffic.count(sent, 2 * cost.rounds(self.size))
 
     def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
         self._stage_undecided()
-        if not is_on_device(array):
+        if not is_of_gpu(array):
             self.host.reduce_scatter(array, bounds, reduction)
             return
-        dtype, operator = self._agree("reduce_scatter", array, reduction, bounds)
-        parts = _parts(array, bounds)
-        if self.size == 1 or not parts:
+        collectives = self._agree("reduce_scatter", array, reduction, f" cut at {list(bounds)}")
+        if collectives is None:
+            self._under.reduce_scatter(array, bounds, reduction)
             return
-
-        def enqueue(nccl: Any, stream: int) -> None:
-            # One reduction per owner: NCCL's own reduce_scatter knows equal parts only.
-            for owner, part in parts:
-                place = _address(part)
-                nccl.reduce(place, place, part.size, dtype, operator, owner, stream)
-
-        self._run(enqueue, [array])
-        self._count_all_parts_but_own(array, bounds)
+        if self.size > 1 and parts_of(bounds):
+            collectives.reduce_scatter(array, bounds, reduction)
+            self._count_all_parts_but_own(array, bounds)
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
         self._stage_undecided()
-        if not is_on_device(array):
+        if not is_of_gpu(array):
             self.host.allgather_into(array, bounds)
             return
-        self._agree("allgather_into", array, "sum", bounds)
-        self._allgather_into(array, bounds)
-
-    def _allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
-        parts = _parts(array, bounds)
-        if self.size == 1 or not parts:
+        collectives = self._agree("allgather_into", array, detail=f" cut at {list(bounds)}")
+        if collectives is None:
+            self._under.allgather_into(array, bounds)
             return
-        uint8 = self._gpu.nccl.NCCL_UINT8
+        self._fill(array, bounds)
 
-        def enqueue(nccl: Any, stream: int) -> None:
-            for owner, part in parts:
-                nccl.broadcast(_address(part), _address(part), part.nbytes, uint8, owner, stream)
+    def _fill(self, array: Array, bounds: Sequence[int]) -> None:
+        if self.size > 1 and parts_of(bounds) and self._collectives is not None:
+            self._collectives.allgather_into(array, bounds)
+            self._count_all_parts_but_own(array, bounds)
 
-        self._run(enqueue, [array])
+    def broadcast_into(self, array: Array, root: int) -> None:
+        self._stage_undecided()
+        if not is_of_gpu(array):
+            self.host.broadcast_into(array, root)
+            return
+        source = f" from rank {self.ranks[root]}"
+        collectives = self._agree("broadcast_into", array, detail=source)
+        if collectives is None:
+            self._under.broadcast_into(array, root)
+            return
+        span = span_of(array)
+        if self.size > 1 and span.size:
+            collectives.broadcast_into(array, root)
+            sent = span.size * span.itemsize if self.rank == root else 0
+            self.traffic.count(sent, cost.rounds(self.size))
+
+    def alltoall(self, array: Array, bounds: Sequence[int]) -> tuple[Array, list[int]]:
+        self._stage_undecided()
+        if not is_of_gpu(array):
+            return self.host.alltoall(array, bounds)
+        collectives = self._agree("alltoall", array, any_size=True)
+        if collectives is None:
+            return self._under.alltoall(array, bounds)
+        said = self.host.allgather(np.diff(bounds).astype(np.int64).view(np.uint8))
+        sizes = [int(message.view(np.int64)[self.rank]) for message in said]
+        ends = [0, *itertools.accumulate(sizes)]
+        span = span_of(array)
+        if is_tensor(array):
+            received: Any = array.new_empty(ends[-1])  # type: ignore[attr-defined]
+        else:
+            received = self._empty(ends[-1] * span.itemsize).view(array.dtype)
+        collectives.alltoall(array, bounds, received, ends)
         self._count_all_parts_but_own(array, bounds)
+        return received, ends
 
     def _count_all_parts_but_own(self, array: Array, bounds: Sequence[int]) -> None:
         own = bounds[self.rank + 1] - bounds[self.rank]
         others = bounds[-1] - bounds[0] - own
-        self.traffic.count(others * array.itemsize, cost.rounds(self.size))
+        self.traffic.count(others * span_of(array).itemsize, cost.rounds(self.size))
 
     def _agree(
-        self, operation: str, array: Array, reduction: str, bounds: Sequence[int]
-    ) -> tuple[int, int]:
-        """Return NCCL's dtype and operator, when all ranks are here, connected, and mean the same.
+        self,
+        operation: str,
+        array: Array,
+        reduction: str = "",
+        detail: str = "",
+        *,
+        any_size: bool = False,
+    ) -> Collectives | None:
+        """Return what carries it, when all ranks are here, connected, and mean the same.
 
-        NCCL itself would hang, or worse. Raises MismatchError on all ranks alike.
+        None: it is staged. NCCL itself would hang, or worse, where they do not mean the same.
+        Raises MismatchError on all ranks alike.
         """
+        span = span_of(array)
         self._check_place(array)
-        ends = f" cut at {list(bounds)}" if bounds else ""
-        own = f"{operation} ({reduction}) of {array.dtype} [{array.size}]{ends}"
-        messages = self.host.allgather(np.frombuffer(own.encode(), np.uint8))
-        texts = [message.tobytes().decode(errors="replace") for message in messages]
-        for rank, text in zip(self.ranks, texts, strict=True):
-            if text != texts[0]:
-                raise MismatchError(
-                    f"rank {rank} asks for {text} where rank {self.ranks[0]} asks for {texts[0]}; "
-                    "all ranks must ask for the same"
-                )
-        if array.dtype.name not in _DTYPES:
-            raise TypeError(f"NCCL reduces {', '.join(_DTYPES)}; got {array.dtype}")
-        self.connect()
-        nccl = self._gpu.nccl
-        dtype: int = getattr(nccl, f"NCCL_{array.dtype.name.upper()}")
-        operator: int = getattr(nccl, f"NCCL_{_REDUCTIONS[reduction]}")
-        return dtype, operator
+        kind = f" ({reduction})" if reduction else ""
+        length = "" if any_size else f" [{span.size}]"
+        own = f"{operation}{kind} of {span.dtype}{length}{detail}"
+        require_same(self.host, own)
+        self.connect(span.device)
+        if self._collectives is None:
+            return None
+        if reduction and span.dtype not in self._collectives.dtypes:
+            raise TypeError(f"NCCL reduces {', '.join(self._collectives.dtypes)}; got {span.dtype}")
+        return self._collectives
 
     def _checked(self, message: Array) -> Array:
         if message.dtype != np.uint8 or message.ndim != 1:
@@ -320,20 +462,17 @@ class NcclTransport(StagedTransport):
         return message
 
     def _check_place(self, array: Array) -> None:
-        device = array.device
-        if device != self._gpu.device or not array.flags.c_contiguous:
-            raise ValueError(
-                f"rank {self.ranks[self.rank]} sends from {self._gpu.device}: an array must be "
-                f"contiguous and there, got one on {device} with strides {array.strides}"
-            )
+        """Raise ValueError for an array that is not of this rank's GPU, or not in one piece."""
+        own = None if self._gpu is None else self._gpu.device.id
+        require_place(array, own, self.ranks[self.rank])
 
-    def _to_device(self, array: Array) -> Array:
-        with self._gpu.device:
-            return super()._to_device(array)
+    def _current(self) -> Any:
+        """Return what makes this rank's GPU the current one."""
+        return nullcontext() if self._gpu is None else self._gpu.device
 
     def _empty(self, length: int) -> Array:
         # On the caller's current stream: what used this memory before has ended when NCCL begins.
-        with self._gpu.device:
+        with self._current():
             array: Array = self._cupy.empty(length, np.uint8)
         return array
 
@@ -344,22 +483,17 @@ class NcclTransport(StagedTransport):
     def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
         self._stage_undecided()
         late = super().leave(reason, patience_seconds)
-        # Nothing is under way: every operation was waited for. To destroy would wait for peers.
-        for communicator in self._communicators:
-            communicator.abort(f"rank {self.ranks[self.rank]} left ({reason})")
+        self.disconnect(f"rank {self.ranks[self.rank]} left ({reason})")
         return late
 
+    def disconnect(self, reason: str) -> None:
+        """Let go of NCCL on all views; nothing of it may be under way."""
+        # To destroy would wait for peers.
+        for connected in self._connected:
+            connected.abort(reason)
+
     def library(self) -> str:
-        version = self._gpu.nccl.get_version()
-        return f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-def _address(array: Array) -> int:
-    address: int = array.data.ptr  # type: ignore[attr-defined]
-    return address
-
-
-def _parts(array: Array, bounds: Sequence[int]) -> list[tuple[int, Array]]:
-    """Return each owner with its part, where that is not empty."""
-    parts = ((owner, array[a:b]) for owner, (a, b) in enumerate(itertools.pairwise(bounds)))
-    return [(owner, part) for owner, part in parts if part.size]
+        if self.automatic:
+            return self.host.library()
+        assert self.choice is not None
+        return f"NCCL {dotted(self._gpu.nccl.get_version())}" if self._gpu else str(self.choice)

@@ -21,8 +21,8 @@ import numpy as np
 
 from ..errors import PeerError
 from ..vector import Array
-from .gpu import Gpu, has_come
-from .patience import wait_until
+from .gpu import Gpu, has_come, is_tensor, tensor_event
+from .patience import wait_for_call, wait_until
 from .transport import Transport
 
 _GRACE_SECONDS: Final = 1.0  # what a rank sent before it left may still be on its way
@@ -37,15 +37,14 @@ class Communicator:
     def __init__(self, host: Transport, gpu: Gpu, timeout_seconds: float) -> None:
         self._host = host
         self._gpu = gpu
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds  # the longest a rank waits for a peer
         self._nccl: Any = None
         self._stream: Any = None
         self._broken = ""
         self._met: set[Hashable] = set()
         # What a kernel may read or write, until it is known to have ended.
         self._touched: Sequence[Array] = ()
-        own_id = np.frombuffer(gpu.nccl.get_unique_id(), np.uint8) if host.rank == 0 else None
-        unique_id = host.broadcast(own_id, root=0).tobytes()
+        unique_id = self._share_id()
 
         def join() -> Any:
             self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
@@ -53,16 +52,34 @@ class Communicator:
 
         self._nccl = self._patiently(join, ())
 
+    def _share_id(self) -> bytes:
+        """Return NCCL's id for these ranks; rank 0 makes it. Raises PeerError where it cannot.
+
+        Nothing else is sent over the host here: who fails later fails by itself.
+        """
+        unique_id, failure = b"", ""
+        if self._host.rank == 0:
+            try:
+                unique_id = self._gpu.nccl.get_unique_id()
+            except RuntimeError as error:  # NCCL's, or CUDA's
+                failure = f" ({error})"
+        message = np.frombuffer(unique_id, np.uint8) if self._host.rank == 0 else None
+        told = self._host.broadcast(message, root=0).tobytes()
+        if not told:
+            raise PeerError(f"rank {self._host.ranks[0]} could not make NCCL's id{failure}")
+        return told
+
     def run(
         self,
         enqueue: Enqueue,
         touched: Sequence[Array],
-        peers: Sequence[int],
+        peers: Sequence[int] = (),
         meets: frozenset[Hashable] | None = None,
     ) -> None:
         """Run one group of NCCL's calls; return when it has ended.
 
-        touched: the arrays it reads and writes; ready on the caller's current stream.
+        touched: the arrays it reads and writes; ready on the caller's current stream, of CuPy for
+                 its arrays, of torch for tensors.
         peers:   whom it waits for; none when it is all ranks.
         meets:   with whom NCCL must be connected for it; None when NCCL alone knows.
         Raises PeerError after an abort, this one or an earlier one; CuPy's error where CUDA fails.
@@ -71,8 +88,7 @@ class Communicator:
             raise PeerError(self._broken)
         event = self._gpu.cupy.cuda.Event
         with self._gpu.device:
-            caller = self._gpu.cupy.cuda.get_current_stream()
-            self._stream.wait_event(caller.record(event(disable_timing=True)))
+            ready = self._wait_for_caller(touched)
             self._touched = touched
             if meets is not None and meets <= self._met:
                 self._unless_broken(lambda: self._group(enqueue), peers)
@@ -82,8 +98,21 @@ class Communicator:
             done = self._stream.record(event(disable_timing=True))
             self._wait(lambda: has_come(done, self._gpu.cupy) or None, peers)
             self._touched = ()
+            del ready
         if self._broken:  # by another thread: an abort ends a kernel, too
             raise PeerError(self._broken)
+
+    def _wait_for_caller(self, touched: Sequence[Array]) -> object:
+        """Have the own stream wait for the caller's; return the event, to be kept until then."""
+        cuda = self._gpu.cupy.cuda
+        tensor = next(filter(is_tensor, touched), None)
+        if tensor is not None:
+            made = tensor_event(tensor)
+            cuda.runtime.streamWaitEvent(self._stream.ptr, made.cuda_event, 0)
+            return made
+        ready = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
+        self._stream.wait_event(ready)
+        return ready
 
     def _group(self, enqueue: Enqueue) -> None:
         self._gpu.nccl.groupStart()
@@ -94,29 +123,18 @@ class Communicator:
 
     def _patiently(self, call: Callable[[], Any], peers: Sequence[int]) -> Any:
         """Return what a call returns that may block; made by a thread, abandoned if need be."""
-        results: list[Any] = []
-        errors: list[BaseException] = []
 
-        def make() -> None:
-            try:
-                self._gpu.device.use()  # to go back to GPU 0 would open a context there
-                results.append(call())
-            except BaseException as error:
-                errors.append(error)
+        def make() -> Any:
+            self._gpu.device.use()  # to go back to GPU 0 would open a context there
+            return call()
 
-        def outcome() -> Any:
-            for error in errors:
-                raise error
-            return results or None
-
-        threading.Thread(target=make, daemon=True).start()
-        return self._wait(outcome, peers)[0]
+        return wait_for_call(make, lambda test: self._wait(test, peers))
 
     def _wait(self, test: Callable[[], Any], peers: Sequence[int]) -> Any:
         ranks = [self._host.ranks[peer] for peer in peers]
         return self._unless_broken(
             lambda: wait_until(
-                test, self._host, ranks, self._timeout_seconds, self._look, _GRACE_SECONDS
+                test, self._host, ranks, self.timeout_seconds, self._look, _GRACE_SECONDS
             ),
             peers,
         )

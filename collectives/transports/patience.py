@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ..errors import PeerError, PeerTimeoutError
 from .transport import STALL_WARNING_SECONDS, Transport, say
@@ -40,6 +41,30 @@ def wait_until(
         return _poll(test, transport, peers, timeout_seconds, look, grace_seconds, begun)
     finally:
         transport.traffic.count_wait(time.monotonic() - begun)
+
+
+def wait_for_call(call: Callable[[], T], wait: Callable[[Callable[[], Any]], Any]) -> T:
+    """Return what a call returns that may block; made by a thread, which is abandoned if need be.
+
+    wait: returns what a test returns once that is not None, or raises.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    def outcome() -> list[T] | None:
+        for error in errors:
+            raise error
+        return results or None
+
+    threading.Thread(target=make, daemon=True).start()
+    wait(outcome)
+    return results[0]
 
 
 def _poll(

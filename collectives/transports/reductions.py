@@ -30,6 +30,7 @@ latency, or two of long messages, however many pieces it has.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -91,6 +92,12 @@ def _reduce_rows(rows: Array, reduction: str) -> Array:
 def even_bounds(length: int, size: int) -> Sequence[int]:
     """Return the bounds of blocks that differ by one element at most."""
     return [length * rank // size for rank in range(size + 1)]
+
+
+def parts_of(bounds: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return each owner with the begin and end of its block, where that is not empty."""
+    ends = enumerate(itertools.pairwise(bounds))
+    return [(owner, begin, end) for owner, (begin, end) in ends if end > begin]
 
 
 def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], reduction: str) -> None:

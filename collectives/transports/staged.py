@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..vector import Array, is_on_device
 from .announcement import Announcement, Way
 from .counter import Counter
 from .farewell import Farewell
-from .gpu import load_cupy
+from .gpu import host_copy, is_of_gpu, is_tensor, load_cupy, tensor_of
 from .node_memory import NodeMemory
 from .transport import Path, Step, Transport
 
@@ -28,8 +29,13 @@ class StagedTransport(Transport):
 
     supports_device_messages = True
 
-    def __init__(self, host: Transport, parent: StagedTransport | None = None) -> None:
-        """parent: the transport that this one is a view of."""
+    def __init__(
+        self, host: Transport, parent: StagedTransport | None = None, *, needs_cupy: bool = True
+    ) -> None:
+        """parent: the transport that this one is a view of.
+
+        needs_cupy: whether to raise ImportError now where it is missing; else at its first use.
+        """
         # A host's own way for messages of GPUs is not this transport's.
         self.host: Transport = host.host if isinstance(host, StagedTransport) else host
         host = self.host
@@ -38,9 +44,15 @@ class StagedTransport(Transport):
         self.timeout_seconds = host.timeout_seconds
         self.full_speed_bytes = host.full_speed_bytes
         self.counts_allreduce = host.counts_allreduce
-        self._cupy: Any = load_cupy(self.name) if parent is None else parent._cupy
+        self.announces_waits = host.announces_waits
+        if parent is None and needs_cupy:
+            load_cupy(self.name)
         self._views: dict[Path, StagedTransport] = {} if parent is None else parent._views
         self._making_a_view: threading.Lock = parent._making_a_view if parent else threading.Lock()
+
+    @cached_property
+    def _cupy(self) -> Any:
+        return load_cupy(self.name)
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         if is_on_device(message):
@@ -99,9 +111,26 @@ class StagedTransport(Transport):
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
         self._on_host(array, lambda host: self.host.allgather_into(host, bounds))
 
+    def broadcast_into(self, array: Array, root: int) -> None:
+        self._on_host(array, lambda host: self.host.broadcast_into(host, root))
+
+    def alltoall(self, array: Array, bounds: Sequence[int]) -> tuple[Array, list[int]]:
+        if not is_of_gpu(array):
+            return self.host.alltoall(array, bounds)
+        if is_tensor(array):
+            received, ends = self.host.alltoall(host_copy(array), bounds)
+            return tensor_of(received, array), ends
+        received, ends = self.host.alltoall(self._to_host(array), bounds)
+        return self._to_device(received), ends
+
     def _on_host(self, array: Array, collective: Callable[[Array], None]) -> None:
-        if not is_on_device(array):
+        if not is_of_gpu(array):
             collective(array)
+            return
+        if is_tensor(array):
+            host = host_copy(array)
+            collective(host)
+            array.copy_(tensor_of(host, array))  # type: ignore[attr-defined]
             return
         host = self._to_host(array)
         collective(host)

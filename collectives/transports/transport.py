@@ -16,7 +16,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -103,11 +103,32 @@ class Transport(Endpoint):
             raise ValueError(f"channel must lie in 0..{CHANNELS - 1}, got {number}")
         return self.view(number, self.ranks)
 
-    def connect(self) -> None:
+    def connect(self, device: int | None = None) -> None:
         """Prepare for messages in GPU memory, where that takes anything; all ranks do so together.
 
         A view that nobody connected may pass them through the hosts.
+        device: the GPU, by its number; None: the current one.
         """
+
+    def carries(self, tensor: Any) -> bool:
+        """Tell whether dense collectives take a tensor of torch's in its own memory.
+
+        Of a GPU where nothing has to travel, or NCCL carries what is there; sends nothing. A tensor
+        that is taken is one-dimensional and contiguous; bool travels as uint8.
+        """
+        return self.size == 1 and tensor.device.type == "cuda"
+
+    def carrying(self, on_gpu: bool) -> Transport:
+        """Return what carries vectors that each rank has on its GPU, or on its host.
+
+        All ranks call it together; the first time they ask each other, where that takes asking.
+        """
+        return self
+
+    @property
+    def tensor_place(self) -> str:
+        """Where tensors are that are carried, in torch's words; the current GPU where none is."""
+        return "cuda"
 
     @abstractmethod
     def check_messages(self) -> None:
@@ -358,6 +379,37 @@ class Transport(Endpoint):
         ceil(log2 P) messages per rank, and the bytes of all parts but one.
         """
         reductions.allgather_into(self, array, bounds)
+
+    def broadcast_into(self, array: Array, root: int) -> None:
+        """Fill a one-dimensional array in place with the root's; of one size and dtype everywhere.
+
+        The messages of `broadcast`. Raises MessageError where the root's is of another size.
+        """
+        own = array.view(np.uint8)
+        message = self.broadcast(own if self.rank == root else None, root)
+        if message.size != own.size:
+            raise MessageError(
+                f"rank {self.ranks[root]} broadcasts {message.size} bytes where rank "
+                f"{self.ranks[self.rank]}'s array has {own.size}; all must be alike"
+            )
+        if self.rank != root:
+            own[...] = message
+
+    def alltoall(self, array: Array, bounds: Sequence[int]) -> tuple[Array, list[int]]:
+        """Send array[bounds[rank]:bounds[rank+1]] to each rank; return what they send here.
+
+        Returns a new array with the ranks' parts in rank order, and its own bounds. In one step:
+        rank + 1, rank + 2, ... get their parts while rank - 1, rank - 2, ... send theirs. Every
+        rank passes the same dtype.
+        """
+        parts = [array[a:b].view(np.uint8) for a, b in itertools.pairwise(bounds)]
+        others = [(self.rank + shift) % self.size for shift in range(1, self.size)]
+        sources = others[::-1]
+        received = self.exchange_all([(parts[to], to) for to in others], sources)
+        by_source = {self.rank: parts[self.rank], **dict(zip(sources, received, strict=True))}
+        whole = np.concatenate([by_source[source] for source in range(self.size)])
+        sizes = [by_source[source].size // array.itemsize for source in range(self.size)]
+        return whole.view(array.dtype), [0, *itertools.accumulate(sizes)]
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

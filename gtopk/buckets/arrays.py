@@ -20,14 +20,45 @@ _log = logging.getLogger("gtopk")
 
 def to_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a copy on the host that ranks can reduce, [numel]; bool as uint8."""
-    flat = tensor.detach().resolve_neg().reshape(-1).cpu()
-    array = view_dense(flat.to(torch.uint8) if flat.dtype == torch.bool else flat)
-    return np.array(array)
+    flat = flattened(tensor)
+    if flat.is_cuda:
+        copy = begin_copy(flat)
+        await_copies([flat])
+        return view_dense(copy)
+    return np.array(view_dense(flat))
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as ranks can reduce them, [numel]: its memory, where it can be."""
+    flat = tensor.detach().resolve_neg().reshape(-1)
+    return flat.to(torch.uint8) if flat.dtype == torch.bool else flat
+
+
+def begin_copy(flat: torch.Tensor) -> torch.Tensor:
+    """Return page-locked memory on the host that a GPU's tensor is on its way to.
+
+    It has come after `await_copies`.
+    """
+    pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(flat, non_blocking=True)
+
+
+def await_copies(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait for the copies of GPUs' tensors that were begun on the current streams."""
+    for place in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(place).synchronize()
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on a device: to a GPU through page-locked memory, not waited for."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def from_array(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
     """Return the array as a tensor of the shape, dtype and device of `like`."""
-    return view_tensor(array).to(device=like.device, dtype=like.dtype).reshape(like.shape)
+    return to_device(view_tensor(array), like.device).to(like.dtype).reshape(like.shape)
 
 
 def lies_as_array(tensor: torch.Tensor) -> bool:

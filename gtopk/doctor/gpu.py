@@ -64,10 +64,12 @@ def look_at_cupy() -> Finding:
 
 
 def look_at_nccl() -> Finding:
-    """Whether CuPy finds NCCL."""
+    """Whether CuPy finds NCCL; else whether torch brings one."""
     if not installed("cupy"):
         advice = f"on a machine with NVIDIA GPUs: pip install {_extra()}"
-        return Finding("NCCL", State.MISSING, "reached through CuPy", advice)
+        return _torchs_nccl(advice) or Finding(
+            "NCCL", State.MISSING, "reached through CuPy, or through torch's CUDA builds", advice
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # CuPy warns where it finds no NCCL; so do we, in our way
         nccl = import_module("cupy.cuda.nccl")
@@ -75,10 +77,26 @@ def look_at_nccl() -> Finding:
         of_cupy = re.search(r"\d+", " ".join(cupy_packages()))
         major = of_cupy.group() if of_cupy else _major()
         advice = f"on a machine with NVIDIA GPUs: pip install nvidia-nccl-cu{major}"
-        return Finding("NCCL", State.MISSING, "CuPy finds no libnccl", advice)
+        return _torchs_nccl(advice) or Finding(
+            "NCCL", State.MISSING, "CuPy finds no libnccl", advice
+        )
     version = nccl.get_version()
     dotted = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return Finding("NCCL", State.OK, f"{dotted}, through CuPy")
+
+
+def _torchs_nccl(advice: str) -> Finding | None:
+    """Return what torch's own NCCL is good for; None where it has none."""
+    if not installed("torch"):
+        return None
+    import_module("torch")
+    gpu = import_module("collectives.transports.gpu")
+    version = gpu.torch_nccl()
+    if not version:
+        return None
+    dotted = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    detail = f"{dotted} of torch carries dense reductions; sparse ones go through the host"
+    return Finding("NCCL", State.WARN, detail, advice)
 
 
 def cupy_packages() -> list[str]:

@@ -32,6 +32,7 @@ from .mpi import INSTALL_MPI
 NAME: Final = "ranks"
 NETWORK: Final = "network"
 LINKS: Final = "links"
+GPUS: Final = "GPU messages"
 JOB_SECONDS: Final = 60.0
 _RANKS_ALONE: Final = 2
 TORCHRUN: Final = "torchrun --nproc-per-node"
@@ -74,7 +75,8 @@ def look_at_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
         detail = f"{launcher}'s exit code {code}: {said}"
         return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE, launcher))
     finding = judge(sums, _RANKS_ALONE, launcher)
-    return finding._replace(detail=f"{finding.detail}; {took:.1f} s with their start")
+    gpus = f"; {sums['gpus']}" if sums.get("gpus") else ""
+    return finding._replace(detail=f"{finding.detail}{gpus}; {took:.1f} s with their start")
 
 
 def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
@@ -86,6 +88,9 @@ def look_at_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[F
     if isinstance(sums, Finding):
         return [sums]
     findings = [judge(sums, job.size)]
+    if sums.get("gpus"):
+        state = State.OK if "over NCCL" in sums["gpus"] else State.WARN
+        findings.append(Finding(GPUS, state, sums["gpus"]))
     if "network" in sums:
         findings.append(Finding(NETWORK, State.OK, sums["network"]))
     return findings
@@ -184,6 +189,7 @@ def add_up(measure_network: bool = True) -> None:
 
     from collectives.cores import allowed_cores, core_quota
 
+    from ..world.gpu_messages import find_out
     from ..world.joining import join
 
     world = join()
@@ -210,6 +216,7 @@ def add_up(measure_network: bool = True) -> None:
         "hosts": [host for host, _, _, _ in places],
         "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in places},
         "transport": f"{world.name} ({world.library()})",
+        "gpus": find_out(world),
     }
     if measure_network and world.size > 1:
         from .network import describe_network

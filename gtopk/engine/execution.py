@@ -19,6 +19,7 @@ from collectives.transports import Transport
 
 from .fusion import Dense, Fuser, Share, bundle, neutral
 from .observer import Event, Phase, What
+from .on_gpu import all_on_gpu
 from .operation import Operation, StandIn, Work
 from .table import Ready
 
@@ -39,8 +40,13 @@ class Part(NamedTuple):
     operation: Operation | None
 
 
-def part_of(ready: Ready, operation: Operation | None, stand_in: StandIn | None) -> Part:
-    """Return what this rank does of an operation; None: it has joined, and did not submit it."""
+def part_of(
+    ready: Ready, operation: Operation | None, stand_in: StandIn | None, place: str = "cpu"
+) -> Part:
+    """Return what this rank does of an operation; None: it has joined, and did not submit it.
+
+    place: where tensors are that the transport carries.
+    """
     name, intention, votes = ready
     if operation is not None:
         return Part(name, votes, operation.fusion, operation.work, operation)
@@ -52,7 +58,8 @@ def part_of(ready: Ready, operation: Operation | None, stand_in: StandIn | None)
                 "optimizer on every rank, also where there is nothing to train on"
             )
         work = stand_in(name, intention.recipe)
-    return Part(name, votes, list(map(neutral, intention.dense)), work, None)
+    place = place if all_on_gpu(votes) else ""
+    return Part(name, votes, [neutral(layout, place) for layout in intention.dense], work, None)
 
 
 def _nothing(transport: Transport, votes: list[int]) -> None:
@@ -69,7 +76,7 @@ class Step(NamedTuple):
 def steps_of(ready: Sequence[Ready], threshold_bytes: int, alone_bytes: int) -> list[Step]:
     """Return what is run, one after the other."""
     shares = (
-        Share(number, place, layout)
+        Share(number, place, layout, all_on_gpu(each.votes))
         for number, each in enumerate(ready)
         for place, layout in enumerate(each.intention.dense)
     )
@@ -109,7 +116,8 @@ class Execution:
         Raises what one of them raised that leaves the ranks in different places; those after it are
         not settled then. That all ranks disagree (MismatchError) leaves them in one.
         """
-        parts = [part_of(each, operations.get(each.name), stand_in) for each in ready]
+        place = self.transport.tensor_place
+        parts = [part_of(each, operations.get(each.name), stand_in, place) for each in ready]
         left = [len(part.dense) for part in parts]  # arrays to be reduced
         begun: set[int] = set()
         for step in self._steps(ready, fusion_threshold_bytes):
@@ -157,7 +165,8 @@ class Execution:
             self._notice(phase, what, members)
 
         dense = [parts[share.of].dense[share.place] for share in shares]
-        self._fuser.reduce(dense, shares[0].layout, self.transport, notice)
+        first = shares[0]
+        self._fuser.reduce(dense, first.layout, self.transport, notice, first.on_gpu)
         self._count(members[0])
 
     def _work(self, part: Part) -> list[Settled]:

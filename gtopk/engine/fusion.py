@@ -17,6 +17,9 @@ the operation's own facts.
     b  float32 sum   4 MB                       b     alone, in its own memory
     c  float32 sum   2 KB                       d     alone: no other has its key
     d  float64 sum   1 KB
+
+Tensors on a GPU (`OnGpu`) are reduced there where every rank has its own on one, as the votes say;
+else through the host.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from numpy.typing import NDArray
 from collectives.kernels.narrow import BFLOAT16, is_narrow, narrow, widen
 from collectives.transports import Transport
 
+from .on_gpu import OnGpu, on_place, reduce_as_one
+
 # Hears when a part of a reduction begins and ends.
 Notice = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
 
@@ -39,17 +44,23 @@ _BFLOAT16: Final = "bfloat16"
 class Dense(NamedTuple):
     """An array that is reduced over the ranks in place.
 
-    array:     on the host, one-dimensional, contiguous, writable; nobody else may touch it until
-               the operation is done.
+    array:     on the host, or `OnGpu`; one-dimensional, contiguous, writable; nobody else may touch
+               it until the operation is done.
     reduction: "sum", "product", "min" or "max".
     prescale:  factor before the reduction, postscale: after it. Integers are scaled in float64 and
                truncated, 16-bit floats in float32.
     """
 
-    array: NDArray[Any]
+    array: NDArray[Any] | OnGpu
     reduction: str = "sum"
     prescale: float = 1.0
     postscale: float = 1.0
+
+    @property
+    def on_host(self) -> NDArray[Any]:
+        """The array, where it is known to be on the host."""
+        assert isinstance(self.array, np.ndarray)
+        return self.array
 
 
 class Layout(NamedTuple):
@@ -72,6 +83,10 @@ class Layout(NamedTuple):
 def layout_of(dense: Dense) -> Layout:
     """Return the layout of an array; raise ValueError for one that cannot be reduced in place."""
     array = dense.array
+    if isinstance(array, OnGpu):
+        name = str(array.tensor.dtype).removeprefix("torch.")
+        factors = float(dense.prescale), float(dense.postscale)
+        return Layout(name, array.tensor.numel(), dense.reduction, *factors)
     if (
         not (array.dtype.kind in "iuf" or is_narrow(array.dtype))
         or array.ndim != 1
@@ -91,8 +106,11 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return BFLOAT16 if name == _BFLOAT16 else np.dtype(name)
 
 
-def neutral(layout: Layout) -> Dense:
-    """Return the array that changes nothing in the reduction."""
+def neutral(layout: Layout, place: str = "") -> Dense:
+    """Return the array that changes nothing in the reduction.
+
+    place: of the tensor that it is on a GPU; "": it is on the host.
+    """
     dtype = dtype_named(layout.dtype)
     wide = widen(np.empty(0, dtype)).dtype
     limits = np.finfo(wide) if wide.kind == "f" else np.iinfo(wide)
@@ -103,15 +121,20 @@ def neutral(layout: Layout) -> Dense:
         "min": infinity or limits.max,
         "max": -infinity if infinity else limits.min,
     }[layout.reduction]
-    return Dense(narrow(np.full(layout.length, element, wide), dtype), layout.reduction)
+    array = narrow(np.full(layout.length, element, wide), dtype)
+    return Dense(on_place(array, place, layout.dtype) if place else array, layout.reduction)
 
 
 class Share(NamedTuple):
-    """An array of an operation that is ready: which one of which operation, by their numbers."""
+    """An array of an operation that is ready: which one of which operation, by their numbers.
+
+    on_gpu: whether it is reduced there.
+    """
 
     of: int
     place: int
     layout: Layout
+    on_gpu: bool = False
 
 
 def bundle(shares: Iterable[Share], threshold_bytes: int, alone_bytes: int) -> list[list[Share]]:
@@ -129,7 +152,7 @@ def bundle(shares: Iterable[Share], threshold_bytes: int, alone_bytes: int) -> l
         if size >= alone_bytes or size > threshold_bytes:
             bundles.append([share])
             continue
-        key = dtype, *rest
+        key = dtype, share.on_gpu, *rest
         members, held = growing.get(key, ([], 0))
         if not members or held + size > threshold_bytes:
             members, held = [], 0
@@ -163,28 +186,51 @@ class Fuser:
         layout: Layout,
         transport: Transport,
         notice: Notice,
+        on_gpu: bool = False,
     ) -> None:
         """Reduce arrays with one key over the ranks; each changes in its own memory.
 
         layout: of any of them.
+        on_gpu: whether they are reduced there; all of them are `OnGpu` then.
         """
-        if len(members) == 1:
-            scale(members[0].array, members[0].prescale)
-            _reduce(members[0].array, layout, transport, notice)
+        if on_gpu:
+            tensors = [(d.array, d.prescale) for d in members if isinstance(d.array, OnGpu)]
+            notice("begin", "reduce")
+            reduce_as_one(tensors, layout.postscale, layout.reduction, transport)
+            notice("end", "reduce")
+            return
+        arrays = [
+            dense.array.on_host() if isinstance(dense.array, OnGpu) else dense.array
+            for dense in members
+        ]
+        for dense, array in zip(members, arrays, strict=True):
+            scale(array, dense.prescale)
+        self._reduce_on_host(arrays, layout, transport, notice)
+        for dense, array in zip(members, arrays, strict=True):
+            if isinstance(dense.array, OnGpu):
+                dense.array.write(array)
+
+    def _reduce_on_host(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        layout: Layout,
+        transport: Transport,
+        notice: Notice,
+    ) -> None:
+        if len(arrays) == 1:
+            _reduce(arrays[0], layout, transport, notice)
             return
         notice("begin", "copy-in")
-        for dense in members:
-            scale(dense.array, dense.prescale)
-        size_bytes = sum(dense.array.nbytes for dense in members)
+        size_bytes = sum(array.nbytes for array in arrays)
         buffer = self._take(size_bytes).view(dtype_named(layout.dtype))
-        np.concatenate([dense.array for dense in members], out=buffer)
+        np.concatenate(arrays, out=buffer)
         notice("end", "copy-in")
         _reduce(buffer, layout, transport, notice)
         notice("begin", "copy-out")
         start = 0
-        for dense in members:
-            end = start + dense.array.size
-            dense.array[...] = buffer[start:end]
+        for array in arrays:
+            end = start + array.size
+            array[...] = buffer[start:end]
             start = end
         notice("end", "copy-out")
 

@@ -9,6 +9,7 @@ to count; before that, `undo` leaves no trace.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from ..buckets.buckets import Bucket
 from ..buckets.moment import Moment
 from ..compression import Compressor, ErrorFeedback, Hierarchical, SparseCompression, selected
 from .calibration import calibration_of
+from .gradient_sum import GradientSum, only_torch_reaches
 from .residual import Residual
 
 
@@ -152,6 +154,7 @@ class SparseExchange:
             self._set_k(bucket.length)
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
+        transport = transport.carrying(bucket.device.type == "cuda")
         direct(bucket, self.residual)
         begun = Moment(bucket.device)
         picked = self._pick(bucket, transport)
@@ -251,8 +254,16 @@ class DenseExchange:
         self.residual = residual
         self._share = 1.0  # of it, in the step under way
         self._kept: torch.Tensor | None = None  # what this rank is to keep of that step's sum
+        self._sum: GradientSum | None = None  # in place of the bucket's vector
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        by_torch = self.residual is None and only_torch_reaches(bucket, transport)
+        transport = transport.carrying(by_torch or bucket.device.type == "cuda")
+        if by_torch and only_torch_reaches(bucket, transport):
+            begun = Moment(bucket.device)
+            self._sum = GradientSum(bucket, transport)
+            finite = self._sum.fits(bucket)
+            return _dense(bucket, transport, begun, begun, finite=finite)
         directed = direct(bucket, self.residual)
         begun = Moment(bucket.device)
         gradient = bucket.flat if directed else bucket.gather()
@@ -270,6 +281,10 @@ class DenseExchange:
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place; of what was sent nothing is left but what 16 bits cannot hold."""
+        if self._sum is not None:
+            self._sum.apply(bucket)
+            self._sum = None
+            return
         if self.residual is not None:
             self.residual.take_out(self._share)
             if self._kept is not None:
@@ -296,6 +311,7 @@ class CompressorExchange:
         self.facts = f"dense {compressor.__name__}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        transport = transport.carrying(bucket.device.type == "cuda")
         began = Moment(bucket.device)
         bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
@@ -305,13 +321,20 @@ class CompressorExchange:
         seconds = 0.0
         for indices in by_dtype.values():
             tensors = [compressed[index][0] for index in indices]
-            fused = np.concatenate([to_array(tensor) for tensor in tensors])
+            sizes = [tensor.numel() for tensor in tensors]
+            parts: Sequence[Any]
+            if all(map(transport.carries, tensors)):
+                fused: Any = torch.cat([tensor.reshape(-1) for tensor in tensors])
+                parts = fused.split(sizes)
+            else:
+                fused = np.concatenate([to_array(tensor) for tensor in tensors])
+                parts = np.split(fused, np.cumsum(sizes)[:-1])
             begun = time.perf_counter()
             transport.allreduce(fused)
             seconds += time.perf_counter() - begun
-            parts = np.split(fused, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
             for index, tensor, part in zip(indices, tensors, parts, strict=True):
-                reduced = from_array(part, tensor)
+                is_tensor = isinstance(part, torch.Tensor)
+                reduced = part.view(tensor.shape) if is_tensor else from_array(part, tensor)
                 context = compressed[index][1]
                 bucket.views[index].copy_(self.compressor.decompress(reduced, context))
         return _dense(bucket, transport, began, communicate_seconds=seconds)
@@ -375,13 +398,16 @@ def _dense(
     begun: Moment,
     added: Moment | None = None,
     communicate_seconds: float = 0.0,
+    finite: bool | None = None,
 ) -> Exchanged:
     """Return what a dense exchange did that ends now.
 
     added: when the sum began; None: it took communicate_seconds in all, between other work.
+    finite: whether the sum is, in the gradients' dtypes too; None: the one in the bucket's vector.
     """
     ended = Moment(bucket.device)
-    finite = bucket.holds_sum()
+    if finite is None:
+        finite = bucket.holds_sum()
     if added is not None:
         communicate_seconds = added.seconds_until(ended)
     return Exchanged(

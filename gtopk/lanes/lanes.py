@@ -36,6 +36,8 @@ class Lane:
         self.exchange = exchange
         self._taken: list[tuple[torch.Tensor | None, int]] = []
         self._mark: torch.Tensor | None = None
+        # Of the parameters: without CuPy, the bucket of those on a GPU is on the host.
+        self._on_gpu = any(parameter.is_cuda for parameter in self.parameters)
 
     @property
     def elements(self) -> int:
@@ -74,7 +76,7 @@ class Lane:
     @property
     def on_host(self) -> bool:
         """Tell whether to look at the gradients costs no waiting for a GPU."""
-        return self.bucket.device.type == "cpu"
+        return not self._on_gpu
 
     def take(self, weight: float, scale: float) -> None:
         """Take the gradients as they are now."""

@@ -2,6 +2,7 @@
 
 joining.py            from what the launcher says to a transport
 communicators.py      the same from mpi4py's communicators
+gpu_messages.py       whether NCCL may carry what GPUs send
 checked_messages.py   whether messages carry checksums: all of them do, or none
 world.py              the one transport of this process, its engine, its rank
 process_sets.py       some of the ranks, with operations of their own

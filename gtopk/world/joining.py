@@ -6,7 +6,8 @@
     none                                 torch.distributed within a process group, else local
 
 GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" sends GPUs' messages
-over NCCL, "staged" through pinned host memory. They are used only where asked for.
+over NCCL, "staged" through pinned host memory. Where none is named, `gpu_messages` lays NCCL over
+the launcher's, if every rank has a GPU.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from ..recording.recorder import Recorder
 from ..recording.settings import Settings, settings_from
 from ..timeline import timeline
 from . import checked_messages, failure_file
+from .gpu_messages import gpus_in_sight, over_gpus
 from .guard import Guard, describe
 from .joining import join, left_apart
 from .leaving import Leaving
@@ -72,7 +73,6 @@ class World:
 
     def __init__(self, transport: Transport, recordings: Settings | None = None) -> None:
         """recordings: those of the world before; None: what the environment asks for."""
-        self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.on_change: Callable[[], None] = lambda: None  # of step or advice
         self._step = 0
@@ -88,14 +88,16 @@ class World:
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
+        mine = np.array([node[0], self.local_rank, gpus_in_sight()], np.int64)
         places = [
             tuple(message.view(np.int64).tolist())
-            for message in transport.allgather(np.array([node[0], self.local_rank]).view(np.uint8))
+            for message in transport.allgather(mine.view(np.uint8))
         ]
-        self.is_homogeneous = len(set(Counter(first for first, _ in places).values())) == 1
+        self.is_homogeneous = len(set(Counter(first for first, *_ in places).values())) == 1
         # The nodes that have a process with this local rank, in order of their first rank.
-        nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
+        nodes = sorted(first for first, local_rank, _ in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
+        transport = self.transport = over_gpus(transport, [in_sight for *_, in_sight in places])
         checks_messages = checked_messages.wanted_on(transport)
 
         def meet(transport: Transport, votes: Sequence[int]) -> tuple[Offset, float]:

@@ -83,6 +83,7 @@ class Cuda:
         self.cliques: dict[bytes, Clique] = {}
         self.moved_bytes = 0
         self.copies: list[tuple[str, int, int]] = []  # "up" or "down", a GPU, bytes
+        self.launches: list[int] = []  # of kernels, by their GPU
         self.communicators: list[Communicator] = []
         self.abort_hangs = False
         self.library: Any = None  # the CUDA kernels, compiled for the host
@@ -131,6 +132,9 @@ class Cuda:
             return 700
         return 0 if self.events[event].done else 600
 
+    def stream_wait_event(self, stream: int, event: int, flags: int = 0) -> None:
+        self.streams[stream].wait_event(self.events[event])
+
     def modules(self) -> dict[str, types.ModuleType]:
         """Return what to put into sys.modules."""
         cupy, cuda, nccl = map(types.ModuleType, ("cupy", "cupy.cuda", "cupy.cuda.nccl"))
@@ -154,6 +158,7 @@ class Cuda:
             getDeviceCount=lambda: self.gpus,
             eventQuery=self.query,
             check_status=check_status,
+            streamWaitEvent=self.stream_wait_event,
             CUDARuntimeError=CUDARuntimeError,
         )
         nccl.available = True
@@ -329,6 +334,8 @@ class ndarray:
         self.launch(lambda: self._content.__setitem__(content_of(part), content_of(value)))
 
     def launch(self, kernel: Callable[[], Any]) -> None:
+        self.cuda.launches.append(self.memory.device)
+
         def late() -> None:
             time.sleep(LATE_SECONDS)
             kernel()
@@ -503,6 +510,7 @@ class RawModule:
                 if error is not None:
                     cuda.wrong(f"{name}: {error.decode()}")
 
+            cuda.launches.append(cuda.device)
             for argument in arguments:
                 if isinstance(argument, ndarray) and argument.memory.device != cuda.device:
                     cuda.wrong(f"{name} got an array of another GPU")
@@ -610,6 +618,14 @@ class Communicator:
     ) -> None:
         self._add(("broadcast", count, dtype, root), source, into, count, dtype, stream)
 
+    def reduceScatter(
+        self, source: int, into: int, count: int, dtype: int, op: int, stream: int
+    ) -> None:
+        self._add(("reduceScatter", count, dtype, op), source, into, count, dtype, stream)
+
+    def allGather(self, source: int, into: int, count: int, dtype: int, stream: int) -> None:
+        self._add(("allGather", count, dtype), source, into, count, dtype, stream)
+
     def _add(
         self, shape: tuple[Any, ...], source: int, into: int, count: int, dtype: int, stream: int
     ) -> None:
@@ -704,7 +720,17 @@ class Communicator:
         shape = operations[0].shape
         if any(operation.shape != shape for operation in operations):
             return
-        rows = [self._at(rank, o.source, o) for rank, o in enumerate(operations)]
+        size = len(operations)
+        is_scatter, is_gather = shape[0] == "reduceScatter", shape[0] == "allGather"
+        reads = size if is_scatter else 1  # a rank's part for each
+        rows = [self._at(rank, o.source, o, reads) for rank, o in enumerate(operations)]
+        if is_scatter or is_gather:
+            whole = _reduce(rows, shape[3]) if is_scatter else np.concatenate(rows)
+            for rank, operation in enumerate(operations):
+                part = np.split(whole, size)[rank] if is_scatter else whole
+                self._at(rank, operation.into, operation, 1 if is_scatter else size)[:] = part
+                operation.done = True
+            return
         match shape:
             case ("broadcast", _, _, root):
                 result, receivers = rows[root].copy(), range(len(operations))
@@ -717,9 +743,9 @@ class Communicator:
         for operation in operations:
             operation.done = True
 
-    def _at(self, rank: int, address: int, operation: Operation) -> np.ndarray:
+    def _at(self, rank: int, address: int, operation: Operation, times: int = 1) -> np.ndarray:
         device = self.clique.members[rank].device
-        count = operation.count * operation.dtype.itemsize
+        count = times * operation.count * operation.dtype.itemsize
         return self.cuda.bytes_at(address, count, device).view(operation.dtype)
 
 

@@ -269,6 +269,30 @@ def test_every_rank_fills_in_the_part_it_owns(transport: Transport) -> None:
         assert transport.traffic.take().sent_messages == rounds(transport.size)
 
 
+def test_every_rank_fills_its_array_with_the_roots(transport: Transport) -> None:
+    for root, dtype in itertools.product({0, transport.size - 1}, DTYPES):
+        for length in lengths(transport):
+            array = np.arange(length).astype(dtype) + dtype(transport.rank)
+            transport.broadcast_into(array, root)
+            assert array.tolist() == (np.arange(length).astype(dtype) + dtype(root)).tolist()
+
+
+def test_every_rank_gets_its_part_of_everyones_array(transport: Transport) -> None:
+    size, rank = transport.size, transport.rank
+    for dtype, most in itertools.product((np.uint8, np.float64), (0, 1, 40)):
+        # From rank r to rank s: (r + s) % (most + 1) numbers, which begin at 10 r + s.
+        sizes = [(rank + to) % (most + 1) for to in range(size)]
+        parts = [10 * rank + to + np.arange(length) for to, length in enumerate(sizes)]
+        bounds = [0, *itertools.accumulate(sizes)]
+        received, ends = transport.alltoall(np.concatenate(parts).astype(dtype), bounds)
+        assert received.dtype == dtype
+        assert ends == [0, *itertools.accumulate((s + rank) % (most + 1) for s in range(size))]
+        for source in range(size):
+            length = (source + rank) % (most + 1)
+            expected = (10 * source + rank + np.arange(length)).astype(dtype)
+            assert received[ends[source] : ends[source + 1]].tolist() == expected.tolist()
+
+
 def test_what_lies_outside_of_the_parts_is_left_alone(transport: Transport) -> None:
     size, rank = transport.size, transport.rank
     for dtype, first in itertools.product(DTYPES, (0, 1)):

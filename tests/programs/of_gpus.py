@@ -83,6 +83,14 @@ class OfGpus:
     def allgather_into(self, array: np.ndarray, bounds: Any) -> None:
         self._in_place(array, lambda part: self._transport.allgather_into(part, bounds))
 
+    def broadcast_into(self, array: np.ndarray, root: int) -> None:
+        self._in_place(array, lambda part: self._transport.broadcast_into(part, root))
+
+    def alltoall(self, array: np.ndarray, bounds: Any) -> tuple[np.ndarray, list[int]]:
+        with self._device():
+            received, ends = self._transport.alltoall(up(array), bounds)
+            return received.get(), ends
+
     def subset(self, ranks: Any) -> OfGpus:
         return self._view(self._transport.subset(ranks))
 

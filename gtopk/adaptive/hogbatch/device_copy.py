@@ -17,6 +17,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ...buckets.arrays import await_copies
+from .page_lock import lock_pages
 from .shared_model import SharedModel
 
 
@@ -30,6 +32,8 @@ class DeviceCopy:
         self._parameters = parameters
         self._shared = shared.parameters
         self._own = [parameter.data for parameter in parameters]
+        gpu = next((own.device for own in self._own if own.is_cuda), torch.device("cpu"))
+        self._locked = lock_pages(shared.memory, gpu)
         self.tensors = [
             tensor if place.key else self._own[place.parameter]
             for place, tensor in zip(shared.layout.places, shared.tensors, strict=True)
@@ -39,14 +43,15 @@ class DeviceCopy:
     def refresh(self) -> None:
         """Become what the shared parameters are."""
         for own, shared in zip(self._own, self._shared, strict=True):
-            own.copy_(shared)
+            own.copy_(shared, non_blocking=self._locked)  # the gradients' way back waits for it
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Have the parameters be the shared ones, and their gradients on the host, for a step."""
         gradients = [parameter.grad for parameter in self._parameters]
-        on_host = map(_on_host, gradients, self._shared)
-        self._put(self._shared, list(on_host))
+        on_host = list(map(_begin_copy, gradients, self._shared))
+        await_copies([gradient for gradient in gradients if gradient is not None])
+        self._put(self._shared, on_host)
         try:
             yield
         finally:
@@ -61,13 +66,19 @@ class DeviceCopy:
             parameter.grad = gradient
 
 
-def _on_host(gradient: torch.Tensor | None, shared: torch.Tensor) -> torch.Tensor | None:
+def _begin_copy(gradient: torch.Tensor | None, shared: torch.Tensor) -> torch.Tensor | None:
     """Return a gradient on the host, in the strides of the shared parameter.
 
-    Fused steps take the two entry by entry as they lie in memory, whatever their strides.
+    Fused steps take the two entry by entry as they lie in memory, whatever their strides. What
+    comes from a GPU is there after `await_copies`.
     """
     if gradient is None:
         return None
-    if gradient.layout is torch.strided and gradient.stride() != shared.stride():
+    if gradient.layout is not torch.strided:
+        return gradient.to("cpu")
+    if gradient.is_cuda:
+        pinned = torch.empty_like(shared, dtype=gradient.dtype, pin_memory=True)
+        return pinned.copy_(gradient, non_blocking=True)
+    if gradient.stride() != shared.stride():
         return torch.empty_like(shared).copy_(gradient)
     return gradient.to("cpu")

@@ -14,13 +14,13 @@ from ...engine.fusion import Dense, scale
 
 def combine(denses: Sequence[Dense], transport: Transport) -> None:
     """Combine arrays of floats over the ranks, in their own memory."""
-    for dtype in dict.fromkeys(dense.array.dtype for dense in denses):
-        alike = [dense for dense in denses if dense.array.dtype == dtype]
+    for dtype in dict.fromkeys(dense.on_host.dtype for dense in denses):
+        alike = [dense for dense in denses if dense.on_host.dtype == dtype]
         for dense in alike:
-            scale(dense.array, dense.prescale)
-        lengths = [dense.array.size for dense in alike]
-        whole = np.concatenate([dense.array for dense in alike])
+            scale(dense.on_host, dense.prescale)
+        lengths = [dense.on_host.size for dense in alike]
+        whole = np.concatenate([dense.on_host for dense in alike])
         adasum.allreduce(transport, whole, lengths)
         for dense, part in zip(alike, np.split(whole, np.cumsum(lengths)[:-1]), strict=True):
-            dense.array[...] = part
-            scale(dense.array, dense.postscale)
+            dense.on_host[...] = part
+            scale(dense.on_host, dense.postscale)

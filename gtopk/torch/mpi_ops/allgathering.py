@@ -8,6 +8,8 @@ What a rank sends, for a list of n tensors:
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +20,22 @@ from numpy.typing import NDArray
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from ...buckets.arrays import flattened
+from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
 from ...reductions import Average
 from ...world.process_sets import ProcessSet, global_process_set
 from .allreducing import grouped_allreduce
 from .handles import submit, synchronize
-from .tensors import check, describe_each, describe_rows, from_bytes, row_bytes, view_bytes
+from .tensors import (
+    carried,
+    check,
+    describe_each,
+    describe_rows,
+    from_bytes,
+    place_vote,
+    row_bytes,
+    view_bytes,
+)
 
 
 def allgather(
@@ -86,15 +99,29 @@ def begin_allgather(
 
     facts: what else must be equal on all ranks.
     """
-    rank = process_set.engine.transport.rank
+    transport = process_set.engine.transport
+    rank = transport.rank
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     likes = [tensor.detach() for tensor in tensors]
     row_counts = np.array([0 if scalar else len(tensor) for tensor in tensors], np.int64)
-    message = np.concatenate([row_counts.view(np.uint8), *map(view_bytes, tensors)])
+    on_gpu = not scalar and carried(tensors, transport)
+    mine = [OnGpu.now(flattened(tensor).contiguous()) for tensor in tensors] if on_gpu else []
+    content = [] if on_gpu else [*map(view_bytes, tensors)]
+    message = np.concatenate([row_counts.view(np.uint8), *content])
+    finished = Finish()
 
-    def work(transport: Transport, votes: list[int]) -> list[tuple[NDArray[np.uint8], list[int]]]:
+    def work(transport: Transport, votes: list[int]) -> list[tuple[Any, list[int]]]:
         if scalar:
             raise MismatchError("allgather needs tensors with at least one dimension, got a scalar")
+        if not on_gpu:
+            return gather(transport, message)
+        with finished.on(likes[0].device, [each.made for each in mine]):
+            if all_on_gpu(votes):
+                return gather_on_gpu(transport)
+            own = [each.bytes_on_host() for each in mine]
+            return gather(transport, np.concatenate([message, *own]))
+
+    def gather(transport: Transport, message: NDArray[np.uint8]) -> list[tuple[Any, list[int]]]:
         messages = transport.allgather(message)
         counts = [each[: row_counts.nbytes].view(np.int64) for each in messages]
         begins = [row_counts.nbytes] * len(messages)
@@ -110,17 +137,40 @@ def begin_allgather(
             begins = ends
         return gathered
 
-    def make_tensors(gathered: list[tuple[NDArray[np.uint8], list[int]]]) -> Any:
+    def gather_on_gpu(transport: Transport) -> list[tuple[Any, list[int]]]:
+        counts = [m.view(np.int64) for m in transport.allgather(row_counts.view(np.uint8))]
+        gathered = []
+        for number, (like, own) in enumerate(zip(likes, mine, strict=True)):
+            rows = [int(count[number]) for count in counts]
+            in_row = math.prod(like.shape[1:])
+            bounds = [end * in_row for end in itertools.accumulate(rows, initial=0)]
+            whole = own.tensor.new_empty(bounds[-1])
+            whole[bounds[rank] : bounds[rank + 1]] = own.tensor
+            transport.allgather_into(whole, bounds)  # type: ignore[arg-type]
+            gathered.append((whole, rows))
+        return gathered
+
+    def make_tensors(gathered: list[tuple[Any, list[int]]]) -> Any:
+        finished.wait()
         return finish(
             [
-                Gathered(from_bytes(elements, like, [sum(rows), *like.shape[1:]]), sum(rows[:rank]))
+                Gathered(_shaped(elements, like, sum(rows)), sum(rows[:rank]))
                 for like, (elements, rows) in zip(likes, gathered, strict=True)
             ]
         )
 
     kind = "grouped_allgather" if group else "allgather"
     own = describe_each(tensors, describe_rows) if group else [*map(describe_rows, tensors)]
-    return submit(kind, name, process_set, [*facts, *own], work, make_tensors)
+    vote = place_vote(on_gpu)
+    return submit(kind, name, process_set, [*facts, *own], work, make_tensors, vote=vote)
+
+
+def _shaped(elements: Any, like: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return what was gathered as a tensor of the kind of `like`, with so many rows."""
+    shape = [rows, *like.shape[1:]]
+    if isinstance(elements, torch.Tensor):
+        return elements.to(like.dtype).reshape(shape)
+    return from_bytes(elements, like, shape)
 
 
 class _Allgather(torch.autograd.Function):

@@ -6,18 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from collectives.transports import Transport
 
+from ...buckets.arrays import await_copies
 from ...compression import Compression, Compressor
+from ...engine.on_gpu import Finish, OnGpu
 from ...reductions import Adasum
 from ...world.process_sets import ProcessSet, global_process_set
 from .adasum import combine
 from .compressing import compress
 from .handles import submit, synchronize
 from .reduction import Reduction, reduction_of
-from .tensors import check, check_in_place, describe, describe_each, empty_like, memory_of, writer
+from .tensors import (
+    carried,
+    check,
+    check_in_place,
+    describe,
+    describe_each,
+    empty_like,
+    memory_of,
+    place_vote,
+    write,
+)
 
 
 def allreduce(
@@ -154,28 +165,43 @@ def _begin(
     group: bool = False,
 ) -> int:
     """Begin to reduce a tensor, or a group; return a handle for the output, or a tuple of them."""
-    size = process_set.engine.transport.size
+    transport = process_set.engine.transport
+    size = transport.size
     dtypes = [check(tensor).dtype for tensor in tensors]
-    denses = [
-        reduction.begin(memory_of(output, tensor), tensor.dtype, size)
-        for output, tensor in zip(outputs, tensors, strict=True)
-    ]
     combines = reduction.op == Adasum  # not element by element: nothing that the engine could fuse
+    on_gpu = not combines and carried(tensors, transport)
+    memories = [memory_of(o, t, on_gpu) for o, t in zip(outputs, tensors, strict=True)]
+    if not on_gpu:
+        await_copies(tensors)
+    denses = [
+        reduction.begin(memory.elements, dtype, size)
+        for memory, dtype in zip(memories, dtypes, strict=True)
+    ]
 
-    def work(transport: Transport, votes: list[int]) -> list[NDArray[Any]]:
+    def work(transport: Transport, votes: list[int]) -> list[Any]:
         if combines:
             combine(denses, transport)
+        if on_gpu:
+            return end_on_gpu()
         return [
-            reduction.end(dense.array, dtype, size)
+            reduction.end(dense.on_host, dtype, size)
             for dense, dtype in zip(denses, dtypes, strict=True)
         ]
 
-    def finish(arrays: list[NDArray[Any]]) -> Any:
-        written = tuple(
-            writer(output)(array) for output, array in zip(outputs, arrays, strict=True)
-        )
+    def end_on_gpu() -> list[torch.Tensor]:
+        arrays = [dense.array for dense in denses if isinstance(dense.array, OnGpu)]
+        with finished.on(tensors[0].device):
+            return [
+                reduction.end_on_gpu(each.tensor, dtype, size)
+                for each, dtype in zip(arrays, dtypes, strict=True)
+            ]
+
+    def finish(reduced: list[Any]) -> Any:
+        finished.wait()
+        written = tuple(map(write, reduced, outputs, memories))
         return written if group else written[0]
 
+    finished = Finish()
     kind = "grouped_allreduce" if group else "allreduce"
     facts = (
         describe_each(tensors, describe, str(reduction))
@@ -183,7 +209,8 @@ def _begin(
         else [f"{describe(tensor)} {reduction}" for tensor in tensors]
     )
     fusion = () if combines else denses
-    return submit(kind, name, process_set, facts, work, finish, fusion=fusion)
+    vote = place_vote(on_gpu)
+    return submit(kind, name, process_set, facts, work, finish, vote=vote, fusion=fusion)
 
 
 def _begin_in_place(

@@ -11,12 +11,24 @@ from numpy.typing import NDArray
 
 from collectives.transports import Transport
 
+from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
 from ...reductions import Average
 from ...world.process_sets import ProcessSet, global_process_set
 from ...world.world import current
 from .allreducing import allreduce
 from .handles import submit, synchronize
-from .tensors import check, check_in_place, describe, empty_like, from_bytes, view_bytes
+from .tensors import (
+    carried,
+    check,
+    check_in_place,
+    describe,
+    elements_of,
+    empty_like,
+    from_bytes,
+    place_vote,
+    touched,
+    view_bytes,
+)
 
 
 def broadcast(
@@ -82,17 +94,36 @@ def _begin(
 ) -> int:
     root = check_root(root_rank, process_set).index(root_rank)
     check(tensor)
-    message = np.array(view_bytes(tensor)) if current().rank == root_rank else None
+    is_root = current().rank == root_rank
+    on_gpu = carried([tensor], process_set.engine.transport)
+    mine = OnGpu.now(elements_of(tensor, output)) if on_gpu else None
+    message = np.array(view_bytes(tensor)) if is_root and not on_gpu else None
+    finished = Finish()
 
-    def work(transport: Transport, votes: list[int]) -> NDArray[np.uint8]:
-        return transport.broadcast(message, root)
+    def work(transport: Transport, votes: list[int]) -> NDArray[np.uint8] | torch.Tensor:
+        if mine is None:
+            return transport.broadcast(message, root)
+        with finished.on(tensor.device, [mine.made]):
+            if not all_on_gpu(votes):
+                own = mine.bytes_on_host() if is_root else None
+                return transport.broadcast(own, root)
+            transport.broadcast_into(mine.tensor, root)  # type: ignore[arg-type]
+            return mine.tensor
 
-    def finish(message: NDArray[np.uint8]) -> torch.Tensor:
+    def finish(result: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
+        finished.wait()
+        if isinstance(result, torch.Tensor):
+            if result.data_ptr() == output.data_ptr():
+                return touched(output)
+            result = result.view(tensor.dtype).reshape(tensor.shape)
+        else:
+            result = from_bytes(result, tensor, tensor.shape)
         with torch.no_grad():
-            return output.copy_(from_bytes(message, tensor, tensor.shape))
+            return output.copy_(result, non_blocking=True)
 
     facts = [f"{describe(tensor)} root_rank={root_rank}"]
-    return submit("broadcast", name, process_set, facts, work, finish)
+    vote = place_vote(on_gpu)
+    return submit("broadcast", name, process_set, facts, work, finish, vote=vote)
 
 
 class _Broadcast(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from collectives.transports.gpu import load_nccl
+from collectives.transports.gpu import load_nccl, torch_nccl
 
 from ...world.world import current
 
@@ -46,11 +46,14 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of the NCCL that can be used here, such as 22703; 0 for none."""
+    """Return the version of the NCCL that can be used here, such as 22703; 0 for none.
+
+    CuPy's; else that of torch, which carries dense reductions.
+    """
     try:
         return int(load_nccl().get_version())
     except ImportError:
-        return 0
+        return torch_nccl()
 
 
 def cuda_built() -> bool:

@@ -8,14 +8,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
 from ...world.process_sets import ProcessSet, global_process_set
 from .handles import submit, synchronize
-from .tensors import check, describe_rows, from_bytes, row_bytes, view_bytes
+from .tensors import (
+    carried,
+    check,
+    describe_rows,
+    from_bytes,
+    place_vote,
+    row_bytes,
+    view_bytes,
+)
 
 
 def alltoall(
@@ -41,42 +49,46 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to send each rank its rows; the handle's output is the pair that `alltoall` returns."""
-    size = process_set.engine.transport.size
+    transport = process_set.engine.transport
+    size = transport.size
     check(tensor)
     scalar = tensor.dim() == 0
     sizes = [0] * size if scalar else _splits(tensor, splits, size)
     like = tensor.detach()
     # A row without elements travels as a byte: the receiver counts rows by their bytes.
     bytes_of_a_row = row_bytes(tensor) or 1
-    content = np.array(view_bytes(tensor)) if row_bytes(tensor) else np.zeros(sum(sizes), np.uint8)
+    ends = [end * bytes_of_a_row for end in itertools.accumulate(sizes, initial=0)]
+    on_gpu = not scalar and row_bytes(tensor) > 0 and carried([tensor], transport)
+    mine, content = None, np.zeros(sum(sizes), np.uint8)
+    if on_gpu:
+        mine = OnGpu.now(tensor.detach().resolve_neg().reshape(-1).contiguous().view(torch.uint8))
+    elif row_bytes(tensor):
+        content = np.array(view_bytes(tensor))
+    finished = Finish()
 
-    def work(transport: Transport, votes: list[int]) -> list[NDArray[np.uint8]]:
+    def work(transport: Transport, votes: list[int]) -> tuple[Any, list[int]]:
         if scalar:
             raise MismatchError("alltoall needs a tensor with at least one dimension, got a scalar")
-        ends = [end * bytes_of_a_row for end in itertools.accumulate(sizes, initial=0)]
-        parts = [content[a:b] for a, b in itertools.pairwise(ends)]
-        return _exchange(parts, transport)
+        if mine is None:
+            return transport.alltoall(content, ends)
+        with finished.on(like.device, [mine.made]):
+            if all_on_gpu(votes):
+                return transport.alltoall(mine.tensor, ends)  # type: ignore[arg-type]
+            return transport.alltoall(mine.bytes_on_host(), ends)
 
-    def finish(received: list[NDArray[np.uint8]]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [message.size // bytes_of_a_row for message in received]
-        elements = np.concatenate(received)[: sum(rows) * row_bytes(like)]
-        output = from_bytes(elements, like, [sum(rows), *like.shape[1:]])
+    def finish(received: tuple[Any, list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        finished.wait()
+        elements, bounds = received
+        rows = [(end - begin) // bytes_of_a_row for begin, end in itertools.pairwise(bounds)]
+        shape = [sum(rows), *like.shape[1:]]
+        if isinstance(elements, torch.Tensor):
+            output = elements.view(like.dtype).reshape(shape)
+        else:
+            output = from_bytes(elements[: sum(rows) * row_bytes(like)], like, shape)
         return output, torch.tensor(rows, dtype=torch.int32, device="cpu")
 
-    return submit("alltoall", name, process_set, [describe_rows(tensor)], work, finish)
-
-
-def _exchange(parts: Sequence[NDArray[np.uint8]], transport: Transport) -> list[NDArray[np.uint8]]:
-    """Send part r to rank r, and return what the ranks sent here, in rank order.
-
-    In one step: rank + 1, rank + 2, ... get their parts while rank - 1, rank - 2, ... send theirs.
-    """
-    rank, size = transport.rank, transport.size
-    others = [(rank + shift) % size for shift in range(1, size)]
-    sources = [(rank - shift) % size for shift in range(1, size)]
-    received = transport.exchange_all([(parts[to], to) for to in others], sources)
-    by_source = {rank: parts[rank], **dict(zip(sources, received, strict=True))}
-    return [by_source[source] for source in range(size)]
+    facts, vote = [describe_rows(tensor)], place_vote(on_gpu)
+    return submit("alltoall", name, process_set, facts, work, finish, vote=vote)
 
 
 def _splits(

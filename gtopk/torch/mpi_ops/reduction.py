@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...engine.fusion import Dense, scale
+from ...engine.on_gpu import OnGpu
+from ...engine.on_gpu import scale as scale_tensor
 from ...exceptions import InvalidCallError
 from ...reductions import NAMES, Adasum, Average, Max, Min, Product, Sum
 
@@ -49,33 +51,60 @@ class Reduction:
             f"postscale_factor={float(self.postscale_factor)}"
         )
 
-    def begin(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> Dense:
+    def begin(self, array: NDArray[Any] | torch.Tensor, dtype: torch.dtype, size: int) -> Dense:
         """Return what `size` ranks reduce in place of the elements of tensors of a dtype.
+
+        array: those elements, on the host or on a GPU.
 
         Raises ValueError for numbers that Adasum does not combine.
         """
         if self.op == Adasum and not dtype.is_floating_point:
             raise ValueError(f"Tensor type {dtype} is not supported by op=Adasum; floats are.")
+        if self._divides_last(dtype):
+            # Divided, and scaled, afterwards.
+            return Dense(_ready(_widened(array)), _EXCHANGES[Average], self.prescale_factor)
+        elements = _ready(array)
         if dtype == torch.bool:
-            return Dense(array, _BOOL_EXCHANGES[self.op])
+            return Dense(elements, _BOOL_EXCHANGES[self.op])
         exchange = _EXCHANGES[self.op]
         if self.op != Average:
-            return Dense(array, exchange, self.prescale_factor, self.postscale_factor)
-        if not dtype.is_floating_point:  # divided, and scaled, afterwards
-            wide: NDArray[Any] = array.astype(_WIDE.get(array.itemsize, array.dtype))
-            return Dense(wide, exchange, self.prescale_factor)
-        if array.dtype == np.float16:
-            return Dense(array, exchange, self.prescale_factor / size, self.postscale_factor)
-        return Dense(array, exchange, self.prescale_factor, self.postscale_factor / size)
+            return Dense(elements, exchange, self.prescale_factor, self.postscale_factor)
+        if dtype == torch.float16:
+            return Dense(elements, exchange, self.prescale_factor / size, self.postscale_factor)
+        return Dense(elements, exchange, self.prescale_factor, self.postscale_factor / size)
 
     def end(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> NDArray[Any]:
         """Return the elements of tensors of a dtype, once they are reduced."""
-        if self.op == Average and not dtype.is_floating_point and dtype != torch.bool:
+        if self._divides_last(dtype):
             if self.postscale_factor != 1.0:
                 scale(array, self.postscale_factor / size)
             else:  # exact, also beyond float64's integers
                 array = array // size + ((array < 0) & (array % size != 0))
         return array
+
+    def end_on_gpu(self, tensor: torch.Tensor, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """Return the same of a tensor's elements."""
+        if self._divides_last(dtype):
+            if self.postscale_factor != 1.0:
+                scale_tensor(tensor, self.postscale_factor / size)
+            else:
+                return tensor.div(size, rounding_mode="trunc")
+        return tensor
+
+    def _divides_last(self, dtype: torch.dtype) -> bool:
+        return self.op == Average and not dtype.is_floating_point and dtype != torch.bool
+
+
+def _widened(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | torch.Tensor:
+    if isinstance(array, torch.Tensor):
+        dtype = _WIDE.get(array.element_size())
+        return array if dtype is None else array.to(getattr(torch, dtype.name))
+    wide: NDArray[Any] = array.astype(_WIDE.get(array.itemsize, array.dtype))
+    return wide
+
+
+def _ready(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | OnGpu:
+    return OnGpu.now(array) if isinstance(array, torch.Tensor) else array
 
 
 def reduction_of(

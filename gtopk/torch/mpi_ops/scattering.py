@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...buckets.arrays import to_array, view_tensor
+from ...buckets.arrays import flattened, to_array, to_device, view_tensor
 from ...compression import Compression, Compressor
 from ...engine.fusion import Dense, scale
+from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
+from ...engine.on_gpu import scale as scale_tensor
 from ...exceptions import InvalidCallError
 from ...reductions import NAMES, Average, Sum
 from ...world.process_sets import ProcessSet, global_process_set
@@ -24,7 +25,7 @@ from .allgathering import grouped_allgather
 from .compressing import compress
 from .handles import submit, synchronize
 from .reduction import Reduction, reduction_of
-from .tensors import check, describe, describe_each
+from .tensors import carried, check, describe, describe_each, place_vote
 
 
 def reducescatter(
@@ -101,12 +102,21 @@ def _begin(
     *,
     group: bool = False,
 ) -> int:
-    rank, size = process_set.engine.transport.rank, process_set.engine.transport.size
+    transport = process_set.engine.transport
+    rank, size = transport.rank, transport.size
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     likes = [tensor.detach() for tensor in tensors]
-    denses = [reduction.begin(to_array(tensor), tensor.dtype, size) for tensor in tensors]
+    on_gpu = not scalar and carried(tensors, transport)
+    memories: list[Any] = [
+        flattened(tensor).clone() if on_gpu else to_array(tensor) for tensor in tensors
+    ]
+    denses = [
+        reduction.begin(memory, tensor.dtype, size)
+        for memory, tensor in zip(memories, tensors, strict=True)
+    ]
+    finished = Finish()
 
-    def work(transport: Transport, votes: list[int]) -> list[NDArray[Any]]:
+    def work(transport: Transport, votes: list[int]) -> list[Any]:
         if scalar:
             raise MismatchError(
                 "reducescatter needs tensors with at least one dimension, got a scalar"
@@ -114,22 +124,46 @@ def _begin(
         bounds = [
             [row * math.prod(like.shape[1:]) for row in _first_rows(like, size)] for like in likes
         ]
-        parts: list[NDArray[Any]] = [dense.array for dense in denses]
-        kinds = [(dense.array.dtype, dense.reduction) for dense in denses]
+        if not on_gpu:
+            return scatter(bounds, [dense.on_host for dense in denses], transport, reduction.end)
+        mine = [dense.array for dense in denses if isinstance(dense.array, OnGpu)]
+        with finished.on(likes[0].device, [each.made for each in mine]):
+            if all_on_gpu(votes):
+                there = [each.tensor for each in mine]
+                return scatter(bounds, there, transport, reduction.end_on_gpu)
+            copies = [each.on_host() for each in mine]
+            return scatter(bounds, copies, transport, reduction.end)
+
+    def scatter(
+        bounds: list[list[int]],
+        arrays: list[Any],
+        transport: Transport,
+        end: Callable[[Any, torch.dtype, int], Any],
+    ) -> list[Any]:
+        parts = list(arrays)
+        kinds = [
+            (array.dtype, dense.reduction) for array, dense in zip(arrays, denses, strict=True)
+        ]
         for kind in dict.fromkeys(kinds):
             alike = [n for n, other in enumerate(kinds) if other == kind]
             reduced = _reduce_scatter(
-                [denses[n] for n in alike], [bounds[n] for n in alike], transport
+                [arrays[n] for n in alike],
+                [denses[n] for n in alike],
+                [bounds[n] for n in alike],
+                transport,
             )
             for n, part in zip(alike, reduced, strict=True):
-                parts[n] = reduction.end(part, likes[n].dtype, size)
+                parts[n] = end(part, likes[n].dtype, size)
         return parts
 
-    def finish(parts: list[NDArray[Any]]) -> Any:
+    def finish(parts: list[Any]) -> Any:
+        finished.wait()
         outputs = []
         for like, part in zip(likes, parts, strict=True):
             begin, end = _first_rows(like, size)[rank : rank + 2]
-            outputs.append(view_tensor(part).to(like).reshape(end - begin, *like.shape[1:]))
+            tensor = part if isinstance(part, torch.Tensor) else view_tensor(part)
+            shape = [end - begin, *like.shape[1:]]
+            outputs.append(to_device(tensor, like.device).to(like.dtype).reshape(shape))
         return tuple(outputs) if group else outputs[0]
 
     kind = "grouped_reducescatter" if group else "reducescatter"
@@ -138,7 +172,8 @@ def _begin(
         if group
         else [f"{describe(tensor)} {reduction}" for tensor in tensors]
     )
-    return submit(kind, name, process_set, facts, work, finish)
+    vote = place_vote(on_gpu)
+    return submit(kind, name, process_set, facts, work, finish, vote=vote)
 
 
 def _first_rows(tensor: torch.Tensor, size: int) -> list[int]:
@@ -148,31 +183,39 @@ def _first_rows(tensor: torch.Tensor, size: int) -> list[int]:
 
 
 def _reduce_scatter(
-    denses: Sequence[Dense], bounds: Sequence[Sequence[int]], transport: Transport
-) -> list[NDArray[Any]]:
+    arrays: Sequence[Any],
+    denses: Sequence[Dense],
+    bounds: Sequence[Sequence[int]],
+    transport: Transport,
+) -> list[Any]:
     """Reduce arrays of one kind as one, and return this rank's part of each.
+
+    arrays: the elements, on the host or on a GPU; denses: what is to become of each.
 
     Here three arrays a, b, c on two ranks; rank 0 gets the first half of the message:
 
         a0 b0 c0 | a1 b1 c1
     """
-    for dense in denses:
-        scale(dense.array, dense.prescale)
+    on_gpu = isinstance(arrays[0], torch.Tensor)
+    multiply: Callable[[Any, float], None] = scale_tensor if on_gpu else scale
+    join: Callable[[Any], Any] = torch.cat if on_gpu else np.concatenate
+    for array, dense in zip(arrays, denses, strict=True):
+        multiply(array, dense.prescale)
     parts = [
-        [
-            dense.array[ends[rank] : ends[rank + 1]]
-            for dense, ends in zip(denses, bounds, strict=True)
-        ]
+        [array[ends[rank] : ends[rank + 1]] for array, ends in zip(arrays, bounds, strict=True)]
         for rank in range(transport.size)
     ]
-    whole = np.concatenate([part for of_a_rank in parts for part in of_a_rank])
-    sizes = [sum(part.size for part in of_a_rank) for of_a_rank in parts]
+    whole = join([part for of_a_rank in parts for part in of_a_rank])
+    sizes = [sum(map(len, of_a_rank)) for of_a_rank in parts]
     ends = list(itertools.accumulate(sizes, initial=0))
     transport.reduce_scatter(whole, ends, denses[0].reduction)
-    mine = whole[ends[transport.rank] : ends[transport.rank + 1]]
-    own = np.split(mine, np.cumsum([part.size for part in parts[transport.rank]])[:-1])
+    begins = itertools.accumulate(map(len, parts[transport.rank]), initial=ends[transport.rank])
+    own = [
+        whole[begin : begin + len(part)]
+        for begin, part in zip(begins, parts[transport.rank], strict=False)
+    ]
     for dense, part in zip(denses, own, strict=True):
-        scale(part, dense.postscale)
+        multiply(part, dense.postscale)
     return own
 
 

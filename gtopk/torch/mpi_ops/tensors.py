@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...buckets.arrays import from_array, lies_as_array, to_array, view_dense
+from collectives.transports import Transport
+
+from ...buckets.arrays import (
+    await_copies,
+    begin_copy,
+    flattened,
+    from_array,
+    lies_as_array,
+    to_array,
+    to_device,
+    view_dense,
+)
+from ...engine.on_gpu import ON_GPU, ON_HOST
 
 
 def check(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,10 +70,24 @@ def row_bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
+def carried(tensors: Sequence[torch.Tensor], transport: Transport) -> bool:
+    """Tell whether a transport may work on all of these where they lie, on a GPU."""
+    return bool(tensors) and all(map(transport.carries, tensors))
+
+
+def place_vote(on_gpu: bool) -> int:
+    """Return the vote that tells the other ranks where this one has its tensors."""
+    return ON_GPU if on_gpu else ON_HOST
+
+
 def view_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return the tensor's elements, uint8 [numel * element_size]: its own memory where it can."""
-    flat = tensor.detach().resolve_neg().reshape(-1).cpu()
-    array: NDArray[np.uint8] = flat.contiguous().view(torch.uint8).numpy()
+    flat = tensor.detach().resolve_neg().reshape(-1)
+    if flat.is_cuda:
+        copy = begin_copy(flat)
+        await_copies([flat])
+        flat = copy
+    array: NDArray[np.uint8] = flat.cpu().contiguous().view(torch.uint8).numpy()
     return array
 
 
@@ -71,28 +97,70 @@ def from_bytes(
     """Return such elements as a tensor of the dtype and device of `like`."""
     if not message.size:
         return like.new_empty(shape)
-    return torch.from_numpy(message).view(like.dtype).reshape(shape).to(like.device)
+    return to_device(torch.from_numpy(message).view(like.dtype).reshape(shape), like.device)
 
 
-def memory_of(output: torch.Tensor, tensor: torch.Tensor) -> NDArray[Any]:
-    """Return the elements of a tensor as an array to reduce: in the output's memory, if it can be.
+def elements_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements where they lie, [numel], in the output's memory if that can be.
+
+    A bool is uint8: true is 1.
+    """
+    return memory_of(output, tensor, on_gpu=True).elements  # type: ignore[no-any-return]
+
+
+class Memory(NamedTuple):
+    """A tensor's elements as ranks can reduce them, [numel].
+
+    elements: an array on the host, or a tensor on a GPU.
+    pinned:   the page-locked memory that is the array's, where it is.
+    """
+
+    elements: Any
+    pinned: torch.Tensor | None = None
+
+
+def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) -> Memory:
+    """Return the elements of a tensor, to be reduced: in the output's memory, if that can be.
 
     output: the tensor itself, or one of its kind.
+    on_gpu: whether they are to stay where they are; else what comes from a GPU is there after
+            `await_copies`.
     """
+    as_it_is = output.dtype != torch.bool and not output.is_neg() and output.is_contiguous()
+    if on_gpu and as_it_is:
+        if output is not tensor:
+            output.copy_(tensor.detach())
+        return Memory(output.detach().view(-1))
+    if on_gpu:
+        return Memory(flattened(tensor).clone())
+    if tensor.is_cuda:
+        pinned = begin_copy(flattened(tensor))
+        return Memory(view_dense(pinned), pinned)
     if not lies_as_array(output):
-        return to_array(tensor)
+        return Memory(to_array(tensor))
     if output is not tensor:
         output.copy_(tensor.detach())
-    return view_dense(output)
+    return Memory(view_dense(output))
 
 
-def writer(output: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-    """Return the function that writes a reduced array into `output`, and returns it."""
+def touched(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory was written past torch, once autograd knows of that."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+    return tensor
 
-    def write(array: NDArray[Any]) -> torch.Tensor:
-        if lies_as_array(output) and array.ctypes.data == output.data_ptr():
-            return output
-        with torch.no_grad():
-            return output.copy_(from_array(array, output))
 
-    return write
+def write(reduced: Any, output: torch.Tensor, memory: Memory) -> torch.Tensor:
+    """Write what a memory's elements were reduced to into `output`, and return that."""
+    if isinstance(reduced, torch.Tensor):
+        if reduced.data_ptr() == output.data_ptr():
+            return touched(output)
+        written = reduced
+    elif lies_as_array(output) and reduced.ctypes.data == output.data_ptr():
+        return output
+    elif memory.pinned is not None and reduced.ctypes.data == memory.pinned.data_ptr():
+        written = memory.pinned  # torch knows when that copy has ended
+    else:
+        written = from_array(reduced, output)
+    with torch.no_grad():
+        return output.copy_(written.reshape(output.shape), non_blocking=True)

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import open_transport
-from collectives.transports import local_world
+from collectives import Transport, open_transport
+from collectives.transports import local_world, nccl_start
 from collectives.transports.cuda_aware import why_staged
+from collectives.transports.device_choice import Carrying, Facts
 from collectives.transports.direct import DirectTransport
+from collectives.transports.gpu import name_of_device, torch_nccl
+from collectives.transports.nccl import NcclTransport
 from collectives.transports.staged import StagedTransport
 from tests.programs import collectives_transports as laws
 from tests.programs import of_gpus
@@ -98,3 +101,56 @@ def test_ranks_that_share_a_gpu_stage_through_pinned_memory(mpirun: Any, ranks: 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_ranks_with_a_gpu_each_send_over_nccl(mpirun: Any) -> None:
     check(mpirun(min(GPUS, 8), "collectives_gpus.py", "nccl"), min(GPUS, 8))
+
+
+# ---- NCCL by default, and torch's
+
+
+def test_a_rank_with_a_gpu_connects_nccl_at_its_first_array_on_it() -> None:
+    transport = NcclTransport(local_world(1, 60)[0], timeout_seconds=60, automatic=True)
+    assert transport.choice is None
+    array = of_gpus.up(np.arange(5.0))
+    transport.allreduce(array)
+    assert array.get().tolist() == list(range(5))
+    assert transport.choice is not None
+    assert transport.choice.carrying is Carrying.NCCL
+    assert transport.sends_from_device
+    transport.leave("done")
+
+
+@pytest.mark.parametrize("through", ["CuPy", "torch"])
+def test_tensors_of_a_gpu_stay_there_in_every_dense_collective(
+    through: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        pytest.skip("needs a torch with CUDA and NCCL")
+    if through == "torch":
+
+        def facts(host: Transport, device: int | None) -> Facts:
+            return Facts("this GPU", cupy="it is not to be used", torch_nccl=torch_nccl())
+
+        monkeypatch.setattr(nccl_start, "facts_here", facts)
+    transport = NcclTransport(local_world(1, 60)[0], timeout_seconds=60, automatic=True)
+    transport.connect(0)
+    collectives = transport._collectives
+    assert type(collectives).__name__ == f"{'Torch' if through == 'torch' else 'Cupy'}Collectives"
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            tensor = torch.arange(1 << 20, device="cuda:0").remainder(100).to(dtype)
+            expected = tensor.clone()
+            assert transport.carries(tensor)
+            collectives.allreduce(tensor, "sum")
+            collectives.reduce_scatter(tensor, [0, tensor.numel()], "max")
+            collectives.allgather_into(tensor, [0, tensor.numel()])
+            collectives.broadcast_into(tensor, 0)
+            received, ends = transport.alltoall(tensor, [0, tensor.numel()])
+            assert ends == [0, tensor.numel()]
+            assert torch.equal(tensor, expected)
+            assert torch.equal(received, expected)
+    transport.leave("done")
+
+
+def test_a_gpu_has_a_name_of_its_own() -> None:
+    name = name_of_device(0, 0)
+    assert name.startswith("GPU-") or "on the host of rank 0" in name

@@ -27,6 +27,20 @@ def test_every_operation_gives_what_rank_and_size_say(
     assert done.stdout.count("every collective does as it says") == ranks, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    some_of([("mpirun", 2), ("torchrun", 3)], ("mpirun", 2), ("torchrun", 3)),
+)
+def test_so_does_every_operation_on_tensors_that_stay_where_they_lie(
+    request, tmp_path, launcher: str, ranks: int
+) -> None:
+    # As those of GPUs do over NCCL; gloo takes its place.
+    done = request.getfixturevalue(launcher)(ranks, "mpi_ops_of_gpus.py", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("every collective does as it says\n") == ranks, done.stdout
+    assert done.stdout.count("as on GPUs") == ranks, done.stdout
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Be a world of one, as a script without mpirun is."""

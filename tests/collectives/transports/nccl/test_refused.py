@@ -63,8 +63,8 @@ def test_only_contiguous_bytes_of_the_own_gpu_are_sent(cuda: Any, fault: str) ->
         array = array[::2] if fault == "strides" else array
         text = {
             "dtype": r"must be uint8 \[m\], got float32 \[8\]",
-            "strides": "contiguous and there, got one on <CUDA Device 0> with strides",
-            "gpu": "rank 0 sends from <CUDA Device 0>.* got one on <CUDA Device 1>",
+            "strides": "contiguous and there, got one on GPU 0 with strides",
+            "gpu": r"rank 0 sends from GPU 0:.* got one on GPU 1 .*torch.cuda.set_device\(",
         }[fault]
         with pytest.raises(ValueError, match=text):
             transport.exchange(array, 0)

@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 
 from collectives import Transport
 from collectives.cost import dense_bytes, rounds
+from collectives.transports import nccl_communicator
 from collectives.transports.announcement import ANNOUNCEMENT_BYTES, Announcement, Way
 from collectives.transports.nccl import NcclTransport
+from tests.collectives import fake_cuda
 from tests.collectives.transports.nccl.on_model import SIZES, message, on_ranks
 from tests.programs import collectives_transports as laws
 from tests.programs.of_gpus import OfGpus, device, up, without_counts
@@ -325,3 +328,99 @@ def test_what_gpus_send_is_counted_with_its_announcements(cuda: Any, size: int) 
         assert counted.sent_bytes >= dense_bytes(1000, size)
 
     on_ranks(size, program)
+
+
+# ---- tensors of torch
+
+
+class Tensor:
+    """What the transport asks of a tensor of torch's, of an array of the model."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.device = SimpleNamespace(type="cuda", index=array.device.id)
+        self.dtype = f"torch.{array.dtype}"
+
+    def data_ptr(self) -> int:
+        return self.array.data.ptr
+
+    def numel(self) -> int:
+        return self.array.size
+
+    def element_size(self) -> int:
+        return self.array.itemsize
+
+    def is_contiguous(self) -> bool:
+        return self.array.flags.c_contiguous
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def __getitem__(self, part: slice) -> Tensor:
+        return Tensor(self.array[part])
+
+    def new_empty(self, length: int) -> Tensor:
+        with self.array.cuda.null_streams[self.device.index]:  # torch's
+            return Tensor(sys.modules["cupy"].empty(length, self.array.dtype))
+
+
+@pytest.fixture
+def tensor_events(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Have torch's events be the model's; torch's stream is another than CuPy's current one."""
+    recorded = []
+
+    def tensor_event(tensor: Tensor) -> Any:
+        event = cuda.null_streams[tensor.device.index].record()
+        event.cuda_event = event.ptr
+        recorded.append(event)
+        return event
+
+    monkeypatch.setattr(nccl_communicator, "tensor_event", tensor_event)
+    return recorded
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensors_are_reduced_where_they_lie_after_torchs_stream(
+    cuda: Any, tensor_events: list[Any], size: int
+) -> None:
+    def program(transport: NcclTransport) -> None:
+        rank = transport.rank
+        array = up(np.arange(2.0 * size) + rank)
+        tensor: Any = Tensor(array)
+        assert transport.carries(tensor)
+        # torch's stream has made it, not CuPy's current one.
+        with sys.modules["cupy"].cuda.Stream(non_blocking=True):
+            transport.allreduce(tensor)
+            transport.broadcast_into(tensor[:2], size - 1)
+            received, ends = transport.alltoall(tensor, [2 * r for r in range(size + 1)])
+        total = size * np.arange(2.0 * size) + size * (size - 1) / 2
+        assert array.get().tolist() == total.tolist()
+        assert ends == [2 * r for r in range(size + 1)]
+        mine = total[2 * rank : 2 * rank + 2].tolist()
+        assert received.array.get().tolist() == mine * size
+
+    on_ranks(size, program)
+    assert len(tensor_events) == (3 * size if size > 1 else 1)
+
+
+def test_equal_parts_take_one_call_of_nccls(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    add = fake_cuda.Communicator._add
+
+    def counted(self: Any, shape: tuple[Any, ...], *rest: Any) -> None:
+        calls.append(shape[0])
+        add(self, shape, *rest)
+
+    monkeypatch.setattr(fake_cuda.Communicator, "_add", counted)
+
+    def program(transport: NcclTransport) -> None:
+        array = up(np.arange(6.0))
+        transport.barrier()
+        calls.clear()
+        transport.barrier()
+        transport.reduce_scatter(array, [0, 2, 4, 6])
+        transport.allgather_into(array, [0, 2, 4, 6])
+        assert array.get().tolist() == (3 * np.arange(6.0)).tolist()
+
+    on_ranks(3, program)
+    assert sorted(calls) == ["allGather"] * 3 + ["reduceScatter"] * 3

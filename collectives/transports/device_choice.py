@@ -1,0 +1,145 @@
+"""Device choice: which way the messages of GPUs take, and why; the same answer on all ranks.
+
+    every rank has a GPU of its own, CuPy, and the same NCCL      NCCL through CuPy
+    the same without CuPy, with torch's NCCL                      NCCL through torch: dense only
+    anything else                                                 staged through the hosts' memory
+
+Every rank puts the same facts in, so that no further word is needed. What was chosen is trusted
+once a small allreduce has given the right sum on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from enum import Enum
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ..errors import MismatchError
+from ..vector import Array
+
+OWN_GPU: Final = "give each rank its own: torch.cuda.set_device(hvd.local_rank())"
+
+
+class Carrying(Enum):
+    """What carries the messages of GPUs."""
+
+    NCCL = "NCCL"
+    TORCH = "torch's NCCL"
+    STAGED = "host memory"
+
+
+class Facts(NamedTuple):
+    """What counts of a rank.
+
+    device:     the GPU it uses, by a name that no other GPU has; "" where it has none.
+    problem:    why it has none.
+    cupy:       why CuPy cannot be used; "" where it can.
+    nccl:       version of the NCCL that CuPy finds, such as 22703; 0 for none.
+    torch_nccl: version of the NCCL of torch; 0 for none.
+    checks:     whether all messages are to be checked, as NCCL's cannot be.
+    """
+
+    device: str
+    problem: str = ""
+    cupy: str = ""
+    nccl: int = 0
+    torch_nccl: int = 0
+    checks: bool = False
+
+    def encode(self) -> Array:
+        """Return them as a host message."""
+        return np.frombuffer(json.dumps(self).encode(), np.uint8)
+
+    @classmethod
+    def read(cls, message: Array, sender: int) -> Facts:
+        """Return what a rank says; raise MismatchError where it is in another operation."""
+        try:
+            return cls(*json.loads(message.tobytes()))
+        except (ValueError, TypeError) as error:
+            raise MismatchError(
+                f"rank {sender} does not take part in connecting the GPUs: where one rank passes "
+                "arrays on a GPU every rank must, or GTOPK_TRANSPORT=staged has the hosts carry "
+                "them"
+            ) from error
+
+
+class Choice(NamedTuple):
+    """What carries the messages of GPUs, and why, in words that end a sentence."""
+
+    carrying: Carrying
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.carrying.value}: {self.reason}"
+
+
+def choose(facts: Sequence[Facts], ranks: Sequence[int]) -> Choice:
+    """Return what carries the messages of these ranks' GPUs.
+
+    ranks: what they are called.
+    """
+    named = list(zip(ranks, facts, strict=True))
+    if lacking := [(rank, fact) for rank, fact in named if not fact.device]:
+        rank, fact = lacking[0]
+        return Choice(Carrying.STAGED, f"rank {rank} has no GPU ({fact.problem})")
+    owners: dict[str, list[int]] = defaultdict(list)
+    for rank, fact in named:
+        owners[fact.device].append(rank)
+    for device, those in owners.items():
+        if len(those) > 1:
+            return Choice(Carrying.STAGED, f"ranks {those} share {device}; {OWN_GPU}")
+    if any(fact.checks for fact in facts):
+        return Choice(Carrying.STAGED, "NCCL's messages cannot be checked (GTOPK_CHECK_MESSAGES=1)")
+    each = f"each of {len(facts)} ranks has a GPU of its own"
+    without = _without_cupy(named)
+    if not without:
+        return Choice(Carrying.NCCL, f"{each}; NCCL {dotted(facts[0].nccl)} through CuPy")
+    if not (amiss := _amiss([(rank, fact.torch_nccl) for rank, fact in named], "torch's NCCL")):
+        version = dotted(facts[0].torch_nccl)
+        return Choice(
+            Carrying.TORCH, f"{each}; NCCL {version} of torch, dense reductions only: {without}"
+        )
+    return Choice(Carrying.STAGED, f"{without}, and {amiss}")
+
+
+def _without_cupy(named: Sequence[tuple[int, Facts]]) -> str:
+    """Return why NCCL cannot be reached through CuPy; "" where it can."""
+    for rank, fact in named:
+        if fact.cupy:
+            return f"CuPy cannot be used on rank {rank} ({fact.cupy})"
+    return _amiss([(rank, fact.nccl) for rank, fact in named], "CuPy's NCCL")
+
+
+def _amiss(versions: Sequence[tuple[int, int]], what: str) -> str:
+    """Return what keeps ranks with these versions of an NCCL from using it together; "": nothing.
+
+    NCCL refuses peers of another version.
+    """
+    first_rank, first = versions[0]
+    for rank, version in versions:
+        if not version:
+            return f"{what} is missing on rank {rank}"
+        if version != first:
+            return (
+                f"{what} is {dotted(first)} on rank {first_rank} and {dotted(version)} on rank "
+                f"{rank}"
+            )
+    return ""
+
+
+def after_test(choice: Choice, failures: Sequence[str], ranks: Sequence[int]) -> Choice:
+    """Return the choice once it was tried; failures: why the try failed on each rank, or ""."""
+    for rank, failure in zip(ranks, failures, strict=True):
+        if failure:
+            reason = f"{choice.carrying.value} failed its start-up test on rank {rank}: {failure}"
+            return Choice(Carrying.STAGED, reason)
+    return choice
+
+
+def dotted(version: int) -> str:
+    """Return NCCL's version as people write it: 22703 as 2.27.3."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

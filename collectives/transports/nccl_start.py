@@ -1,0 +1,57 @@
+"""Start of NCCL: what every rank has, and a connection that has shown that it adds up."""
+
+from __future__ import annotations
+
+from ..errors import PeerError
+from .device_choice import Carrying, Facts
+from .gpu import Gpu, facts_here, load_cupy, load_nccl
+from .nccl_collectives import CupyCollectives
+from .torch_collectives import TorchCollectives
+from .transport import Transport
+
+Collectives = CupyCollectives | TorchCollectives
+
+
+def gather_facts(host: Transport, device: int | None) -> list[Facts]:
+    """Return what counts of each rank; device: the GPU that this one uses, None: by its place."""
+    messages = host.allgather(facts_here(host, device).encode())
+    return [Facts.read(message, rank) for message, rank in zip(messages, host.ranks, strict=True)]
+
+
+def open_gpu(device: int | None) -> Gpu:
+    """Return a GPU as CuPy has it."""
+    cupy = load_cupy("nccl")
+    return Gpu(cupy, load_nccl(), cupy.cuda.Device(device))
+
+
+def open_collectives(
+    carrying: Carrying,
+    host: Transport,
+    gpu: Gpu | None,
+    device: int,
+    seconds: float,
+    torch_backend: str,
+) -> Collectives:
+    """Connect the ranks, and see whether they add up; a collective.
+
+    gpu: where NCCL is reached through CuPy. seconds: the longest wait for a peer.
+    Raises PeerError where a rank does not come, or the sum is wrong, and what CUDA, NCCL and torch
+    raise. Whatever fails, no word of it is left on its way between the hosts.
+    """
+    opened: Collectives
+    if carrying is Carrying.TORCH:
+        opened = TorchCollectives(host, device, seconds, backend=torch_backend)
+    else:
+        assert gpu is not None
+        opened = CupyCollectives(host, gpu, seconds)
+    try:
+        total, wanted = opened.sum_of_ranks(), host.size * (host.size + 1) / 2
+        if total != [wanted] * len(total):
+            raise PeerError(
+                f"{carrying.value} adds up 1 to {host.size} over the ranks to {total[0]:g} in "
+                f"place of {wanted:g} on rank {host.ranks[host.rank]}"
+            )
+    except BaseException as error:
+        opened.abort(f"its start-up test failed: {error}")
+        raise
+    return opened

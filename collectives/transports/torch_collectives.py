@@ -1,0 +1,260 @@
+"""NCCL's collectives through torch.distributed, where CuPy is missing: dense ones, on tensors.
+
+torch brings its own NCCL. The group is made beside the host transport, whatever that is: rank 0
+serves a store, and tells the others over the host transport where it is.
+
+Every wait is for `is_completed`, on the host: it ends with the transport's timeout, and where a
+peer has left. torch's own watchdog, which would end the process, is given no reason to.
+
+backend: "gloo" in its place makes the same calls on tensors in the hosts' memory: so they are
+tested where there is no GPU. It has not run over NCCL yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import PeerError
+from .gpu import is_tensor
+from .patience import wait_for_call, wait_until
+from .reductions import parts_of
+from .torch_distributed import connect, import_torch
+from .transport import Transport
+
+_GRACE_SECONDS: Final = 1.0  # what a rank sent before it left may still be on its way
+_ABORT_SECONDS: Final = 5.0  # how long an abort may take; a GPU that hangs must not hang us
+_OURS: Final = timedelta(days=365)  # torch's timeout: the host transport's ends the wait
+_REDUCTIONS: Final = {"sum": "SUM", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
+
+DTYPES: Final = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+
+
+class TorchCollectives:
+    """A process group among the ranks of a host transport, which must all make one together."""
+
+    dtypes = DTYPES
+    sends_messages = False
+
+    def __init__(
+        self, host: Transport, device: int, timeout_seconds: float, backend: str = "nccl"
+    ) -> None:
+        self._torch = torch = import_torch()
+        self._host = host
+        self._timeout_seconds = timeout_seconds
+        self._name = "NCCL" if backend == "nccl" else backend
+        self._place = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
+        self.device = device
+        self._group: Any = None
+        self._broken = ""
+        self._is_under_way = False
+        self._called: set[object] = set()  # what may no longer block in its call
+        store = _meet(host, timeout_seconds)
+
+        def join() -> Any:
+            if backend == "nccl":
+                options = torch.distributed.ProcessGroupNCCL.Options()
+                options._timeout = _OURS
+                make = torch.distributed.ProcessGroupNCCL
+                return make(store, host.rank, host.size, options)
+            return torch.distributed.ProcessGroupGloo(store, host.rank, host.size, _OURS)
+
+        self._group = self._unless_broken(lambda: self._call(join))
+
+    def set_timeout(self, seconds: float) -> None:
+        """Wait as long for a peer from now on."""
+        self._timeout_seconds = seconds
+
+    def sum_of_ranks(self) -> list[float]:
+        """Return the sum of every rank's 1 + rank, four times: what a start-up test asks for."""
+        torch = self._torch
+        array = torch.full((4,), self._host.rank + 1.0, dtype=torch.float32, device=self._place)
+        self.allreduce(array, "sum")
+        total: list[float] = array.tolist()
+        return total
+
+    def allreduce(self, array: Any, reduction: str) -> None:
+        """Reduce in place."""
+        array = self._tensor(array)
+        options = self._torch.distributed.AllreduceOptions()
+        options.reduceOp = self._operator(reduction)
+        self._run("allreduce", lambda group: [group.allreduce([array], options)])
+
+    def reduce_scatter(self, array: Any, bounds: Sequence[int], reduction: str) -> None:
+        """Reduce this rank's part, array[bounds[rank]:bounds[rank + 1]], in place."""
+        array = self._tensor(array)
+
+        def begin(group: Any) -> list[Any]:
+            works = []
+            for owner, first, end in parts_of(bounds):
+                options = self._torch.distributed.ReduceOptions()
+                options.reduceOp, options.rootRank = self._operator(reduction), owner
+                works.append(group.reduce([array[first:end]], options))
+            return works
+
+        self._run("reduce", begin)
+
+    def allgather_into(self, array: Any, bounds: Sequence[int]) -> None:
+        """Fill the parts that the others own with theirs."""
+        array = self._tensor(array)
+        self._run(
+            "broadcast",
+            lambda group: [
+                self._broadcast(group, array[first:end], owner)
+                for owner, first, end in parts_of(bounds)
+            ],
+        )
+
+    def broadcast_into(self, array: Any, root: int) -> None:
+        """Fill with the root's."""
+        array = self._tensor(array)
+        self._run("broadcast", lambda group: [self._broadcast(group, array, root)])
+
+    def alltoall(
+        self,
+        array: Any,
+        bounds: Sequence[int],
+        received: Any,
+        received_bounds: Sequence[int],
+    ) -> None:
+        """Send part r to rank r, and receive what the ranks send here, in rank order."""
+        options = self._torch.distributed.AllToAllOptions()
+        sizes, received_sizes = np.diff(bounds).tolist(), np.diff(received_bounds).tolist()
+        sent, received = self._tensor(array)[bounds[0] : bounds[-1]], self._tensor(received)
+        self._run(
+            "alltoall",
+            lambda group: [group.alltoall_base(received, sent, received_sizes, sizes, options)],
+        )
+
+    def _tensor(self, array: Any) -> Any:
+        """Return an array as a tensor; CuPy's, of a rank that has it while others do not, too."""
+        return array if is_tensor(array) else self._torch.from_dlpack(array)
+
+    def _broadcast(self, group: Any, part: Any, root: int) -> Any:
+        options = self._torch.distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return group.broadcast([part], options)
+
+    def _operator(self, reduction: str) -> Any:
+        return getattr(self._torch.distributed.ReduceOp, _REDUCTIONS[reduction])
+
+    def _run(self, kind: str, begin: Callable[[Any], list[Any]]) -> None:
+        """Make torch's calls, and return when what they began has ended.
+
+        Raises PeerError after an abort, this one or an earlier one.
+        """
+        if self._broken:
+            raise PeerError(self._broken)
+        stream = (
+            self._torch.cuda.current_stream(self._place) if self._place.type == "cuda" else None
+        )
+
+        def call() -> list[Any]:
+            if stream is None:
+                return begin(self._group)
+            with self._torch.cuda.stream(stream):  # another thread's: what is ready there counts
+                return begin(self._group)
+
+        def all_there() -> bool | None:
+            return all(work.is_completed() for work in works) or None
+
+        def run() -> list[Any]:
+            # The first call of a kind connects the ranks, and blocks while it does.
+            return call() if kind in self._called else self._call(call)
+
+        works: list[Any] = []
+        self._is_under_way = True
+        works = self._unless_broken(run)
+        self._called.add(kind)
+        self._unless_broken(lambda: self._wait(all_there))
+        for work in works:
+            self._unless_broken(work.wait)
+        self._is_under_way = False
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        """Return what a call returns that may block; made by a thread, abandoned if need be."""
+
+        def on_device() -> Any:
+            if self._place.type == "cuda":
+                with self._torch.cuda.device(self._place):
+                    return call()
+            return call()
+
+        return wait_for_call(on_device, self._wait)
+
+    def _wait(self, test: Callable[[], Any]) -> Any:
+        return wait_until(
+            test, self._host, [], self._timeout_seconds, self._look, grace_seconds=_GRACE_SECONDS
+        )
+
+    def _look(self) -> None:
+        if self._broken:
+            raise PeerError(self._broken)
+
+    def _unless_broken(self, action: Callable[[], Any]) -> Any:
+        """Return what an action returns; abort when it fails."""
+        try:
+            return action()
+        except PeerError as error:
+            self.abort(str(error))
+            raise
+        except RuntimeError as error:  # torch's, of NCCL or gloo
+            host = self._host
+            text = (
+                f"{self._name} failed on rank {host.ranks[host.rank]} in {host.activity}, between "
+                f"it and ranks {list(host.ranks)}: {str(error).splitlines()[0]}"
+            )
+            self.abort(text)
+            raise PeerError(text) from error
+
+    def abort(self, reason: str) -> None:
+        """End what is under way, and be of no use from then on."""
+        self._broken = self._broken or reason
+        group, self._group = self._group, None
+        if self._is_under_way:
+            # Never to be destroyed: that would wait for what is under way, also at the program's
+            # end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        end = getattr(group, "abort", None)
+        if end is None:
+            return
+
+        def end_it() -> None:
+            with suppress(RuntimeError):  # of a GPU that failed
+                end()
+
+        thread = threading.Thread(target=end_it, daemon=True)
+        thread.start()
+        thread.join(_ABORT_SECONDS)
+
+
+def _meet(host: Transport, timeout_seconds: float) -> Any:
+    """Return a store of the ranks; rank 0 serves it, and tells the others where."""
+    prefix_store = import_torch().distributed.PrefixStore
+    told, store, failure = None, None, ""
+    if host.rank == 0:
+        text = ""
+        try:
+            is_one_host = len(host.neighbours()) == host.size
+            address = "127.0.0.1" if is_one_host else socket.gethostname()
+            store = connect(address, 0, 0, timeout_seconds)
+            text = f"{address} {store.port} {secrets.token_hex(8)}"
+        except (RuntimeError, OSError) as error:
+            failure = f" ({error})"
+        told = np.frombuffer(text.encode(), np.uint8)
+    # The only word over the host: who fails later fails by itself.
+    place = host.broadcast(told, root=0).tobytes().decode()
+    if not place:
+        raise PeerError(f"rank {host.ranks[0]} could not serve a store for torch's NCCL{failure}")
+    address, port, word = place.split(" ")
+    if store is None:
+        store = connect(address, int(port), host.rank, timeout_seconds)
+    return prefix_store(f"gtopk-{word}", store)

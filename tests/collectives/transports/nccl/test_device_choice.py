@@ -1,0 +1,279 @@
+"""What carries the messages of GPUs: the choice by facts alone, and ranks that make it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collectives import Transport, run_ranks
+from collectives.transports import local_world, nccl, nccl_start
+from collectives.transports.device_choice import Carrying, Choice, Facts, after_test, choose
+from collectives.transports.nccl import NcclTransport
+from collectives.transports.staged import StagedTransport
+from tests.collectives import fake_cuda
+from tests.programs.of_gpus import device, up
+
+NCCL, TORCH, STAGED = Carrying
+
+
+def fact(device: str, **others: Any) -> Facts:
+    """Return the facts of a rank on which everything is at hand, but for the others."""
+    return Facts(device, **{"nccl": 22703, "torch_nccl": 22605, **others})
+
+
+@pytest.mark.parametrize(
+    ("facts", "carrying", "reason"),
+    [
+        ([fact("GPU-a")], NCCL, "each of 1 ranks has a GPU of its own; NCCL 2.27.3 through CuPy"),
+        ([fact("GPU-a"), fact("GPU-b")], NCCL, "each of 2 ranks"),
+        # Two hosts, on which the GPUs have the same bus.
+        (
+            [
+                fact("0000:07:00.0 on the host of rank 0"),
+                fact("0000:07:00.0 on the host of rank 1"),
+            ],
+            NCCL,
+            "each of 2 ranks",
+        ),
+        # MIG instances of one GPU have UUIDs of their own.
+        ([fact("GPU-1-mig-a"), fact("GPU-1-mig-b")], NCCL, "each of 2 ranks"),
+        (
+            [fact("GPU-a"), fact("GPU-b"), fact("GPU-a")],
+            STAGED,
+            "ranks [0, 2] share GPU-a; give each rank its own: "
+            "torch.cuda.set_device(hvd.local_rank())",
+        ),
+        (
+            [fact("GPU-a"), fact("", problem="it sees 0 and would use number 1")],
+            STAGED,
+            "rank 1 has no GPU (it sees 0 and would use number 1)",
+        ),
+        (
+            [fact("GPU-a"), fact("GPU-b", checks=True)],
+            STAGED,
+            "NCCL's messages cannot be checked (GTOPK_CHECK_MESSAGES=1)",
+        ),
+        (
+            [fact("GPU-a"), fact("GPU-b", cupy="no module named cupy", nccl=0)],
+            TORCH,
+            "each of 2 ranks has a GPU of its own; NCCL 2.26.5 of torch, dense reductions only: "
+            "CuPy cannot be used on rank 1 (no module named cupy)",
+        ),
+        (
+            [fact("GPU-a", nccl=22703), fact("GPU-b", nccl=22904)],
+            TORCH,
+            "dense reductions only: CuPy's NCCL is 2.27.3 on rank 0 and 2.29.4 on rank 1",
+        ),
+        ([fact("GPU-a"), fact("GPU-b", nccl=0)], TORCH, "CuPy's NCCL is missing on rank 1"),
+        (
+            [fact("GPU-a", nccl=0, torch_nccl=0), fact("GPU-b", nccl=0)],
+            STAGED,
+            "CuPy's NCCL is missing on rank 0, and torch's NCCL is missing on rank 0",
+        ),
+        (
+            [fact("GPU-a", cupy="gone"), fact("GPU-b", cupy="gone", torch_nccl=21805)],
+            STAGED,
+            "CuPy cannot be used on rank 0 (gone), and torch's NCCL is 2.26.5 on rank 0 and "
+            "2.18.5 on rank 1",
+        ),
+    ],
+)
+def test_the_choice_follows_from_the_facts_of_all_ranks(
+    facts: list[Facts], carrying: Carrying, reason: str
+) -> None:
+    choice = choose(facts, range(len(facts)))
+    assert choice.carrying is carrying
+    assert reason in choice.reason
+
+
+def test_ranks_are_called_as_in_the_world() -> None:
+    choice = choose([fact("GPU-a"), fact("GPU-a")], [4, 7])
+    assert choice.reason.startswith("ranks [4, 7] share GPU-a")
+
+
+def test_a_way_that_failed_its_test_on_any_rank_is_not_taken() -> None:
+    choice = Choice(NCCL, "each has one")
+    assert after_test(choice, ["", ""], [0, 1]) is choice
+    assert after_test(choice, ["", "unhandled system error"], [0, 1]) == Choice(
+        STAGED, "NCCL failed its start-up test on rank 1: unhandled system error"
+    )
+
+
+# ---- ranks that choose, on a model of their GPUs
+
+
+def automatic(host: Transport, **options: Any) -> NcclTransport:
+    return NcclTransport(host, timeout_seconds=20, automatic=True, **options)
+
+
+def total(transport: Transport) -> list[float]:
+    array = up(np.full(3, transport.rank + 1.0))
+    transport.allreduce(array)
+    return array.get().tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_a_gpu_each_send_over_nccl_from_the_first_array_on(cuda: Any, size: int) -> None:
+    told: list[Choice] = []
+
+    def program(host: Transport) -> bool:
+        transport = automatic(host, on_choice=told.append)
+        assert transport.choice is None
+        with device(host.rank):
+            assert total(transport) == [size * (size + 1) / 2] * 3
+        transport.leave("done")
+        return transport.sends_from_device
+
+    assert run_ranks(local_world(size), program) == [True] * size
+    assert {choice.carrying for choice in told} == {NCCL}
+    assert len(cuda.communicators) == size
+
+
+def test_until_a_gpus_array_comes_nothing_is_sent_or_opened(cuda: Any) -> None:
+    def program(host: Transport) -> int:
+        transport = automatic(host)
+        array = np.full(3, host.rank + 1.0)
+        assert transport.traffic.sent_messages == 0
+        transport.allreduce(array)
+        assert array.tolist() == [3] * 3
+        transport.leave("done")
+        return len(cuda.communicators)
+
+    assert run_ranks(local_world(2), program) == [0, 0]
+    assert cuda.opened == set()
+
+
+def test_ranks_that_share_a_gpu_go_through_the_host_and_are_told_why(cuda: Any) -> None:
+    told: list[Choice] = []
+
+    def program(host: Transport) -> None:
+        transport = automatic(host, on_choice=told.append)
+        with device(5):
+            assert total(transport) == [3] * 3
+            assert total(transport) == [3] * 3
+        assert not transport.sends_from_device
+        transport.leave("done")
+
+    run_ranks(local_world(2), program)
+    assert [choice.carrying for choice in told] == [STAGED] * 2
+    assert "ranks [0, 1] share 0000:05:00.0" in told[0].reason
+    assert cuda.communicators == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("id", "on rank 0: PeerError: rank 0 could not make NCCL's id (NCCL_ERROR 3)"),
+        ("making", "on rank 0: PeerTimeoutError: rank 0 has waited"),
+        ("sum", "on rank 1: PeerError: NCCL adds up 1 to 3 over the ranks to 0 in place of 6"),
+    ],
+)
+def test_where_nccl_fails_its_test_on_one_rank_all_go_through_the_host(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str
+) -> None:
+    told: list[Choice] = []
+    module = sys.modules["cupy.cuda.nccl"]
+    make = module.NcclCommunicator
+    monkeypatch.setattr(nccl, "_START_TEST_SECONDS", 0.5)
+
+    def broken_id() -> bytes:
+        raise fake_cuda.NcclError(3)
+
+    def make_but_on_rank_1(size: int, unique_id: bytes, rank: int) -> Any:
+        if rank == 1:
+            raise fake_cuda.NcclError(2)
+        return make(size, unique_id, rank)
+
+    class AddsUpWrongly(nccl_start.CupyCollectives):
+        def sum_of_ranks(self) -> list[float]:
+            found = super().sum_of_ranks()
+            return [0.0] * 4 if self._rank == 1 else found
+
+    if fault == "id":
+        monkeypatch.setattr(module, "get_unique_id", broken_id)
+    elif fault == "making":
+        monkeypatch.setattr(module, "NcclCommunicator", make_but_on_rank_1)
+    else:
+        monkeypatch.setattr(nccl_start, "CupyCollectives", AddsUpWrongly)
+
+    def program(host: Transport) -> None:
+        transport = automatic(host, on_choice=told.append)
+        with device(host.rank):
+            assert total(transport) == [6] * 3
+        assert not transport.sends_from_device
+        transport.leave("done")
+
+    run_ranks(local_world(3, 20), program)
+    assert len(set(told)) == 1
+    assert told[0].carrying is STAGED
+    assert told[0].reason.startswith(f"NCCL failed its start-up test {reason}")
+    if fault == "sum":
+        assert [c.aborted for c in cuda.communicators] == [True] * 3
+
+
+def test_a_rank_that_passes_a_hosts_array_is_told_what_is_amiss(cuda: Any) -> None:
+    def program(host: Transport) -> None:
+        transport = automatic(host)
+        with device(host.rank):
+            if host.rank == 0:
+                transport.host.allgather(np.frombuffer(b"another operation's", np.uint8))
+            else:
+                text = r"rank 0 does not take part in connecting the GPUs: .*GTOPK_TRANSPORT=staged"
+                with pytest.raises(RuntimeError, match=text):
+                    transport.connect(1)
+
+    run_ranks(local_world(2, 10), program)
+
+
+def test_what_stages_below_goes_on_where_nccl_cannot_be_used(cuda: Any) -> None:
+    # Such as an MPI that is CUDA-aware.
+    class Direct(StagedTransport):
+        reduced = 0
+
+        def allreduce(self, array: Any, reduction: str = "sum") -> None:
+            self.reduced += 1
+            super().allreduce(array, reduction)
+
+    def program(host: Transport) -> int:
+        under = Direct(host)
+        transport = automatic(under)
+        with device(0):
+            assert total(transport) == [3] * 3
+        transport.leave("done")
+        return under.reduced
+
+    assert run_ranks(local_world(2), program) == [1, 1]
+
+
+def test_a_part_of_the_ranks_chooses_by_itself(cuda: Any) -> None:
+    # All three share two GPUs; two of them have one each.
+    told: list[str] = []
+
+    def program(host: Transport) -> tuple[bool, bool]:
+        transport = automatic(host, on_choice=lambda choice: told.append(choice.reason))
+        alone = True
+        with device(host.rank // 2):
+            assert total(transport) == [6] * 3
+            if host.rank:
+                pair = transport.subset([1, 2])
+                assert total(pair) == [3] * 3
+                alone = pair.sends_from_device
+        transport.barrier()
+        transport.leave("done")
+        return transport.sends_from_device, alone
+
+    assert run_ranks(local_world(3), program) == [(False, True)] * 3
+    assert sum("share" in reason for reason in told) == 3
+
+
+def test_a_rank_without_cupy_is_a_fact_and_no_error(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    facts = nccl_start.facts_here(local_world(1)[0], None)
+    assert (facts.device, facts.nccl, facts.torch_nccl) == ("", 0, 0)
+    assert "pip install gtopk[cuda12]" in facts.cupy
+    assert facts.problem == "it sees 0 and would use number 0"

@@ -1,0 +1,58 @@
+"""Shared memory is page-locked where CUDA can, and unlocked when it goes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gtopk.adaptive.hogbatch.page_lock import lock_pages
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """What a stand-in for CUDA's runtime has registered: bytes by address."""
+    held: dict[int, int] = {}
+
+    def register(address: int, size: int, flags: int) -> int:
+        held[address] = size
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=held.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return held
+
+
+def test_memory_is_locked_for_as_long_as_it_lives(registered: dict[int, int]) -> None:
+    memory = np.zeros(4096, np.uint8)
+    assert lock_pages(memory, CUDA)
+    assert registered == {memory.ctypes.data: 4096}
+    del memory
+    assert registered == {}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_there_is_nothing_to_lock_without_a_gpu_or_bytes(
+    registered: dict[int, int], device: str
+) -> None:
+    memory = np.zeros(8 if device == "cpu" else 0, np.uint8)
+    assert not lock_pages(memory, torch.device(device))
+    assert registered == {}
+
+
+@pytest.mark.parametrize("fault", ["status", "error"])
+def test_where_cuda_refuses_copies_go_on_as_before(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def register(*_: Any) -> int:
+        if fault == "error":
+            raise RuntimeError("no CUDA here")
+        return 712  # cudaErrorHostMemoryAlreadyRegistered
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    assert not lock_pages(np.zeros(8, np.uint8), CUDA)

@@ -1,0 +1,100 @@
+"""A dense sum that torch alone carries, as where there is no CuPy: gloo in NCCL's place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport, nccl_start
+from collectives.transports.device_choice import Carrying, Facts
+from collectives.transports.nccl import NcclTransport
+from gtopk.exchange import exchange
+from gtopk.world import world
+
+
+@pytest.fixture(autouse=True)
+def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts(host: Any, device: int | None) -> Facts:
+        return Facts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
+
+    monkeypatch.setattr(nccl_start, "facts_here", facts)
+
+
+def over(host: LocalTransport) -> NcclTransport:
+    return NcclTransport(host, timeout_seconds=20, automatic=True, torch_backend="gloo")
+
+
+def model() -> torch.nn.Module:
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    with torch.no_grad():
+        for parameter in net.parameters():  # the ranks are threads, and share torch's random state
+            parameter.copy_(torch.cos(torch.arange(parameter.numel())).view_as(parameter))
+    return net
+
+
+def trained(transport: LocalTransport | NcclTransport, steps: int = 3) -> list[list[float]]:
+    with world.entered(transport):
+        net = model()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()
+        )
+        for step in range(steps):
+            inputs = torch.sin(torch.arange(24.0).reshape(4, 6) * (1 + transport.rank + step))
+            optimizer.zero_grad()
+            net(inputs).square().mean().backward()
+            optimizer.step()
+        return [parameter.reshape(-1).tolist() for parameter in net.parameters()]
+
+
+def test_training_is_the_same_as_through_the_host(threads, monkeypatch) -> None:
+    expected = threads(3, trained)
+    sums: list[int] = []
+
+    class Counted(exchange.GradientSum):
+        def __init__(self, *arguments: Any) -> None:
+            sums.append(1)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(exchange, "GradientSum", Counted)
+
+    def program(host: LocalTransport) -> tuple[Any, Any]:
+        transport = over(host)
+        found = trained(transport)
+        return found, transport.choice and transport.choice.carrying
+
+    for (found, carrying), wanted in zip(threads(3, program), expected, strict=True):
+        assert carrying is Carrying.TORCH
+        for mine, theirs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=1e-8)
+    assert len(sums) >= 3 * 3
+
+
+def test_a_sum_that_overflows_skips_the_step_on_every_rank(threads) -> None:
+    def program(host: LocalTransport) -> list[float]:
+        transport = over(host)
+        with world.entered(transport):
+            weight = torch.nn.Parameter(torch.ones(3))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([weight], lr=1.0), [("w", weight)], op=hvd.Sum
+            )
+            weight.grad = torch.full((3,), 3e38)
+            optimizer.step()
+            return weight.tolist()
+
+    assert threads(2, program) == [[1.0] * 3] * 2
+
+
+def test_where_a_rank_has_its_vectors_on_the_host_all_go_through_it(threads) -> None:
+    def program(host: LocalTransport) -> tuple[list[float], bool]:
+        transport = over(host)
+        if host.rank == 1:
+            transport.carries = lambda tensor: False
+        found = trained(transport)
+        return found, transport.choice is None
+
+    expected = threads(2, trained)
+    assert threads(2, program) == [(each, True) for each in expected]

@@ -1,0 +1,213 @@
+"""Tensors that stay where they lie, as on GPUs: gloo in NCCL's place, on ranks that are threads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gtopk.torch as hvd
+from collectives.transports import LocalTransport, nccl_start
+from collectives.transports.device_choice import Carrying, Choice, Facts
+from collectives.transports.nccl import NcclTransport
+from gtopk.engine.on_gpu import ON_GPU, ON_HOST, all_on_gpu
+from gtopk.world import gpu_messages, world
+from gtopk.world.gpu_messages import over_gpus
+
+OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "allreduce": lambda t: hvd.allreduce(t, op=hvd.Sum),
+    "grouped": lambda t: hvd.grouped_allreduce([t, 2 * t], op=hvd.Sum)[1],
+    "integers": lambda t: hvd.allreduce(t.long() * 3, op=hvd.Average),
+    "bools": lambda t: hvd.allreduce(t > 1, op=hvd.Max),
+    "broadcast": lambda t: hvd.broadcast(t, 1),
+    "allgather": lambda t: hvd.allgather(t[: hvd.rank() + 1]),
+    "alltoall": lambda t: hvd.alltoall(t[:2])[:2],
+    "reducescatter": lambda t: hvd.reducescatter(t, op=hvd.Sum),
+}
+
+
+@pytest.fixture
+def ranks(threads, monkeypatch) -> Callable[..., list[Any]]:
+    """Run `ranks(size, program)`; ranks have tensors carried, but for those `on_host`."""
+
+    def facts(host: Any, device: int | None) -> Facts:
+        return Facts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
+
+    monkeypatch.setattr(nccl_start, "facts_here", facts)
+
+    def run(
+        size: int, program: Callable[[NcclTransport], Any], on_host: tuple[int, ...] = ()
+    ) -> list[Any]:
+        def rank(host: LocalTransport) -> Any:
+            transport = NcclTransport(
+                host, timeout_seconds=20, automatic=True, torch_backend="gloo"
+            )
+            if host.rank in on_host:
+                transport.carries = lambda tensor: False
+            with world.entered(transport):
+                return program(transport)
+
+        return threads(size, rank)
+
+    return run
+
+
+def results(name: str, rank: int) -> Any:
+    return OPERATIONS[name](torch.arange(1.0, 5.0) + rank).tolist()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("on_host", [(), (0,), (0, 1)], ids=["no rank", "rank 0", "all"])
+def test_ranks_that_differ_in_where_they_have_theirs_get_the_same(
+    ranks, threads, name: str, on_host: tuple[int, ...]
+) -> None:
+    def plainly(host: LocalTransport) -> Any:
+        with world.entered(host):
+            return results(name, host.rank)
+
+    def program(transport: NcclTransport) -> tuple[Any, bool]:
+        found = results(name, transport.rank)
+        return found, transport.choice is not None
+
+    expected = threads(2, plainly)
+    # Where one has it on the host, all go through it, and NCCL is not even connected.
+    assert ranks(2, program, on_host) == [(each, not on_host) for each in expected]
+
+
+def test_who_has_joined_stands_in_where_the_others_tensors_lie(ranks) -> None:
+    def program(transport: NcclTransport) -> tuple[list[float], int]:
+        total = [0.0]
+        if transport.rank:
+            handles = [
+                hvd.allreduce_async(torch.full((2,), float(transport.rank)), op=op, name=name)
+                for name, op in (("a", hvd.Sum), ("b", hvd.Min))
+            ]
+            total = [hvd.synchronize(handle)[0].item() for handle in handles]
+        return total, hvd.join()
+
+    outcomes = ranks(3, program)
+    assert [total for total, _ in outcomes] == [[0.0], [3.0, 1.0], [3.0, 1.0]]
+
+
+def test_operations_on_both_are_fused_apart(ranks) -> None:
+    def program(transport: NcclTransport) -> list[float]:
+        transport.carries = lambda tensor: tensor.numel() != 3
+        handles = [
+            hvd.allreduce_async(torch.ones(length), op=hvd.Sum, name=f"of {length}")
+            for length in (2, 3, 4, 3000)
+        ]
+        return [hvd.synchronize(handle).sum().item() for handle in handles]
+
+    assert ranks(2, program) == [[4.0, 6.0, 8.0, 6000.0]] * 2
+
+
+def test_in_place_the_tensor_itself_changes_and_autograd_knows(ranks) -> None:
+    def program(transport: NcclTransport) -> None:
+        tensor = torch.ones(4)
+        before = tensor._version
+        assert hvd.allreduce_(tensor, op=hvd.Sum) is tensor
+        assert tensor.tolist() == [2] * 4
+        assert tensor._version > before
+        before = tensor._version
+        assert hvd.broadcast_(tensor.fill_(hvd.rank()), 1) is tensor
+        assert tensor.tolist() == [1] * 4
+        assert tensor._version > before
+
+    ranks(2, program)
+
+
+def test_dtypes_that_nccl_does_not_know_go_through_the_host(ranks) -> None:
+    def program(transport: NcclTransport) -> bool:
+        found = hvd.allreduce(torch.full((3,), 5, dtype=torch.int16), op=hvd.Sum)
+        assert found.tolist() == [10] * 3
+        return transport.choice is None
+
+    assert ranks(2, program) == [True, True]
+
+
+def test_votes_decide_and_those_who_joined_have_none() -> None:
+    assert all_on_gpu([ON_GPU, 0, ON_GPU])
+    assert not all_on_gpu([ON_GPU, ON_HOST])
+    assert not all_on_gpu([0, 0])
+
+
+# ---- what the ranks may use, as the world begins
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "gtopk"]
+
+
+def test_where_every_rank_sees_a_gpu_nccl_may_carry_their_messages(threads, caplog) -> None:
+    def program(transport: LocalTransport) -> None:
+        over = over_gpus(transport, [1, 8], {})
+        assert isinstance(over, NcclTransport)
+        assert over.automatic
+        assert (over.name, over.choice) == ("local", None)
+        over.on_choice(Choice(Carrying.NCCL, "each of 2 ranks has a GPU of its own"))
+        over.on_choice(Choice(Carrying.NCCL, "each of 2 ranks has a GPU of its own"))
+
+    with caplog.at_level(logging.INFO, "gtopk"):
+        threads(2, program)
+    text = "messages of GPUs go over NCCL: each of 2 ranks has a GPU of its own"
+    assert said(caplog) == [text]
+
+
+@pytest.mark.parametrize(
+    ("in_sight", "environ", "reason"),
+    [
+        ([4, 0], {}, "rank 1 sees none"),
+        ([0, 2, 0], {}, "ranks 0, 2 see none"),
+        ([1, 1], {"GTOPK_TRANSPORT": "mpi"}, "GTOPK_TRANSPORT=mpi asks for that"),
+    ],
+)
+def test_else_the_hosts_carry_them_and_rank_0_says_why(
+    threads, caplog, in_sight: list[int], environ: dict[str, str], reason: str
+) -> None:
+    def program(transport: LocalTransport) -> None:
+        assert over_gpus(transport, in_sight, environ) is transport
+
+    with caplog.at_level(logging.INFO, "gtopk"):
+        threads(len(in_sight), program)
+    assert said(caplog) == [f"messages of GPUs go through host memory, over local: {reason}"]
+
+
+@pytest.mark.parametrize("in_sight", [[0, 0], [3]])
+def test_where_there_are_none_to_send_nothing_is_said(threads, caplog, in_sight) -> None:
+    def program(transport: LocalTransport) -> None:
+        assert over_gpus(transport, in_sight, {}) is transport
+
+    with caplog.at_level(logging.INFO, "gtopk"):
+        threads(len(in_sight), program)
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize(("gpus", "says"), [(0, ""), (1, "GPU-0; give each rank its own")])
+def test_the_doctor_asks_all_ranks_what_carries_the_messages_of_gpus(
+    threads, monkeypatch, gpus: int, says: str
+) -> None:
+    monkeypatch.setattr(gpu_messages, "gpus_in_sight", lambda: gpus)
+    monkeypatch.setattr(nccl_start, "facts_here", lambda host, device: Facts("GPU-0", nccl=22703))
+    told = threads(2, lambda transport: gpu_messages.find_out(transport, {}))
+    assert told[0] == told[1]
+    assert says in told[0]
+    assert bool(told[0]) == bool(gpus)
+
+
+def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
+    threads, monkeypatch
+) -> None:
+    def messages(in_sight: int) -> list[int]:
+        monkeypatch.setattr(world, "gpus_in_sight", lambda: in_sight)
+
+        def program(transport: LocalTransport) -> int:
+            with world.entered(transport) as here:
+                assert isinstance(here.transport, NcclTransport) == bool(in_sight)
+                return transport.traffic.sent_messages
+
+        return threads(3, program)
+
+    assert messages(0) == messages(2)

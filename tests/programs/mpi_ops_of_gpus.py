@@ -1,0 +1,54 @@
+"""Run mpi_ops.py on tensors that are carried as a GPU's are: gloo in NCCL's place, on the host.
+
+Argument: an empty folder that all ranks see.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from collectives import Transport
+from collectives.transports import nccl, nccl_start
+from collectives.transports.device_choice import Facts
+from gtopk.world import world
+
+calls: Counter[str] = Counter()
+
+
+def facts(host: Transport, device: int | None) -> Facts:
+    """Return those of a rank with a GPU of its own, and torch's NCCL."""
+    return Facts(f"GPU-{host.ranks[host.rank]}", cupy="there is no GPU here", torch_nccl=22703)
+
+
+def over_gpus(transport: Transport, in_sight: Sequence[int]) -> Transport:
+    """Return what carries the tensors of a host as those of a GPU."""
+    if transport.size == 1:
+        return transport
+    return nccl.NcclTransport(
+        transport,
+        timeout_seconds=transport.timeout_seconds,
+        automatic=True,
+        torch_backend="gloo",
+    )
+
+
+class Counting(nccl_start.TorchCollectives):
+    """Counts what it is asked for."""
+
+    def _run(self, kind: str, begin: Any) -> None:
+        calls[kind] += 1
+        super()._run(kind, begin)
+
+
+nccl_start.facts_here = facts
+nccl_start.TorchCollectives = Counting
+world.over_gpus = over_gpus
+
+if __name__ == "__main__":
+    runpy.run_path(str(Path(__file__).with_name("mpi_ops.py")), run_name="__main__")
+    assert set(calls) >= {"allreduce", "broadcast", "alltoall", "reduce"}, calls
+    print("as on GPUs\n", end="", flush=True)
