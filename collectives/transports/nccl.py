@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -105,7 +105,7 @@ class NcclTransport(StagedTransport):
         self._timeout_seconds = timeout_seconds
         self._connected: list[Collectives] = []
         self._collectives: Collectives | None = None
-        self._all_on_gpu: bool | None = None  # as far as the ranks have told
+        self._all_on_gpu: dict[Hashable, bool] = {}  # by what it is, as the ranks have told
         self._undecided: _Undecided = parent._undecided if parent else _Undecided()
         if parent is not None:
             self._connected = parent._connected
@@ -143,22 +143,22 @@ class NcclTransport(StagedTransport):
             return False
         return device.type == "cpu" or self._device in (None, device.index)
 
-    def carrying(self, on_gpu: bool) -> Transport:
+    def carrying(self, on_gpu: bool, what: Hashable = None) -> Transport:
         if not self.automatic or self._is_staged():
             return self
-        if self._all_on_gpu is None:
+        if what not in self._all_on_gpu:
             answer = np.array([on_gpu], np.int32)
             self.host.allreduce(answer, "min")
-            self._all_on_gpu = bool(answer[0])
-            if on_gpu and not self._all_on_gpu:
+            self._all_on_gpu[what] = bool(answer[0])
+            if on_gpu and not self._all_on_gpu[what]:
                 reason = "some ranks have their vectors on the host"
                 self.on_choice(Choice(Carrying.STAGED, reason))
-        if self._all_on_gpu and not on_gpu:
+        if self._all_on_gpu[what] and not on_gpu:
             raise ValueError(
                 f"rank {self.ranks[self.rank]} has a vector on the host where every rank had its "
                 "vectors on a GPU: move it there, or set GTOPK_TRANSPORT=staged"
             )
-        return self if self._all_on_gpu else self._under
+        return self if self._all_on_gpu[what] else self._under
 
     @property
     def tensor_place(self) -> str:

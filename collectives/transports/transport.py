@@ -14,7 +14,7 @@ import itertools
 import struct
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -118,10 +118,11 @@ class Transport(Endpoint):
         """
         return self.size == 1 and tensor.device.type == "cuda"
 
-    def carrying(self, on_gpu: bool) -> Transport:
+    def carrying(self, on_gpu: bool, what: Hashable = None) -> Transport:
         """Return what carries vectors that each rank has on its GPU, or on its host.
 
         All ranks call it together; the first time they ask each other, where that takes asking.
+        what: tells these vectors from others that may lie elsewhere; equal on all ranks.
         """
         return self
 

@@ -154,7 +154,7 @@ class SparseExchange:
             self._set_k(bucket.length)
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
-        transport = transport.carrying(bucket.device.type == "cuda")
+        transport = carrying(transport, bucket, bucket.device.type == "cuda")
         direct(bucket, self.residual)
         begun = Moment(bucket.device)
         picked = self._pick(bucket, transport)
@@ -258,7 +258,7 @@ class DenseExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         by_torch = self.residual is None and only_torch_reaches(bucket, transport)
-        transport = transport.carrying(by_torch or bucket.device.type == "cuda")
+        transport = carrying(transport, bucket, by_torch or bucket.device.type == "cuda")
         if by_torch and only_torch_reaches(bucket, transport):
             begun = Moment(bucket.device)
             self._sum = GradientSum(bucket, transport)
@@ -311,7 +311,7 @@ class CompressorExchange:
         self.facts = f"dense {compressor.__name__}"
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        transport = transport.carrying(bucket.device.type == "cuda")
+        transport = carrying(transport, bucket, bucket.device.type == "cuda")
         began = Moment(bucket.device)
         bucket.gather()
         compressed = [self.compressor.compress(view) for view in bucket.views]
@@ -421,6 +421,11 @@ def _dense(
         transport.counts_allreduce,
         ready(bucket, ended),
     )
+
+
+def carrying(transport: Transport, bucket: Bucket, on_gpu: bool) -> Transport:
+    """Return what carries a bucket's vectors; of one model some buckets may be on the host."""
+    return transport.carrying(on_gpu, (bucket.length, bucket.dtype.name))
 
 
 def ready(bucket: Bucket, now: Moment) -> float | None:

@@ -98,3 +98,28 @@ def test_where_a_rank_has_its_vectors_on_the_host_all_go_through_it(threads) -> 
 
     expected = threads(2, trained)
     assert threads(2, program) == [(each, True) for each in expected]
+
+
+def test_a_model_may_have_some_of_its_buckets_on_the_host(threads) -> None:
+    def program(host: LocalTransport, over_gpus: bool) -> tuple[list[Any], Any]:
+        transport = over(host) if over_gpus else host
+        if over_gpus:
+            transport.carries = lambda tensor: tensor.numel() > 3
+        with world.entered(transport):
+            large, small = (torch.nn.Parameter(torch.ones(size)) for size in (8, 3))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([large, small], lr=0.5),
+                [("large", large), ("small", small)],
+                groups=[[large], [small]],
+            )
+            for step in range(3):
+                for parameter in (large, small):
+                    values = torch.arange(float(parameter.numel()))
+                    parameter.grad = values * (step + 1 + transport.rank)
+                optimizer.step()
+            choice = transport.choice.carrying if over_gpus else None
+            return [large.tolist(), small.tolist()], choice
+
+    expected = [found for found, _ in threads(2, lambda host: program(host, False))]
+    found = threads(2, lambda host: program(host, True))
+    assert found == [(each, Carrying.TORCH) for each in expected]
