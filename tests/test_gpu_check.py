@@ -11,10 +11,12 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from collectives import kernels
 from collectives.kernels.device import cuda as cuda_machine
 from tests.collectives import fake_cuda
 from tests.collectives.kernels.device import machine_on_host
@@ -276,6 +278,22 @@ WIDE = """==PROF== Connected to process 1
 "","","us"
 "0","mark<float>","70.1"
 """
+
+
+def test_the_last_steps_are_counted_with_a_settled_guess_and_without_one(
+    program: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = program("counters")
+    watched: list[bool] = []  # whether each step had a guess
+
+    def select(residual: Any, gradient: Any, k: int, guess: float) -> Any:
+        watched.append(guess > 0)
+        return kernels.accumulate_and_select(residual, gradient, k, guess)
+
+    own = SimpleNamespace(accumulate_and_select=select, clear_at=kernels.clear_at)
+    monkeypatch.setattr(counters, "kernels", own)
+    counters.work(20_000, "cpu", watched.clear)
+    assert watched == [True] * counters.WATCHED + [False]
 
 
 def test_a_report_of_counters_is_read(program: Callable[[str], Any]) -> None:

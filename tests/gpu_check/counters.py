@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ METRICS = (
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
 )
-SETTLED, WATCHED = 24, 16  # launches of these kernels: of the first three steps, and of two more
+SETTLED, WATCHED = 12, 2  # steps: until the guess is good, and those that are looked at
 
 
 def rows(report: Iterable[str]) -> list[dict[str, str]]:
@@ -44,15 +44,19 @@ def rows(report: Iterable[str]) -> list[dict[str, str]]:
     return list(launches.values())
 
 
-def work() -> None:
-    """Take some steps of one selection; the launches of the last are looked at."""
-    residual, gradient = (torch.zeros(SIZE, device="cuda") for _ in range(2))
+def work(size: int, device: str, watch: Callable[[], object]) -> None:
+    """Take some steps of one selection; those after `watch` are looked at, the last unguided."""
+    residual, gradient = (torch.zeros(size, device=device) for _ in range(2))
     guess = 0.0
-    with on_stream_of_torch("cuda"):
-        for _ in range(6):
+    with on_stream_of_torch(device):
+        for step in range(SETTLED + WATCHED + 1):
             gradient.normal_()
+            if step == SETTLED:
+                watch()
+            if step == SETTLED + WATCHED:
+                guess = 0.0  # as in a first step, the vector itself is searched
             picked, guess = kernels.accumulate_and_select(
-                array_of(residual), array_of(gradient), SIZE // 1000, guess
+                array_of(residual), array_of(gradient), max(1, size // 1000), guess
             )
             kernels.clear_at(array_of(residual), picked.indices)
 
@@ -61,13 +65,13 @@ def main() -> int:
     """Run the work under ncu, and record what it counted."""
     asked = arguments("what")
     if asked.what == "work":
-        work()
+        work(SIZE, "cuda", torch.cuda.profiler.start)
         return 0
     require_gpu(asked.device, "its counters are read")
     if shutil.which("ncu") is None:
         sys.exit("no ncu here: it comes with CUDA's toolkit")
     watched = ("--kernel-name", f"regex:^({'|'.join(LARGEST_KERNELS)})")
-    which = ("--launch-skip", str(SETTLED), "--launch-count", str(WATCHED))
+    which = ("--profile-from-start", "off")  # but from `cudaProfilerStart` on
     how = ("--clock-control", "none", "--csv", "--metrics", ",".join(METRICS))
     job = (sys.executable, str(Path(__file__).resolve()), "work")
     done = subprocess.run(["ncu", *watched, *which, *how, *job], stdout=subprocess.PIPE, text=True)
