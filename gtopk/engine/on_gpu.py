@@ -11,7 +11,7 @@ as in tests, have no streams and no moments.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -109,10 +109,19 @@ class Finish:
             yield
             self._device, self._end = device, moment(device)
 
-    def wait(self) -> None:
-        """Have the current stream wait for the end; the host does not."""
-        if self._end is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._end)
+    def wait(self, results: Iterable[Any] = ()) -> None:
+        """Have the current stream wait for the end; the host does not.
+
+        results: of these the tensors were made there, and are used here. Their memory belongs to
+            that stream: torch must know of this one, or it gives the memory away too early.
+        """
+        if self._end is None:
+            return
+        here = torch.cuda.current_stream(self._device)
+        here.wait_event(self._end)
+        for result in results:
+            if getattr(result, "is_cuda", False):
+                result.record_stream(here)
 
 
 def scale(tensor: torch.Tensor, factor: float) -> None:

@@ -151,7 +151,7 @@ def begin_allgather(
         return gathered
 
     def make_tensors(gathered: list[tuple[Any, list[int]]]) -> Any:
-        finished.wait()
+        finished.wait(elements for elements, _ in gathered)
         return finish(
             [
                 Gathered(_shaped(elements, like, sum(rows)), sum(rows[:rank]))

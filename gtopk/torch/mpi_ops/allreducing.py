@@ -197,7 +197,7 @@ def _begin(
             ]
 
     def finish(reduced: list[Any]) -> Any:
-        finished.wait()
+        finished.wait(reduced)
         written = tuple(map(write, reduced, outputs, memories))
         return written if group else written[0]
 

@@ -111,7 +111,7 @@ def _begin(
             return mine.tensor
 
     def finish(result: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
-        finished.wait()
+        finished.wait([result])
         if isinstance(result, torch.Tensor):
             if result.data_ptr() == output.data_ptr():
                 return touched(output)

@@ -77,8 +77,8 @@ def alltoall_async(
             return transport.alltoall(mine.bytes_on_host(), ends)
 
     def finish(received: tuple[Any, list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        finished.wait()
         elements, bounds = received
+        finished.wait([elements])
         rows = [(end - begin) // bytes_of_a_row for begin, end in itertools.pairwise(bounds)]
         shape = [sum(rows), *like.shape[1:]]
         if isinstance(elements, torch.Tensor):

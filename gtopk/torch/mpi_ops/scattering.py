@@ -157,7 +157,7 @@ def _begin(
         return parts
 
     def finish(parts: list[Any]) -> Any:
-        finished.wait()
+        finished.wait(parts)
         outputs = []
         for like, part in zip(likes, parts, strict=True):
             begin, end = _first_rows(like, size)[rank : rank + 2]

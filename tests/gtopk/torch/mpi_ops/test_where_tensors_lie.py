@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport, nccl_start
 from collectives.transports.device_choice import Carrying, Choice, Facts
 from collectives.transports.nccl import NcclTransport
-from gtopk.engine.on_gpu import ON_GPU, ON_HOST, all_on_gpu
+from gtopk.engine import on_gpu
+from gtopk.engine.on_gpu import ON_GPU, ON_HOST, Finish, all_on_gpu
 from gtopk.world import gpu_messages, world
 from gtopk.world.gpu_messages import over_gpus
 
@@ -211,3 +214,31 @@ def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
         return threads(3, program)
 
     assert messages(0) == messages(2)
+
+
+# ---- memory of the engine's stream that is used on the program's
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_torch_is_told_of_the_stream_on_which_a_result_is_used(ranks, monkeypatch, name) -> None:
+    told: list[torch.Tensor] = []
+    monkeypatch.setattr(Finish, "wait", lambda self, made=(): told.extend(made))
+    ranks(2, lambda transport: results(name, transport.rank))
+    assert len(told) >= 2
+    assert all(isinstance(each, torch.Tensor) for each in told)
+
+
+def test_a_result_s_memory_is_kept_for_the_stream_that_waits_for_it(monkeypatch) -> None:
+    waited: list[object] = []
+    here = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(on_gpu, "moment", lambda device: "the end")
+    recorded: list[object] = []
+    result = SimpleNamespace(is_cuda=True, record_stream=recorded.append)
+    finish = Finish()
+    finish.wait([result])
+    assert recorded == []  # of work on the host
+    with finish.on(torch.device("cpu")):
+        pass
+    finish.wait([result, torch.zeros(1), np.zeros(1)])
+    assert (waited, recorded) == (["the end"], [here])
