@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -178,13 +178,29 @@ def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None
 
     @contextmanager
     def on_stream() -> Iterator[None]:
-        # A thread begins on GPU 0. Alone, torch.cuda.stream would go back there by cudaSetDevice,
-        # which opens a context on it; torch.cuda.device goes back without one.
         with (
-            torch.cuda.device(stream.device),
-            torch.cuda.stream(stream),
+            _on_streams([stream]),
             device.on_stream(stream.cuda_stream, stream.device_index, torch.cuda.empty_cache),
         ):
             yield
 
     return on_stream
+
+
+def current_streams(of: Sequence[torch.device]) -> Callable[[], AbstractContextManager[None]]:
+    """Return the same of several GPUs, on which torch alone works, not the kernels."""
+    if not of:
+        return nullcontext
+    streams = [torch.cuda.current_stream(gpu) for gpu in of]
+    return lambda: _on_streams(streams)
+
+
+@contextmanager
+def _on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for stream in streams:
+            # A thread begins on GPU 0. Alone, torch.cuda.stream would go back there by
+            # cudaSetDevice, which opens a context on it; torch.cuda.device goes back without one.
+            entered.enter_context(torch.cuda.device(stream.device))
+            entered.enter_context(torch.cuda.stream(stream))
+        yield

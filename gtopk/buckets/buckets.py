@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from collectives.kernels import Gradient, Located, all_finite, put_at
 from collectives.vector import SparseVector
 
-from .arrays import current_stream, home_of, located, view_array, view_tensor, zeros
+from .arrays import (
+    current_stream,
+    current_streams,
+    home_of,
+    located,
+    view_array,
+    view_tensor,
+    zeros,
+)
 from .moment import Moment
 from .parameters import refuse_complex
 
@@ -73,7 +81,10 @@ class Bucket:
         self.taken = 0.0
         self.ready = Moment(self.device)
         self._parts: list[NDArray[Any]] | Located | None = None
-        self._on_stream: Callable[[], AbstractContextManager[None]] = current_stream(self.device)
+        # Of a bucket on the host: where its gradients come from, which torch copies.
+        gpus = {p.device for p in self.parameters if p.is_cuda}
+        self._gpus = sorted(gpus, key=str) if self.device.type == "cpu" else []
+        self._on_stream = self._current_stream()
 
     def take(
         self,
@@ -96,7 +107,7 @@ class Bucket:
             torch.zeros_like(p) if gradient is None else gradient.detach()
             for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
-        self._on_stream = current_stream(self.device)
+        self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Moment(self.device)
             self._parts = self._where_they_lie()
@@ -108,8 +119,9 @@ class Bucket:
         """
         self.weight, self.scale, self.share = 1.0, scale, 0.0
         self.gradients = [torch.zeros_like(p) for p in self.parameters]
-        self._on_stream = current_stream(self.device)
+        self._on_stream = self._current_stream()
         with self._on_stream():
+            self.ready = Moment(self.device)
             self._parts = self._where_they_lie()
 
     @property
@@ -120,6 +132,10 @@ class Bucket:
     def on_stream(self) -> AbstractContextManager[None]:
         """Work, in any thread, on the stream that `take` was called on: after the backward pass."""
         return self._on_stream()
+
+    def _current_stream(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return what `on_stream` is from now on."""
+        return current_streams(self._gpus) if self._gpus else current_stream(self.device)
 
     def all_finite(self) -> bool:
         """Tell whether this step's gradients hold neither NaN nor infinity."""

@@ -113,16 +113,18 @@ class Lane:
         return [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
 
     def all_finite(self) -> bool:
-        """Tell whether the gradients hold neither NaN nor infinity."""
-        return self.bucket.all_finite()
+        """Tell whether the gradients hold neither NaN nor infinity; in any thread."""
+        with self.bucket.on_stream():
+            return self.bucket.all_finite()
 
     def not_finite(self) -> list[str]:
-        """Return the names of the parameters whose gradient holds NaN or infinity here."""
-        return [
-            name
-            for name, gradient in zip(self.names, self.bucket.gradients, strict=True)
-            if not bool(torch.isfinite(gradient).all())
-        ]
+        """Return whose gradients hold NaN or infinity here, by names; in any thread."""
+        with self.bucket.on_stream():
+            return [
+                name
+                for name, gradient in zip(self.names, self.bucket.gradients, strict=True)
+                if not bool(torch.isfinite(gradient).all())
+            ]
 
     def remember(self) -> None:
         """Keep what `undo` is to bring back."""

@@ -16,6 +16,7 @@ from collectives.kernels.device import cuda
 from collectives.kernels.narrow import BFLOAT16, widen
 from gtopk.buckets.arrays import (
     current_stream,
+    current_streams,
     from_array,
     stream_of,
     to_array,
@@ -161,6 +162,16 @@ def test_a_thread_on_another_gpus_stream_opens_no_context_on_the_first(gpus: Gpu
     thread.join()
     assert seen == [(1, 1)] * 2
     assert gpus.opened == {1}
+
+
+def test_a_thread_works_on_the_streams_of_several_gpus_without_the_kernels(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "cupy", None)  # it is not asked for
+    on_streams = current_streams([torch.device("cuda", 1), torch.device("cuda", 2)])
+    with on_streams():
+        assert gpus.opened == {1, 2}
+    assert gpus.to_torch == 0
 
 
 @pytest.mark.parametrize("used", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from collectives.kernels import accumulate_and_select
 from collectives.vector import SparseVector
-from gtopk.buckets import arrays
+from gtopk.buckets import arrays, buckets
 from gtopk.buckets.buckets import Bucket
 
 
@@ -159,6 +160,25 @@ def test_without_cupy_the_way_through_the_host_is_told_once(
         assert arrays.home_of([OnGpu(), torch.zeros(1)]) == torch.device("cpu")
     finally:
         arrays._kernels_reach_gpus.cache_clear()
+
+
+def test_what_torch_copies_from_gpus_to_the_host_is_ordered_by_their_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def streams(of: Any) -> Any:
+        asked.append(of)
+        return nullcontext
+
+    monkeypatch.setattr(buckets, "home_of", lambda parameters: torch.device("cpu"))
+    monkeypatch.setattr(buckets, "current_streams", streams)
+    monkeypatch.setattr(OnGpu, "is_cuda", True, raising=False)
+    bucket = Bucket([torch.zeros(3).as_subclass(OnGpu), torch.nn.Parameter(torch.zeros(2))])
+    bucket.take(1.0)
+    bucket.take_nothing(1.0)
+    with bucket.on_stream():
+        assert asked == [[OnGpu.device]] * 3
 
 
 @pytest.mark.parametrize(
