@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -35,7 +36,14 @@ def lock_pages(memory: Array, device: torch.device) -> bool:
         return False
     if status:
         _log.debug("shared memory could not be page-locked: CUDA's error %d", status)
+        _take_last_error(device)
         return False
     unlock = weakref.finalize(memory, runtime.cudaHostUnregister, address)
     unlock.atexit = False  # CUDA may have ended before
     return True
+
+
+def _take_last_error(device: torch.device) -> None:
+    """Clear CUDA's last error: torch would raise it from the next kernel that it launches."""
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)

@@ -54,5 +54,14 @@ def test_where_cuda_refuses_copies_go_on_as_before(
             raise RuntimeError("no CUDA here")
         return 712  # cudaErrorHostMemoryAlreadyRegistered
 
+    launched: list[torch.device] = []
+
+    def ones(size: int, device: torch.device) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: of the call before")
+
+    monkeypatch.setattr(torch, "ones", ones)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
     assert not lock_pages(np.zeros(8, np.uint8), CUDA)
+    # The error that CUDA keeps is taken from it: no later kernel is blamed.
+    assert launched == ([CUDA] if fault == "status" else [])
