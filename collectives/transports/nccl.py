@@ -190,7 +190,8 @@ class NcclTransport(StagedTransport):
         failure = ""
         self.choice = choice
         try:
-            self._open(min(self._timeout_seconds, _START_TEST_SECONDS))
+            # A rank that fails at once waits for the others' word: no longer than it may.
+            self._open(min(self._timeout_seconds / 2, _START_TEST_SECONDS))
         except Exception as error:  # of CuPy, CUDA, NCCL, torch: all ranks are to hear of it
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         said = self.host.allgather(np.frombuffer(failure.encode(), np.uint8))

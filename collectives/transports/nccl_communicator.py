@@ -61,7 +61,7 @@ class Communicator:
         if self._host.rank == 0:
             try:
                 unique_id = self._gpu.nccl.get_unique_id()
-            except RuntimeError as error:  # NCCL's, or CUDA's
+            except (RuntimeError, KeyError) as error:  # NCCL's, or CUDA's; of a status without name
                 failure = f" ({error})"
         message = np.frombuffer(unique_id, np.uint8) if self._host.rank == 0 else None
         told = self._host.broadcast(message, root=0).tobytes()
