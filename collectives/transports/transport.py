@@ -386,6 +386,8 @@ class Transport(Endpoint):
 
         The messages of `broadcast`. Raises MessageError where the root's is of another size.
         """
+        if self.size == 1:
+            return
         own = array.view(np.uint8)
         message = self.broadcast(own if self.rank == root else None, root)
         if message.size != own.size:
@@ -403,6 +405,9 @@ class Transport(Endpoint):
         rank + 1, rank + 2, ... get their parts while rank - 1, rank - 2, ... send theirs. Every
         rank passes the same dtype.
         """
+        if self.size == 1:  # of a GPU, too: tensors are cloned, arrays copied
+            part: Any = array[bounds[0] : bounds[1]]
+            return (part.clone if hasattr(part, "clone") else part.copy)(), [0, len(part)]
         parts = [array[a:b].view(np.uint8) for a, b in itertools.pairwise(bounds)]
         others = [(self.rank + shift) % self.size for shift in range(1, self.size)]
         sources = others[::-1]

@@ -216,6 +216,19 @@ def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
     assert messages(0) == messages(2)
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_alone_has_its_tensors_stay_on_its_gpu(threads, monkeypatch, name) -> None:
+    def program(transport: LocalTransport) -> Any:
+        with world.entered(transport):
+            return OPERATIONS[name](torch.arange(1.0, 5.0)).tolist()
+
+    monkeypatch.setitem(OPERATIONS, "broadcast", lambda t: hvd.broadcast(t, 0))
+    expected = threads(1, program)
+    # As of a tensor that is on a GPU.
+    monkeypatch.setattr(LocalTransport, "carries", lambda self, tensor: True)
+    assert threads(1, program) == expected
+
+
 # ---- memory of the engine's stream that is used on the program's
 
 
