@@ -230,7 +230,7 @@ class Round:
 
     def finite(self) -> bool:
         """Tell whether the round has an update to apply."""
-        return not self.culprits and all(each.finite for each in self.exchanged.values())
+        return not self._stopped and all(each.finite for each in self.exchanged.values())
 
     def apply(self) -> None:
         """Replace the gradients by the agreed update."""

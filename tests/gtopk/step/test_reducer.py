@@ -345,6 +345,32 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank_and_costs_one_step
     assert one == other
 
 
+@pytest.mark.parametrize("where", ["0.weight", "3.weight"])
+def test_a_gradient_that_was_not_finite_costs_the_step_though_nobody_finds_it_again(
+    threads, monkeypatch, where
+):
+    monkeypatch.setattr(Lane, "not_finite", lambda self: [])
+
+    def program(transport: LocalTransport) -> list[bytes]:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.3))
+            for step in range(4):
+                optimizer.zero_grad()
+                model(inputs(transport.rank, step)).square().sum().backward()
+                if step == 3:
+                    before = [parameter.detach().clone() for parameter in model.parameters()]
+                    if transport.rank == 1:
+                        dict(model.named_parameters())[where].grad.fill_(float("nan"))
+                optimizer.step()
+            assert optimizer.skipped_steps == 1
+        assert all(map(torch.equal, before, model.parameters()))
+        return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+    one, other = threads(2, program)
+    assert one == other
+
+
 def clip_in_place(model: Any, optimizer: Any, step: int) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 * (step + 1))
 
