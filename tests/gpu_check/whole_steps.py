@@ -136,7 +136,7 @@ def launches(step: Callable[[], None], device: str) -> dict[str, object]:
         synchronize(device)
     events = seen.events()
     on_device = [event for event in events if str(event.device_type).endswith("CUDA")]
-    calls = ("LaunchKernel", "MemcpyAsync", "StreamSynchronize", "EventSynchronize")
+    calls = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "StreamSynchronize", "EventSynchronize")
     return {
         "kernels": len(on_device),
         "device_us": round(sum(event.device_time for event in on_device)),
