@@ -16,16 +16,17 @@
 // Too many contenders to note (most keys are alike, say): it looks at the whole list.
 template <class Real>
 __device__ void rank(
-    Search* search, const Real* list_values_m, const u32* contenders, Tally* list_tallies,
-    Tally* list_groups) {
+    Search* search, const Real* list_values_m, const u32* contenders, u32 most_contenders,
+    Tally* list_tallies, Tally* list_groups) {
   typedef Keys<Real> K;
   __shared__ u32 bins[BINS];
   const u64 lo = search->lo, shift = search->shift, listed = search->listed;
-  const bool noted = search->contenders <= MOST_CONTENDERS;
+  const bool noted = search->contenders <= most_contenders;
   const u64 count = search->exact ? 0 : noted ? (u64)search->contenders : listed;
   while (!search->exact) {
     for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
     __syncthreads();
+#pragma unroll 4
     for (u64 i = threadIdx.x; i < count; i += THREADS) {
       const u64 key = K::of(list_values_m[noted ? contenders[i] : i]);
       if (in_range(key, search->lo, search->shift))
@@ -35,6 +36,7 @@ __device__ void rank(
     narrow(search, bins);
   }
   const u64 floor = search->floor, quota = search->quota;
+#pragma unroll 4
   for (u64 i = threadIdx.x; i < count; i += THREADS) {
     const u64 at = noted ? contenders[i] : i;
     const u64 key = K::of(list_values_m[at]);
@@ -56,12 +58,12 @@ __device__ void rank(
   if (threadIdx.x == 0) conclude<Real>(search, before.above + at_most(before.ties, quota), listed);
 }
 
-// list_tallies: zero. contenders: the places in the list of the first MOST_CONTENDERS to come.
+// list_tallies: zero. contenders: the places in the list of the first most_contenders to come.
 template <class Real, class Index>
 __global__ __launch_bounds__(THREADS) void expand(
     const Real* values_n, Search* search, u64 tiles, const u32* bits, const Tally* tallies,
     const Tally* groups, Index* list_indices_m, Real* list_values_m, u32* contenders,
-    Tally* list_tallies, Tally* list_groups) {
+    u32 most_contenders, Tally* list_tallies, Tally* list_groups) {
   typedef Keys<Real> K;
   if (search->dense) return;  // the marks were of no use
   const u64 lo = search->lo, shift = search->shift;
@@ -84,7 +86,7 @@ __global__ __launch_bounds__(THREADS) void expand(
         ++sure;
       } else if (in_range(key, lo, shift)) {
         const u32 number = atomicAdd(&search->contenders, 1u);
-        if (number < MOST_CONTENDERS) contenders[number] = (u32)to;
+        if (number < most_contenders) contenders[number] = (u32)to;
       }
       if (sure && (!(left & (left - 1)) || (to + 1) % THREADS == 0)) {
         atomicAdd(&list_tallies[to / THREADS].above, sure);
@@ -93,5 +95,6 @@ __global__ __launch_bounds__(THREADS) void expand(
     }
   }
   if (last_block(&search->ticket))
-    rank<Real>(search, list_values_m, contenders, list_tallies, list_groups);
+    rank<Real>(
+        search, list_values_m, contenders, most_contenders, list_tallies, list_groups);
 }

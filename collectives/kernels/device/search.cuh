@@ -18,9 +18,6 @@ constexpr u32 BINS = 1u << BIN_BITS;
 // today's ranks k+1 and on; aiming nearer to rank k misses too often. The constant is for tiny k.
 static __device__ u64 aimed_rank(u64 k) { return k * 11 / 5 + 32; }
 
-// The k-th key is one of a few: most often the marks' histogram leaves some hundred contenders.
-constexpr u32 MOST_CONTENDERS = 4096;
-
 struct Search {
   // The outcome: what the host reads, in this order.
   u64 kept, rest, next;  // entries kept and not kept; the next guess, a key
@@ -32,7 +29,7 @@ struct Search {
   u64 exact;
   u64 floor, quota;  // kept are all keys above the floor, and the first `quota` that equal it
   u64 listed;        // entries in the list
-  u32 ticket, contenders;  // contenders: in the range when the list was made, maybe too many to note
+  u32 ticket, contenders;  // contenders: in the range when the list was made, also those not noted
 };
 
 // What one selection is asked for, in device memory, so that a CUDA graph can be replayed with

@@ -33,7 +33,9 @@ SEARCH_WORDS: Final = 15  # uint64; the first four are the outcome: kept, rest, 
 OUTCOME_WORDS: Final = 4
 TALLY_WORDS: Final = 3  # uint32
 BINS: Final = 2048
-MOST_CONTENDERS: Final = 4096
+# The k-th key is one of a few: of normal and Laplace numbers the marks' histogram leaves k / 400
+# contenders at most.
+FEWEST_CONTENDERS: Final = 4096
 
 # Levels until a bin is one key wide, whatever the range at the start: 31 / 11 and 63 / 11 bits.
 LEVELS: Final = {np.dtype(np.float32): 3, np.dtype(np.float64): 6}
@@ -123,7 +125,7 @@ class Buffers(NamedTuple):
     bits: Array  # uint32: one bit for each element, whole tiles
     tallies: Array  # uint32 [TALLY_WORDS]: for each tile of the vector
     groups: Array  # uint32 [TALLY_WORDS]: for each group of the vector's tiles
-    contenders: Array  # uint32 [MOST_CONTENDERS]: places in the list
+    contenders: Array  # uint32: places in the list
     candidates: ListSearch
 
 
@@ -151,7 +153,7 @@ def buffers(scratch: Scratch, length: int, k: int, dtype: np.dtype[Any]) -> Buff
         scratch.array("bits", tiles * threads, np.uint32),
         tallies("tallies", tiles),
         tallies("groups", ceil_divide(tiles, threads)),
-        scratch.array("contenders", MOST_CONTENDERS, np.uint32),
+        scratch.array("contenders", max(FEWEST_CONTENDERS, capacity // 16), np.uint32),
         candidates,
     )
 
@@ -224,6 +226,7 @@ def launch_selection(
         candidates.indices,
         candidates.values,
         memory.contenders,
+        np.uint32(memory.contenders.size),
         candidates.tallies,
         candidates.groups,
     )

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from collectives.kernels import Momentum
 from collectives.kernels.device import selection
 from collectives.kernels.device.machine import Scratch
-from collectives.kernels.device.selection import MOST_CONTENDERS, accumulate_and_select, select
+from collectives.kernels.device.selection import FEWEST_CONTENDERS, accumulate_and_select, select
 from collectives.vector import SparseVector, check
 
 TILE = 32 * 64  # elements a tile of the host's machines with 64 threads
@@ -363,7 +363,7 @@ def test_a_good_guess_takes_four_launches(on_host: Any, random: np.random.Genera
     assert names == ["begin", "mark", "expand", "split"]
 
 
-@pytest.mark.parametrize("alike", [MOST_CONTENDERS, MOST_CONTENDERS + 1, 3 * MOST_CONTENDERS])
+@pytest.mark.parametrize("alike", [FEWEST_CONTENDERS, FEWEST_CONTENDERS + 1, 3 * FEWEST_CONTENDERS])
 def test_many_contenders_for_the_last_place_are_ranked_all_the_same(
     scratch: Scratch, alike: int, random: np.random.Generator
 ) -> None:
