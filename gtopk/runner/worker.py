@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from pathlib import Path
 from typing import Final
 
+from .. import standard_streams
 from ..launch import launched_by
 from .desk import ADDRESS, SECRET, visit
 
@@ -46,8 +46,7 @@ def main() -> None:
         said = report.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:
         said = report.of_error(error, _FRAMES)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    standard_streams.flush()
     channel.send(said)
     channel.close()
 

@@ -26,6 +26,7 @@ from typing import Final, Protocol
 
 from collectives.transports import Transport
 
+from .. import standard_streams
 from ..engine import Engine
 from ..exceptions import HorovodInternalError
 from ..heartbeat.heartbeat import Heartbeat, Lost
@@ -139,8 +140,9 @@ class Guard:
     def _say(self, what: str) -> None:
         # One write: lines of several ranks share a pipe.
         line = f"gtopk: {self.name} ({self.place}) {what}\n"
-        sys.stderr.flush()
-        os.write(2, line.encode(errors="replace"))
+        standard_streams.flush()
+        with contextlib.suppress(OSError):  # stderr is closed
+            os.write(2, line.encode(errors="replace"))
 
     def tell(self, error: BaseException) -> None:
         """Say that this rank failed, and with what."""
@@ -212,8 +214,7 @@ class Guard:
         """End this process as if it were killed: what the others go by is that it is gone."""
         how = self.farewell(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        standard_streams.flush()
         os._exit(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:

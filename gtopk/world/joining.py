@@ -30,6 +30,7 @@ from ..launch.deadline import deadline, start_timeout_seconds
 from ..launch.meeting import Address, horovodrun_server, master, srun_address
 from ..launch.parent import is_gone, launcher, ranks_here
 from ..launch.watchdog import Lookout, Roll
+from ..standard_streams import occupy_closed_descriptors
 from .communicators import communicator_of, is_communicator
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def join(
     timeouts = _timeouts_seconds()
     if timeout_seconds is not None:
         timeouts = timeout_seconds, timeouts[1]
+    occupy_closed_descriptors()
     those = comm if is_communicator(comm) else _ranks(comm)
     job = launched_by()
     if over is None:

@@ -9,6 +9,7 @@ Without a termination it ends the rank, and so the job, at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -125,7 +126,8 @@ class Termination:
         """Write a line on stderr in one write, as a signal's handler can."""
         name = f"rank {self._world.rank} of {self._world.size}"
         place = f"host {socket.gethostname()}, pid {os.getpid()}"
-        os.write(2, f"gtopk: {name} ({place}) {what}\n".encode())
+        with contextlib.suppress(OSError):  # stderr is closed
+            os.write(2, f"gtopk: {name} ({place}) {what}\n".encode())
 
 
 def _after_fork() -> None:

@@ -19,7 +19,7 @@ from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
 from collectives.transports.transport import CHANNELS, say
 
-from .. import __version__, logs
+from .. import __version__, logs, standard_streams
 from ..engine import Engine
 from ..engine.agreement import name_ranks
 from ..engine.clocks import Offset, agree_on_now, clock_offset
@@ -440,8 +440,7 @@ def _at_exit() -> None:
 
 def _end_without_mpi() -> None:
     """End this process, with exit code 1 where an exception has ended its program."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    standard_streams.flush()
     os._exit(int(_what_ended_the_program() is not None))
 
 
@@ -456,8 +455,7 @@ def _end_by_what_went_wrong() -> None:
         return
     for failure in _untold:
         say(f"exit code 1, not 0: {describe(failure)}")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    standard_streams.flush()
     os._exit(1)
 
 

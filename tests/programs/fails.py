@@ -1,9 +1,17 @@
-"""One rank fails in a way that its peers do not see by themselves; the argument names it."""
+"""One rank fails in a way that its peers do not see by themselves; the argument names it.
+
+A second argument, "without streams": all ranks have the descriptors 0 and 1 closed, as daemons do.
+"""
 
 import os
 import signal
 import sys
 import time
+
+if sys.argv[2:] == ["without streams"]:
+    os.close(0)
+    os.close(1)
+    os.execv(sys.executable, [sys.executable, *sys.argv[:2]])  # Python has no such streams, either
 
 import light_torch  # noqa: F401
 import torch
@@ -52,7 +60,7 @@ match way:
             hvd.shutdown()
     case "a peer is frozen":
         if culprit:
-            print(f"frozen {os.getpid()}\n", end="", flush=True)
+            print(f"frozen {os.getpid()}\n", end="", flush=True, file=sys.stderr)
             os.kill(os.getpid(), signal.SIGSTOP)
         try:
             hvd.barrier()

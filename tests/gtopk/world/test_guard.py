@@ -200,7 +200,28 @@ def test_a_frozen_peer_is_named_and_does_not_hold_the_others(mpirun):
     assert job.returncode != 0
     assert re.search(r"has waited 3(\.\d+)? s for rank 1 in barrier", job.stderr), job.stderr
     assert "GTOPK_TIMEOUT" in job.stderr
-    (frozen,) = re.findall(r"frozen (\d+)", job.stdout)
+    (frozen,) = re.findall(r"frozen (\d+)", job.stderr)
+    assert_none_runs([frozen])
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("GTOPK_TIMEOUT", r"has waited 3(\.\d+)? s for rank 1 in barrier"),
+        ("GTOPK_HEARTBEAT_TIMEOUT", r"rank 1 is lost \(stopped for 3\.\d s"),
+    ],
+)
+def test_where_a_daemon_has_closed_the_standard_streams_a_frozen_rank_is_named_all_the_same(
+    mpirun, variable, said
+):
+    job = mpirun(
+        3, "fails.py", "a peer is frozen", "without streams", timeout=60, **{variable: "3"}
+    )
+    assert job.returncode != 0
+    assert re.search(said, job.stderr), job.stderr
+    assert "companion was ended" not in job.stderr
+    assert "NoneType" not in job.stderr
+    (frozen,) = re.findall(r"frozen (\d+)", job.stderr)
     assert_none_runs([frozen])
 
 
