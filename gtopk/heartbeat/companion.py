@@ -17,6 +17,7 @@ and removes the shared memory that MPICH leaves behind.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -43,6 +44,7 @@ _NOTE: Final = struct.Struct("<qI")  # the step, and how many bytes of advice fo
 _ADVICE_BYTES: Final = 2000
 _DATAGRAMS: Final = 1000  # taken at a time, so that no flood keeps a companion from beating
 _STOPPED_GRACE_SECONDS: Final = 2.0  # what a stopped rank gets to go on, once the job is at its end
+_PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
 _LAUNCHER_GRACE_SECONDS: Final = 3.0  # what a rank gets to end by itself, once its launcher is gone
 
 
@@ -316,8 +318,18 @@ class Companion:
         return bool(said)
 
 
+def _go_on_when_the_rank_ends() -> None:
+    """Have the kernel wake this process, should it be stopped, when the one that started it ends.
+
+    Else it would keep the launcher's pipes open: mpirun would never return.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))
+
+
 def main() -> None:
     """Be the companion of the process that started this one."""
+    _go_on_when_the_rank_ends()
     # A launcher that ends the rank may mean the whole session: the others are to hear of it first.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

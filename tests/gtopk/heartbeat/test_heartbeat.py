@@ -115,6 +115,28 @@ def test_a_stopped_rank_is_lost_by_name_and_ended_by_its_companion():
         assert not [line for line in job.losses() if "lost 0" in line or "lost 2" in line]
 
 
+def ignores_sigterm(pid: int) -> bool:
+    """Tell whether a companion has begun: the first that it does."""
+    ignored = re.search(r"SigIgn:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(ignored and int(ignored[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_a_companion_that_is_stopped_with_its_rank_ends_with_it():
+    with ranks(3) as job:
+        companion, deadline = job.companions[1], time.monotonic() + 20
+        while not ignores_sigterm(companion):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(companion, signal.SIGSTOP)
+        job.send(1, signal.SIGSTOP)
+        job.send(1, signal.SIGKILL)  # as the launcher does
+        while look_at(companion).state:
+            assert time.monotonic() < deadline, (
+                "it is still stopped, and holds pipes"
+            )
+            time.sleep(0.01)
+
+
 def test_what_passes_in_time_costs_nothing():
     """A stop, Python's lock held for long, a companion that is killed, a stranger's datagrams, and
     a rank that leaves.
