@@ -489,7 +489,7 @@ def connect(
         )
         if hosted and waited < start_timeout_seconds:
             raise PeerError(f"{why}; is the launcher, which serves it, gone?") from error
-        raise PeerTimeoutError(why) from error
+        raise PeerTimeoutError(f"{why}; is rank 0, which serves it, there?") from error
 
 
 def _await_port(host: str, port: int, seconds: float, refused_seconds: float) -> None:

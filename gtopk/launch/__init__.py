@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .errors import LaunchError, LaunchTimeoutError
-from .launched import Launched, carried_by, launched_by, launchers
+from .launched import Launched, carried_by, launched_by, launchers, require_sound_ranks
 from .mpirun import (
     Mpi,
     by_reason,
@@ -29,5 +29,6 @@ __all__ = [
     "launchers",
     "mpirun_command",
     "rank_environment",
+    "require_sound_ranks",
     "run",
 ]

@@ -53,6 +53,28 @@ def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
     return next((s for s in said if s.variables[1] in _MPI_SIZES or s.size > 1), None)
 
 
+def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise RuntimeError where a rank's number is none of the size that goes with it.
+
+    Who counts ranks from 1, or sets WORLD_SIZE too small, would else wait for ranks that never come.
+    """
+    for launcher, rank, size in (*_FAMILIES, _SRUN):
+        if rank not in environ or size not in environ:
+            continue
+        said = f"{rank}={environ[rank]} and {size}={environ[size]} ({launcher})"
+        try:
+            number, count = int(environ[rank]), int(environ[size])
+        except ValueError:
+            raise RuntimeError(f"{rank} and {size} must be whole numbers, got {said}") from None
+        if count < 1:
+            raise RuntimeError(f"{size} must be at least 1, got {said}")
+        if not 0 <= number < count:
+            raise RuntimeError(
+                f"{rank} must lie in 0..{count - 1}, got {number}: {said}; ranks count from 0, and "
+                f"{size} is how many there are"
+            )
+
+
 def carried_by(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of the transport that the environment and the launcher ask for."""
     if wanted := environ.get("GTOPK_TRANSPORT"):

@@ -25,7 +25,7 @@ from collectives.environment import number
 from collectives.errors import PeerError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
-from ..launch import Launched, carried_by, launched_by
+from ..launch import Launched, carried_by, launched_by, require_sound_ranks
 from ..launch.deadline import deadline, start_timeout_seconds
 from ..launch.meeting import Address, horovodrun_server, master, srun_address
 from ..launch.parent import is_gone, launcher, ranks_here
@@ -59,6 +59,7 @@ def join(
     if timeout_seconds is not None:
         timeouts = timeout_seconds, timeouts[1]
     occupy_closed_descriptors()
+    require_sound_ranks()
     those = comm if is_communicator(comm) else _ranks(comm)
     job = launched_by()
     if over is None:

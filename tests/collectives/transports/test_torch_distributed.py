@@ -55,7 +55,8 @@ def closed_port() -> int:
 
 
 def test_a_store_that_nobody_serves_is_waited_for_as_long_as_is_said() -> None:
-    said = r"rank 1 could not reach 127\.0\.0\.1:\d+, where the ranks meet, in (.*) s: .* refused$"
+    said = r"rank 1 could not reach 127\.0\.0\.1:\d+, where the ranks meet, in (.*) s: .* refused; "
+    said += r"is rank 0, which serves it, there\?$"
     begun = time.monotonic()
     with pytest.raises(PeerTimeoutError, match=said) as raised:
         connect("127.0.0.1", closed_port(), 1, 2.0)

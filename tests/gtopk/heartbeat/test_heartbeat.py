@@ -131,9 +131,7 @@ def test_a_companion_that_is_stopped_with_its_rank_ends_with_it():
         job.send(1, signal.SIGSTOP)
         job.send(1, signal.SIGKILL)  # as the launcher does
         while look_at(companion).state:
-            assert time.monotonic() < deadline, (
-                "it is still stopped, and holds pipes"
-            )
+            assert time.monotonic() < deadline, "it is still stopped, and holds pipes"
             time.sleep(0.01)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.launch import Launched, launched_by, launchers
+from gtopk.launch import Launched, launched_by, launchers, require_sound_ranks
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
 PMI = {"PMI_RANK": "2", "PMI_SIZE": "4"}
@@ -72,3 +72,33 @@ def test_a_world_of_one_is_a_launch_only_under_mpi() -> None:
 def test_half_an_environment_or_no_numbers_are_no_launcher() -> None:
     assert launchers({"WORLD_SIZE": "4"}) == []
     assert launchers({"RANK": "first", "WORLD_SIZE": "4"}) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            r"RANK must lie in 0\.\.1, got 2: RANK=2 and WORLD_SIZE=2",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, r"RANK must lie in 0\.\.0, got 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, r"RANK must lie in 0\.\.1, got -1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, r"WORLD_SIZE must be at least 1"),
+        (
+            {"RANK": "one", "WORLD_SIZE": "2"},
+            r"RANK and WORLD_SIZE must be whole numbers, got RANK",
+        ),
+        ({"HOROVOD_RANK": "4", "HOROVOD_SIZE": "4"}, r"HOROVOD_RANK must lie in 0\.\.3, got 4"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "2"}, r"PMI_RANK must lie in 0\.\.1, got 3"),
+    ],
+)
+def test_a_rank_that_is_none_of_its_world_is_refused(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        require_sound_ranks(environ)
+
+
+def test_ranks_that_lie_in_their_world_are_sound() -> None:
+    for rank in range(3):
+        require_sound_ranks({"RANK": str(rank), "WORLD_SIZE": "3"})
+    require_sound_ranks({})
+    require_sound_ranks({"RANK": "7"})
