@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from . import __version__
+from .standard_streams import spell_in_any_encoding
 
 if TYPE_CHECKING:
     from .completion.grammar import Grammar
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if sys.stdout is None:  # closed (>&-): what is written there is to fail as in a full one
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    spell_in_any_encoding()
     try:
         try:
             code = _run(list(sys.argv[1:] if arguments is None else arguments))

@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import sys
+from typing import Final
+
+_IN_ASCII: Final = {"µ": "u", "μ": "u", "×": "x", "\u2009": " ", "\u202f": " ", "\xa0": " "}  # noqa: RUF001
+_SPELT: Final = "gtopk-spelt"
+
+
+def spell_in_any_encoding() -> None:
+    """Have stdout and stderr write what their encoding lacks in ASCII: no output is an error then.
+
+    A few characters have an ASCII spelling ("us" for microseconds), all others are escaped.
+    """
+    codecs.register_error(_SPELT, _spelt)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)  # what stands in for a stream has none
+        if reconfigure is not None:
+            reconfigure(errors=_SPELT)
+
+
+def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    first = error.object[error.start]
+    if first in _IN_ASCII:
+        return _IN_ASCII[first], error.start + 1
+    one = UnicodeEncodeError(
+        error.encoding, error.object, error.start, error.start + 1, error.reason
+    )
+    return codecs.lookup_error("backslashreplace")(one)
 
 
 def occupy_closed_descriptors() -> None:

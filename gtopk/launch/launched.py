@@ -56,7 +56,7 @@ def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
 def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
     """Raise RuntimeError where a rank's number is none of the size that goes with it.
 
-    Who counts ranks from 1, or sets WORLD_SIZE too small, would else wait for ranks that never come.
+    Who counts ranks from 1, or sets WORLD_SIZE too small, would else wait for ranks in vain.
     """
     for launcher, rank, size in (*_FAMILIES, _SRUN):
         if rank not in environ or size not in environ:

@@ -77,6 +77,26 @@ def printed_to(stdout, folder, words, unbuffered=""):
     return done.returncode, done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["gbk", "koi8-r", "euc-jp", "ascii"])
+@pytest.mark.parametrize(
+    "words", [["plan", "--model=resnet20", "--ranks=4", "--bandwidth=10gbit"], ["doctor"]]
+)
+def test_a_command_prints_in_any_encoding(encoding, words):
+    done = subprocess.run(
+        [sys.executable, "-m", "gtopk", *words],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+    )
+    assert b"Error" not in done.stderr, done.stderr
+    said = done.stdout.decode(encoding)
+    if words[0] == "plan":
+        assert done.returncode == 0, done.stderr
+        assert " us" in said  # microseconds
+        assert "\\x" not in said
+        assert "\\u" not in said
+
+
 @pytest.mark.parametrize("words", PRINTING, ids=" ".join)
 def test_who_reads_no_further_ends_a_command_without_a_word(tmp_path, words):
     reads, writes = os.pipe()

@@ -79,14 +79,14 @@ def test_half_an_environment_or_no_numbers_are_no_launcher() -> None:
     [
         (
             {"RANK": "2", "WORLD_SIZE": "2"},
-            r"RANK must lie in 0\.\.1, got 2: RANK=2 and WORLD_SIZE=2",
+            r"RANK must lie in 0\.\.1, got 2: RANK=2 and W",
         ),
         ({"RANK": "1", "WORLD_SIZE": "1"}, r"RANK must lie in 0\.\.0, got 1"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, r"RANK must lie in 0\.\.1, got -1"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, r"WORLD_SIZE must be at least 1"),
         (
             {"RANK": "one", "WORLD_SIZE": "2"},
-            r"RANK and WORLD_SIZE must be whole numbers, got RANK",
+            r"RANK and WORLD_SIZE must be whole numbers",
         ),
         ({"HOROVOD_RANK": "4", "HOROVOD_SIZE": "4"}, r"HOROVOD_RANK must lie in 0\.\.3, got 4"),
         ({"PMI_RANK": "3", "PMI_SIZE": "2"}, r"PMI_RANK must lie in 0\.\.1, got 3"),
