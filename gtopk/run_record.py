@@ -42,8 +42,10 @@ def log(**values: Any) -> None:
 
     Numbers, or tensors of one element, of this rank; on rank 0 they are drawn and go to
     TensorBoard. Without a record this does nothing. A tensor on a GPU makes the program wait for
-    it.
+    it. What is not finite, or beyond 1e300, is noted as such. Raises ValueError for a name of "".
     """
+    if "" in values:
+        raise ValueError('values are logged by name, got the name "": log(loss=0.31), say')
     if not world.is_initialized():
         return
     recorder = world.current().recorder

@@ -40,6 +40,14 @@ def path_of(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"rank-{rank:05d}.jsonl")
 
 
+def rank_of(path: Path) -> int | None:
+    """Return whose file in a run's folder this is; None for a file of no rank."""
+    digits = path.name.removeprefix("rank-").removesuffix(".jsonl")
+    return (
+        int(digits) if digits.isdecimal() and path.name == path_of("", int(digits)).name else None
+    )
+
+
 def step_line(report: StepReport, seconds: float, bytes_so_far: int, samples_so_far: int) -> Line:
     """Return a step as a line; ..._so_far: of all this rank's steps, also those without a line."""
     counted = {"bytes_so_far": bytes_so_far, "samples_so_far": samples_so_far}

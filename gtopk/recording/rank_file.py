@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .lines import FORMAT, Line
+from .lines import FORMAT, Line, rank_of
+from .soundness import shown, sound
 
 _BLOCK_BYTES: Final = 1 << 20
 _BEGIN: Final = b'{"what": "begin"'
@@ -21,15 +22,17 @@ class RankFile:
 
     attempts: the lines from each "begin" on: of the last run, and of what it went on from.
     earlier_runs: how many the file holds before them.
+    unsound: how many lines were passed over, as gtopk has not written them.
     recent_steps: None: all of them; else of an attempt's steps so many, the last, and those that
                   were skipped, and of what else was noted the last of its kind, with all values.
     """
 
     def __init__(self, path: Path, recent_steps: int | None = None) -> None:
         self.attempts: list[list[Line]] = []
-        self.earlier_runs = 0
+        self.earlier_runs = self.unsound = 0
         self._before: list[list[Line]] = []  # until its first step the last one may be of their run
         self._path, self._recent_steps = path, recent_steps
+        self._rank = rank_of(path)
         self._inode = self._read_bytes = 0
 
     def read_on(self) -> list[list[Line]]:
@@ -40,7 +43,7 @@ class RankFile:
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._read_bytes:
-                self.attempts, self._before, self.earlier_runs = [], [], 0
+                self.attempts, self._before, self.earlier_runs, self.unsound = [], [], 0, 0
                 self._inode, self._read_bytes = status.st_ino, 0
             file.seek(self._read_bytes)
             while texts := file.readlines(_BLOCK_BYTES):
@@ -61,6 +64,12 @@ class RankFile:
             if line is None:
                 continue
             if line["what"] == "begin":
+                _require_format(line)
+            line = sound(line, self._rank)
+            if line is None:
+                self.unsound += 1
+                continue
+            if line["what"] == "begin":
                 self._begin(line)
             elif self.attempts:
                 self._decide(line["what"])
@@ -71,11 +80,6 @@ class RankFile:
             ]
 
     def _begin(self, line: Line) -> None:
-        if line["format"] != FORMAT:
-            raise ValueError(
-                f"the record is of format {line['format']}, written by gtopk {line['gtopk']}; "
-                f"this version reads format {FORMAT}"
-            )
         # In earlier versions a "begin" that is not of step 0 went on in any case.
         if not line.get("again", line["step"] > 0):
             self._before, self.attempts = self._before + self.attempts, []
@@ -88,6 +92,14 @@ class RankFile:
         if what in ("resumed", "step"):
             self.earlier_runs += what == "step" and bool(self._before)
             self._before = []
+
+
+def _require_format(line: Line) -> None:
+    if line.get("format") != FORMAT:
+        raise ValueError(
+            f"the record is of format {shown(str(line.get('format')))}, written by gtopk "
+            f"{shown(str(line.get('gtopk')))}; this version reads format {FORMAT}"
+        )
 
 
 def has_ended(path: Path) -> bool:
@@ -105,7 +117,7 @@ def has_ended(path: Path) -> bool:
 def _parsed(text: bytes) -> Line | None:
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # a killed rank's half a line; nonsense
         return None
     return line if isinstance(line, dict) and "what" in line else None
 

@@ -96,11 +96,13 @@ class Run:
     ranks: those that wrote something, in order.
     began_unix_seconds: when it did.
     earlier_runs: how many the folder holds besides, which are none of it.
+    unsound: how many lines were passed over, as gtopk has not written them.
     """
 
     ranks: list[RankRecord]
     began_unix_seconds: float
     earlier_runs: int = 0
+    unsound: int = 0
 
     @property
     def first(self) -> RankRecord:
@@ -125,6 +127,13 @@ class Run:
             return None
         who = f"rank{'s' * (len(missing) > 1)} {_listed(map(str, missing))}"
         return who, "no record is here: the file is missing, or without a whole first line"
+
+    def unread(self) -> tuple[str, str] | None:
+        """Return where lines were passed over, and how many; None where there were none."""
+        if not self.unsound:
+            return None
+        lines = "a line" if self.unsound == 1 else f"{self.unsound} lines"
+        return "the record", f"{lines} that gtopk has not written so: passed over"
 
 
 class Reader:
@@ -161,6 +170,7 @@ class Reader:
             )
         run = _put_together(found)
         run.earlier_runs = max(file.earlier_runs for file in self._files.values())
+        run.unsound = sum(file.unsound for file in self._files.values())
         return run
 
 

@@ -132,8 +132,7 @@ def happenings(run: Run) -> list[tuple[str, str]]:
 
     Whose record is missing first, other runs, ends out of order, then what was said.
     """
-    lacks = run.lacks()
-    found = [] if lacks is None else [lacks]
+    found = [each for each in (run.lacks(), run.unread()) if each is not None]
     if count := run.earlier_runs:
         runs = "an earlier run" if count == 1 else f"{count} earlier runs"
         found.append(("this folder", f"holds {runs}, too: shown is the last one"))

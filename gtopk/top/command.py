@@ -67,16 +67,18 @@ def _looks(folder: Path, every: float) -> Iterator[list[Status]]:
     Says on stderr whose record is missing, whenever that changes; raises ValueError where there is
     no run to be read.
     """
-    lacked, reader = None, Reader(folder, RECENT)
+    lacked: list[tuple[str, str]] = []
+    reader = Reader(folder, RECENT)
     while True:
         try:
             run = reader.read()
             statuses = status_of(run, folder)
         except OSError as error:
             raise ValueError(str(error)) from error
-        lacks = run.lacks()
-        if lacks is not None and lacks != lacked:
-            print(f"gtopk top: {': '.join(lacks)}", file=sys.stderr)
+        lacks = [each for each in (run.lacks(), run.unread()) if each is not None]
+        for each in lacks:
+            if each not in lacked:
+                print(f"gtopk top: {': '.join(each)}", file=sys.stderr)
         lacked = lacks
         yield statuses
         if all(rank.end is not None for rank in run.ranks):
