@@ -1,19 +1,18 @@
-"""Files of bytes, plain or gzip: as many as were announced are read, and no more."""
+"""Files of bytes, plain or packed: as many as were announced are read, and no more."""
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from pathlib import Path
-from typing import IO, Final, cast
+from typing import Final
 
 from .malformed import MalformedFile
+from .packing import DAMAGED, open_unpacked
 
 _PIECE_BYTES: Final = 1 << 20
 
 
 class BinaryFile:
-    """A file, read from its begin; plain or gzip, told by its first bytes.
+    """A file, read from its begin; plain or packed, told by its first bytes (`packing`).
 
     What it ends too soon with, or is damaged in, is MalformedFile.
     """
@@ -21,10 +20,7 @@ class BinaryFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.place = 0  # in what it unpacks to
-        with path.open("rb") as file:
-            self.packed = file.read(2) == b"\x1f\x8b"
-        opener = gzip.open if self.packed else open
-        self._file = cast(IO[bytes], opener(path, "rb"))
+        self._file, self._packed_by = open_unpacked(path)
 
     def __enter__(self) -> BinaryFile:
         return self
@@ -37,9 +33,14 @@ class BinaryFile:
 
         A count larger than a plain file is refused before there is room made for it.
         """
-        if not self.packed and self.place + count > (size := self.path.stat().st_size):
+        size = self.path.stat().st_size
+        if not size:
+            raise self.refuse("is empty")
+        if self._packed_by is None and self.place + count > size:
             raise self.refuse(f"has {size} bytes where {what} should end at {self.place + count}")
         content = self._read(count)
+        if count and not content and not self.place:
+            raise self.refuse("is empty")
         if len(content) < count:
             raise self.refuse(f"ends after {len(content)} of the {count} bytes of {what}")
         self.place += count
@@ -62,5 +63,8 @@ class BinaryFile:
                 pieces.append(piece)
                 left -= len(piece)
             return b"".join(pieces)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise self.refuse(f"the gzip file is truncated or damaged: {error}") from error
+        except DAMAGED as error:
+            if self._packed_by is None:
+                raise
+            reason = f"the {self._packed_by} file is truncated or damaged: {error}"
+            raise self.refuse(reason) from error

@@ -180,6 +180,10 @@ def _images_in(folder: Path) -> list[Path]:
     for path in paths:
         if path.suffix.lower() not in ENDINGS:
             raise MalformedFile(path, None, f"must end in one of {', '.join(ENDINGS)}")
+        if path.name.startswith("."):  # ._photo.jpg is what macOS notes of photo.jpg
+            raise MalformedFile(path, None, "is hidden, and hardly an image: remove it")
+        if not path.is_file():
+            raise MalformedFile(path, None, "is no file, or a link that leads to none")
     if not paths:
         raise FileNotFoundError(f"'{folder}' must hold images of its class, and is empty")
     return paths

@@ -1,25 +1,20 @@
-"""Files of sparse rows, plain, gzip or bzip2, in blocks of whole lines; errors name the line."""
+"""Files of sparse rows, plain or packed, in blocks of whole lines; errors name the line."""
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
-from .bzip2_streams import open_bzip2
 from .malformed import MalformedFile
+from .packing import DAMAGED, open_unpacked
 from .rows import LabelledRows, concatenated
 from .text_block import BadLine, parse_block
 from .text_line import Layout
 
 BLOCK_BYTES: Final = 1 << 20  # larger => leaves the cache; smaller => NumPy's calls show
 MOST_LINE_BYTES: Final = 1 << 26
-_OPENERS: Final[Mapping[bytes, tuple[Any, str]]] = {
-    b"\x1f\x8b": (gzip.GzipFile, "gzip"),
-    b"BZ": (open_bzip2, "bzip2"),
-}
+EMPTY: Final = "is empty"
 
 
 class TextFile:
@@ -32,8 +27,10 @@ class TextFile:
         self._lines = 0  # that were given
 
     def first_line(self) -> bytes:
-        """Return a line of its own, without its end; nothing in an empty file."""
+        """Return a line of its own, without its end; MalformedFile for an empty file."""
         self._kept = self._kept or next(self._blocks, b"")
+        if not self._kept and not self._lines:
+            raise MalformedFile(self.path, None, EMPTY)
         line, _, self._kept = self._kept.partition(b"\n")
         self._lines += 1
         return line
@@ -67,6 +64,8 @@ class TextFile:
                 None,
                 f"ends after {self._lines - begin} rows where its header says {count}",
             )
+        if not self._lines:
+            raise MalformedFile(self.path, None, EMPTY)
         return concatenated(blocks, self.path.name)
 
     def _rest(self) -> Iterator[bytes]:
@@ -78,13 +77,12 @@ class TextFile:
 
 def _blocks(path: Path) -> Iterator[bytes]:
     """Yield whole lines, each ending in a newline, whatever ends them in the file."""
-    with path.open("rb") as file:
-        opener, kind = _OPENERS.get(file.read(2), (None, "plain"))
+    opened, packed_by = open_unpacked(path)
     lines = 0
-    with path.open("rb") if opener is None else opener(path) as file:
+    with opened as file:
         kept = [b""]
         try:
-            while read := cast(bytes, file.read(BLOCK_BYTES)):
+            while read := file.read(BLOCK_BYTES):
                 whole, newline, rest = read.rpartition(b"\n")
                 if newline:
                     block = b"".join([*kept, whole, newline]).replace(b"\r\n", b"\n")
@@ -96,10 +94,10 @@ def _blocks(path: Path) -> Iterator[bytes]:
                 if len(kept) > MOST_LINE_BYTES // BLOCK_BYTES:
                     reason = f"longer than {MOST_LINE_BYTES} bytes"
                     raise MalformedFile(path, lines + 1, reason)
-        except (EOFError, zlib.error, OSError) as error:
-            if opener is None:
+        except DAMAGED as error:
+            if packed_by is None:
                 raise
-            reason = f"the {kind} file is truncated or damaged: {error}"
+            reason = f"the {packed_by} file is truncated or damaged: {error}"
             raise MalformedFile(path, lines + 1, reason) from error
         if last := b"".join(kept):
             yield (last + b"\n").replace(b"\r\n", b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,25 @@ def test_a_wav_file_has_one_channel_of_16_bits_at_the_rate_and_all_it_announces(
             read_wav(path, RATE)
         assert reason in str(caught.value)
         assert str(path) in str(caught.value)
+
+
+def test_samples_of_16_bits_may_be_announced_in_the_extensible_way(tmp_path) -> None:
+    path, samples = tmp_path / "a.wav", np.array([0, 1, -(2**15), 2**15 - 1])
+    plain = wav(samples)
+    guid = bytes.fromhex("0100000000001000800000aa00389b71")
+    fields = struct.pack("<H", 0xFFFE) + plain[22:36] + struct.pack("<HHI", 22, 16, 4) + guid
+    chunk = b"fmt " + struct.pack("<I", len(fields)) + fields
+
+    def write(*parts: bytes) -> None:
+        content = b"WAVE" + b"".join(parts) + plain[36:]
+        path.write_bytes(b"RIFF" + struct.pack("<I", len(content)) + content)
+
+    write(b"LIST\x03\0\0\0abc\0", chunk)
+    assert read_wav(path, RATE).tolist() == (samples / 2**15).tolist()
+    of_floats = fields[:24] + b"\3" + fields[25:]
+    write(chunk[:8], of_floats)
+    with pytest.raises(MalformedFile, match="is no WAV file that can be read"):
+        read_wav(path, RATE)
 
 
 def test_paths_may_be_absolute(tmp_path) -> None:

@@ -107,6 +107,21 @@ def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
         read_image_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("._0.jpg", "is hidden"), ("gone.png", "is no file, or a link")]
+)
+def test_what_is_no_image_is_refused_when_the_folder_is_listed(tmp_path, name, reason) -> None:
+    write_folder(tmp_path)
+    stray = tmp_path / "train" / "n01" / name
+    if name == "gone.png":
+        stray.symlink_to(tmp_path / "nowhere")
+    else:
+        stray.write_bytes(b"\0\5\x16\7")
+    with pytest.raises(MalformedFile, match=reason) as caught:
+        read_image_folder(tmp_path, size=16)
+    assert str(stray) in str(caught.value)
+
+
 def test_an_image_beside_the_classes_is_refused_and_other_files_are_let_be(tmp_path) -> None:
     write_folder(tmp_path)
     (tmp_path / "val" / "labels.txt").touch()

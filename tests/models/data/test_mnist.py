@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import struct
 import tracemalloc
 from pathlib import Path
@@ -65,7 +67,11 @@ def test_an_idx_file_says_what_it_is_and_ends_there(tmp_path) -> None:
     huge = struct.pack(">HBBI", 0, 8, 1, 2**32 - 1)
     large = struct.pack(">HBBI", 0, 8, 1, MOST_BYTES)
     cases = {
-        b"": "byte 0: has 0 bytes where the header should end at 4",
+        b"": "is empty",
+        gzip.compress(b""): "is empty",
+        lzma.compress(whole[:-1]): "ends after 6 of the 7 bytes of sizes (7,)",
+        lzma.compress(whole)[:-9]: "the xz file is truncated or damaged",
+        b"PK\3\4" + whole: "is a zip archive: unpack it first (unzip idx)",
         whole[:6]: "byte 4: has 6 bytes where the sizes should end at 8",
         whole[:-1]: r"byte 8: has 14 bytes where sizes (7,) should end at 15",
         whole + b"\0": "byte 15: the file must end here",
@@ -84,8 +90,9 @@ def test_an_idx_file_says_what_it_is_and_ends_there(tmp_path) -> None:
             read_idx(path, 1)
         assert reason in str(caught.value)
         assert str(path) in str(caught.value)
-    path.write_bytes(packed)
-    assert read_idx(path, 1).tolist() == LABELS.tolist()
+    for pack in (gzip.compress, bz2.compress, lzma.compress):
+        path.write_bytes(pack(whole))
+        assert read_idx(path, 1).tolist() == LABELS.tolist()
 
 
 def test_what_a_packed_file_announces_is_no_reason_to_make_room_for_it(tmp_path):

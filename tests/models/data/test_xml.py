@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import lzma
 import os
 import zlib
 from pathlib import Path
@@ -53,7 +54,11 @@ def arrays(rows: LabelledRows) -> list[bytes]:
     return [part.tobytes() for part in parts]
 
 
-@pytest.mark.parametrize("packed", [bytes, gzip.compress, bz2.compress], ids=["", "gz", "bz2"])
+@pytest.mark.parametrize(
+    "packed",
+    [bytes, gzip.compress, bz2.compress, lzma.compress],
+    ids=["", "gz", "bz2", "xz"],
+)
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "dos"])
 def test_one_file_is_read_packed_or_not_and_whatever_ends_its_lines(tmp_path, packed, end) -> None:
     content = (HEADER + LINES).replace(b"\n", end)
@@ -107,7 +112,11 @@ def test_what_is_written_is_read_through_blocks_of_any_size(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (b"", r"line 1: must be a header, 'rows features labels', got ''"),
+        (b"", r"train: is empty"),
+        (gzip.compress(b""), r"train: is empty"),
+        (b"\n" + LINES, r"line 1: must be a header, 'rows features labels', got ''"),
+        (b"PK\3\4" + LINES, r"train: is a zip archive: unpack it first \(unzip train\)"),
+        (b"\x28\xb5\x2f\xfd" + LINES, r"train: is packed by zstd: unpack it first"),
         (LINES, r"line 1: must be a header, 'rows features labels', got '3,17 0:0.25 9:1.5'"),
         (b"3 10\n" + LINES, r"line 1: must be a header"),
         (b"3 10 -1\n" + LINES, r"line 1: must be a header"),
@@ -128,19 +137,32 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, content, erro
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress])
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_a_packed_file_that_is_cut_off_or_damaged_is_refused(tmp_path, pack) -> None:
     random = np.random.default_rng(1)
     lines = [f"{n % 20} {n % 10}:{random.random()}\n" for n in range(500)]
     packed = pack(b"500 10 20\n" + "".join(lines).encode())
     path = tmp_path / "train"
-    for cut in (3, len(packed) // 2, len(packed) - 1):
-        with pytest.raises(MalformedFile, match=r"train, line .*zip.* is truncated or damaged"):
+    for cut in (7, len(packed) // 2, len(packed) - 1):
+        with pytest.raises(
+            MalformedFile, match=r"train, line .*(zip|xz).* is truncated or damaged"
+        ):
             read_xml(written(path, packed[:cut]))
     middle = len(packed) // 2
     damaged = packed[:middle] + bytes([packed[middle] ^ 0xFF]) + packed[middle + 1 :]
     with pytest.raises(MalformedFile):
         read_xml(written(path, damaged))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", gzip.compress(b""), bz2.compress(b""), lzma.compress(b"")]
+)
+def test_a_file_without_a_row_is_no_set(tmp_path, pack) -> None:
+    path = written(tmp_path / "w8a", pack(b""))
+    with pytest.raises(MalformedFile, match=r"w8a: is empty$"):
+        read_classes(path, features=10, feature_base=1, classes=(-1, 1))
+    with pytest.raises(MalformedFile, match=r"w8a: is empty$"):
+        read_multilabel(path, features=10, feature_base=1, labels=3, label_base=0)
 
 
 def test_all_streams_of_a_bzip2_file_are_read(tmp_path, monkeypatch) -> None:
