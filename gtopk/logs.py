@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
+from collectives.transports import transport
+
 _LEVELS: Final = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -75,6 +77,15 @@ def speak(rank: int, environ: Mapping[str, str] = os.environ) -> None:
         usual = logging.INFO if rank == 0 else logging.WARNING
         _log.setLevel(_LEVELS[asked] if asked else usual)
         handler.set_level = True
+
+
+def say(text: str, level: int = logging.INFO, environ: Mapping[str, str] = os.environ) -> None:
+    """Print a line of the library's own, unless GTOPK_LOG asks for less.
+
+    For what is said before `init` has made the logger speak, too.
+    """
+    if level >= _LEVELS.get(environ.get("GTOPK_LOG", "").lower(), logging.INFO):
+        transport.say(text)
 
 
 def fall_silent() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 
-from gtopk import logs
+from collectives.transports import local_world
+from gtopk import load_latest, logs, save_checkpoint
+from gtopk.world import world
 
 LOG = logging.getLogger("gtopk")
 
@@ -87,3 +91,32 @@ def test_a_line_about_another_rank_says_whose_it_is(capsys: pytest.CaptureFixtur
 def test_another_level_is_refused() -> None:
     with pytest.raises(ValueError, match="GTOPK_LOG must be one of debug, info"):
         logs.speak(0, {"GTOPK_LOG": "loud"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "heard"),
+    [("", "news bad"), ("debug", "news bad"), ("warning", "bad"), ("error", ""), ("off", "")],
+)
+def test_what_is_said_before_a_world_begins_is_as_loud_as_was_asked_for(
+    capsys: pytest.CaptureFixture[str], asked: str, heard: str
+) -> None:
+    logs.say("news", environ={"GTOPK_LOG": asked})
+    logs.say("bad", logging.WARNING, {"GTOPK_LOG": asked})
+    assert capsys.readouterr().err.replace("gtopk: ", "").split() == heard.split()
+
+
+def test_a_run_that_is_to_be_silent_is_silent_also_where_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GTOPK_LOG", "off")
+    model = torch.nn.Linear(2, 2)
+    with world.entered(local_world(1)[0]):
+        for step in (1, 2):
+            save_checkpoint(tmp_path, model, None, step=step)
+    newest = max(tmp_path.glob("checkpoint-*"))
+    next(newest.glob("all-of-*.json")).unlink()
+    with world.entered(local_world(1)[0]):
+        found = load_latest(tmp_path, model)
+    assert found is not None
+    assert found.step == 1
+    assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
 import socket
 from collections import Counter
@@ -22,11 +23,11 @@ import numpy as np
 import torch
 
 from collectives.transports import Transport
-from collectives.transports.transport import say
 
 from ...engine import Engine
 from ...engine.agreement import name_ranks
 from ...engine.operation import Operation
+from ...logs import say
 from ...objects import decode, encode
 from ...world import world
 from ..functions import allgather_object, broadcast_object, broadcast_parameters
@@ -267,7 +268,7 @@ class Archive:
     def _pass_over(self, number: int, why: str) -> None:
         if rank() == 0:
             what = f"checkpoint {number} in {self.folder} is not whole"
-            say(f"{what}: {why}; looking for an older one")
+            say(f"{what}: {why}; looking for an older one", logging.WARNING)
 
     def _read_and(
         self,
