@@ -143,8 +143,7 @@ class _DistributedOptimizer(Readings):
         if self._skip:
             round.skip()
         else:
-            round.apply()
-            self._reducer.progress.steps += 1
+            self._reducer.apply(round)
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
@@ -216,7 +215,7 @@ class _DistributedOptimizer(Readings):
             with torch.enable_grad():
                 loss = closure()
         if self._should_synchronize:
-            if self._synchronized:
+            if self._synchronized and not self._reducer.is_discarded:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(): the gradients are exchanged twice. Use\n"
@@ -231,6 +230,7 @@ class _DistributedOptimizer(Readings):
         self._synchronized = False
         if not self._skip:
             self._step_wrapped()
+        self._reducer.commit()
         self._skip = False
         self._in_hand.end_step()
         self._world.step += 1
@@ -241,6 +241,9 @@ class _DistributedOptimizer(Readings):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten.
 
+        So is an update that `synchronize` has put there, as of a discriminator's gradients from the
+        generator's loss: each rank holds back what it did before. It stays sent where a parameter
+        has changed since, by an optimizer that steps in this one's place, say.
         Warns of gradients that are not finite, and that no rank has heard of: where a GradScaler
         skips a step on this rank alone, it is a step behind the others from then on.
         """

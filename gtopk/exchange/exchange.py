@@ -353,28 +353,20 @@ class SendingAlong:
 
     For a way without a residual. All ranks begin so together, also those that have nothing left.
     What 16 bits cannot hold of the last step's sum is lost, as of each step after it.
+
+    was_last: whether the step that was applied last has sent the rest, on all ranks: `then` takes
+        this one's place as soon as that step cannot be undone any more.
     """
 
     def __init__(self, bucket: Bucket, then: Exchange) -> None:
         self.then = then
-        left = Residual(bucket.length, bucket.dtype, device=bucket.device)
-        self._dense = DenseExchange(left)
-        self._exchange: Exchange = self._dense
-        self._is_last = False  # of the steps that send something along, on all ranks
-
-    @property
-    def residual(self) -> Residual | None:
-        """Return what is to be sent along; None once it was."""
-        return self._exchange.residual
-
-    @property
-    def facts(self) -> str:
-        """Return what is about to run."""
-        return self._exchange.facts
+        self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
+        self.was_last = False
+        self._dense = DenseExchange(self.residual)
+        self.facts = self._dense.facts
+        self._is_last = False  # the step under way is
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        if self._exchange is self.then:
-            return self.then(bucket, transport)
         exchanged = self._dense(bucket, transport)
         left = np.array([not self._dense.sends_all()], np.float32)
         transport.allreduce(left, "max")
@@ -382,14 +374,13 @@ class SendingAlong:
         return exchanged
 
     def apply(self, bucket: Bucket) -> None:
-        """Apply as what ran does; by then it was sent."""
-        self._exchange.apply(bucket)
-        if self._is_last:
-            self._exchange = self.then
+        """Put the sum in place."""
+        self._dense.apply(bucket)
+        self.was_last = self._is_last
 
     def sent_mass(self) -> float:
-        """Return it of what runs."""
-        return self._exchange.sent_mass()
+        """Return 0: nothing is held back that would be."""
+        return 0.0
 
 
 def _dense(

@@ -64,8 +64,8 @@ class Residual:
     update + residual after = residual before + gradient (weighted, or with momentum correction the
     velocity, or with Adam's correction its step).
 
-    A step can be undone: from `remember` to `forget` whatever is changed is written beside what was
-    there, in a second buffer, and the two are swapped:
+    A step can be undone, also after its update was applied: from `remember` to `forget` whatever is
+    changed is written beside what was there, in a second buffer, and the two are swapped:
 
         remember      accumulate            the step counts      or else, restore
         [a]  [ ]      [a] --+ g--> [a']     [ ]  [a']            [a]  [ ]
@@ -104,8 +104,8 @@ class Residual:
         self.holds_nothing = True
         self._drained_steps = 0
         self.astray = True
-        self._remembers_nothing = True
-        self._remembered = False
+        # What was remembered besides memory: holds_nothing, steps that drained, astray.
+        self._remembered: tuple[bool, int, bool] | None = None
         self._step: Step | None = None  # on a GPU
 
     @property
@@ -220,22 +220,21 @@ class Residual:
     def remember(self) -> None:
         """Let `restore` bring back what is here now; the first call makes room for it."""
         self._beside = self._beside or [one.like() for one in self._memory]
-        self._remembers_nothing = self.holds_nothing
-        self._remembered = True
+        self._remembered = self.holds_nothing, self._drained_steps, self.astray
         self._swapped.clear()
 
     def restore(self) -> None:
         """Become what was remembered last, to the bit; without such a thing, stay."""
-        if not self._remembered:
+        if self._remembered is None:
             return
         for number in tuple(self._swapped):
             self._swap(number)
-        self.holds_nothing = self._remembers_nothing
+        self.holds_nothing, self._drained_steps, self.astray = self._remembered
         self.forget()
 
     def forget(self) -> None:
         """Let what was remembered be: there is nothing to restore from now on."""
-        self._remembered = False
+        self._remembered = None
         self._swapped.clear()
 
     def _swap(self, number: int) -> None:
@@ -245,7 +244,7 @@ class Residual:
 
     def _into(self, number: int) -> Memory | None:
         """Return where to write what will take the place of this memory; None: there itself."""
-        if not self._remembered or number in self._swapped:
+        if self._remembered is None or number in self._swapped:
             return None
         return self._beside[number]
 
@@ -258,7 +257,7 @@ class Residual:
         return self._memory[number]
 
     def after_last_step(self) -> dict[str, torch.Tensor]:
-        """Return what it has, by name, without what a step under way has changed: [n].
+        """Return what it has, by name, without what a step that may be undone has changed: [n].
 
         "residual"; with momentum "velocity"; with Adam's correction its two moments, and AGE, which
         is [p], of each parameter.

@@ -138,17 +138,29 @@ class Lane:
             return self.exchange(self.bucket, transport)
 
     def undo(self) -> None:
-        """Make it as if nothing had been exchanged since `remember`."""
+        """Make it as if nothing had been exchanged, nor applied, since `remember`."""
         if self.exchange.residual is not None:
             with self.bucket.on_stream():
                 self.exchange.residual.restore()
+        if isinstance(self.exchange, SendingAlong):
+            self.exchange.was_last = False
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
-        """Replace the gradients by the sum; see `Bucket.keep` for those that are missing."""
+        """Replace the gradients by the sum; see `Bucket.keep` for those that are missing.
+
+        Until `commit`, `undo` takes it back, all but the gradients.
+        """
         with self.bucket.on_stream():
             self.exchange.apply(self.bucket)
         self.bucket.keep([name in missing_everywhere for name in self.names])
-        self._done()
+        self._let_go_of_taken()
+
+    def commit(self) -> None:
+        """Have nothing to undo any more."""
+        if self.exchange.residual is not None:
+            self.exchange.residual.forget()
+        if isinstance(self.exchange, SendingAlong) and self.exchange.was_last:
+            self.exchange = self.exchange.then
 
     def withheld(self) -> Withheld | None:
         """Return how much is held back after the last step; reads all of it."""
@@ -167,18 +179,18 @@ class Lane:
     def poison(self) -> None:
         """Make every gradient NaN: the step is skipped."""
         self.bucket.poison()
-        self._done()
+        self._let_go_of_taken()
+        self.commit()
 
     def let_go(self) -> None:
         """Leave the gradients as they are, and hold on to none of them."""
         self.bucket.let_go()
-        self._done()
+        self._let_go_of_taken()
+        self.commit()
 
-    def _done(self) -> None:
+    def _let_go_of_taken(self) -> None:
         self._taken = []
         self._mark = None
-        if self.exchange.residual is not None:
-            self.exchange.residual.forget()
 
 
 def open_lane(

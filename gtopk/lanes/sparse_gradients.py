@@ -43,6 +43,7 @@ class SparseGradientLane:
         self._weight = self._scale = 1.0
         self._sum: torch.Tensor | None = None
         self.unsent: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None  # it, until `commit`
 
     @property
     def _parameter(self) -> torch.nn.Parameter:
@@ -106,7 +107,9 @@ class SparseGradientLane:
         """Do nothing: an exchange changes nothing that `undo` would have to take back."""
 
     def undo(self) -> None:
-        """Do nothing: what is unsent stays so until `apply`."""
+        """Have unsent what `apply` took for sent."""
+        if self._sent is not None:
+            self.unsent, self._sent = self._sent, None
 
     def reduce(self, transport: Transport) -> Exchanged:
         """Gather every rank's entries."""
@@ -171,8 +174,12 @@ class SparseGradientLane:
         assert self._sum is not None
         if self.names[0] not in missing_everywhere or self._sum._nnz():
             self._parameter.grad = self._sum
-        self.unsent = None
-        self.let_go()
+        self._sent, self.unsent = self.unsent, None
+        self._let_go_of_taken()
+
+    def commit(self) -> None:
+        """Have nothing to undo any more."""
+        self._sent = None
 
     def withheld(self) -> Withheld | None:
         """Return None: all is sent."""
@@ -192,6 +199,10 @@ class SparseGradientLane:
 
     def let_go(self) -> None:
         """Hold on to no gradient."""
+        self._let_go_of_taken()
+        self.commit()
+
+    def _let_go_of_taken(self) -> None:
         self._taken = None, -1
         self._indices, self._values = _entries(self._parameter, None)
         self._sum = None

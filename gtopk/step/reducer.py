@@ -80,6 +80,8 @@ class Reducer:
         self.aside_for = ""
         self._optimizer = optimizer
         self._round: Round | None = None
+        self._applied: Round | None = None  # its update: in the gradients, and not stepped with yet
+        self._rolled_back = False  # the last one was
         # Of the others, while this rank has joined; or its own, which it has broken off.
         self._ghost: Round | None = None
         self.hooks = BackwardHooks(names, on_complete=weakref.WeakMethod(self._complete))
@@ -91,6 +93,7 @@ class Reducer:
         What this rank held back stays; the ranks plan anew. Raises ValueError where the process set
         is not registered.
         """
+        self._settle_applied()
         self.peers = peers_in(here, self.options.process_set, self.names.values())
         round, self._round = self._round, None
         if round is not None:
@@ -146,6 +149,7 @@ class Reducer:
         Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
         then what they were.
         """
+        self._settle_applied()
         if self.hooks.order:
             self.progress.backward_seconds = self.hooks.seconds
             self.progress.backward_began = self.hooks.began
@@ -206,7 +210,39 @@ class Reducer:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
 
+    def apply(self, round: Round) -> None:
+        """Replace the gradients by a round's update, and count the step that is taken with it."""
+        round.apply()
+        self._applied, self._rolled_back = round, False
+        self.progress.steps += 1
+
+    def commit(self) -> None:
+        """Have stepped with the update that was applied last."""
+        if self._applied is not None:
+            self._applied.commit()
+            self._applied = None
+
+    @property
+    def is_discarded(self) -> bool:
+        """Tell whether the update that was applied last is in no gradient, nor was stepped with."""
+        if (applied := self._applied) is None:
+            return self._rolled_back
+        return applied.is_discarded and not applied.may_have_stepped
+
+    def _settle_applied(self) -> None:
+        if self._applied is not None and self.is_discarded:
+            self._roll_back()
+        self.commit()
+
+    def _roll_back(self) -> None:
+        """Make it as if the update that was applied last had never been exchanged."""
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied, self._rolled_back = None, True
+            self.progress.steps -= 1
+
     def _open(self) -> Round:
+        self._settle_applied()
         if self._ghost is not None:
             self._ghost.undo()  # where it came to no end
             self._ghost = None
@@ -258,9 +294,14 @@ class Reducer:
     def drop(self) -> None:
         """Forget what was computed towards the next step.
 
+        An update that nobody has stepped with is taken back: this rank holds back what it did
+        before. All ranks do so alike; where one does not, its replica is apart from theirs anyway.
         A round that has begun goes on until `reduce`: the other ranks may be in it. By then other
         gradients will be there, so that it will be void.
         """
+        if self._applied is not None and not self._applied.may_have_stepped:
+            self._roll_back()
+        self.commit()
         self.hooks.forget()
         self.overlap.await_all(self.planned.lanes)
 
@@ -294,16 +335,21 @@ class Reducer:
     @property
     def steps(self) -> int:
         """Return how many were taken, those before what was loaded last included."""
-        return self.planned.steps
+        return self.planned.steps - (self._applied is not None)
 
     def known_names(self) -> set[str]:
         """Return the names of all parameters, those that are not stepped yet included."""
         return self.names.known()
 
     def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
-        """Return what was held back of each parameter after the last step, and lanes' records."""
+        """Return what was held back of each parameter after the last step, and lanes' records.
+
+        Without an update that nobody has stepped with: the parameters do not have it, either.
+        """
         if self._round is not None:
             self._round.settle()
+        if self._applied is not None and self._applied.may_have_stepped:
+            self.commit()
         return self.planned.take_state_out()
 
     def put_state_in(
@@ -312,4 +358,5 @@ class Reducer:
         """Hold this back from now on; see `PlannedLanes.put_state_in`."""
         if self._round is not None:
             self._round.invalidate()
+        self.commit()
         self.planned.put_state_in(held, records, steps)

@@ -11,7 +11,8 @@ this rank was told to end (`told_to_end`). A rank does not wait for its GPU to v
 pass for finite there, and their sum, the same on all ranks, tells. A rank that joins in the middle
 of a round submits what is left as void. So all ranks apply a round; or skip the step, where a
 gradient or a sum is not finite; or try again with what, and who, is there by then. Residuals that a
-round began to change are, where it does not count, to the bit what they were.
+round began to change are, where it does not count, to the bit what they were. So they are where
+its update was applied to the gradients, but nobody stepped with them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from collectives.errors import MismatchError
 from collectives.transports import Transport
@@ -76,6 +78,7 @@ class AnyLane(Protocol):
     def undo(self) -> None: ...
     def reduce(self, transport: Transport) -> Exchanged: ...
     def apply(self, missing_everywhere: Collection[str]) -> None: ...
+    def commit(self) -> None: ...
     def withheld(self) -> Withheld | None: ...
     def apply_to_nothing(self) -> None: ...
     def poison(self) -> None: ...
@@ -133,6 +136,8 @@ class Round:
         self.stood_in: set[int] = set()  # lanes
         self._finite: dict[int, bool] = {}
         self._missing_everywhere: dict[int, set[str]] = {}
+        # By parameter: its version, and its gradient, which `zero_grad` is to free.
+        self._applied: list[tuple[torch.nn.Parameter, int, TensorWeakRef]] = []
         self._invalid = False
         self._done = 0  # lanes, without an error
         self._stopped = False  # nothing more is exchanged: known to all ranks alike
@@ -233,9 +238,36 @@ class Round:
         return not self._stopped and all(each.finite for each in self.exchanged.values())
 
     def apply(self) -> None:
-        """Replace the gradients by the agreed update."""
+        """Replace the gradients by the agreed update; until `commit`, `undo` takes it back."""
         for index, lane in enumerate(self.lanes):
             lane.apply(self._missing_everywhere[index])
+        self._applied = [
+            (parameter, parameter._version, TensorWeakRef(parameter.grad))
+            for lane in self.lanes
+            for parameter in lane.parameters
+            if parameter.grad is not None
+        ]
+
+    def commit(self) -> None:
+        """Have nothing to undo any more."""
+        for lane in self.lanes:
+            lane.commit()
+
+    @property
+    def may_have_stepped(self) -> bool:
+        """Tell whether a parameter has changed since the update was applied to its gradient.
+
+        By another optimizer, say. As torch counts changes: those by `.data` are not.
+        """
+        return any(parameter._version != version for parameter, version, _ in self._applied)
+
+    @property
+    def is_discarded(self) -> bool:
+        """Tell whether no parameter has the gradient any more that the update was applied to."""
+        return not any(
+            parameter.grad is not None and parameter.grad is gradient()
+            for parameter, _, gradient in self._applied
+        )
 
     def skip(self) -> None:
         """Make all gradients NaN, and undo the round: nothing of it is left in the residuals."""

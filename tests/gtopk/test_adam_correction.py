@@ -113,9 +113,9 @@ def test_the_mean_of_the_ranks_own_steps_is_conserved(size, kind, op):
                 optimizer.synchronize()
                 update = flat(p.grad for p in model.parameters())
                 own = alone.step(gradient) / (size if op == "mean" else 1)
-                steps.append((before, own, update, held(optimizer)))
                 with optimizer.skip_synchronize():
                     optimizer.step()
+                steps.append((before, own, update, held(optimizer)))
         return steps
 
     for ranks in zip(*run_ranks(local_world(size, 30), program), strict=True):
@@ -156,9 +156,9 @@ def test_steps_weigh_by_samples(threads, reduction):
                     second = BETAS[1] * second + (1 - BETAS[1]) * share * gradient**2
                     unbiased = second / (1 - BETAS[1] ** age) / share
                     own = first / (1 - BETAS[0] ** age) / (np.sqrt(unbiased) + 1e-8)
-                steps.append((before, own, update, held(optimizer)))
                 with optimizer.skip_synchronize():
                     optimizer.step()
+                steps.append((before, own, update, held(optimizer)))
         return steps
 
     for ranks in zip(*threads(2, program), strict=True):

@@ -52,7 +52,7 @@ def test_what_a_sum_has_beyond_float16_stays_in_the_residuals(threads, compressi
             )
             gradient = torch.tensor([5e4, -4e4, 7.0, 3e4, 0.5, -2.0], dtype=torch.float16)
             parameter.grad = gradient.clone()
-            optimizer.synchronize()
+            optimizer.step()
             assert not optimizer.last_step.skipped
             return gradient.double() / scale, parameter.grad.double() / scale, held(optimizer)
 
@@ -95,7 +95,7 @@ def test_what_rounding_to_the_gradients_dtype_takes_is_sent_later(threads, compr
                 for parameter in parameters:
                     parameter.grad = (torch.rand(5, generator=random) - 0.25).to(parameter.dtype)
                 given += torch.cat([p.grad.double() for p in parameters]) / 3 / transport.size
-                optimizer.synchronize()
+                optimizer.step()
                 applied += torch.cat([p.grad.double() for p in parameters]) / 3
             return given, applied, torch.from_numpy(held(optimizer)).double()
 
@@ -123,7 +123,7 @@ def test_what_rounding_takes_is_kept_by_a_rank_that_has_joined(threads, joins):
             for _ in range(2 if transport.rank == joins else 6):
                 parameter.grad = torch.randn(200, generator=random).bfloat16()
                 given += parameter.grad.double() / 3 / transport.size
-                optimizer.synchronize()
+                optimizer.step()
                 applied += parameter.grad.double() / 3
             here.engine.join().wait()
             return given, applied, torch.from_numpy(held(optimizer)).double()
@@ -147,11 +147,11 @@ def test_a_rank_that_has_joined_knows_of_a_dense_sum_beyond_float16(threads):
                 scaler=scaler_of(4.0),
             )
             whole.grad, picked.grad = torch.zeros_like(whole), torch.arange(8).half()
-            optimizer.synchronize()
+            optimizer.step()
             before = held(optimizer)
             if transport.rank:
                 whole.grad, picked.grad = torch.full_like(whole, 4e4), torch.arange(8).half()
-                optimizer.synchronize()
+                optimizer.step()
                 assert optimizer.skipped_steps == 1
             here.engine.join().wait()
             return before, held(optimizer)

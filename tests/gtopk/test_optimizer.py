@@ -149,9 +149,9 @@ def test_gradient_mass_is_conserved_at_every_step(kind, momentum, data):
                     added = momentum * held(optimizer, "velocity") + added
                 optimizer.synchronize()
                 update = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
-                steps.append((before, added, update, held(optimizer)))
                 with optimizer.skip_synchronize():
                     optimizer.step()
+                steps.append((before, added, update, held(optimizer)))
         return steps
 
     for ranks in zip(*run_ranks(local_world(size, 30), program), strict=True):
@@ -198,7 +198,7 @@ def test_weights_come_before_the_residual(threads):
                 op=op,
             )
             loss(model, *batch(transport.rank, 0)).backward()
-            optimizer.synchronize()
+            optimizer.step()
             return held(optimizer)
 
     size = 4  # a power of two: dividing by it rounds nothing

@@ -169,7 +169,7 @@ def test_a_ranks_part_of_the_update_is_clipped_to_its_share_before_the_residual(
                 optimizer.set_num_samples(samples[rank], of.removeprefix("samples' "))
             (value(model, rank, 0) * scale).backward()
             own = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy() / scale
-            optimizer.synchronize()
+            optimizer.step()
             update = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()
             return own, held(optimizer), update / scale
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -269,6 +270,28 @@ def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back() -> N
     assert not torch.equal(layer.weight, weight)
     record.assert_nothing_is_lost(model, begun)
     assert_alike(model)
+
+
+def test_a_gradient_that_is_thrown_away_moves_nothing_later_if_it_is_kept_from_the_hook() -> None:
+    """A discriminator's, from the generator's loss."""
+    for frozen in (False, True):
+        model = DistributedDataParallel(torch.nn.Linear(4, 4, bias=False))
+        model.register_comm_hook(GTopKState(0.25), gtopk_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(RANK)).requires_grad_()
+        for _ in range(2):
+            model.requires_grad_(not frozen)
+            with nullcontext() if frozen else model.no_sync():
+                model(x).square().sum().backward()
+            model.requires_grad_(True)
+            optimizer.zero_grad()
+            before = weights(model)
+            model(torch.zeros(8, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(weights(model), before)
+        assert x.grad is not None
+        assert x.grad.any()
 
 
 def test_ranks_that_run_out_of_batches_join() -> None:

@@ -150,9 +150,9 @@ def test_nothing_is_lost_in_any_buckets(data):
                 gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
                 optimizer.synchronize()
                 update = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
-                steps.append((before, gradient / size, update, held(optimizer)))
                 with optimizer.skip_synchronize():
                     optimizer.step()
+                steps.append((before, gradient / size, update, held(optimizer)))
             assert optimizer.last_step.buckets == len(widths)
         return steps
 
