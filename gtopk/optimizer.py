@@ -305,7 +305,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    missing_gradients: Literal["error", "zeros"] = "error",
+    missing_gradients: Literal["error", "zeros"] = "zeros",
     overlap: bool = True,
     bucket_bytes: int | None = None,
     scaler: Any = None,
@@ -337,8 +337,9 @@ def DistributedOptimizer(
     sparse_as_dense: make sparse gradients (embeddings') dense. Otherwise the ranks' entries are
         gathered as they are, uncompressed, and without momentum_correction.
     process_set: the ranks that reduce together; others step by themselves.
-    missing_gradients: what it means when a parameter has a gradient on some ranks only: an error
-        on all of them, or zeros. One that has none on any rank is passed over, as without gtopk.
+    missing_gradients: what it means when a parameter has a gradient on some ranks only: on the
+        others it counts as zeros, and rank 0 says so once; or it is an error on all of them. One
+        that has none on any rank is passed over, as without gtopk.
     overlap: exchange buckets while backward goes on; what counts is the same.
     bucket_bytes: the size from which a bucket is exchanged; None: as the cost model has it.
     scaler: the GradScaler that scales the loss, to keep residuals as they are when its scale

@@ -69,14 +69,16 @@ def gather_words(transport: Transport, words: list[str]) -> list[list[str]]:
     return [text.split("\n") if text else [] for text in texts]
 
 
-def describe_missing(missing: Mapping[int, list[str]]) -> str:
-    """Return the text about gradients that some ranks lack, by rank, and others have."""
+def describe_missing(missing: Mapping[int, list[str]], most: int | None = None) -> str:
+    """Return which gradients some ranks lack, and others have.
+
+    missing: the names of the parameters without one, by rank; not the same on all.
+    most: how many parameters to name; None: all.
+    """
     everywhere = set.intersection(*map(set, missing.values()))
     sayings = []
     for name in sorted(set().union(*missing.values()) - everywhere):
         without = [rank for rank, names in missing.items() if name in names]
         sayings.append(f"'{name}' has none on {name_ranks(without)}")
-    return (
-        f"the ranks disagree about which parameters have a gradient: {', '.join(sayings)}; use the "
-        "same parameters on every rank, or pass missing_gradients='zeros' to DistributedOptimizer"
-    )
+    shown = ", ".join(sayings[:most])
+    return shown if most is None or len(sayings) <= most else f"{shown}, ..."

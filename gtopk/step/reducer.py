@@ -19,6 +19,7 @@ from collectives.transports import Transport
 
 from ..buckets.parameters import ParameterNames, with_gradients
 from ..engine import Work
+from ..engine.agreement import describe_missing
 from ..exchange.exchange import Progress
 from ..lanes.held import Held
 from ..logs import EVERYWHERE
@@ -81,6 +82,7 @@ class Reducer:
         self._optimizer = optimizer
         self._round: Round | None = None
         self._applied: Round | None = None  # its update: in the gradients, and not stepped with yet
+        self._has_told_of_lacking = False
         self._rolled_back = False  # the last one was
         # Of the others, while this rank has joined; or its own, which it has broken off.
         self._ghost: Round | None = None
@@ -203,6 +205,21 @@ class Reducer:
         finally:
             self.overlap.await_all(self.planned.lanes)
         here.hear(round.told)
+        self._tell_of_lacking(round.lacking)
+
+    def _tell_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
+        """Say, once, that a gradient counts as zeros on some ranks: it may be meant, or a slip."""
+        if not lacking or self._has_told_of_lacking:
+            return
+        self._has_told_of_lacking = True
+        _log.warning(
+            "rank %d: at step %d some gradients are missing on some ranks, and count as zeros "
+            "there, as with Horovod: %s; missing_gradients='error' makes that an error (said once)",
+            self.peers.world.rank,
+            self.peers.world.step,
+            describe_missing(lacking, most=3),
+            extra=EVERYWHERE,
+        )
 
     def _make_dense(self) -> None:
         if self.options.sparse_as_dense:

@@ -102,6 +102,8 @@ class Round:
         the sum is not finite though they are.
     spans:   when the engine worked on a lane: begin and end, on the clock of time.perf_counter.
     told:    the ranks that were told to end, once the last lane was run.
+    lacking: by rank, names of parameters whose gradients counted as zeros there, as others had one:
+        of the first lane where that was so. Empty where it was in none.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Round:
         self.culprits: list[list[str]] = []
         self.spans: list[tuple[float, float]] = []
         self.told: list[int] = []
+        self.lacking: dict[int, list[str]] = {}
         self._ready = time.perf_counter()
         self.exchanged: dict[int, Exchanged] = {}
         self.operations: dict[int, Operation] = {}
@@ -377,7 +380,13 @@ class Round:
         if len({votes[rank] & _MISSING for rank in here}) > 1:
             said = gather_words(transport, missing)
             heard = {transport.ranks[r]: said[r] for r in here if weighs(votes[r])}
-            if not self._missing_is_zero and len(set(map(tuple, heard.values()))) > 1:
-                raise MismatchError(describe_missing(heard))
+            if len(set(map(tuple, heard.values()))) > 1:
+                if not self._missing_is_zero:
+                    raise MismatchError(
+                        "the ranks disagree about which parameters have a gradient: "
+                        f"{describe_missing(heard)}; use the same parameters on every rank, or "
+                        "leave out missing_gradients='error'"
+                    )
+                self.lacking = self.lacking or heard
             everywhere = set.intersection(*(set(said[rank]) for rank in here))
         self._missing_everywhere[index] = everywhere

@@ -217,10 +217,10 @@ def test_optimizers_are_told_apart_by_the_names_of_their_parameters() -> None:
     check_that_training_goes_on()
 
 
-def test_a_gradient_that_one_rank_lacks_is_told() -> None:
+def test_a_gradient_that_one_rank_lacks_is_an_error_where_that_was_asked_for() -> None:
     for compression in COMPRESSIONS:
         model = Pair()
-        optimizer = distribute(model, compression)
+        optimizer = distribute(model, compression, missing_gradients="error")
         before = bits(model, optimizer)
         backward(model, with_second=not IS_ODD)
         text = raises(
@@ -228,7 +228,7 @@ def test_a_gradient_that_one_rank_lacks_is_told() -> None:
             optimizer.step,
             f"'second.weight' has none on rank {ODD}",
             f"'second.bias' has none on rank {ODD}",
-            "missing_gradients='zeros'",
+            "leave out missing_gradients='error'",
         )
         assert "'first." not in text
         assert bits(model, optimizer) == before
@@ -247,13 +247,12 @@ def test_a_gradient_that_no_rank_has_is_no_disagreement() -> None:
     assert torch.equal(model.second.weight, before)
 
 
-def test_missing_gradients_can_count_as_zeros() -> None:
+def test_a_gradient_that_one_rank_lacks_counts_as_zeros() -> None:
     for compression in COMPRESSIONS:
         results = []
         for missing in (True, False):
             model = Pair()
-            options = {"missing_gradients": "zeros"} if missing else {}
-            optimizer = distribute(model, compression, **options)
+            optimizer = distribute(model, compression)
             for batch in range(4):
                 optimizer.zero_grad()
                 backward(model, batch, with_second=not IS_ODD)
@@ -266,6 +265,22 @@ def test_missing_gradients_can_count_as_zeros() -> None:
             results.append(bits(model, optimizer))
         assert results[0] == results[1]
         assert not torch.equal(model.second.weight, Pair().second.weight)
+
+
+def test_gradients_that_count_as_zeros_are_told_of_once_by_name() -> None:
+    model = Pair()
+    optimizer = distribute(model)
+
+    def train() -> None:
+        for batch in range(4):
+            optimizer.zero_grad()
+            backward(model, batch, with_second=not (IS_ODD and batch % 2))
+            optimizer.step()
+
+    (told,) = hear(train)
+    assert told.startswith("WARNING")
+    assert f"'second.weight' has none on rank {ODD}" in told
+    assert "missing_gradients='error'" in told
 
 
 class Heard(logging.Handler):

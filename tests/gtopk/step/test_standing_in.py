@@ -229,7 +229,10 @@ def test_a_rank_that_has_joined_goes_by_what_the_others_say_of_their_samples(thr
         said = ""
         with world.entered(transport):
             optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(both, lr=1.0), compression=Compression.gtopk(1.0), check_every=0
+                torch.optim.SGD(both, lr=1.0),
+                compression=Compression.gtopk(1.0),
+                missing_gradients="error",
+                check_every=0,
             )
             optimizer.set_num_samples(first)
             for parameter in both:
