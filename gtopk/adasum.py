@@ -21,6 +21,7 @@ import torch
 from collectives.transports import Traffic
 
 from .buckets.parameters import name_parameters, refuse_complex, require_trained, with_gradients
+from .buckets.placeholders import place
 from .compression import Compression, Compressor
 from .engine import Work
 from .exchange.deltas import Deltas
@@ -61,6 +62,7 @@ class _AdasumOptimizer(Wrapping):
         self._hooks = BackwardHooks(self._parameter_names, backward_passes_per_step)
         if self._world.size > 1:
             self._hooks.watch(self._trained())
+            place(self._parameter_names)
         self._enter(self._world)
         self._begun = time.perf_counter()  # this step, when the last one ended
         self._traffic = Traffic()  # of this step

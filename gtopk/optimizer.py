@@ -61,6 +61,7 @@ class _DistributedOptimizer(Readings):
         self._options = options
         require_trained(self._parameter_names)
         self._reducer = Reducer(self._wrapped, self._parameter_names, options, self._world, scaler)
+        self._reducer.place_zeros()
         self.set_backward_passes_per_step(backward_passes_per_step)
         self._has_told = False
         self._should_synchronize = True
@@ -318,9 +319,12 @@ def DistributedOptimizer(
     """Return the optimizer, its `step` reduced over all ranks.
 
     The result is of a class derived from the optimizer's own, and shares its parameter groups and
-    state. Every rank must step its distributed optimizers alike. They are told apart by the names
-    of their parameters; only those whose parameters have the same names must be made in the same
-    order on every rank.
+    state. On several ranks, every parameter that requires a gradient has one of zeros from now on,
+    as with Horovod, until it is cleared.
+
+    Every rank must step its distributed optimizers alike. They are told apart by the names of their
+    parameters; only those whose parameters have the same names must be made in the same order on
+    every rank.
 
     named_parameters: pairs of name and parameter, usually model.named_parameters().
     compression: Compression.none, .fp16, .bf16, .topk(density=...), .gtopk(density=...),

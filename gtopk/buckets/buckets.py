@@ -33,6 +33,7 @@ from .arrays import (
 )
 from .moment import Moment
 from .parameters import refuse_complex
+from .placeholders import lacks_gradient
 
 _READ_WHERE_THEY_LIE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
@@ -78,6 +79,7 @@ class Bucket:
         self._largest = min(torch.finfo(dtype).max for dtype in self._dtypes)
         self.weight = self.scale = self.share = 1.0
         self.gradients: list[torch.Tensor] = []
+        self._lacking: list[bool] = []  # parameters that had no gradient of their own when taken
         self.taken = 0.0
         self.ready = Moment(self.device)
         self._parts: list[NDArray[Any]] | Located | None = None
@@ -98,6 +100,7 @@ class Bucket:
         """
         self.weight, self.scale, self.taken = weight, scale, time.perf_counter()
         self.share = weight * scale  # the gradients have the scale, and are means of samples
+        self._lacking = [*map(lacks_gradient, self.parameters)]
         if gradients is None:
             for parameter in self.parameters:
                 if parameter.grad is not None and is_expanded(parameter.grad):
@@ -297,11 +300,12 @@ class Bucket:
         may_stay_none: for each parameter, whether its gradient is missing on every rank: it stays
             so where the update is zero. The optimizer passes over it, as it does without gtopk.
         """
-        for parameter, gradient, may_stay in zip(
-            self.parameters, self.gradients, may_stay_none, strict=True
+        for parameter, gradient, lacked, may_stay in zip(
+            self.parameters, self.gradients, self._lacking, may_stay_none, strict=True
         ):
-            if parameter.grad is None and not (may_stay and not bool(gradient.any())):
-                parameter.grad = gradient
+            if lacked:
+                stays = may_stay and not bool(gradient.any())
+                parameter.grad = None if stays else gradient
         self.let_go()
 
     def poison(self) -> None:
@@ -310,7 +314,7 @@ class Bucket:
         Lets go of this step's gradients, too.
         """
         for parameter in self.parameters:
-            if parameter.grad is not None:
+            if parameter.grad is not None and not lacks_gradient(parameter):
                 parameter.grad.fill_(float("nan"))
         self.let_go()
 

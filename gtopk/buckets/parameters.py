@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
+from .placeholders import lacks_gradient
+
 
 class ParameterNames(dict[torch.nn.Parameter, str]):
     """The name of every parameter an optimizer steps or has stepped, in its order; no name twice.
@@ -147,7 +149,7 @@ def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Para
         p
         for group in param_groups
         for p in group["params"]
-        if p.requires_grad or p.grad is not None
+        if p.requires_grad or not lacks_gradient(p)
     ]
 
 

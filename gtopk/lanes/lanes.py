@@ -10,6 +10,7 @@ import torch
 from collectives.transports import Transport
 
 from ..buckets.buckets import Bucket
+from ..buckets.placeholders import lacks_gradient
 from ..exchange.exchange import Exchange, Exchanged, Progress, SendingAlong, SparseExchange
 from ..exchange.exchanges import open_exchange
 from ..exchange.residual import Withheld
@@ -110,7 +111,8 @@ class Lane:
 
     def missing(self) -> list[str]:
         """Return the names of the parameters that have no gradient here."""
-        return [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is None]
+        named = zip(self.names, self.parameters, strict=True)
+        return [name for name, parameter in named if lacks_gradient(parameter)]
 
     def all_finite(self) -> bool:
         """Tell whether the gradients hold neither NaN nor infinity; in any thread."""

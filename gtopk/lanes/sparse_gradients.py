@@ -17,6 +17,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from ..buckets.placeholders import lacks_gradient
 from ..exchange.exchange import Exchanged
 from ..exchange.residual import Withheld
 
@@ -71,7 +72,8 @@ class SparseGradientLane:
         gradient = self._parameter.grad
         self._taken = gradient, -1 if gradient is None else gradient._version
         self._weight, self._scale = weight, scale
-        self._indices, self._values = _entries(self._parameter, gradient)
+        mine = None if lacks_gradient(self._parameter) else gradient
+        self._indices, self._values = _entries(self._parameter, mine)
 
     def weigh(self, weight: float, share: float) -> None:
         """Multiply what was taken with another weight."""
@@ -93,7 +95,7 @@ class SparseGradientLane:
 
     def missing(self) -> list[str]:
         """Return the parameter's name where it has no gradient here."""
-        return self.names if self._parameter.grad is None else []
+        return self.names if lacks_gradient(self._parameter) else []
 
     def all_finite(self) -> bool:
         """Tell whether the values hold neither NaN nor infinity."""
@@ -172,8 +174,8 @@ class SparseGradientLane:
     def apply(self, missing_everywhere: Collection[str]) -> None:
         """Make the sum the gradient; where no rank has any, it stays None."""
         assert self._sum is not None
-        if self.names[0] not in missing_everywhere or self._sum._nnz():
-            self._parameter.grad = self._sum
+        stays_without = self.names[0] in missing_everywhere and not self._sum._nnz()
+        self._parameter.grad = None if stays_without else self._sum
         self._sent, self.unsent = self.unsent, None
         self._let_go_of_taken()
 
@@ -193,7 +195,7 @@ class SparseGradientLane:
     def poison(self) -> None:
         """Make the gradient's values NaN: the step is skipped."""
         gradient = self._parameter.grad
-        if gradient is not None:
+        if gradient is not None and not lacks_gradient(self._parameter):
             (gradient._values() if gradient.is_sparse else gradient).fill_(float("nan"))
         self.let_go()
 

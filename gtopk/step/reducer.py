@@ -18,6 +18,7 @@ import torch
 from collectives.transports import Transport
 
 from ..buckets.parameters import ParameterNames, with_gradients
+from ..buckets.placeholders import place, take_away
 from ..engine import Work
 from ..engine.agreement import describe_missing
 from ..exchange.exchange import Progress
@@ -106,6 +107,11 @@ class Reducer:
         self.stragglers = Stragglers(here, self.peers.engine, self.peers.name)
         stands_in(self, self.peers.engine, self.peers.name)
 
+    def place_zeros(self) -> None:
+        """Make zeros the gradients, where there are others to reduce them with."""
+        if self.peers.size > 1 and self.peers.takes_part:
+            place(self.names)
+
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
         """Look the groups up: a state that is loaded brings others."""
@@ -121,6 +127,7 @@ class Reducer:
     def stand_aside(self, mode: str) -> None:
         """Exchange nothing, and look at nothing: a mode of `adapt` does."""
         self.aside_for, self.overlap.is_on = mode, False
+        take_away(self.names)
         self.hooks = BackwardHooks(self.names)  # deaf: the old ones go, and count no passes more
 
     def _complete(self, parameter: torch.nn.Parameter) -> None:

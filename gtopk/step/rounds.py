@@ -30,6 +30,7 @@ from torch.utils.weak import TensorWeakRef
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from ..buckets.placeholders import lacks_gradient
 from ..engine import Engine, Operation
 from ..engine.agreement import describe_missing, gather_words
 from ..exchange.exchange import Exchanged
@@ -303,7 +304,9 @@ class Round:
     def _take(self, index: int) -> None:
         lane = self.lanes[index]
         if self.samples.count == 0:  # they may be NaN
-            for gradient in [p.grad for p in lane.parameters if p.grad is not None]:
+            for parameter in lane.parameters:
+                if (gradient := parameter.grad) is None or lacks_gradient(parameter):
+                    continue
                 (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
         lane.take(self._factor(lane, self._weight, self._share), self._scale_of(lane))
         if lane.on_host:

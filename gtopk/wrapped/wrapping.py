@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..buckets.placeholders import placeholders, renew, take_away
 from .tree import lay_out_as_parameters
 
 
@@ -62,6 +63,12 @@ class Wrapping(torch.optim.Optimizer):
         super().load_state_dict(state_dict, *args, **kwargs)
         lay_out_as_parameters(self)
 
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients; placeholders that zeros are written into stay so."""
+        untouched = placeholders(_parameters(self))
+        super().zero_grad(*args, **kwargs)
+        renew(untouched)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over groups and state, as torch does when it has loaded them."""
         self._wrapped.__setstate__(state)
@@ -80,8 +87,13 @@ class Wrapping(torch.optim.Optimizer):
 
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does, with the gradients as they are."""
+        take_away(_parameters(self))
         super().step()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:

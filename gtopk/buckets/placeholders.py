@@ -1,0 +1,73 @@
+"""Placeholders: the gradients of zeros that parameters have before their first backward pass.
+
+Horovod gives them to the parameters of an optimizer that it wraps, and scripts read them. One is no
+gradient yet: a parameter that still has it is missing in a step's report, is passed over where no
+rank has a gradient for it, and is not stepped when it is frozen. Backward adds to the placeholder,
+so that no memory is taken twice; a sparse gradient takes its place.
+
+It is told by a mark, the version of the tensor: whoever writes into it makes it a gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+
+_MARK: Final = "_gtopk_placeholder"
+
+
+def place(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Make zeros the gradient of those that require one, also where they have another."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            _mark(parameter.grad)
+            _make_way_for_sparse(parameter)
+
+
+def lacks_gradient(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter has no gradient, or an untouched placeholder."""
+    gradient = parameter.grad
+    return gradient is None or getattr(gradient, _MARK, None) == gradient._version
+
+
+def take_away(parameters: Iterable[torch.Tensor]) -> None:
+    """Leave those that have a placeholder without a gradient: an optimizer passes over them."""
+    for parameter in parameters:
+        if parameter.grad is not None and lacks_gradient(parameter):
+            parameter.grad = None
+
+
+def placeholders(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those that are untouched."""
+    found = [parameter.grad for parameter in parameters if lacks_gradient(parameter)]
+    return [placeholder for placeholder in found if placeholder is not None]
+
+
+def renew(placeholders: Iterable[torch.Tensor]) -> None:
+    """Let them be placeholders still, though zeros were written into them."""
+    for placeholder in placeholders:
+        _mark(placeholder)
+
+
+def _mark(placeholder: torch.Tensor) -> None:
+    setattr(placeholder, _MARK, placeholder._version)
+
+
+def _make_way_for_sparse(parameter: torch.nn.Parameter) -> None:
+    """Drop the placeholder when a sparse gradient comes first: added to zeros, it would be dense.
+
+    Autograd calls the hook before it adds the gradient up.
+    """
+    known = weakref.ref(parameter)  # the parameter holds the hook
+
+    def hook(gradient: torch.Tensor) -> None:
+        handle.remove()
+        owner = known()
+        if gradient.is_sparse and owner is not None:
+            take_away([owner])
+
+    handle = parameter.register_hook(hook)
