@@ -338,8 +338,9 @@ def DistributedOptimizer(
         those of which something is held back, whose sums are at least of float32.
     groups: into how many buckets gradients go, or lists of the parameters that share one; others
         are placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
-    sparse_as_dense: make sparse gradients (embeddings') dense. Otherwise the ranks' entries are
-        gathered as they are, uncompressed, and without momentum_correction.
+    sparse_as_dense: exchange sparse gradients (embeddings') as dense ones; afterwards they are
+        sparse again, by rows. Otherwise the ranks' entries are gathered as they are, uncompressed,
+        and without momentum_correction.
     process_set: the ranks that reduce together; others step by themselves.
     missing_gradients: what it means when a parameter has a gradient on some ranks only: on the
         others it counts as zeros, and rank 0 says so once; or it is an error on all of them. One

@@ -56,6 +56,7 @@ class Bucket:
     gradients: of this step; zeros for one that is missing.
     taken:     when they were, by time.perf_counter.
     ready:     tells when they are there: on a GPU later than when they were taken.
+    sparse:    parameters whose gradients are sparse on some rank, and so on all after the exchange.
     largest:   that an update may hold, so that it is finite in every parameter's dtype.
     Raises ValueError for complex parameters, and when there is no element at all.
     """
@@ -79,6 +80,7 @@ class Bucket:
         self._largest = min(torch.finfo(dtype).max for dtype in self._dtypes)
         self.weight = self.scale = self.share = 1.0
         self.gradients: list[torch.Tensor] = []
+        self.sparse: list[torch.nn.Parameter] = []
         self._lacking: list[bool] = []  # parameters that had no gradient of their own when taken
         self.taken = 0.0
         self.ready = Moment(self.device)
@@ -97,14 +99,19 @@ class Bucket:
         """Take this step's gradients, to be multiplied with `weight`: they stay where they are.
 
         gradients: in place of the parameters' own, of another dtype perhaps.
+        Sparse gradients become dense, `keep` makes them sparse again.
         """
         self.weight, self.scale, self.taken = weight, scale, time.perf_counter()
         self.share = weight * scale  # the gradients have the scale, and are means of samples
         self._lacking = [*map(lacks_gradient, self.parameters)]
         if gradients is None:
             for parameter in self.parameters:
-                if parameter.grad is not None and is_expanded(parameter.grad):
-                    parameter.grad = parameter.grad.clone()  # the update has to be written there
+                if (own := parameter.grad) is None:
+                    continue
+                if own.is_sparse:
+                    parameter.grad = own.to_dense()
+                elif is_expanded(own):
+                    parameter.grad = own.clone()  # the update has to be written there
             gradients = [p.grad for p in self.parameters]
         self.gradients = [
             torch.zeros_like(p) if gradient is None else gradient.detach()
@@ -299,6 +306,7 @@ class Bucket:
 
         may_stay_none: for each parameter, whether its gradient is missing on every rank: it stays
             so where the update is zero. The optimizer passes over it, as it does without gtopk.
+        Those in `sparse` become so, by rows: what steps with them is made for that (SparseAdam).
         """
         for parameter, gradient, lacked, may_stay in zip(
             self.parameters, self.gradients, self._lacking, may_stay_none, strict=True
@@ -306,6 +314,9 @@ class Bucket:
             if lacked:
                 stays = may_stay and not bool(gradient.any())
                 parameter.grad = None if stays else gradient
+        for parameter in self.sparse:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_sparse(1)
         self.let_go()
 
     def poison(self) -> None:

@@ -61,6 +61,16 @@ class Lane:
         if regions is not None and record["regions"] is not None:
             regions.resume(record["regions"])
 
+    @property
+    def sparse(self) -> Sequence[torch.nn.Parameter]:
+        """Return the parameters whose sparse gradients it takes."""
+        return self.bucket.sparse
+
+    def take_sparse(self, names: Collection[str]) -> None:
+        """Take the gradients of these sparse, as far as they are here; all ranks call it alike."""
+        named = zip(self.names, self.parameters, strict=True)
+        self.bucket.sparse = [parameter for name, parameter in named if name in names]
+
     def send_along(self) -> None:
         """Have room for what was held back of these parameters, and send it in the next step.
 

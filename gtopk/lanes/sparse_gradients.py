@@ -2,7 +2,7 @@
 
 Each rank's entries are coalesced; the ranks' indices and values are put one after the other, in two
 allgathers. Those that several ranks have add up where the wrapped optimizer applies them.
-Parameters of `sparse_as_dense` do not come here.
+Those of `sparse_as_dense` do not come here: `Bucket` takes them.
 """
 
 from __future__ import annotations
@@ -61,6 +61,14 @@ class SparseGradientLane:
 
     def resume(self, record: Mapping[str, Any]) -> None:
         """Do nothing: every step begins anew."""
+
+    @property
+    def sparse(self) -> Sequence[torch.nn.Parameter]:
+        """Return the parameter."""
+        return self.parameters
+
+    def take_sparse(self, names: Collection[str]) -> None:
+        """Do nothing: it takes them anyway."""
 
     def send_along(self) -> None:
         """Have room for what was held back, and send it in the next step; on all ranks alike."""

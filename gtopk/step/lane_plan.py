@@ -29,12 +29,14 @@ class Agreed(NamedTuple):
     steps:   taken: a checkpoint may have been loaded on some ranks only.
     records: of lanes that its checkpoint had.
     unsent:  names of parameters of which any rank holds something back.
+    sparse:  those whose gradients are sparse on any rank.
     """
 
     parts: list[Part]
     steps: int
     records: list[dict[str, Any]]
     unsent: set[str]
+    sparse: set[str]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Plan:
         said = json.dumps([parts, self.steps, list(self.wanted)]).encode()
         said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
         parts, steps, records = json.loads(said)
-        return Agreed([Part(how, numbers) for how, numbers in parts], steps, records, unsent)
+        return Agreed(
+            [Part(how, numbers) for how, numbers in parts], steps, records, unsent, sparse
+        )
 
     def open_lanes(self, agreed: Agreed, name: str, progress: Progress) -> list[AnyLane]:
         """Return the lanes of its parts, with room for what is unsent, and nothing there yet."""
@@ -91,6 +95,7 @@ class Plan:
             for index, part in enumerate(parts)
         ]
         for lane in lanes:
+            lane.take_sparse(agreed.sparse)
             if not agreed.unsent.isdisjoint(lane.names):
                 lane.send_along()
         return lanes
@@ -99,6 +104,8 @@ class Plan:
         return sum(self.trained[number].numel() for number in part.numbers)
 
     def _arrange(self, sparse: set[str], ranks: int) -> list[Part]:
+        if self.options.sparse_as_dense:
+            sparse = set()
         numbers = {parameter: number for number, parameter in enumerate(self.trained)}
         groups, order = self._by_hand(numbers)
         order += [numbers[parameter] for parameter in self.order if parameter in numbers]

@@ -22,7 +22,6 @@ from ..engine.agreement import name_ranks
 from ..exchange.exchange import Progress
 from ..lanes.held import Held, put_in, take_out, unsent
 from ..lanes.held_names import strangers
-from ..lanes.lanes import Lane
 from ..lanes.sparse_gradients import SparseGradientLane
 from .lane_plan import Agreed, Plan
 from .options import Options
@@ -47,6 +46,7 @@ class PlannedLanes:
         self._options = options
         self._progress = progress
         self._index: dict[torch.nn.Parameter, int] = {}  # of the lane that a parameter is in
+        self._sparse: set[torch.nn.Parameter] = set()  # whose sparse gradients the lanes take
         self._held: dict[str, Held] = {}  # of parameters in no lane
         self._strangers: set[str] = set()  # names that no parameter has, and were warned of
         self._without_momentum: set[str] = set()  # names of sparse gradients, warned of
@@ -64,7 +64,7 @@ class PlannedLanes:
         index = self._index.get(parameter)
         if index is None:
             return False
-        return not (parameter.grad.is_sparse and isinstance(self.lanes[index], Lane))
+        return not parameter.grad.is_sparse or parameter in self._sparse
 
     def is_outdated(self, trained: Sequence[torch.nn.Parameter]) -> bool:
         """Tell whether this rank needs another plan, to exchange these parameters' gradients."""
@@ -113,6 +113,7 @@ class PlannedLanes:
         self._warn_of_strangers(peers.world.rank)
         if peers.rank == 0:
             self._warn_of_lost_momentum()
+        self._sparse = {parameter for lane in self.lanes for parameter in lane.sparse}
         self._index = {p: index for index, lane in enumerate(self.lanes) for p in lane.parameters}
         said = "\n".join([*facts, *map(str, agreed.parts)])
         self.facts = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
@@ -121,7 +122,7 @@ class PlannedLanes:
         """Be without lanes, and hold back what they did: they were of a world that is no more."""
         if self.lanes:
             self._held, self._wanted = self.take_state_out()
-            self.lanes, self._index = [], {}
+            self.lanes, self._index, self._sparse = [], {}, set()
 
     def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
         """Return what was held back of each parameter after the last step, and lanes' records."""
@@ -150,11 +151,11 @@ class PlannedLanes:
 
     def _sparse_among(self, trained: Iterable[torch.nn.Parameter]) -> list[str]:
         """Return the names of those whose gradients are sparse here, or were on some rank."""
-        before = {lane.parameters[0] for lane in self.lanes if isinstance(lane, SparseGradientLane)}
         return [
             self._names[parameter]
             for parameter in trained
-            if (parameter.grad is not None and parameter.grad.is_sparse) or parameter in before
+            if (parameter.grad is not None and parameter.grad.is_sparse)
+            or parameter in self._sparse
         ]
 
     def _warn_of_strangers(self, rank: int) -> None:

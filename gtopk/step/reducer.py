@@ -141,7 +141,6 @@ class Reducer:
             return
         if self._round is not None and index in self._round.operations:
             return
-        self._make_dense()
         if not all(map(self.planned.takes, self.planned.lanes[index].parameters)):
             return  # one has turned sparse: `reduce` plans anew
         if self._round is None:
@@ -167,7 +166,6 @@ class Reducer:
         self.hooks.forget()  # also where this fails: the next step counts
         if round is not None and round.samples != self.samples:  # said after backward
             round.invalidate()
-        self._make_dense()
         if not self.planned.lanes:
             self._plan(order)
         while True:
@@ -227,12 +225,6 @@ class Reducer:
             describe_missing(lacking, most=3),
             extra=EVERYWHERE,
         )
-
-    def _make_dense(self) -> None:
-        if self.options.sparse_as_dense:
-            for parameter in with_gradients(self._param_groups):  # empty ones, too
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_dense()
 
     def apply(self, round: Round) -> None:
         """Replace the gradients by a round's update, and count the step that is taken with it."""

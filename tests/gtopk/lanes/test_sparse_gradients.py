@@ -117,13 +117,13 @@ def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, abse
                 model.named_parameters(),
                 op=op,
                 sparse_as_dense=as_dense,
-                missing_gradients="zeros",
             )
             for step in range(3):
                 optimizer.zero_grad()
                 value(model, transport.rank, step).backward()
                 optimizer.synchronize()
-                assert model.rows.weight.grad.is_sparse != as_dense
+                assert model.rows.weight.grad.is_sparse
+                assert model.rows.weight.grad.sparse_dim() == 1
                 with optimizer.skip_synchronize():
                     optimizer.step()
         return flat(model)
@@ -140,17 +140,54 @@ def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, abse
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
 
 
-def test_a_gradient_that_becomes_sparse_is_planned_anew(threads):
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.topk(1.0)])
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_what_steps_with_sparse_gradients_alone_gets_some(threads, compression, as_dense):
+    """Also on a rank whose gradient is missing, in its first step or later."""
+    drawn = {0: [None, [0, 3], [3, 3, 5], None], 1: [[0, 1], None, [8], None]}
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        table = Embedded().rows
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                torch.optim.SparseAdam(table.parameters(), lr=0.1),
+                compression=compression,
+                sparse_as_dense=as_dense,
+            )
+            for rows in drawn[transport.rank]:
+                optimizer.zero_grad()
+                if rows is not None:
+                    (table(torch.tensor(rows)) / 2).square().sum().backward()
+                optimizer.step()
+        return table.weight.detach()
+
+    alone = Embedded().rows
+    optimizer = torch.optim.SparseAdam(alone.parameters(), lr=0.1)
+    for ranks in zip(*drawn.values(), strict=True):
+        rows = [torch.tensor(of_rank) for of_rank in ranks if of_rank is not None]
+        if rows:
+            optimizer.zero_grad()
+            (sum((alone(each) / 2).square().sum() for each in rows) / 2).backward()
+            optimizer.step()
+    tolerance = 1e-3 if compression is Compression.fp16 else 1e-12
+    first, second = threads(2, program)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, alone.weight.detach(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_a_gradient_that_becomes_sparse_is_planned_anew(threads, as_dense):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = Embedded()
         model.rows.sparse = False
         with world.entered(transport):
-            optimizer = distribute(model, Compression.gtopk(0.2))
+            optimizer = distribute(model, Compression.gtopk(0.2), sparse_as_dense=as_dense)
             for step in range(4):
-                model.rows.sparse = step >= 2
+                model.rows.sparse = step >= 2 and (step > 2 or transport.rank == 1)
                 optimizer.zero_grad()
                 model(torch.tensor([transport.rank, step])).backward()
                 optimizer.step()
+                assert model.rows.weight.grad.is_sparse == (step >= 2)
         return flat(model)
 
     replicas = threads(2, program)
