@@ -31,7 +31,19 @@ def to_array(tensor: torch.Tensor) -> NDArray[Any]:
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements as ranks can reduce them, [numel]: its memory, where it can be."""
     flat = tensor.detach().resolve_neg().reshape(-1)
+    flat = _of_stride_1(flat) if flat.is_contiguous() else flat
     return flat.to(torch.uint8) if flat.dtype == torch.bool else flat
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a strided tensor's elements, uint8 [numel * itemsize]: its memory, where it can be."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return _of_stride_1(dense).view(torch.uint8)
+
+
+def _of_stride_1(contiguous: torch.Tensor) -> torch.Tensor:
+    """Return its elements, [numel]: with one or none, any stride is contiguous, and views fail."""
+    return contiguous.as_strided((contiguous.numel(),), (1,))
 
 
 def begin_copy(flat: torch.Tensor) -> torch.Tensor:
@@ -88,7 +100,7 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
             "only a contiguous tensor can be viewed as an array, got strides "
             f"{tuple(tensor.stride())} for shape {list(tensor.shape)}; use tensor.contiguous()"
         )
-    flat = tensor.detach().view(-1)
+    flat = _of_stride_1(tensor.detach())
     bits = flat.dtype == torch.bfloat16
     if bits:
         flat = flat.view(torch.int16)

@@ -17,6 +17,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from ..buckets.arrays import as_bytes
 from ..buckets.placeholders import lacks_gradient
 from ..exchange.exchange import Exchanged
 from ..exchange.residual import Withheld
@@ -237,5 +238,5 @@ def _joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.reshape(-1).view(torch.uint8).numpy()
+    array: np.ndarray = as_bytes(tensor).numpy()
     return array

@@ -12,6 +12,7 @@ from collectives.errors import MismatchError
 from collectives.kernels.codes import checksum
 from collectives.transports import Transport
 
+from ..buckets.arrays import as_bytes
 from ..engine.agreement import name_ranks
 
 # Said of ranks whose replica was not finite, and became the others' model: nobody knows the rest.
@@ -66,6 +67,5 @@ def require_the_same(transport: Transport, own: np.ndarray, names: Sequence[str]
 
 def _bits_of(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor's memory in the order of its elements, uint8."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    bits: np.ndarray = flat.view(torch.uint8).numpy()
+    bits: np.ndarray = as_bytes(tensor.detach().cpu()).numpy()
     return bits

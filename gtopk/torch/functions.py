@@ -12,15 +12,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
+from ..buckets.buckets import is_expanded
 from ..engine.agreement import name_ranks
 from ..exceptions import HorovodInternalError
 from ..objects import decode, encode, holds_pickle, pickle_allowed
 from ..world.process_sets import ProcessSet, global_process_set
 from ..wrapped import tree as optimizer_tree
 from ..wrapped.wrapping import Wrapping
-from .mpi_ops import allgather, broadcast_, broadcast_async_, rank, synchronize
-from .mpi_ops.broadcasting import check_root
+from .mpi_ops import allgather, broadcast_, rank, synchronize
+from .mpi_ops.broadcasting import begin_broadcast, begin_refused, check_root
+from .mpi_ops.tensors import check
 
 __all__ = [
     "allgather_object",
@@ -40,7 +43,7 @@ def broadcast_parameters(
     params: model.state_dict(), model.named_parameters(), model.parameters(), or a list of tensors
         or (name, tensor) pairs. A dict goes in the order of its keys, the rest in its own.
     Raises ValueError when it is none of these; HorovodInternalError, on every rank, when the ranks
-    disagree about a name, dtype or shape.
+    disagree about a name, dtype or shape, or a tensor cannot be sent: a sparse or quantized one.
     """
     _broadcast_in_place(_named(params), root_rank)
 
@@ -71,11 +74,7 @@ def _named(params: object) -> list[Named]:
 
 def _broadcast_in_place(named: Iterable[Named], root_rank: int) -> None:
     """Overwrite tensors of any layout and dtype by the root's; raise the first error at the end."""
-    flights = []
-    for name, tensor in named:
-        target = tensor.detach()
-        dense = target.contiguous()
-        flights.append((target, dense, broadcast_async_(_transferable(dense), root_rank, name)))
+    flights = [_begin_in_place(name, tensor, root_rank) for name, tensor in named]
     errors = []
     for target, dense, handle in flights:
         try:
@@ -87,6 +86,51 @@ def _broadcast_in_place(named: Iterable[Named], root_rank: int) -> None:
                 target.copy_(dense)
     if errors:
         raise errors[0]
+
+
+def _begin_in_place(
+    name: str | None, tensor: torch.Tensor, root_rank: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Begin to broadcast a tensor; return what to copy it to, what will hold it, and the handle.
+
+    One that cannot travel is an error of the operation: on all ranks, with its name. Other ranks
+    may be able to send theirs, and would wait.
+    """
+    if why := _unfit(tensor):
+        return tensor, tensor, begin_refused(why, root_rank, name)
+    try:
+        target, facts = _unexpanded(tensor.detach())
+        dense = target.resolve_conj().resolve_neg().contiguous()
+        message = check(_transferable(dense))
+    except Exception as error:  # of a subclass of tensors, say
+        return tensor, tensor, begin_refused(f"{type(error).__name__}: {error}", root_rank, name)
+    return target, dense, begin_broadcast(message, message, root_rank, name, facts=facts)
+
+
+def _unfit(tensor: torch.Tensor) -> str:
+    """Return why a tensor cannot travel; "" where it can."""
+    if is_lazy(tensor):
+        return "it has no size yet: have a batch pass through the model's lazy modules first"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
+        return f"it is {'nested' if tensor.is_nested else kind}, and no dense tensor"
+    return "it is on the meta device, where nothing has content" if tensor.is_meta else ""
+
+
+def _unexpanded(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+    """Return a tensor without elements that share their memory, and what was left out of it.
+
+    As `expand` makes them, of rotary tables and masks, say. All ranks must have expanded it alike:
+    what another rank has there would not fit.
+    """
+    if not is_expanded(tensor):
+        return tensor, []
+    shape = [
+        min(size, 1) if step == 0 else size
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    facts = [f"expanded from {shape} to {list(tensor.shape)}"]
+    return tensor.as_strided(shape, tensor.stride()), facts
 
 
 def _transferable(dense: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,17 @@ def test_tensors_of_every_layout_and_dtype_are_broadcast() -> None:
             torch.full((4, 6), value)[:, ::2],
             torch.full((), value),
             torch.full((0, 3), value),
+            # As rotary tables and masks are: elements that share their memory.
+            torch.full((1,), value).expand(5),
+            torch.full((2, 1, 3), value).expand(2, 4, 3),
+            torch.arange(5).mul(value).unfold(0, 3, 1),
+            # One element and none, of any stride.
+            torch.full((4,), float(value))[::4],
+            torch.full((4,), float(value))[4::4],
+            torch.full((4, 4), value).t()[:1, ::4],
+            torch.full((4,), float(value)).to(torch.float8_e4m3fn)[::4],
+            torch.complex(torch.ones(3), torch.full((3,), float(value))).conj(),
+            torch.complex(torch.ones(3), torch.full((3,), float(value))).conj().imag,
         ]
 
     tensors = make(RANK)
@@ -121,6 +132,39 @@ def test_ranks_that_disagree_about_a_parameter_all_hear_of_it() -> None:
         "[4]",
     )
     assert params["a"].tolist() == params["c"].tolist() == [ROOT, ROOT]
+
+
+def test_what_cannot_be_broadcast_is_named_on_every_rank() -> None:
+    """Also where another rank could send its own, and would wait."""
+    eye = torch.eye(2)
+    cannot = [
+        (eye.to_sparse(), "torch.sparse_coo"),
+        (eye.to_sparse_csr(), "torch.sparse_csr"),
+        (eye.to("meta"), "meta device"),
+        (torch.quantize_per_tensor(eye, 0.1, 0, torch.quint8), "quantized"),
+        (torch.nested.nested_tensor([eye]), "nested"),
+        (torch.nn.parameter.UninitializedParameter(), "no size yet"),
+    ]
+    for everywhere in (True, False):
+        for tensor, why in cannot:
+            mine = tensor if everywhere or RANK == SIZE - 1 else eye
+            params = {"a": torch.full((2,), RANK), "b": mine, "c": torch.full((2,), RANK)}
+            text = raises(
+                hvd.HorovodInternalError,
+                lambda params=params: hvd.broadcast_parameters(params, ROOT),
+                "broadcast.b",
+                why,
+            )
+            assert same_everywhere(text)
+            assert params["a"].tolist() == params["c"].tolist() == [ROOT, ROOT]
+    expanded = torch.full((2, 1), float(RANK)).expand(2, 3)
+    if SIZE > 1:
+        raises(
+            hvd.HorovodInternalError,
+            lambda: hvd.broadcast_parameters({"m": expanded if RANK else torch.ones(2, 3)}, 0),
+            "broadcast.m",
+            "expanded from [2, 1] to [2, 3]",
+        )
 
 
 def test_objects_become_the_roots() -> None:

@@ -24,6 +24,7 @@ import torch
 
 from collectives.transports import Transport
 
+from ...buckets.arrays import as_bytes
 from ...engine import Engine
 from ...engine.agreement import name_ranks
 from ...engine.operation import Operation
@@ -448,7 +449,7 @@ def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Ten
         }
     if size() > 1:
         bits = [
-            (f"checkpoint.{name}", tensor.reshape(-1).view(torch.uint8))
+            (f"checkpoint.{name}", as_bytes(tensor))
             for name, tensor in tensors.items()
             if tensor.numel()
         ]

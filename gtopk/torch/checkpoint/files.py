@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple, SupportsIndex
 
 import torch
 
+from ...buckets.arrays import as_bytes
 from .errors import DamagedError, FormatError
 from .tree import DTYPES, Json, Taken
 
@@ -226,9 +227,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any
 
 def bits_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a dense tensor on the host."""
-    if not tensor.numel():
-        return memoryview(b"")
-    bits: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    bits: memoryview = as_bytes(tensor).numpy().data
     return bits
 
 

@@ -117,10 +117,12 @@ class _Taker:
     def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         """Return the name under which the tensor is among those taken."""
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        view = (*storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        bits = tensor.is_conj(), tensor.is_neg()
+        place = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+        view = (*storage, *bits, *place)
         if tensor.numel() and view in self._names:
             return self._names[view]
-        dense = tensor.detach().resolve_neg().cpu().contiguous()
+        dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         is_own = dense.data_ptr() != tensor.data_ptr() or not tensor.numel()
         whole = dense.untyped_storage().nbytes() == dense.nbytes
         if not is_own and (self._copy or not whole or storage in self._storages):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
@@ -63,7 +64,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to fetch the root's tensor; return a handle."""
-    return _begin(tensor, empty_like(tensor), root_rank, name, process_set)
+    return begin_broadcast(tensor, empty_like(tensor), root_rank, name, process_set)
 
 
 def broadcast_async_(
@@ -73,7 +74,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to overwrite the tensor by the root's; it changes when the handle is synchronized."""
-    return _begin(check_in_place(tensor), tensor, root_rank, name, process_set)
+    return begin_broadcast(check_in_place(tensor), tensor, root_rank, name, process_set)
 
 
 def check_root(root_rank: int, process_set: ProcessSet) -> Sequence[int]:
@@ -85,13 +86,35 @@ def check_root(root_rank: int, process_set: ProcessSet) -> Sequence[int]:
     return ranks
 
 
-def _begin(
+def begin_refused(
+    why: str,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin a broadcast that fails on every rank, also where others could; return a handle."""
+    check_root(root_rank, process_set)
+
+    def work(transport: Transport, votes: list[int]) -> Any:
+        raise MismatchError(f"the tensor cannot be broadcast: {why}")
+
+    facts = [f"a tensor that cannot be broadcast: {why}"]
+    return submit("broadcast", name, process_set, facts, work, lambda result: result)
+
+
+def begin_broadcast(
     tensor: torch.Tensor,
     output: torch.Tensor,
     root_rank: int,
     name: str | None,
-    process_set: ProcessSet,
+    process_set: ProcessSet = global_process_set,
+    *,
+    facts: Sequence[str] = (),
 ) -> int:
+    """Begin to write the root's tensor into the output; return a handle.
+
+    facts: what else must be equal on all ranks.
+    """
     root = check_root(root_rank, process_set).index(root_rank)
     check(tensor)
     is_root = current().rank == root_rank
@@ -121,7 +144,7 @@ def _begin(
         with torch.no_grad():
             return output.copy_(result, non_blocking=True)
 
-    facts = [f"{describe(tensor)} root_rank={root_rank}"]
+    facts = [*facts, f"{describe(tensor)} root_rank={root_rank}"]
     vote = place_vote(on_gpu)
     return submit("broadcast", name, process_set, facts, work, finish, vote=vote)
 

@@ -12,6 +12,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from ...buckets.arrays import as_bytes
 from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
 from ...world.process_sets import ProcessSet, global_process_set
 from .handles import submit, synchronize
@@ -61,7 +62,7 @@ def alltoall_async(
     on_gpu = not scalar and row_bytes(tensor) > 0 and carried([tensor], transport)
     mine, content = None, np.zeros(sum(sizes), np.uint8)
     if on_gpu:
-        mine = OnGpu.now(tensor.detach().resolve_neg().reshape(-1).contiguous().view(torch.uint8))
+        mine = OnGpu.now(as_bytes(tensor))
     elif row_bytes(tensor):
         content = np.array(view_bytes(tensor))
     finished = Finish()

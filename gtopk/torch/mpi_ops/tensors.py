@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from collectives.transports import Transport
 
 from ...buckets.arrays import (
+    as_bytes,
     await_copies,
     begin_copy,
     flattened,
@@ -28,7 +29,8 @@ from ...engine.on_gpu import ON_GPU, ON_HOST
 def check(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor; raise ValueError for a layout or dtype that collectives do not take."""
     is_float8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
-    if tensor.layout != torch.strided or tensor.dtype.is_complex or is_float8:
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+    if not is_dense or tensor.is_quantized or tensor.dtype.is_complex or is_float8:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     return tensor
 
@@ -82,12 +84,12 @@ def place_vote(on_gpu: bool) -> int:
 
 def view_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return the tensor's elements, uint8 [numel * element_size]: its own memory where it can."""
-    flat = tensor.detach().resolve_neg().reshape(-1)
+    flat = as_bytes(tensor)
     if flat.is_cuda:
         copy = begin_copy(flat)
         await_copies([flat])
         flat = copy
-    array: NDArray[np.uint8] = flat.cpu().contiguous().view(torch.uint8).numpy()
+    array: NDArray[np.uint8] = flat.cpu().numpy()
     return array
 
 
@@ -130,7 +132,7 @@ def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) 
     if on_gpu and as_it_is:
         if output is not tensor:
             output.copy_(tensor.detach())
-        return Memory(output.detach().view(-1))
+        return Memory(flattened(output))
     if on_gpu:
         return Memory(flattened(tensor).clone())
     if tensor.is_cuda:

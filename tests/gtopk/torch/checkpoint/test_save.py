@@ -86,6 +86,25 @@ def test_tensors_that_differ_in_shape_or_dtype_alone_are_each_ranks_own(ranks, t
         }
 
 
+def test_buffers_of_any_strides_are_saved(ranks, tmp_path):
+    def program(rank):
+        def make(value):
+            model = torch.nn.Linear(2, 2)
+            four = torch.full((4,), value)
+            for name, buffer in (("one", four[::4]), ("none", four[4::4]), ("some", four[::2])):
+                model.register_buffer(name, buffer)
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+        model, optimizer = make(3.0)
+        save_checkpoint(tmp_path, model, optimizer)
+        other, again = make(0.0)
+        load_latest(tmp_path, other, again)
+        for name, buffer in model.state_dict().items():
+            assert torch.equal(other.state_dict()[name], buffer)
+
+    ranks(2, program)
+
+
 def test_state_has_the_strides_of_its_parameter_again(ranks, tmp_path):
     def begin():
         model = torch.nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)

@@ -140,6 +140,9 @@ def test_names_that_read_alike_stay_apart():
     "odd",
     [
         torch.ones(2, requires_grad=True),
+        torch.ones(4)[::4],
+        torch.ones(4)[4::4],
+        torch.ones(1).expand(3),
         torch.ones(2, dtype=torch.complex64),
         np.array(["text"]),
         np.float32(1.5),
@@ -151,6 +154,11 @@ def test_names_that_read_alike_stay_apart():
 )
 def test_what_json_and_safetensors_lack_comes_back_too(odd):
     assert same(through({"x": odd})["x"], odd)
+
+
+def test_a_tensor_and_its_negative_in_the_same_memory_are_two():
+    ones = torch.ones(2)
+    assert same(through({"a": ones, "b": torch._neg_view(ones)}), {"a": ones, "b": -ones})
 
 
 def test_what_would_need_a_pickle_is_refused_with_its_place():

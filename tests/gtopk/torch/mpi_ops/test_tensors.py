@@ -14,18 +14,18 @@ def gone_through(collective, tensor):
     return [each.tolist() for each in (result if isinstance(result, tuple) else [result])]
 
 
-@pytest.mark.parametrize(
-    "collective",
-    [
-        hvd.allgather,
-        hvd.allreduce,
-        hvd.reducescatter,
-        lambda t: hvd.alltoall(t, [1] * hvd.size()),
-        lambda t: hvd.broadcast(t, 1),
-        lambda t: tuple(hvd.grouped_allgather([t, t])),
-        lambda t: tuple(hvd.grouped_reducescatter([t, t])),
-    ],
-)
+COLLECTIVES = [
+    hvd.allgather,
+    hvd.allreduce,
+    hvd.reducescatter,
+    lambda t: hvd.alltoall(t, [len(t), *[0] * (hvd.size() - 1)]),
+    lambda t: hvd.broadcast(t, 1),
+    lambda t: tuple(hvd.grouped_allgather([t, t])),
+    lambda t: tuple(hvd.grouped_reducescatter([t, t])),
+]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_view_that_negates_is_what_it_stands_for(ranks, collective):
     """As the imaginary part of a conjugate is, which has its memory in common with the number."""
 
@@ -51,5 +51,20 @@ def test_in_place_it_stands_for_what_has_come(ranks, collective):
         view = torch._neg_view(memory)
         assert collective(view) is view
         assert view.tolist() == (-memory).tolist() == collective(plain).tolist()
+
+    ranks(2, program)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("elements", [0, 1])
+def test_one_element_and_none_go_with_any_stride(ranks, collective, dtype, elements):
+    """Torch calls them contiguous, and views of other dtypes refuse them."""
+
+    def program(rank):
+        odd = torch.full((3, 4), rank).to(dtype)[:elements, ::4]
+        even = odd.clone(memory_format=torch.contiguous_format).reshape(elements, 1)
+        assert odd.stride() != even.stride()
+        assert gone_through(collective, odd) == gone_through(collective, even)
 
     ranks(2, program)
