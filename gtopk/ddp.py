@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.transports import Transport
 
+from .buckets.parameters import refuse_complex
 from .compression import GTopK
 from .engine import Operation
 from .exchange.exchange import Progress
@@ -74,7 +75,8 @@ class GTopKState:
         a NaN. What is held back is then as before the step. What a sum has beyond float16, of
         gradients in it, is held back, and the step counts.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
-    for a process group that gtopk does not know.
+    for a process group that gtopk does not know; the first backward pass does for complex
+    parameters and for sparse gradients. It can't be pickled: save its state_dict.
     """
 
     def __init__(
@@ -134,6 +136,8 @@ class GTopKState:
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to replace a bucket's gradients by what all ranks agree on."""
         buffer = bucket.buffer()
+        refuse_complex(bucket.parameters())
+        _refuse_sparse(bucket)
         self._refuse_another_model(bucket)
         lane = self._lanes.lane_of(bucket.parameters(), buffer)
         scale = loss_scale(self.scaler)
@@ -157,6 +161,14 @@ class GTopKState:
         _after_ddp(self._raise_failure)  # an exception in the future is to DDP no tensor
         _write_what_ddp_does_not(bucket.parameters(), buffer)
         return future
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled, which torch.save of the DDP model does, too."""
+        raise TypeError(
+            "a GTopKState can be neither copied nor pickled: it belongs to the ranks of a running "
+            "job. Save model.module.state_dict() and state.state_dict(model), and give that to "
+            "load_state_dict of a new GTopKState"
+        )
 
     def _open_lane(self, whole: torch.nn.Parameter, sizes: Sequence[int]) -> Lane:
         return open_lane(
@@ -317,6 +329,17 @@ def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[to
     Backward raises HorovodInternalError, on every rank, when the ranks disagree or one is gone.
     """
     return state.exchange(bucket)
+
+
+def _refuse_sparse(bucket: GradBucket) -> None:
+    """Raise ValueError for the sparse gradient of an embedding, which DDP has in its own bucket."""
+    if bucket.buffer().is_sparse:
+        shape = list(bucket.parameters()[0].shape)
+        raise ValueError(
+            f"the parameter of shape {shape} has sparse gradients, which the hook cannot exchange: "
+            "make its embedding with sparse=False, or train with hvd.DistributedOptimizer in place "
+            "of DistributedDataParallel"
+        )
 
 
 def _write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:

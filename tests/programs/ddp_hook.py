@@ -505,6 +505,31 @@ def test_a_state_is_of_one_model() -> None:
     assert state.progress.steps == 4
 
 
+class Complex(torch.nn.Module):
+    """Has a parameter of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.abs().square().sum()
+
+
+def test_gradients_that_cannot_be_exchanged_are_refused_with_the_way_out() -> None:
+    model: Any = DistributedDataParallel(Complex())
+    model.register_comm_hook(GTopKState(0.5), gtopk_hook)
+    said = r"complex parameters cannot be exchanged; .*complex64 \[4\].*view_as_real"
+    with pytest.raises(ValueError, match=said):
+        model().backward()
+
+    model = DistributedDataParallel(torch.nn.EmbeddingBag(6, 2, sparse=True))
+    model.register_comm_hook(GTopKState(0.5), gtopk_hook)
+    said = r"the parameter of shape \[6, 2\] has sparse gradients.* sparse=False"
+    with pytest.raises(ValueError, match=said):
+        model(torch.tensor([[1, RANK]])).sum().backward()
+
+
 def test_ranks_that_disagree_get_gtopks_own_error_and_may_go_on() -> None:
     if SIZE == 1:
         return

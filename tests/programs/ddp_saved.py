@@ -1,5 +1,7 @@
 """Run under torchrun on 2 ranks or more: what DDP's hook holds back, saved and loaded."""
 
+import copy
+import io
 import itertools
 import re
 import tempfile
@@ -54,6 +56,19 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     said = re.escape("the residual of 'layers.0.weight' has the shape [3]")
     with pytest.raises(ValueError, match=said):
         again.load_state_dict(wrong, resumed)
+
+
+def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    said = r"a GTopKState can be neither copied nor pickled.* state\.state_dict\(model\)"
+    for steps in (range(0), range(2)):
+        train(model, steps)
+        for each in (state, model):  # DDP's model holds the state of its hook
+            with pytest.raises(TypeError, match=said):
+                torch.save({"of": each}, io.BytesIO())
+        with pytest.raises(TypeError, match=said):
+            copy.deepcopy(state)
 
 
 def test_a_new_state_has_back_what_checkpoints_have() -> None:
