@@ -38,6 +38,7 @@ except (ImportError, AttributeError) as missing:
 
 from collectives.transports import Transport
 
+from .buckets.parameters import refuse_complex
 from .compression import GTopK
 from .engine.agreement import gather_words
 from .exchange.exchange import Progress
@@ -79,7 +80,8 @@ def replicate(
 ) -> ReplicaState:
     """Let the replicas of a sharded model exchange its gradients by gTop-k; all ranks call it.
 
-    model: fully_shard was applied to it, or to modules in it, on a mesh of one dimension.
+    model: fully_shard was applied to it, or to modules in it, on a mesh of one dimension. On one
+        of two, FSDP would exchange gradients between the replicas by itself, before gTop-k does.
     replicas: the mesh, of one dimension, of the ranks that hold the same shard as this one.
     density: of every sharded module's gradients; `options` are the others of Compression.gtopk.
         With momentum_correction the optimizer's own momentum must be 0: its first step is else an
@@ -89,8 +91,9 @@ def replicate(
     max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
         the backward pass, on every rank.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
-    for a model or a mesh that is none of these.
+    for a model or a mesh that is none of these, and for complex parameters.
     """
+    refuse_complex(model.parameters(), {p: name for name, p in model.named_parameters()})
     compression = GTopK(density, **options)
     if compression.dense or compression.dense_vectors or compression.dense_under:
         raise ValueError(
@@ -111,6 +114,8 @@ def replicate(
             f"{world.current().rank} of gtopk: start the ranks with one launcher"
         )
     units = _units_of(model)
+    for unit in units.values():
+        unit.require_sharded_only()
     place = _place_in(replicas, [p for unit in units.values() for p in unit.parameters])
     state = ReplicaState(model, list(units.values()), place, compression, scaler, max_skipped_steps)
     for module, unit in units.items():
@@ -160,6 +165,12 @@ def _place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> _Plac
     def gather(transport: Transport, votes: list[int]) -> list[list[str]]:
         return gather_words(transport, said)
 
+    if both := set(alike) & set(replica) - {here.rank}:
+        raise ValueError(
+            f"replicas must be the mesh of the ranks that hold the same shard, got that of ranks "
+            f"{list(alike)}, but rank {here.rank} shares a replica with {sorted(both)}: give the "
+            "dimension of the mesh that fully_shard was not given"
+        )
     told = here.engine.submit("fsdp.replicas", [], gather).wait()
     groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in told]
     together = [_reached_from(rank, groups) for rank in range(here.size)]
@@ -180,10 +191,12 @@ def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tup
 class ReplicaState:
     """What replicas keep from step to step: of each parameter's shard, what was not sent yet.
 
-    A step is one backward pass. Gradients that are to add up over several are reduced in the last
-    of them only: model.set_requires_gradient_sync(False) before the others. Where each reduces
-    them, one that does not count spoils all of them: those before it were sent for nothing, and
-    those after it do not count until gradients are cleared.
+    A step is one backward pass. Gradients that are to add up over several are exchanged in the last
+    of them only: before the others, model.set_requires_gradient_sync(False), which keeps them
+    whole, or model.set_requires_all_reduce(False), with which FSDP reduces them within the replica,
+    so that a rank keeps the sum of its shard alone. Where each pass exchanges them, one that does
+    not count spoils all of them: those before it were sent for nothing, and those after it do not
+    count until gradients are cleared.
 
     process_set: the ranks that hold the same shard.
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
@@ -225,6 +238,10 @@ class ReplicaState:
 
     def exchange(self, unit: Unit, gradients: torch.Tensor) -> None:
         """Replace the mean over a replica's ranks, [shard's length], by that of all replicas."""
+        if unit.is_to_accumulate:
+            unit.accumulate(gradients)
+            return
+        unit.add_accumulated(gradients)
         self._await_end_of_pass()
         names = unit.with_gradient
         lane = self._lanes[unit].lane_of([unit.stand_ins[name] for name in names], gradients)
@@ -276,6 +293,14 @@ class ReplicaState:
         that is given closures is to be called with between a closure's backward and its end.
         """
         self._skips.drop(optimizer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled, as torch.save does."""
+        raise TypeError(
+            "a ReplicaState can be neither copied nor pickled: it belongs to the ranks of a "
+            "running job. Save state.state_dict() on every rank, and give that to load_state_dict "
+            "of the state that replicate returns"
+        )
 
     def _await_end_of_pass(self) -> None:
         number = torch._C._current_graph_task_id()
@@ -383,6 +408,8 @@ class ReplicaState:
             for name, shard in unit.stand_ins.items():
                 require_shape(name, held.get(name, {}), shard.shape)
         self._step.close()  # of a pass that was broken off
+        for unit in self._lanes:
+            unit.accumulated.clear()
         self._strange = strangers(
             held,
             {name for unit in self._lanes for name in unit.stand_ins},

@@ -8,7 +8,7 @@ FSDP hands its hook one vector, and does not say which parameters it is of:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,15 @@ class Unit:
     modules: the names of the model's modules.
     stand_ins: by name, a tensor for each parameter: as long as its shard, without memory.
     with_gradient: the names of those that the vector is of that the hook has now.
+    accumulated: by name, the sum of the gradients, as long as its shard, of passes that were not to
+        be exchanged: model.set_requires_all_reduce(False).
     """
 
     def __init__(self, name: str, group: Any, modules: Mapping[torch.nn.Module, str]) -> None:
         self.name = name
         self.stand_ins: dict[str, torch.nn.Parameter] = {}
         self.with_gradient: list[str] = []
+        self.accumulated: dict[str, torch.Tensor] = {}
         self._group = group
         self._of: dict[str, Any] = {}  # FSDP's own record of each parameter
         for each in group.fsdp_params:
@@ -40,10 +43,44 @@ class Unit:
         self._reduce = group.post_backward
         group.post_backward = self._post_backward  # FSDP looks it up at each call
 
+    def require_sharded_only(self) -> None:
+        """Raise ValueError where FSDP itself reduces the gradients between replicas, too."""
+        info = self._group.mesh_info
+        if info.replicate_mesh_dim is not None:
+            raise ValueError(
+                f"module '{self.name}' is replicated by FSDP itself, over {info.mesh}: its "
+                "gradients would be exchanged twice, dense and by gTop-k. Shard it over one "
+                "dimension, fully_shard(model, mesh=mesh['shard']), and give replicate the other"
+            )
+
     @property
     def parameters(self) -> list[torch.Tensor]:
         """The sharded parameters; the module itself may have whole ones in their place."""
         return [each.sharded_param for each in self._of.values()]
+
+    @property
+    def is_to_accumulate(self) -> bool:
+        """Whether FSDP was told to keep the gradients of this pass from the other replicas."""
+        return not self._group.all_reduce_grads
+
+    def accumulate(self, gradients: torch.Tensor) -> None:
+        """Add the vector to what is accumulated, and leave zeros in it."""
+        for name, part in self._split(gradients):
+            if name in self.accumulated:
+                self.accumulated[name] += part
+            else:
+                self.accumulated[name] = part.clone()
+        gradients.zero_()
+
+    def add_accumulated(self, gradients: torch.Tensor) -> None:
+        """Add what is accumulated to the vector, which `_post_backward` has all of it in."""
+        for name, part in self._split(gradients):
+            if name in self.accumulated:
+                part += self.accumulated.pop(name)
+
+    def _split(self, gradients: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        lengths = [self.stand_ins[name].numel() for name in self.with_gradient]
+        return zip(self.with_gradient, gradients.split(lengths), strict=True)
 
     def by_parameter(self, whole: Held) -> dict[str, Held]:
         """Return by parameter what is held back of the module as one, as earlier versions had it.
@@ -60,8 +97,21 @@ class Unit:
         return found
 
     def _post_backward(self, *call: Any) -> None:
+        if not self._group.reduce_grads:
+            self._reduce(*call)
+            return
+        if not self.is_to_accumulate:
+            for name in self.accumulated:
+                if not self._has_gradient(self._of[name]):
+                    # Other passes gave it one, which is to be exchanged with this pass.
+                    whole = self._of[name].unsharded_param
+                    whole.grad = torch.zeros_like(whole)
         self.with_gradient = [name for name, each in self._of.items() if self._has_gradient(each)]
+        none_before = [p for p in self.parameters if p.grad is None]
         self._reduce(*call)
+        if self.is_to_accumulate:
+            for parameter in none_before:
+                parameter.grad = None  # FSDP made it of zeros
 
     def _has_gradient(self, parameter: Any) -> bool:
         """Tell whether FSDP is about to reduce a gradient of this parameter."""

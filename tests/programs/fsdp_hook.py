@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import tempfile
 from functools import partial
@@ -232,6 +234,53 @@ def test_gradients_that_add_up_before_they_are_reduced_are_one_step() -> None:
         assert (state.skipped_steps, state.progress.steps) == (1, 1 - is_spoilt)
 
 
+def test_gradients_that_add_up_within_a_replica_are_exchanged_once() -> None:
+    trained = []
+    for wait in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        model, state = sharded(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step == 1)
+            for part in range(3):
+                getattr(model, wait)(part == 2)
+                before = state.progress.steps
+                loss(model, 3 * step + part).backward()
+                assert state.progress.steps - before == (part == 2)
+                if step != 2 and part != 2:  # what is not reduced over all is no gradient yet
+                    assert all(
+                        p.grad is None or not p.grad.to_local().any() for p in model.parameters()
+                    )
+            optimizer.step()
+        trained.append(weights(model))
+    torch.testing.assert_close(*trained, rtol=1e-12, atol=1e-12)
+
+
+def test_what_adds_up_within_a_replica_costs_one_step_where_it_is_not_finite() -> None:
+    model, state = sharded(0.05)
+    train(model, range(2))
+    held = residuals(state)
+    for is_spoilt in (True, False):
+        model.zero_grad()
+        model.set_requires_all_reduce(False)
+        (loss(model, 2) * (torch.inf if is_spoilt and RANK == 3 else 1.0)).backward()
+        assert state.progress.steps == 2
+        model.set_requires_all_reduce(True)
+        loss(model, 3).backward()
+        assert (state.skipped_steps, state.progress.steps) == (1, 3 - is_spoilt)
+        assert all(map(torch.equal, residuals(state).values(), held.values())) == is_spoilt
+
+
+def test_a_state_that_is_loaded_forgets_the_gradients_that_were_not_exchanged_yet() -> None:
+    (model, state), (other, expected) = sharded(0.05), sharded(0.05)
+    model.set_requires_all_reduce(False)
+    loss(model, 7).backward()
+    model.set_requires_all_reduce(True)
+    state.load_state_dict(expected.state_dict())
+    for each in (model, other):
+        train(each, range(1))
+    assert torch.equal(weights(model), weights(other))
+
+
 def test_gradients_are_spoilt_and_kept_where_parameters_stay_whole() -> None:
     (model, state), (other, _) = sharded(0.05), sharded(0.05)
     (mine, others) = ([*each.parameters()] for each in (model, other))
@@ -364,6 +413,28 @@ def test_what_is_no_sharded_model_is_refused() -> None:
     fully_shard(model, mesh=MESH["shard"])
     with pytest.raises(ValueError, match="a mesh of one dimension"):
         fsdp.replicate(model, MESH)
+    said = (
+        rf"of the ranks that hold the same shard.* rank {RANK} shares a replica with \[{RANK ^ 1}\]"
+    )
+    with pytest.raises(ValueError, match=said):
+        fsdp.replicate(model, MESH["shard"])
+    model = network()
+    fully_shard(model[1], mesh=MESH)
+    fully_shard(model, mesh=MESH["shard"])
+    with pytest.raises(ValueError, match=r"module '1' is replicated by FSDP itself.* twice"):
+        fsdp.replicate(model, MESH["replicate"])
+    model = torch.nn.ParameterDict({"weight": torch.ones(4, dtype=torch.complex64)})
+    fully_shard(model, mesh=MESH["shard"])
+    with pytest.raises(ValueError, match=r"complex parameters .* 'weight', torch.complex64 \[4\]"):
+        fsdp.replicate(model, MESH["replicate"])
+
+
+def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:
+    _, state = sharded(0.05)
+    said = r"a ReplicaState can be neither copied nor pickled.* state\.state_dict\(\)"
+    for call in (copy.copy, copy.deepcopy, lambda each: torch.save(each, io.BytesIO())):
+        with pytest.raises(TypeError, match=said):
+            call(state)
 
 
 def main() -> None:

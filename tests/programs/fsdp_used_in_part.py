@@ -150,6 +150,24 @@ def test_nothing_is_lost_nor_sent_for_others_whatever_is_used_or_frozen() -> Non
     assert state.progress.steps == len(passes)
 
 
+def test_what_an_earlier_pass_used_is_exchanged_with_the_last() -> None:
+    trained = []
+    for wait in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        for units_of_their_own in (False, True):
+            model, state = replicated(1.0, units_of_their_own=units_of_their_own)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step, uses in enumerate((("ab", "c", "b"), ("a", "ab", "bc"), ("abc", "b", "a"))):
+                optimizer.zero_grad()
+                for part, layers in enumerate(uses):
+                    getattr(model, wait)(part == 2)
+                    loss(model, (layers,), 3 * step + part).backward()
+                optimizer.step()
+            trained.append(weights(model))
+            assert state.progress.steps == 3
+    for other in trained[1:]:
+        torch.testing.assert_close(trained[0], other, rtol=1e-12, atol=1e-12)
+
+
 def test_what_is_used_twice_is_as_it_was_after_a_pass_that_does_not_count() -> None:
     model, state = replicated(0.05)
     loss(model, ("abc",), 0).backward()
