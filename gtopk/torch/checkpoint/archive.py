@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from .files import (
     Part,
     absent_of,
     list_parts,
+    made,
     name_of,
     parts_of,
     read_json,
@@ -51,6 +52,13 @@ from .files import (
 from .tree import Json, Taken, put_together
 
 T = TypeVar("T")
+
+
+_OTHERS: Final = "another job writes to this folder, too"
+_APART: Final = (
+    "Give each job a folder of its own, or stop the other one and restart this one; dcp.save needs "
+    "its own folder, too"
+)
 
 
 class Snapshot(NamedTuple):
@@ -107,8 +115,7 @@ class Archive:
     """
 
     def __init__(self, folder: Path, kept: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder = made(folder)
         self.number = 0
         self.kept = kept
         self.look()
@@ -135,7 +142,7 @@ class Archive:
     def _list(self) -> dict[Part, list[int]]:
         """Return which ranks see each part that is there."""
         mine = on_all(
-            lambda: [tuple(part) for part in list_parts(self.folder)],
+            lambda: [tuple(part) for part in list_parts(made(self.folder))],
             f"{self.folder} cannot be listed",
         )
         holders: dict[Part, list[int]] = {}
@@ -357,10 +364,14 @@ class Archive:
         if rank() == 0:
             parts.append((ALL, snapshot.replicated))
         ranks, step, attempt, folder = size(), snapshot.step, self._attempt, self.folder
+        rank_name = parts[0][0]
         before = max(self._whole, default=0)
 
         def write_own() -> str:
             try:
+                # Whoever frees the disk of a running job removes the folder, too.
+                if problem := _others_in(made(folder), number, step, ranks, rank_name):
+                    return problem
                 for name, state in parts:
                     part, content = Part(number, step, ranks, name), Content(attempt, state, before)
                     write_part(folder, part, content)
@@ -374,13 +385,20 @@ class Archive:
         """Return when a checkpoint is whole, and remove the oldest, and what was broken off.
 
         Raises CheckpointError, on every rank alike, when a rank could not write its part; what the
-        others wrote is removed.
+        others wrote is removed. It is so, too, where another job writes to the folder.
         """
         (problems,) = tell_outcomes(world.current().engine, [writing]).wait()
         return self.conclude(writing, problems)
 
     def conclude(self, writing: Writing, problems: Sequence[str]) -> Path:
         """Do what `finish` does, once it is known what kept each rank from writing; or ""."""
+        if any(_OTHERS in problem for problem in problems):
+            # What is there may be the other job's, and no number of it is to be reached.
+            self._next = writing.number
+            raise CheckpointError(
+                f"checkpoint {writing.number} is not written to {self.folder}, and nothing there "
+                f"is removed: {_by_rank(problems)}"
+            )
         if not any(problems):
             self.number = writing.number
             self._whole = [*self._whole, writing.number][-self.kept :]
@@ -455,6 +473,19 @@ def spread(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Ten
         ]
         broadcast_parameters(bits, source)
     return tensors
+
+
+def _others_in(folder: Path, number: int, step: int, ranks: int, name: str) -> str:
+    """Say which checkpoint another job has made since this one looked, or "": there is none.
+
+    It would have what this job takes for broken off, and remove it: each only removes, and counts
+    on from, what was there when it looked.
+    """
+    for part in list_parts(folder):
+        is_of_another = part[:3] != (number, step, ranks) or part.name == name
+        if part.number >= number and is_of_another:
+            return f"{_OTHERS}: {part.file} is not of this one. {_APART}"
+    return ""
 
 
 def _reader(place: int, holders: Sequence[int]) -> int:

@@ -119,6 +119,12 @@ def _each_part(number: int, step: int, ranks: int) -> Iterator[Part]:
     return (Part(number, step, ranks, name) for name in names)
 
 
+def made(folder: Path) -> Path:
+    """Return a folder of checkpoints, which is made where it is not there, or no more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def list_parts(folder: Path) -> list[Part]:
     """Return the parts that are there; a job may be writing to the folder."""
     parts = []

@@ -368,6 +368,7 @@ def test_whose_folder_is_gone_says_so_as_the_others_do(ranks, tmp_path):
         archive = write(folder, rank, "good")
         if rank == 1:
             shutil.rmtree(folder)
+            folder.touch()
         with pytest.raises(CheckpointError) as error:
             archive.finish(archive.write(snapshot(rank, "bad")))
         return str(error.value).split(": ", 1)[1]
@@ -375,8 +376,77 @@ def test_whose_folder_is_gone_says_so_as_the_others_do(ranks, tmp_path):
     said = ranks(2, program)
     assert said[0] == said[1]
     assert re.fullmatch(
-        r"rank 1 \(host \S+\): \[Errno 2\] No such file .*; checkpoint 1 is whole", said[0]
+        r"rank 1 \(host \S+\): \[Errno 17\] File exists: .*; checkpoint 1 is whole", said[0]
     )
+
+
+@pytest.mark.parametrize("and_more", [False, True])
+def test_a_folder_that_was_removed_is_made_again(ranks, tmp_path, and_more):
+    folder = tmp_path / "a" / "b"
+    lost = folder.parent if and_more else folder
+
+    def program(rank):
+        archive = write(folder, rank, "lost")
+        hvd.barrier()
+        if rank == 0:
+            shutil.rmtree(lost)
+        hvd.barrier()
+        archive.finish(archive.write(snapshot(rank, "new")))
+        archive.finish(archive.write(snapshot(rank, "newer")))
+        hvd.barrier()
+        if rank == 0:
+            shutil.rmtree(lost)
+        hvd.barrier()
+        archive.look()
+        assert archive.find() is None
+        archive.finish(archive.write(snapshot(rank, "last")))
+
+    ranks(2, program)
+    assert value_of(ranks(2, find(folder))[0]) == "last"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_second_job_in_a_folder_is_refused_and_harms_nothing(ranks, tmp_path, size):
+    def begin(rank):
+        return Archive(tmp_path, 2)
+
+    second = ranks(size, begin)  # both looked before either wrote
+
+    def save(archives, value):
+        return lambda rank: archives[rank].finish(archives[rank].write(snapshot(rank, value)))
+
+    first = ranks(size, lambda rank: write(tmp_path, rank, "first"))
+
+    def refused(rank):
+        said = set()
+        for _ in range(2):
+            with pytest.raises(CheckpointError) as error:
+                save(second, "second")(rank)
+            said.add(str(error.value))
+        return said.pop() if len(said) == 1 else said
+
+    said = ranks(size, refused)
+    assert set(said) == {said[0]}
+    assert re.match(r"checkpoint 1 is not written to \S+, and nothing there is removed: ", said[0])
+    assert "another job writes to this folder, too: checkpoint-00000001-step-50/" in said[0]
+    assert "Give each job a folder of its own" in said[0]
+    # The first one goes on as if the other were not there, and is what is found.
+    ranks(size, save(first, "first, later"))
+    assert set(map(str, ranks(size, refused))) == set(said)
+    assert value_of(ranks(size, find(tmp_path))[0]) == "first, later"
+    assert numbers(tmp_path) == [1, 2]
+
+
+def test_of_two_jobs_at_one_step_the_later_is_refused(ranks, tmp_path):
+    late = ranks(2, lambda rank: Archive(tmp_path, 2))
+    ranks(2, lambda rank: write(tmp_path, rank, "one"))
+
+    def save(rank):
+        with pytest.raises(CheckpointError, match="another job writes to this folder"):
+            late[rank].finish(late[rank].write(snapshot(rank, "two")))
+
+    ranks(2, save)
+    assert value_of(ranks(2, find(tmp_path))[0]) == "one"
 
 
 def test_a_full_disk_is_named(ranks, tmp_path):
