@@ -41,6 +41,7 @@ from .farewell import Farewell
 from .mpi_counter import AskedCounter, WindowCounter
 from .node_memory import FileMemory
 from .patience import wait_until
+from .reductions import loses_nan
 from .sharing import share_by_file
 from .transport import Transport
 
@@ -208,6 +209,7 @@ class MpiTransport(Carrier):
         if self.size == 1:
             return
         by_hand = self._reduces_itself and array.nbytes >= _BY_HAND_BYTES
+        by_hand |= loses_nan(reduction, array.dtype.name)
         if is_narrow(array.dtype) or by_hand or self.checks_messages:
             super().allreduce(array, reduction)
             return

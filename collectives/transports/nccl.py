@@ -45,7 +45,7 @@ from .gpu import (
 )
 from .nccl_collectives import CupyCollectives
 from .nccl_start import Collectives, gather_facts, open_collectives, open_gpu
-from .reductions import parts_of
+from .reductions import loses_nan, parts_of
 from .staged import StagedTransport
 from .torch_collectives import DTYPES as CARRIED  # by CuPy's, too
 from .transport import Step, Transport
@@ -343,14 +343,17 @@ class NcclTransport(StagedTransport):
         return [everyones[a:b] for a, b in itertools.pairwise(bounds)]
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
-        """Reduce in place by NCCL's own allreduce; counted by formula, as MPI's is."""
+        """Reduce in place by NCCL's own allreduce; counted by formula, as MPI's is.
+
+        The least and the most of floats through the host: NCCL's may lose a NaN.
+        """
         self._stage_undecided()
         if not is_of_gpu(array):
             self.host.allreduce(array, reduction)
             return
         span = span_of(array)
         collectives = self._agree("allreduce", array, reduction)
-        if collectives is None:
+        if collectives is None or loses_nan(reduction, span.dtype):
             self._under.allreduce(array, reduction)
             return
         if self.size > 1 and span.size:
@@ -364,7 +367,7 @@ class NcclTransport(StagedTransport):
             self.host.reduce_scatter(array, bounds, reduction)
             return
         collectives = self._agree("reduce_scatter", array, reduction, f" cut at {list(bounds)}")
-        if collectives is None:
+        if collectives is None or loses_nan(reduction, span_of(array).dtype):
             self._under.reduce_scatter(array, bounds, reduction)
             return
         if self.size > 1 and parts_of(bounds):

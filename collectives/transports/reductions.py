@@ -60,6 +60,15 @@ _WHOLE_BYTES: Final = 4096
 _CHECKED_BYTES: Final = 1 << 14
 
 
+def loses_nan(reduction: str, dtype: str) -> bool:
+    """Tell whether a library's own reduction may lose a NaN, as MPI's, gloo's and NCCL's may.
+
+    They compare, and a NaN is neither less nor more than a number; with NumPy's it wins.
+    dtype: by its name in NumPy; bfloat16, too.
+    """
+    return reduction in ("min", "max") and "float" in dtype
+
+
 def travels_whole(array_bytes: int, size: int) -> bool:
     """Tell whether every rank gets all arrays of this size whole, and reduces them itself."""
     return array_bytes * (size - 1) <= _WHOLE_BYTES

@@ -45,6 +45,7 @@ from .carrier import Carrier
 from .farewell import Farewell
 from .mailbox import Mailbox
 from .patience import wait_until
+from .reductions import loses_nan
 from .roll_call import call_roll, not_all_here, unanswered
 from .transport import Transport, say
 
@@ -230,6 +231,7 @@ class TorchDistributedTransport(Carrier):
         if self.size == 1:
             return
         ours = array.dtype not in (np.int32, np.int64, np.float32, np.float64)
+        ours |= loses_nan(reduction, array.dtype.name)
         if ours or array.nbytes < self.native_bytes():
             super().allreduce(array, reduction)
             return

@@ -136,6 +136,26 @@ def test_a_reduction_is_that_of_all_ranks_arrays(transport: Transport) -> None:
             assert framed[0] == framed[-1] == 77
 
 
+def test_a_nan_is_the_least_and_the_most_whichever_rank_has_it(transport: Transport) -> None:
+    """Also of arrays that are long enough for the library's own reduction."""
+    rank, size = transport.rank, transport.size
+    native = transport.native_bytes() // 4
+    cases = [(length, dtype) for length in (size, 40_000) for dtype in ("f2", "f4", "f8")]
+    for length, dtype in [*cases, (native, "f4")] if 0 < native < 1 << 23 else cases:
+        lost = np.arange(length) % (2 * size) < size
+        bounds = [length * each // size for each in range(size + 1)]
+        own = slice(*bounds[rank : rank + 2])
+        for reduction, found in (("min", 0), ("max", size - 1)):
+            array = np.full(length, rank, dtype)
+            array[rank :: 2 * size] = np.nan
+            parts = array.copy()
+            expected = np.where(lost, np.nan, np.dtype(dtype).type(found))
+            transport.allreduce(array, reduction)
+            np.testing.assert_array_equal(array, expected)
+            transport.reduce_scatter(parts, bounds, reduction)
+            np.testing.assert_array_equal(parts[own], expected[own])
+
+
 def test_every_rank_gets_the_same_bits(transport: Transport) -> None:
     for dtype, length in itertools.product((np.float16, np.float32, np.float64), (5, 1000)):
         rows = np.random.default_rng(length).standard_normal((transport.size, length)).astype(dtype)

@@ -5,6 +5,7 @@ Argument: an empty folder that all ranks see.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -275,6 +276,24 @@ def test_dtypes_without_a_sum_are_refused() -> None:
             lambda t=tensor: hvd.broadcast(t, 0),
         ):
             raises(ValueError, call, "Tensor type", "is not supported")
+
+
+def test_a_nan_of_any_rank_is_the_least_and_the_most() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for owner, op in itertools.product(RANKS, (hvd.Min, hvd.Max)):
+            own = torch.full((SIZE + 1,), float(RANK)).to(dtype)
+            if owner == RANK:
+                own[-1] = torch.nan
+            found = min(RANKS) if op == hvd.Min else max(RANKS)
+            expected = torch.tensor([found] * SIZE + [torch.nan]).to(dtype)
+            reduced = [
+                hvd.allreduce(own, op=op),
+                hvd.allreduce_(own.clone(), op=op, postscale_factor=1.0),
+                *hvd.grouped_allreduce([own, own], op=op),
+            ]
+            for tensor in reduced:
+                assert torch.equal(tensor.isnan(), expected.isnan()), (dtype, owner)
+                assert tensor[:-1].tolist() == expected[:-1].tolist()
 
 
 def test_many_operations_are_in_flight_and_end_in_any_order() -> None:

@@ -160,6 +160,8 @@ def exercise(mine: Any, ranks: list[int]) -> None:
     assert part.tolist() == [ranks.index(RANK) * sum(rank + 1 for rank in ranks)]
     one, two = hvd.grouped_allreduce([torch.ones(1), torch.ones(2)], process_set=mine, op=hvd.Sum)
     assert (one.tolist(), two.tolist()) == ([len(ranks)], [len(ranks)] * 2)
+    nan = torch.tensor([torch.nan if root == RANK else 0.0])
+    assert hvd.allreduce(nan, op=hvd.Max, process_set=mine).isnan().all()
     sparse = torch.eye(SIZE)[RANK].to_sparse()
     total = hvd.sparse_allreduce_async(sparse, "eye", hvd.Average, mine)().to_dense()
     assert total.tolist() == [(rank in ranks) / len(ranks) for rank in RANKS]

@@ -33,6 +33,8 @@ from .tensors import (
     describe_rows,
     from_bytes,
     place_vote,
+    require_tensor,
+    require_tensors,
     row_bytes,
     view_bytes,
 )
@@ -44,6 +46,7 @@ def allgather(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Return the ranks' tensors concatenated along dimension 0 (it may differ); differentiable."""
+    require_tensor(tensor, "allgather")
     outputs: tuple[torch.Tensor] = _Allgather.apply(False, name, process_set, tensor)  # type: ignore[no-untyped-call]
     return outputs[0]
 
@@ -54,6 +57,7 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to concatenate the ranks' tensors along dimension 0; return a handle."""
+    require_tensor(tensor, "allgather_async")
     return begin_allgather([tensor], name, process_set, lambda gathered: gathered[0].rows)
 
 
@@ -63,6 +67,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """Return what `allgather` would of each of the tensors, all or none; differentiable."""
+    tensors = require_tensors(tensors, "grouped_allgather")
     return tuple(_Allgather.apply(True, name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -72,6 +77,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to concatenate the ranks' lists, tensor by tensor; return one handle."""
+    tensors = require_tensors(tensors, "grouped_allgather_async")
 
     def rows(gathered: list[Gathered]) -> tuple[torch.Tensor, ...]:
         return tuple(each.rows for each in gathered)

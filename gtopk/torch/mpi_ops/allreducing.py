@@ -27,6 +27,8 @@ from .tensors import (
     empty_like,
     memory_of,
     place_vote,
+    require_tensor,
+    require_tensors,
     write,
 )
 
@@ -45,6 +47,7 @@ def allreduce(
 
     `Reduction` says what becomes of which dtype.
     """
+    require_tensor(tensor, "allreduce")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, [tensor])
     output = _Allreduce.apply(False, name, reduction, process_set, *compressed)  # type: ignore[no-untyped-call]
@@ -61,6 +64,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce the tensor over the ranks in place, and return it."""
+    require_tensor(tensor, "allreduce_")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     output: torch.Tensor = synchronize(_begin_in_place([tensor], name, reduction, process_set))
     return output
@@ -76,6 +80,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to reduce a tensor over the ranks; return a handle for `synchronize` and `poll`."""
+    require_tensor(tensor, "allreduce_async")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     return _begin([tensor], [empty_like(tensor)], name, reduction, process_set)
 
@@ -90,6 +95,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to reduce a tensor in place; leave it alone until the handle is synchronized."""
+    require_tensor(tensor, "allreduce_async_")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     return _begin_in_place([tensor], name, reduction, process_set)
 
@@ -105,6 +111,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return the tensors, each reduced over the ranks, all or none; differentiable."""
+    tensors = require_tensors(tensors, "grouped_allreduce")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, tensors)
     return decompress(_Allreduce.apply(True, name, reduction, process_set, *compressed))  # type: ignore[no-untyped-call]
@@ -120,6 +127,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """Reduce the tensors over the ranks in place, and return them."""
+    tensors = require_tensors(tensors, "grouped_allreduce_")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     handle = _begin_in_place(tensors, name, reduction, process_set, group=True)
     outputs: tuple[torch.Tensor, ...] = synchronize(handle)
@@ -136,6 +144,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to reduce tensors over the ranks, all or none; return one handle."""
+    tensors = require_tensors(tensors, "grouped_allreduce_async")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     outputs = [*map(empty_like, tensors)]
     return _begin(tensors, outputs, name, reduction, process_set, group=True)
@@ -151,6 +160,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to reduce tensors in place; leave them alone until the handle is synchronized."""
+    tensors = require_tensors(tensors, "grouped_allreduce_async_")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     return _begin_in_place(tensors, name, reduction, process_set, group=True)
 

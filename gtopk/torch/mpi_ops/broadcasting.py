@@ -27,6 +27,7 @@ from .tensors import (
     empty_like,
     from_bytes,
     place_vote,
+    require_tensor,
     touched,
     view_bytes,
 )
@@ -42,6 +43,7 @@ def broadcast(
 
     root_rank: in the world, also with a process set.
     """
+    require_tensor(tensor, "broadcast")
     output: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return output
 
@@ -53,6 +55,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrite the tensor by the root's, and return it."""
+    require_tensor(tensor, "broadcast_")
     output: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return output
 
@@ -64,6 +67,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to fetch the root's tensor; return a handle."""
+    require_tensor(tensor, "broadcast_async")
     return begin_broadcast(tensor, empty_like(tensor), root_rank, name, process_set)
 
 
@@ -74,6 +78,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to overwrite the tensor by the root's; it changes when the handle is synchronized."""
+    require_tensor(tensor, "broadcast_async_")
     return begin_broadcast(check_in_place(tensor), tensor, root_rank, name, process_set)
 
 

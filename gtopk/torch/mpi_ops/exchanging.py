@@ -22,6 +22,7 @@ from .tensors import (
     describe_rows,
     from_bytes,
     place_vote,
+    require_tensor,
     row_bytes,
     view_bytes,
 )
@@ -39,6 +40,7 @@ def alltoall(
     With splits, returns a pair: the rows, and how many of them each rank sent, int32 [size].
     Raises ValueError for splits that do not fit.
     """
+    require_tensor(tensor, "alltoall")
     output, received_splits = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received_splits)
 
@@ -50,6 +52,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to send each rank its rows; the handle's output is the pair that `alltoall` returns."""
+    require_tensor(tensor, "alltoall_async")
     transport = process_set.engine.transport
     size = transport.size
     check(tensor)

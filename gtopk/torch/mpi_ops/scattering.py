@@ -25,7 +25,15 @@ from .allgathering import grouped_allgather
 from .compressing import compress
 from .handles import submit, synchronize
 from .reduction import Reduction, reduction_of
-from .tensors import carried, check, describe, describe_each, place_vote
+from .tensors import (
+    carried,
+    check,
+    describe,
+    describe_each,
+    place_vote,
+    require_tensor,
+    require_tensors,
+)
 
 
 def reducescatter(
@@ -42,6 +50,7 @@ def reducescatter(
     The rows are dealt out in rank order; the first rows % size ranks get one more. Raises
     InvalidCallError for another op.
     """
+    require_tensor(tensor, "reducescatter")
     reduction = _reduction(op, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, [tensor])
     return decompress(_Reducescatter.apply(False, name, reduction, process_set, *compressed))[0]  # type: ignore[no-untyped-call]
@@ -56,6 +65,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin to reduce the ranks' tensors and deal out the rows; return a handle."""
+    require_tensor(tensor, "reducescatter_async")
     reduction = _reduction(op, prescale_factor, postscale_factor)
     return _begin([tensor], name, reduction, process_set)
 
@@ -70,6 +80,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return what `reducescatter` would of each of the tensors, all or none; differentiable."""
+    tensors = require_tensors(tensors, "grouped_reducescatter")
     reduction = _reduction(op, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, tensors)
     return decompress(_Reducescatter.apply(True, name, reduction, process_set, *compressed))  # type: ignore[no-untyped-call]
@@ -84,6 +95,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin to reduce the ranks' lists, and deal out the rows of each tensor; return one handle."""
+    tensors = require_tensors(tensors, "grouped_reducescatter_async")
     reduction = _reduction(op, prescale_factor, postscale_factor)
     return _begin(tensors, name, reduction, process_set, group=True)
 

@@ -10,6 +10,7 @@ from ...reductions import NAMES, Average, Sum
 from ...world.process_sets import ProcessSet, global_process_set
 from .allgathering import begin_allgather
 from .handles import synchronize
+from .tensors import require_tensor
 
 
 def sparse_allreduce_async(
@@ -23,6 +24,7 @@ def sparse_allreduce_async(
     Where ranks have entries at one place, the result has several there: it is not coalesced.
     Raises ValueError for a dense tensor, and for another op than Average and Sum.
     """
+    require_tensor(tensor, "sparse_allreduce_async")
     if op not in (Average, Sum):
         raise ValueError(f"sparse tensors take op=Average or op=Sum, got {NAMES.get(op, op)}")
     if tensor.layout != torch.sparse_coo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,35 @@ from ...buckets.arrays import (
     view_dense,
 )
 from ...engine.on_gpu import ON_GPU, ON_HOST
+
+
+def require_tensor(tensor: object, what: str) -> None:
+    """Raise TypeError for a number, a list or an array, say; what: the operation's name."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{what} needs a torch tensor, got {_kind(tensor)}; torch.as_tensor() makes one of "
+            "numbers, lists and arrays"
+        )
+
+
+def require_tensors(tensors: Iterable[torch.Tensor], what: str) -> list[torch.Tensor]:
+    """Return the tensors as a list; raise TypeError where they are anything else."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        raise TypeError(f"{what} needs a list of torch tensors, got {_kind(tensors)}")
+    listed = list(tensors)
+    for number, tensor in enumerate(listed):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{what} needs a list of torch tensors, but number {number} is {_kind(tensor)}"
+            )
+    return listed
+
+
+def _kind(value: object) -> str:
+    """Return a type's name, with its package where that is no built-in one: numpy.ndarray."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    return kind.__name__ if package == "builtins" else f"{package}.{kind.__name__}"
 
 
 def check(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ def test_ranks_that_disagree_are_told_in_which_step(compression):
             return (torch.ones(1, 3) @ model.weight.T).sum()  # without the bias
         return usual(model)
 
-    for error in ends(at, compression=compression):
+    for error in ends(at, compression=compression, missing_gradients="error"):
         text = str(error)
         assert error.operation
         assert "which parameters have a gradient" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,5 +67,78 @@ def test_one_element_and_none_go_with_any_stride(ranks, collective, dtype, eleme
         even = odd.clone(memory_format=torch.contiguous_format).reshape(elements, 1)
         assert odd.stride() != even.stride()
         assert gone_through(collective, odd) == gone_through(collective, even)
+
+    ranks(2, program)
+
+
+TAKES_A_TENSOR = {
+    "allreduce": (),
+    "allreduce_": (),
+    "allreduce_async": (),
+    "allreduce_async_": (),
+    "allgather": (),
+    "allgather_async": (),
+    "broadcast": (0,),
+    "broadcast_": (0,),
+    "broadcast_async": (0,),
+    "broadcast_async_": (0,),
+    "alltoall": (),
+    "alltoall_async": (),
+    "reducescatter": (),
+    "reducescatter_async": (),
+    "sparse_allreduce_async": ("name", hvd.Sum),
+}
+TAKES_TENSORS = [name for name in hvd.__all__ if name.startswith("grouped_")]
+
+
+def test_every_operation_on_tensors_is_among_these():
+    words = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+    of_objects = {"broadcast_parameters", "broadcast_optimizer_state"}
+    found = {
+        name
+        for name in hvd.__all__
+        if any(word in name for word in words) and "object" not in name and name not in of_objects
+    }
+    assert found == {*TAKES_A_TENSOR, *TAKES_TENSORS}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (1.5, "float"),
+        ([1.0, 2.0], "list"),
+        (np.ones(2), "numpy.ndarray"),
+        (None, "NoneType"),
+        ("one", "str"),
+    ],
+)
+@pytest.mark.parametrize("name", TAKES_A_TENSOR)
+def test_what_is_no_tensor_is_refused_in_words(ranks, name, value, kind):
+    def program(rank):
+        with pytest.raises(TypeError, match=f"^{name} needs a torch tensor, got {kind}; "):
+            getattr(hvd, name)(value, *TAKES_A_TENSOR[name])
+        hvd.barrier()
+
+    ranks(2, program)
+
+
+@pytest.mark.parametrize("name", TAKES_TENSORS)
+def test_a_group_is_a_list_of_tensors(ranks, name):
+    one = torch.ones(2)
+    needs = f"^{name} needs a list of torch tensors, "
+
+    def program(rank):
+        operation = getattr(hvd, name)
+        for value, said in (
+            (one, "got torch.Tensor"),
+            (1.5, "got float"),
+            ([one, 2.0], "but number 1 is float"),
+            ([np.ones(2)], "but number 0 is numpy.ndarray"),
+        ):
+            with pytest.raises(TypeError, match=needs + said):
+                operation(value)
+        result = operation(each for each in (one.clone(), one.clone()))
+        outputs = hvd.synchronize(result) if isinstance(result, int) else result
+        assert len(outputs) == 2
 
     ranks(2, program)
