@@ -291,6 +291,8 @@ class Archive:
         if found is None:
             return None, problem
         taken, problem = _take(take, found)
+        if problem:  # perhaps of the script, or of another version: it stays
+            self._spared.add(number)
         return (None, problem) if problem else ((found, cast(T, taken)), "")
 
     def _read(

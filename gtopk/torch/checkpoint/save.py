@@ -18,8 +18,8 @@ from ...engine.operation import Operation
 from ...exceptions import HorovodInternalError
 from ...logs import EVERYWHERE
 from ...world import world
-from .archive import Archive, Writing, on_all, tell_outcomes
-from .errors import CheckpointError
+from .archive import Archive, Found, Writing, on_all, tell_outcomes
+from .errors import CheckpointError, DamagedError
 from .files import whole_number
 from .state import assemble, put, should_agree, snapshot, take
 
@@ -138,6 +138,18 @@ def _raise_all(failures: Iterable[str]) -> None:
 
 _opened: WeakKeyDictionary[world.World, _Folders] = WeakKeyDictionary()
 
+
+class _Put(NamedTuple):
+    """What was loaded of a checkpoint; refusal: what kept this rank from loading it."""
+
+    found: Found
+    values: dict[str, Any]
+    refusal: Exception | None = None
+
+
+# What is raised over state of another shape than is saved, wherever it is loaded into.
+_UNFIT: Final = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
 _WAY_OUT: Final = (
     ", or go on without what the ranks held back whose own parts are missing: "
     'load_latest(..., missing_ranks="report")'
@@ -234,7 +246,8 @@ def load_latest(
     state, and the sum over the ranks of what their optimizers hold back stays; the log says what
     this one has of it, and generators go on where there is a rank of the same number.
     Raises CheckpointError, on every rank alike, where checkpoints were finished and all of them are
-    damaged, or lack files; ValueError where one does not hold what is asked for.
+    damaged, lack files, or hold state of a shape that a load_state_dict does not expect (its error
+    is the cause); ValueError where one does not hold what is asked for.
     """
     if missing_ranks not in ("error", "report"):
         raise ValueError(f"missing_ranks must be 'error' or 'report', got {missing_ranks!r}")
@@ -244,15 +257,32 @@ def load_latest(
     except CheckpointError as error:
         _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
     opened.archive.look()
-    assembled = opened.archive.find_and(assemble, missing_ranks, _WAY_OUT)
-    if assembled is None:
-        return None
-    found = assembled.found
+    unfit: list[Exception] = []
+
+    def load(found: Found) -> _Put:
+        assembled = assemble(found)
+        try:
+            return _Put(found, put(assembled, model, optimizer, loader, others, generators))
+        except _UNFIT as error:
+            unfit.append(error)
+            raise DamagedError(f"{found.path.name} cannot be loaded: {error!r:.300}") from error
+        except Exception as error:  # of the script: an older one would hide it
+            return _Put(found, {}, error)
+
     try:
-        values = put(assembled, model, optimizer, loader, others, generators)
-    except Exception:  # of whatever it is loaded into
-        opened.archive.set_aside(found.number)
+        taken = opened.archive.find_and(load, missing_ranks, _WAY_OUT)
+    except CheckpointError as error:
+        if unfit:
+            raise error from unfit[0]
         raise
+    if taken is None:
+        return None
+    found, values, refusal = taken
+    if refusal is not None:
+        opened.archive.set_aside(found.number)
+        if type(refusal) in (ValueError, RuntimeError) and str(found.path) not in str(refusal):
+            raise type(refusal)(f"{found.path}: {refusal}") from refusal
+        raise refusal
     opened.archive.tell(found)
     if found.missing:
         _log.warning(

@@ -11,7 +11,7 @@ import torch
 
 import gtopk.torch as hvd
 from gtopk import CheckpointError, load_latest, save_checkpoint
-from gtopk.torch.checkpoint.files import FORMAT, LAST_NUMBER, LAST_STEP, seal
+from gtopk.torch.checkpoint.files import FORMAT, LAST_NUMBER, LAST_STEP, seal, unseal
 from gtopk.torch.checkpoint.state import NOTHING_OWN
 
 NAMES = ("all", "rank-0", "rank-1")
@@ -150,6 +150,92 @@ def test_what_a_script_cannot_load_stays_and_pushes_none_out(ranks, tmp_path):
     ranks(2, program)
     steps = sorted(path.name[-1] for path in tmp_path.iterdir())
     assert steps == ["2", "3", "4"]
+
+
+SHAPES = {
+    "a loader of a number": ("loader", 1.5),
+    "groups of a number": ("optimizer", {"state": {}, "param_groups": 7}),
+    "an optimizer of text": ("optimizer", "Adam"),
+}
+
+
+def reseal(path, name, value):
+    """Give the state of a part this in the place of what it holds, under a right checksum."""
+    told = unseal(path.read_bytes())
+    told["state"][name] = value
+    path.write_bytes(seal(told))
+
+
+class Schedule:
+    """A script's own, which trusts what it is given."""
+
+    def state_dict(self):
+        return {"factor": 2}
+
+    def load_state_dict(self, state):
+        self.factor = state["factor"]
+
+
+def fresh():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, hvd.elastic.ElasticSampler(range(12))
+
+
+@pytest.mark.parametrize("which", ["a loader of a number", "groups of a number"])
+def test_sealed_state_of_another_shape_is_passed_over_for_the_older_one(
+    ranks, tmp_path, capfd, which
+):
+    def program(rank):
+        for step in (1, 2):
+            save_checkpoint(tmp_path, *fresh(), step=step, schedule=Schedule())
+        hvd.barrier()
+        if rank == 0:
+            reseal(tmp_path / "checkpoint-00000002-step-2" / "all-of-2.json", *SHAPES[which])
+        hvd.barrier()
+        found = load_latest(tmp_path, *fresh(), schedule=Schedule())
+        save_checkpoint(tmp_path, *fresh(), step=3, keep=1)
+        return found.step
+
+    assert ranks(2, program) == [1, 1]
+    assert "checkpoint-00000002-step-2 cannot be loaded: " in capfd.readouterr().err
+    # The state may be another version's: it is not removed.
+    assert (tmp_path / "checkpoint-00000002-step-2").is_dir()
+
+
+@pytest.mark.parametrize("which", ["an optimizer of text", "a loader of a number"])
+def test_where_no_older_one_is_there_the_error_names_the_checkpoint_and_has_the_cause(
+    ranks, tmp_path, which
+):
+    def program(rank):
+        save_checkpoint(tmp_path, *fresh(), step=1)
+        hvd.barrier()
+        if rank == 0:
+            reseal(tmp_path / "checkpoint-00000001-step-1" / "all-of-2.json", *SHAPES[which])
+        hvd.barrier()
+        with pytest.raises(CheckpointError, match="checkpoint-00000001-step-1 cannot be") as error:
+            load_latest(tmp_path, *fresh())
+        return type(error.value.__cause__)
+
+    assert set(ranks(2, program)) <= {TypeError, KeyError, AttributeError}
+
+
+def test_what_a_scripts_own_object_lacks_on_one_rank_moves_all_to_the_one_before(ranks, tmp_path):
+    class Strict(Schedule):
+        def state_dict(self):
+            return {}
+
+    def program(rank):
+        save_checkpoint(tmp_path, *fresh(), step=1, schedule=Schedule())
+        save_checkpoint(tmp_path, *fresh(), step=2, schedule=Strict())
+        mine = Schedule() if rank == 0 else Lenient()
+        return load_latest(tmp_path, *fresh(), schedule=mine).step
+
+    class Lenient(Schedule):
+        def load_state_dict(self, state):
+            self.factor = state.get("factor")
+
+    assert ranks(2, program) == [1, 1]
 
 
 def test_dicts_in_dicts_come_back_however_many_marks_that_takes(ranks, tmp_path):
