@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
+from . import dataclass
 from .format import Code, malformed
 from .leaves import TORCH_DTYPES, UnsupportedError, dimension, dtype_name
 
@@ -63,6 +66,21 @@ def _default_dict_parts(mapping: defaultdict[Any, Any]) -> Iterator[Step]:
     yield from _pairs(mapping)
 
 
+def _variables(namespace: Any) -> Iterator[Step]:
+    for name, value in vars(namespace).items():
+        yield Step("", None, name)
+        yield Step(f".{name}", None, value)
+
+
+def _dataclass_parts(obj: Any) -> Iterator[Step]:
+    if why := dataclass.why_not(obj):
+        raise UnsupportedError(why)
+    yield Step("", None, dataclass.name_of(type(obj)))
+    for name, value in dataclass.fields_of(obj):
+        yield Step("", None, name)
+        yield Step(f".{name}", None, value)
+
+
 def _set(parts: list[Any]) -> set[Any]:
     members = set(parts)
     if len(members) != len(parts):
@@ -90,6 +108,29 @@ def _default_dict(parts: list[Any]) -> defaultdict[Any, Any]:
 
 def _counter(parts: list[Any]) -> Counter[Any]:
     return Counter(_dict(parts))
+
+
+def _named(parts: list[Any]) -> dict[str, Any]:
+    mapping = _dict(parts)
+    if not all(isinstance(name, str) for name in mapping):
+        raise malformed("a name is no text")
+    return mapping
+
+
+def _namespace(kind: type) -> Callable[[list[Any]], Any]:
+    def put_together(parts: list[Any]) -> Any:
+        namespace = kind()
+        vars(namespace).update(_named(parts))
+        return namespace
+
+    return put_together
+
+
+def _dataclass(parts: list[Any]) -> Any:
+    name, *rest = parts
+    if not isinstance(name, str):
+        raise malformed("a dataclass has no name")
+    return dataclass.filled(name, _named(rest))
 
 
 def _complex(parts: list[Any]) -> complex:
@@ -136,6 +177,8 @@ COMPOSITE_OF: Final[dict[type, Composite]] = {
     OrderedDict: Composite(Code.ORDERED_DICT, _ordered_dict_parts, _ordered_dict),
     defaultdict: Composite(Code.DEFAULT_DICT, _default_dict_parts, _default_dict),
     Counter: Composite(Code.COUNTER, _pairs, _counter),
+    Namespace: Composite(Code.NAMESPACE, _variables, _namespace(Namespace)),
+    SimpleNamespace: Composite(Code.SIMPLE_NAMESPACE, _variables, _namespace(SimpleNamespace)),
     slice: Composite(Code.SLICE, _attributes("start", "stop", "step"), lambda parts: slice(*parts)),
     range: Composite(Code.RANGE, _attributes("start", "stop", "step"), lambda parts: range(*parts)),
     complex: Composite(Code.COMPLEX, _attributes("real", "imag"), _complex),
@@ -146,4 +189,11 @@ COMPOSITE_OF: Final[dict[type, Composite]] = {
     ),
     torch.device: Composite(Code.TORCH_DEVICE, lambda device: _items([str(device)]), _torch_device),
 }
-COMPOSITES: Final = {int(row.code): row for row in COMPOSITE_OF.values()}
+_OF_DATACLASSES: Final = Composite(Code.DATACLASS, _dataclass_parts, _dataclass)
+COMPOSITES: Final = {int(row.code): row for row in (*COMPOSITE_OF.values(), _OF_DATACLASSES)}
+
+
+def composite_of(obj: object) -> Composite | None:
+    """Return how an object is taken apart; None where it is not made of objects."""
+    own = COMPOSITE_OF.get(type(obj))
+    return _OF_DATACLASSES if own is None and dataclass.is_dataclass_object(obj) else own

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .composites import COMPOSITES, Composite
+from .dataclass import import_module_of
 from .format import (
     HAS_PICKLE,
     HEADER,
@@ -28,10 +29,16 @@ from .leaves import LEAVES
 from .pickles import pickle_allowed
 
 
-def decode(data: Buffer | NDArray[np.uint8], *, allow_pickle: bool | None = None) -> Any:
+def decode(
+    data: Buffer | NDArray[np.uint8],
+    *,
+    allow_pickle: bool | None = None,
+    imports: bool = False,
+) -> Any:
     """Return the object in bytes made by `encode`; tensors land on the CPU, contiguous.
 
     allow_pickle: whether pickles are executed; None: as GTOPK_ALLOW_PICKLE says.
+    imports: whether the modules of dataclasses are imported: from who may execute code here anyway.
     Raises ObjectFormatError when the bytes are anything else, or when they hold a pickle that is
     not allowed here. Without a pickle, nothing the sender chose is executed.
     """
@@ -43,7 +50,7 @@ def decode(data: Buffer | NDArray[np.uint8], *, allow_pickle: bool | None = None
             "this rank too if you trust the sender"
         )
     try:
-        reader = _Reader(head, bulk, may_unpickle=bool(flags))
+        reader = _Reader(head, bulk, may_unpickle=bool(flags), imports=imports)
         obj = reader.read()
         reader.finish()
     except ObjectFormatError:
@@ -83,7 +90,9 @@ def _open(message: memoryview) -> tuple[int, memoryview, memoryview]:
 class _Reader:
     """Puts one object together again from head and bulk."""
 
-    def __init__(self, head: memoryview, bulk: memoryview, may_unpickle: bool) -> None:
+    def __init__(
+        self, head: memoryview, bulk: memoryview, may_unpickle: bool, imports: bool
+    ) -> None:
         self._unpacker = msgpack.Unpacker(
             max_buffer_size=max(head.nbytes, 1),  # 0 would stand for 2 GiB
             max_array_len=0,
@@ -94,6 +103,7 @@ class _Reader:
         self._head_bytes = head.nbytes
         self._bulk = bulk
         self._may_unpickle = may_unpickle
+        self._imports = imports
         self._depth = 0
 
     def read(self) -> Any:
@@ -124,6 +134,8 @@ class _Reader:
         self._depth += 1
         parts = [self.read() for _ in range(count)]
         self._depth -= 1
+        if self._imports and composite.code == Code.DATACLASS:
+            import_module_of(parts[0])
         return composite.put_together(parts)
 
     def _count(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from .composites import COMPOSITE_OF, Step
+from .composites import Step, composite_of
 from .format import (
     HAS_PICKLE,
     HEADER,
@@ -33,9 +33,11 @@ def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
 
     These types come back exactly: None, bool, int of any size, float, complex, str, bytes,
     bytearray, list, tuple, set, frozenset, dict, OrderedDict, Counter, defaultdict (of list, dict,
-    set, int, float or None), slice, range; NumPy scalars and arrays of numbers, dates and strings;
-    torch.Tensor and torch.nn.Parameter (dense, from any device), torch.dtype, torch.device and
-    torch.Size. What sits in two places of the object comes back as two.
+    set, int, float or None), slice, range, argparse.Namespace, SimpleNamespace; NumPy scalars and
+    arrays of numbers, dates and strings; torch.Tensor and torch.nn.Parameter (dense, from any
+    device), torch.dtype, torch.device and torch.Size. So do objects of dataclasses that are defined
+    at the top of a module which the receiver has imported, too; field by field, without a call of
+    __init__. What sits in two places of the object comes back as two.
 
     Raises TypeError, naming the place in the object, for anything else: subclasses of these types,
     enums and named tuples among them. Where pickles are allowed, it is pickled instead.
@@ -62,7 +64,7 @@ class _Writer:
             self._head += self._packer.pack(obj)
             return
         try:
-            composite = COMPOSITE_OF.get(type(obj))
+            composite = composite_of(obj)
             if composite:
                 self._write_composite(composite.code, list(composite.take_apart(obj)))
             else:

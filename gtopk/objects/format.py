@@ -54,6 +54,9 @@ class Code(IntEnum):
     RANGE = 9
     TORCH_SIZE = 10
     COUNTER = 11
+    NAMESPACE = 12
+    SIMPLE_NAMESPACE = 13
+    DATACLASS = 14
     COMPLEX = 20
     BIG_INT = 21
     BYTES = 22

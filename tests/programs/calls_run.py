@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -18,12 +20,29 @@ from gtopk.runner.desk import SECRET
 from gtopk.world import world
 
 
-def trains(scale: float, *, states: dict[str, Any]) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a script keeps together, of a class of its own."""
+
+    scale: float
+    rank: int | None = None
+
+
+def trains(options: argparse.Namespace, *, states: dict[str, Any]) -> dict[str, Any]:
     """Return what only this rank knows, and the sum over ranks of what it was given."""
+    scale = options.settings.scale
     hvd.init()
     print(f"rank {hvd.rank()} prints", flush=True)
     total = hvd.allreduce(torch.full((2,), scale * (hvd.rank() + 1)), op=hvd.Sum)
-    return {"rank": hvd.rank(), "size": hvd.size(), "total": total, "states": states}
+    assert isinstance(options.settings, Settings)
+    options.settings = dataclasses.replace(options.settings, rank=hvd.rank())
+    return {
+        "rank": hvd.rank(),
+        "size": hvd.size(),
+        "total": total,
+        "states": states,
+        "options": options,
+    }
 
 
 def fails_on(rank: int) -> None:
@@ -78,9 +97,12 @@ def scene_trains() -> dict[str, Any]:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    results = gtopk.run(trains, (0.5,), {"states": states}, np=2, output_filename="printed")
+    options = argparse.Namespace(settings=Settings(0.5), epochs=3)
+    results = gtopk.run(trains, (options,), {"states": states}, np=2, output_filename="printed")
     moment = states["optimizer"]["state"][0]["exp_avg"]
-    for result in results:
+    for rank, result in enumerate(results):
+        told = argparse.Namespace(settings=Settings(0.5, rank), epochs=3)
+        assert result["options"] == told
         assert torch.equal(result["states"]["optimizer"]["state"][0]["exp_avg"], moment)
         assert torch.equal(result["total"], torch.full((2,), 1.5))
     return {"ranks": [[result["rank"], result["size"]] for result in results]}
