@@ -588,7 +588,10 @@ def check_native(transport: Transport, is_native: bool) -> None:
 
 
 COUNTING = [test_a_large_allreduce_is_counted_as_a_bandwidth_optimal_one]
-LARGE = [test_messages_beyond_a_mebibyte_arrive]
+LARGE = [
+    test_messages_beyond_a_mebibyte_arrive,
+    test_a_nan_is_the_least_and_the_most_whichever_rank_has_it,
+]
 LAWS = [law for name, law in list(globals().items()) if name.startswith("test_")]
 
 
