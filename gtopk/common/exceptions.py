@@ -2,4 +2,27 @@
 
 from ..exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
+__all__ = [
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "get_version_mismatch_message",
+]
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """Return the text of HorovodVersionMismatchError."""
+    return f"built against {name} {installed_version}, and found {name} {version}"
+
+
+class HorovodVersionMismatchError(ImportError):
+    """A framework of another version than it was built against; never raised here.
+
+    gtopk is built against none. Scripts that catch it, or raise it, find the name.
+    """
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version

@@ -1,12 +1,39 @@
-"""What clients take from `horovod.common.util`."""
+"""What clients take from `horovod.common.util`; questions about a build are answered as torch's."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TypeVar
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import torch
+from torch.torch_version import TorchVersion
+
+from ..torch.mpi_ops import builds
+from ..torch.mpi_ops.reduction import op_of
 
 T = TypeVar("T")
+
+EXTENSIONS: Final = ("torch",)  # of Horovod's three frameworks
+
+
+@contextmanager
+def env(**variables: str | None) -> Iterator[None]:
+    """Set environment variables within the context; those that are None stay as they are."""
+    given = {name: value for name, value in variables.items() if value is not None}
+    before = {name: os.environ.get(name) for name in given}
+    try:
+        os.environ.update(given)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
@@ -16,13 +43,101 @@ def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     return [items[a:b] for a, b in itertools.pairwise(ends)]
 
 
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Tell whether a number of ranks is a power of two. Adasum takes any number here."""
+    return num_rank > 0 and num_rank.bit_count() == 1
+
+
+def is_iterable(x: object) -> bool:
+    """Tell whether `iter` takes it."""
+    try:
+        iter(x)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Tell whether a version is the target, "major.minor.patch", or a later one.
+
+    Raises ValueError for a target of another form, and for what is no text.
+    """
+    if not isinstance(ver, str) or not isinstance(target, str):
+        raise ValueError(f"versions must be strings, got {ver!r} and {target!r}")
+    if len(target.split(".")) != 3:
+        raise ValueError(f"target must be 'major.minor.patch', got {target!r}")
+    return bool(TorchVersion(ver) >= target)
+
+
+def get_average_backwards_compatibility_fun(
+    reduce_ops: Any,
+) -> Callable[[int | None, bool | None], int]:
+    """Return a function of (op, average) that returns the op that Horovod's arguments mean.
+
+    reduce_ops: has the numbers as Average and Sum: horovod.torch.mpi_ops, say.
+    """
+    return lambda op, average: op_of(op, average, reduce_ops.Average, reduce_ops.Sum)
+
+
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
     """Raise ImportError for another framework than torch; nothing needs to be built for that one.
 
     ext_name: "horovod.torch", "horovod.tensorflow", ... The other arguments are Horovod's.
     """
-    if ext_name.rpartition(".")[2] != "torch":
+    if ext_name.rpartition(".")[2] not in EXTENSIONS:
         raise ImportError(
             f"Extension {ext_name} has not been built: gtopk has only torch's, and needs no "
             f"{ext_env_var}"
         )
+
+
+def check_installed_version(
+    name: str, version: str, exception: BaseException | None = None
+) -> None:
+    """Do nothing: gtopk is built against no version of a framework."""
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Tell whether it is torch's."""
+    return ext_base_name in EXTENSIONS
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Tell whether torch sees a GPU; of another framework, False."""
+    return extension_available(ext_base_name) and torch.cuda.is_available()
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Tell whether MPI can be used here."""
+    return builds.mpi_built()
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Tell whether gloo can be used here."""
+    return builds.gloo_built()
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """Return the version of the NCCL that can be used here; 0 for none."""
+    return builds.nccl_built()
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Return False: IBM's DDL is not used."""
+    return builds.ddl_built()
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Return False: Intel's oneCCL is not used."""
+    return builds.ccl_built()
+
+
+def get_ext_suffix() -> str:
+    """Return how the file names of compiled modules end for this Python."""
+    return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+
+
+def get_extension_full_path(pkg_path: str, *args: str) -> str:
+    """Return where the compiled module of the last name would lie, beside a module's file."""
+    *folders, name = args
+    return os.path.join(os.path.dirname(pkg_path), *folders, name + get_ext_suffix())

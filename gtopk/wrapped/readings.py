@@ -38,6 +38,11 @@ class Readings(Wrapping):
         return self._options.gradient_predivide_factor
 
     @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients are exchanged as dense ones."""
+        return self._options.sparse_as_dense
+
+    @property
     def backward_passes_per_step(self) -> int:
         """How many backward passes add up before a step."""
         return self._reducer.hooks.limit

@@ -9,9 +9,10 @@ import horovod.torch as hvd
 import pytest
 from horovod import run
 from horovod import torch as hvd_of_package
+from horovod.common.basics import HorovodBasics
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.process_sets import ProcessSet
-from horovod.common.util import check_extension, split_list
+from horovod.common.util import check_extension, env, num_rank_is_power_2, split_list
 from horovod.torch import elastic, mpi_ops
 from horovod.torch.compression import Compression
 from horovod.torch.elastic import TorchState
@@ -61,5 +62,10 @@ class OfThisScript:
 
 assert type(pickle.loads(pickle.dumps(OfThisScript()))) is OfThisScript
 hvd.init()
+assert (HorovodBasics().rank(), HorovodBasics().size()) == (hvd.rank(), hvd.size())
+assert num_rank_is_power_2(4)
+with env(HOROVOD_LOG_LEVEL="debug", HOROVOD_TIMELINE=None):
+    pass
+assert mpi_ops.Compression is Compression
 assert type(hvd.allgather_object(OfThisScript())[-1]) is OfThisScript  # a pickle, as with Horovod
 print("every name is gtopk's", flush=True)

@@ -21,6 +21,7 @@ Operations are matched across ranks by name, and checked before data moves. Name
 without one, an operation is named by a counter.
 """
 
+from ...compression import Compression
 from ...exceptions import HorovodInternalError
 from ...reductions import Adasum, Average, Max, Min, Product, Sum
 from ...world.process_sets import (
@@ -79,6 +80,7 @@ from .tracing import start_timeline, stop_timeline
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
     "HorovodInternalError",
     "Max",
     "Min",

@@ -118,15 +118,27 @@ def reduction_of(
     Warns the caller's caller of the deprecated argument. Raises ValueError for two
     ways to say it, InvalidCallError for an unknown op.
     """
-    if average is not None:
-        if op is not None:
-            raise ValueError("the op parameter supersedes average; please provide only one of them")
-        warnings.warn(
-            "parameter `average` has been replaced by `op`: pass op=Average or op=Sum",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        op = Average if average else Sum
-    if op is not None and op not in _EXCHANGES:
+    op = op_of(op, average, stacklevel=4)
+    if op not in _EXCHANGES:
         raise InvalidCallError(f"op must be one of {', '.join(NAMES.values())}, got {op!r}")
-    return Reduction(Average if op is None else op, prescale_factor, postscale_factor)
+    return Reduction(op, prescale_factor, postscale_factor)
+
+
+def op_of(
+    op: int | None,
+    average: bool | None,
+    of_average: int = Average,
+    of_sum: int = Sum,
+    stacklevel: int = 3,
+) -> int:
+    """Return the op that `op` and the deprecated `average` mean, which is warned of."""
+    if average is None:
+        return of_average if op is None else op
+    if op is not None:
+        raise ValueError("the op parameter supersedes average; please provide only one of them")
+    warnings.warn(
+        "parameter `average` has been replaced by `op`: pass op=Average or op=Sum",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
+    return of_average if average else of_sum
