@@ -59,7 +59,7 @@ def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
     Who counts ranks from 1, or sets WORLD_SIZE too small, would else wait for ranks in vain.
     """
     for launcher, rank, size in (*_FAMILIES, _SRUN):
-        if rank not in environ or size not in environ:
+        if not environ.get(rank) or not environ.get(size):  # an empty one is as good as none
             continue
         said = f"{rank}={environ[rank]} and {size}={environ[size]} ({launcher})"
         try:

@@ -179,24 +179,25 @@ class Archive:
             )
 
     def find_and(
-        self, take: Callable[[Found], T], missing_ranks: str = "error", way_out: str = ""
-    ) -> T | None:
-        """Find what `find` does; return what `take` returns, which all ranks call together.
+        self, *takes: Callable[[Any], Any], missing_ranks: str = "error", way_out: str = ""
+    ) -> Any | None:
+        """Find what `find` does; return what the last of `takes` returns.
 
-        take: raises DamagedError, perhaps not on every rank, for a checkpoint that is to be passed
-            over like one that is damaged.
+        takes: each gets what the one before returned, the first of them a Found; all ranks call
+            them together. One raises DamagedError, perhaps not on every rank, for a checkpoint that
+            is to be passed over like one that is damaged: no rank calls the next then.
         missing_ranks: "report": where none is whole, find the one that lacks the fewest ranks' own
             parts, of several the newest.
         way_out: what the error ends with where that would find one.
         """
-        newest, problems = self._newest(take)
+        newest, problems = self._newest(takes)
         while newest is None and self._list() != self._holders:
             self.look()  # a job that writes here has finished newer ones, and removed these
-            newest, problems = self._newest(take)
+            newest, problems = self._newest(takes)
         if newest is None:
             self._spared = self._numbers()
             if missing_ranks == "report":
-                newest = self._most_of_one(take)
+                newest = self._most_of_one(takes)
         if newest is not None:
             found, taken = newest
             self.number = found.number
@@ -210,10 +211,10 @@ class Archive:
             )
         return None
 
-    def _most_of_one(self, take: Callable[[Found], T]) -> tuple[Found, T] | None:
+    def _most_of_one(self, takes: Sequence[Callable[[Any], Any]]) -> tuple[Found, Any] | None:
         """Read what is left of one, where none is whole."""
         for number, step, ranks in self._without_some():
-            newest, problem = self._read_and(take, number, step, ranks, without_some=True)
+            newest, problem = self._read_and(takes, number, step, ranks, without_some=True)
             if newest is not None:
                 return newest
             self._pass_over(number, problem)
@@ -233,14 +234,16 @@ class Archive:
         self._whole = [each for each in self._whole if each != number]
         self._spared.add(number)
 
-    def _newest(self, take: Callable[[Found], T]) -> tuple[tuple[Found, T] | None, list[str]]:
+    def _newest(
+        self, takes: Sequence[Callable[[Any], Any]]
+    ) -> tuple[tuple[Found, Any] | None, list[str]]:
         """Read the newest that is whole; or say what is damaged of those that have all parts."""
         damaged: list[str] = []
         for number, step, ranks, absent in self._candidates():
             if absent:
                 self._pass_over(number, f"{', '.join(part.file for part in absent)} not there")
                 continue
-            newest, problem = self._read_and(take, number, step, ranks)
+            newest, problem = self._read_and(takes, number, step, ranks)
             if newest is not None:
                 return newest, []
             self._pass_over(number, problem)
@@ -280,20 +283,23 @@ class Archive:
 
     def _read_and(
         self,
-        take: Callable[[Found], T],
+        takes: Sequence[Callable[[Any], Any]],
         number: int,
         step: int,
         ranks: int,
         without_some: bool = False,
-    ) -> tuple[tuple[Found, T] | None, str]:
+    ) -> tuple[tuple[Found, Any] | None, str]:
         """Read a checkpoint, and take what is taken of it; or say what is damaged."""
         found, problem = self._read(number, step, ranks, without_some)
         if found is None:
             return None, problem
-        taken, problem = _take(take, found)
-        if problem:  # perhaps of the script, or of another version: it stays
-            self._spared.add(number)
-        return (None, problem) if problem else ((found, cast(T, taken)), "")
+        taken: Any = found
+        for take in takes:
+            taken, problem = _take(take, taken)
+            if problem:  # perhaps of the script, or of another version: it stays
+                self._spared.add(number)
+                return None, problem
+        return (found, taken), ""
 
     def _read(
         self, number: int, step: int, ranks: int, without_some: bool
@@ -448,11 +454,11 @@ def on_all(take: Callable[[], T], what: str) -> T:
     return cast(T, taken)
 
 
-def _take(take: Callable[[Found], T], found: Found) -> tuple[T | None, str]:
+def _take(take: Callable[[Any], Any], given: Any) -> tuple[Any | None, str]:
     """Return what is taken of a checkpoint, or what on any rank is damaged of it."""
     problem, taken = "", None
     try:
-        taken = take(found)
+        taken = take(given)
     except DamagedError as error:
         problem = str(error)
     return taken, _by_rank(allgather_object(_told(problem), "checkpoint.taken"))

@@ -21,7 +21,7 @@ from ...world import world
 from .archive import Archive, Found, Writing, on_all, tell_outcomes
 from .errors import CheckpointError, DamagedError
 from .files import whole_number
-from .state import assemble, put, should_agree, snapshot, take
+from .state import Assembled, assemble, put, should_agree, snapshot, take
 
 _log = logging.getLogger("gtopk")
 
@@ -259,8 +259,8 @@ def load_latest(
     opened.archive.look()
     unfit: list[Exception] = []
 
-    def load(found: Found) -> _Put:
-        assembled = assemble(found)
+    def load(assembled: Assembled) -> _Put:
+        found = assembled.found
         try:
             return _Put(found, put(assembled, model, optimizer, loader, others, generators))
         except _UNFIT as error:
@@ -270,7 +270,9 @@ def load_latest(
             return _Put(found, {}, error)
 
     try:
-        taken = opened.archive.find_and(load, missing_ranks, _WAY_OUT)
+        taken = opened.archive.find_and(
+            assemble, load, missing_ranks=missing_ranks, way_out=_WAY_OUT
+        )
     except CheckpointError as error:
         if unfit:
             raise error from unfit[0]
