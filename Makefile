@@ -54,8 +54,10 @@ MPICH_FAULTS := a_killed_launcher or beyond_31 or told_to_end or killed_before o
 demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
 
-# Two workers: where a test waits for its ranks, another has the core.
+# Two workers: where a test waits for its ranks, another has the core. Compiled once, for all the
+# ranks that start: where PYTHONDONTWRITEBYTECODE is set, each would compile 380 files anew.
 test: $(VENV)/.dev
+	$(VENV)/bin/python -m compileall -q gtopk collectives models tests/programs
 	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal $(ARGS)
 
 # Alone, `ARGS=tests/gtopk/as_horovod` runs the scripts written for Horovod, each by itself.
