@@ -10,9 +10,12 @@
 
     vote         0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
 
-The residual is sharded as the gradients are. A module's shard is exchanged when FSDP has it, before
-backward goes on: of the parameters that have a gradient. What is held back of others waits. Needs
-torch 2.7 or newer.
+The residual is sharded as the gradients are. A module's shard is exchanged as soon as FSDP has
+reduced it, while backward goes on; the pass ends when all of them are. FSDP itself reads some of
+them at once, and backward then waits: those that it converts (reduce_dtype), divides (float16,
+float64), adds to gradients of an earlier pass, or copies to the CPU, and those of parameters with
+post-accumulate hooks. Only parameters that have a gradient take part; the residual of the others is
+kept. Needs torch 2.7 or newer.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from collectives.transports import Transport
 
 from .buckets.parameters import refuse_complex
 from .compression import GTopK
+from .engine import Operation
 from .engine.agreement import gather_words
 from .exchange.exchange import Progress
 from .hooked.bucket_lanes import BucketLanes
@@ -188,6 +192,14 @@ def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tup
     return tuple(sorted(found))
 
 
+class _Unfinished(NamedTuple):
+    """An exchange that backward does not wait for; stream: the one that it runs on, on a GPU."""
+
+    unit: Unit
+    operation: Operation
+    stream: torch.cuda.Stream | None
+
+
 class ReplicaState:
     """What replicas keep from step to step: of each parameter's shard, what was not sent yet.
 
@@ -234,6 +246,8 @@ class ReplicaState:
         look_at_optimizers(self._skips, compression, says=self._world.rank == 0)
         self._spoilt: list[torch.Tensor] = []  # whose gradients the last pass made NaN
         self._finite = True  # the gradients of this rank in the pass
+        self._unfinished: list[_Unfinished] = []  # of this pass, in the order of all ranks
+        self._has_waited = False  # backward, for an exchange of this pass
         self._pass = -1  # autograd's number of the one whose end is awaited
 
     def exchange(self, unit: Unit, gradients: torch.Tensor) -> None:
@@ -243,6 +257,8 @@ class ReplicaState:
             return
         unit.add_accumulated(gradients)
         self._await_end_of_pass()
+        if any(each.unit is unit for each in self._unfinished):  # a module that is used twice
+            self._finish()
         names = unit.with_gradient
         lane = self._lanes[unit].lane_of([unit.stand_ins[name] for name in names], gradients)
         scale = loss_scale(self.scaler)
@@ -251,9 +267,10 @@ class ReplicaState:
         number = self._steps.hand_over(lane)
         vote = vote_of(lane)
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, votes: list[int]) -> bool:
             began = time.perf_counter()
             self._steps.ran(number, began, self._step.run(lane, transport, votes))
+            return not vote and transport.rank not in self._step.not_finite
 
         operation = self.process_set.engine.submit(
             f"{self._name}.{unit.name}",
@@ -266,10 +283,21 @@ class ReplicaState:
             vote=vote,
         )
         self._steps.submitted(number, operation)
-        operation.wait()
-        here = self.process_set.rank()
-        self._finite &= not vote and here not in self._step.not_finite
-        self._steps.arrived()
+        stream = torch.cuda.current_stream(gradients.device) if gradients.is_cuda else None
+        self._unfinished.append(_Unfinished(unit, operation, stream))
+        if not unit.is_left_alone(gradients):
+            self._finish()
+            self._has_waited = True
+
+    def _finish(self) -> None:
+        """Wait for the exchanges of this pass that are under way."""
+        while self._unfinished:
+            _, operation, stream = self._unfinished.pop(0)
+            self._finite &= operation.wait()
+            if stream is not None:  # on which the engine has enqueued the exchange by now
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+            if not self._unfinished:
+                self._steps.arrived()
 
     @property
     def last_step(self) -> StepReport | None:
@@ -305,6 +333,7 @@ class ReplicaState:
     def _await_end_of_pass(self) -> None:
         number = torch._C._current_graph_task_id()
         if number != self._pass:
+            self._finish()  # of a pass that an error ended
             self._pass = number
             # FSDP's own callbacks may hand over more; one queued by a callback comes after them.
             queue = Variable._execution_engine.queue_callback
@@ -324,6 +353,7 @@ class ReplicaState:
     def _end_pass(self) -> None:
         """Agree with all ranks on whether the step counts, and begin another."""
         self._require_outermost()
+        self._finish()
         everyone = self._place.everyone
         votes = everyone.engine.submit(
             f"{self._name}.pass", [], lambda transport, votes: votes, vote=self._vote()
@@ -336,7 +366,8 @@ class ReplicaState:
                     parameter.grad.to_local().fill_(torch.nan)
                     self._spoilt.append(parameter)
         counted, step = self._step.close(), self._world.step
-        self._steps.close(counted, overlapped=False)
+        self._steps.close(counted, overlapped=not self._has_waited)
+        self._has_waited = False
         self.progress.steps += counted
         ranks = zip(everyone.members.ranks, votes, strict=True)
         where = [f"rank {rank}" for rank, vote in ranks if vote & _NOT_FINITE]

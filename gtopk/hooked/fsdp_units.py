@@ -63,6 +63,26 @@ class Unit:
         """Whether FSDP was told to keep the gradients of this pass from the other replicas."""
         return not self._group.all_reduce_grads
 
+    def is_left_alone(self, gradients: torch.Tensor) -> bool:
+        """Whether FSDP only makes views of this vector, and reads it no more in this pass."""
+        group = self._group
+        return (
+            gradients.dtype == group._orig_dtype
+            and gradients.dtype in (torch.float32, torch.bfloat16)  # it divides others
+            and not getattr(group, "force_sum_reduction_for_comms", False)
+            and not any(self._is_read(self._of[name]) for name in self.with_gradient)
+        )
+
+    @staticmethod
+    def _is_read(each: Any) -> bool:
+        """Whether FSDP, or a hook, reads a parameter's gradient as soon as it is there."""
+        parameter = each.sharded_param
+        return bool(
+            parameter.grad is not None
+            or each.offload_to_cpu
+            or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        )
+
     def accumulate(self, gradients: torch.Tensor) -> None:
         """Add the vector to what is accumulated, and leave zeros in it."""
         for name, part in self._split(gradients):

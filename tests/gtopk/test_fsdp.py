@@ -17,6 +17,12 @@ def test_replicas_of_shards_exchange_by_gtopk(torchrun):
     assert job.stdout.count("shards are replicated") == 4
 
 
+def test_backward_goes_on_while_shards_are_exchanged(torchrun):
+    job = torchrun(4, "fsdp_overlap.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("backward goes on") == 4
+
+
 def test_a_unit_may_be_used_in_part(torchrun):
     job = torchrun(4, "fsdp_used_in_part.py")
     assert job.returncode == 0, job.stdout + job.stderr
