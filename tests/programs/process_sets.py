@@ -5,6 +5,7 @@ Imported by mpi_ops.py, after init; ends in a new world, of all ranks again.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -174,6 +175,39 @@ def exercise(mine: Any, ranks: list[int]) -> None:
             f"rank {ranks[0]}: torch.float32 [3]",
             "torch.float32 [4]",
         )
+
+
+def test_calls_right_after_each_other_cost_a_set_a_cycle_or_two_each() -> None:
+    """Whatever they are: sets come and go, and no call waits until an idle rank looks."""
+    if SIZE == 1:
+        return
+    dtypes = (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
+    for _ in range(2):
+        for reduce, gathers in (
+            (hvd.allreduce, False),
+            (hvd.reducescatter, True),
+            (lambda own, **o: hvd.grouped_allreduce([own] * 5, **o)[-1], False),
+            (lambda own, **o: hvd.grouped_reducescatter([own] * 5, **o)[-1], True),
+        ):
+            evens, odds = hvd.add_process_set(EVENS), hvd.add_process_set(ODDS)
+            mine = odds if RANK % 2 else evens
+            members, begun, calls = len(mine.ranks), mine.engine.cycles, 0
+            for dtype, dimensions in itertools.product(dtypes, (1, 2, 3)):
+                own = torch.ones([4 * members] * dimensions, dtype=dtype)
+                result = reduce(own, op=hvd.Sum, process_set=mine)
+                expected = own[: 4 if gathers else None] * members
+                assert torch.equal(result, expected), (dtype, dimensions)
+                calls += 1
+                if dtype.is_floating_point:
+                    own.requires_grad_()
+                    reduce(own, op=hvd.Sum, process_set=mine).sum().backward()
+                    check_close(own.grad, torch.full_like(own, members))
+                    calls += 2
+            # A rank that joins a cycle late is waited for in it, or in one more.
+            assert mine.engine.cycles - begun <= 2 * calls
+            for process_set in (odds, evens):
+                assert hvd.remove_process_set(process_set)
+    check_that_the_job_goes_on()
 
 
 def test_a_set_waits_for_none_but_its_own_ranks() -> None:
