@@ -9,16 +9,21 @@ Argument: a `Lookout` as a list in JSON.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import select
 import signal
 import sys
 import time
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 _LOOK_SECONDS: Final = 0.3
-_ABSENT_SECONDS: Final = 3.0  # from the last that came: launchers start one after the other
+_STARTED: Final = 19  # in /proc/PID/stat, behind the name: when, in ticks since the machine's start
+# Launchers start their ranks one after the other, and end them all where one of them fails.
+_COMES_SECONDS: Final = 3.0  # from when the last rank was started, for another one to be
+_ENDS_SECONDS: Final = 1.0  # from when a rank is missed, for its launcher to speak and end the job
 
 
 class Roll(NamedTuple):
@@ -42,6 +47,8 @@ class Lookout(NamedTuple):
     late:     when `seconds` are over.
     orphaned: when the process `launcher` is its parent no more; 0: none is looked for.
     roll:     is called where there is one.
+    file:     where to write what is said, too, and what else is to be in there; "": nowhere. Who
+              reads a rank's stderr may be its launcher, and gone.
     """
 
     seconds: float
@@ -49,6 +56,8 @@ class Lookout(NamedTuple):
     launcher: int = 0
     orphaned: str = ""
     roll: Roll | None = None
+    file: str = ""
+    record: Mapping[str, Any] = {}
 
 
 class Caller:
@@ -59,7 +68,7 @@ class Caller:
         self._own, self._parent = own, parent_of(own)
         self._numbers: dict[int, int] = {}  # of every process that told one
         self._since = 0.0
-        self._absent: list[int] | None = None  # since then; None: nobody is
+        self._absent: list[int] | None = None  # known since then; None: nobody is
 
     def missing(self) -> str:
         """Return which rank has ended, in words; "": none, or nobody can tell."""
@@ -84,7 +93,9 @@ class Caller:
         if self._absent is None:
             known = range(self.roll.ranks) if self.roll.is_all else self._numbers.values()
             self._since, self._absent = time.monotonic(), sorted(set(known) - present)
-        if time.monotonic() - self._since < _ABSENT_SECONDS:
+        # Who began to look late, after a long import, need not wait for those that were to come.
+        still_come = min(map(age_seconds, ranks)) < _COMES_SECONDS
+        if still_come or time.monotonic() - self._since < _ENDS_SECONDS:
             return ""
         numbers = " and ".join(map(str, self._absent))
         if silent or not numbers:
@@ -133,6 +144,34 @@ def parent_of(pid: int) -> int:
     return int((_stat(pid) or [b"", b"0"])[1])
 
 
+def age_seconds(pid: int) -> float:
+    """Return how long ago a process was started; 0 where that is not known."""
+    words = _stat(pid)
+    if len(words) <= _STARTED:
+        return 0.0
+    since_boot = int(words[_STARTED]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
+
+
+def write_record(path: str, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON, beside, and rename it; where that cannot be, nothing is there."""
+    folder, name = os.path.split(path)
+    beside = os.path.join(folder, f".{name}.{os.getpid()}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(beside, "w") as file:
+            file.write(json.dumps(record, indent=1) + "\n")
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+
+
+def now() -> str:
+    """Return the time of a record: UTC, to the millisecond."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+
+
 def watch(lookout: Lookout) -> None:
     """Return when stdin is closed; before, should it come to that, end this process's parent."""
     watched, begun = os.getppid(), time.monotonic()
@@ -149,6 +188,9 @@ def watch(lookout: Lookout) -> None:
         if why:
             with contextlib.suppress(OSError):  # whoever has read it may be gone, too
                 os.write(2, f"{why}\n".encode(errors="replace"))
+            if lookout.file:
+                text = why.removeprefix("gtopk: ")
+                write_record(lookout.file, {**lookout.record, "time": now(), "text": text})
             with contextlib.suppress(ProcessLookupError):
                 os.kill(watched, signal.SIGKILL)
             return
@@ -156,5 +198,5 @@ def watch(lookout: Lookout) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a keyboard's is the watched process's to answer
-    *words, called = json.loads(sys.argv[1])
-    watch(Lookout(*words)._replace(roll=Roll(*called) if called else None))
+    lookout = Lookout(*json.loads(sys.argv[1]))
+    watch(lookout._replace(roll=Roll(*lookout.roll) if lookout.roll else None))

@@ -4,9 +4,10 @@
     GTOPK_RUN=DIR            the same, beside the run's record
 
 Without either nothing is written. A rank removes its own when it joins a world, and those of ranks
-that are not in it: in a folder that all hosts share, one that is there is of the last run.
+that are not in it: in a folder that all hosts share, one that is there is of the last run. A rank
+that cannot join writes one, too: where mpirun is gone, nobody reads what its ranks print any more.
 
-    rank, size, host, pid    whose it is
+    rank, size, host, pid    whose it is; as launched, where it could not join
     time                     when it was written, UTC
     gtopk                    the version
     step                     that the rank was in
@@ -22,19 +23,20 @@ Nothing of its environment is in it.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
 import os
 import re
 import socket
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from collectives.errors import PeerError
 
 from .. import __version__
 from ..exceptions import HorovodInternalError
 from ..heartbeat.heartbeat import Lost
+from ..launch.watchdog import now, write_record
 
 VARIABLE: Final = "GTOPK_FAILURE_DIR"
 _NAME: Final = re.compile(r"failure_rank(\d+)\.json")
@@ -77,15 +79,9 @@ def write(
 
     operation: "": it computed. how: it ended. error: what it raised; None: it was ended.
     """
-    pid = os.getpid()
-    is_own = error is not None and not isinstance(error, HorovodInternalError)
+    is_own = error is not None and not isinstance(error, HorovodInternalError | PeerError)
     content = {
-        "rank": rank,
-        "size": size,
-        "host": socket.gethostname(),
-        "pid": pid,
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
-        "gtopk": __version__,
+        **record_of(rank, size),
         "step": step,
         "operation": operation or None,
         "error": None if error is None else type(error).__name__,
@@ -93,12 +89,30 @@ def write(
         "lost": [{"rank": each.rank, "why": each.why} for each in lost],
         "traceback": "".join(traceback.format_exception(error)) if is_own else None,
     }
-    path = path_of(folder, rank)
-    beside = path.with_name(f".{path.name}.{pid}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(content, indent=1) + "\n")
-        beside.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+    write_record(str(path_of(folder, rank)), content)
+
+
+def record_of(rank: int, size: int) -> dict[str, Any]:
+    """Return what is in the file of a rank that has done nothing yet, but for what it failed with.
+
+    JSON keeps the order: it is that of the list above.
+    """
+    return {
+        "rank": rank,
+        "size": size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": now(),
+        "gtopk": __version__,
+        "step": 0,
+        "operation": "init",
+        "error": None,
+        "text": "",
+        "lost": [],
+        "traceback": None,
+    }
+
+
+def write_of_start(folder: str, rank: int, size: int, error: Exception) -> None:
+    """Write the file of a rank that could not join the others; its number is the launcher's."""
+    write(folder, rank, size, step=0, operation="init", how="", error=error, lost=[])

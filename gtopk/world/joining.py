@@ -31,6 +31,7 @@ from ..launch.meeting import Address, horovodrun_server, master, srun_address
 from ..launch.parent import is_gone, launcher, ranks_here
 from ..launch.watchdog import Lookout, Roll
 from ..standard_streams import occupy_closed_descriptors
+from . import failure_file
 from .communicators import communicator_of, is_communicator
 
 if TYPE_CHECKING:
@@ -192,7 +193,11 @@ def _watched(
         f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
         "another rank has ended before hvd.init(), or cannot be reached"
     )
-    return deadline(Lookout(seconds, late, launcher(), f"gtopk: {orphaned}", roll))
+    file, record = "", {}
+    if job and (folder := failure_file.folder_from()):
+        file = os.path.abspath(failure_file.path_of(folder, job.rank))
+        record = failure_file.record_of(job.rank, job.size)
+    return deadline(Lookout(seconds, late, launcher(), f"gtopk: {orphaned}", roll, file, record))
 
 
 def _join_torch(

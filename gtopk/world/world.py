@@ -26,6 +26,7 @@ from ..engine.clocks import Offset, agree_on_now, clock_offset
 from ..engine.members import Members
 from ..exceptions import HorovodInternalError, InvalidCallError
 from ..heartbeat.heartbeat import timeout_from
+from ..launch import Launched, launched_by, require_sound_ranks
 from ..recording import start as recording
 from ..recording.recorder import Recorder
 from ..recording.settings import Settings, settings_from
@@ -289,12 +290,27 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
 def _init(comm: MPI.Intracomm | Sequence[int] | None, recordings: Settings | None = None) -> None:
     global _communicator
     finish_leaving()
-    transport = join(comm)
+    require_sound_ranks()
+    transport = _join(comm, launched_by(), failure_file.folder_from())
     amiss = left_apart(transport.size) if comm is None else None
     init_on(transport, recordings)
     _communicator = comm
     if amiss is not None:
         _log.warning(amiss)
+
+
+def _join(
+    comm: MPI.Intracomm | Sequence[int] | None, job: Launched | None, failures: str
+) -> Transport:
+    """Return what `join` does; write down, in the folder of failure files, what it raises."""
+    if job is None or not failures:
+        return join(comm)
+    failure_file.remove_earlier(failures, job.rank, job.size)
+    try:
+        return join(comm)
+    except Exception as error:
+        failure_file.write_of_start(failures, job.rank, job.size, error)
+        raise
 
 
 def init_on(transport: Transport, recordings: Settings | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -121,20 +122,51 @@ def test_a_rank_that_ends_while_this_one_waits_is_named(way, said, code) -> None
     assert (done.stderr, done.returncode) == (said, code)
 
 
+def test_how_long_ago_a_process_was_started_is_told() -> None:
+    assert watchdog.age_seconds(2**22) == 0.0  # there is none
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert 0 <= watchdog.age_seconds(child.pid) < watchdog.age_seconds(os.getpid())
+    finally:
+        child.communicate(b"\n")
+
+
+def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path) -> None:
+    path = tmp_path / "failures" / "failure_rank1.json"
+    body = (
+        "from gtopk.launch.deadline import deadline\n"
+        "from gtopk.launch.watchdog import Lookout\n"
+        f"lookout = Lookout(0.2, 'rank 1 is late', file={str(path)!r}, record={{'rank': 1}})\n"
+        "with deadline(lookout):\n"
+        "    input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", body], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as child:
+        assert child.wait(30) == -9
+    written = json.loads(path.read_text())
+    assert written.pop("time")[-6:] == "+00:00"
+    assert written == {"rank": 1, "text": "rank 1 is late"}
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
 class Launcher:
     """A launcher's processes as Linux would tell of them, and a clock."""
 
     def __init__(self, monkeypatch, roll: Roll) -> None:
         self.told: dict[int, str | None] = {}  # by process: which rank it says that it is
+        self.started: dict[int, float] = {}
         self.seconds = 0.0
         monkeypatch.setattr(watchdog, "parent_of", lambda pid: 1)
         monkeypatch.setattr(watchdog, "_children", lambda pid: set(self.told))
         monkeypatch.setattr(watchdog, "variable_of", lambda pid, name: self.told[pid])
+        monkeypatch.setattr(watchdog, "age_seconds", lambda pid: self.seconds - self.started[pid])
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.seconds)
         self.caller = watchdog.Caller(roll, 100 + roll.rank)
 
     def start(self, *ranks: int) -> None:
         self.told |= {100 + rank: str(rank) for rank in ranks}
+        self.started |= {100 + rank: self.seconds for rank in ranks}
 
     def end(self, *ranks: int) -> None:
         for rank in ranks:
@@ -153,21 +185,29 @@ def launcher(monkeypatch) -> Launcher:
     return Launcher(monkeypatch, FOUR)
 
 
-def test_who_has_ended_is_missed_after_three_seconds(launcher) -> None:
+def test_who_ends_is_named_once_the_launcher_has_had_a_second_to_end_the_job_itself(
+    launcher,
+) -> None:
     launcher.start(0, 1, 2, 3)
-    assert launcher.after(0) == ""
+    assert launcher.after(5) == ""
     launcher.end(2)
-    assert launcher.after(1) == launcher.after(2.9) == ""
+    assert launcher.after(1) == launcher.after(0.9) == ""
     launcher.end(3)  # by its own watchdog: it is not the one that was missed
     assert launcher.after(0.2) == "rank 2 has ended"
+
+
+def test_who_begins_to_look_late_does_not_wait_for_ranks_that_were_to_come(launcher) -> None:
+    launcher.start(0, 1, 2)
+    assert launcher.after(10) == ""  # while torch was imported
+    assert launcher.after(1.1) == "rank 3 has ended"
 
 
 def test_who_ended_before_anybody_looked_is_named_where_the_whole_job_is_here(monkeypatch) -> None:
     for roll, said in ((FOUR, "ranks 2 and 3 have ended"), (FOUR._replace(is_all=False), "a rank")):
         launcher = Launcher(monkeypatch, roll)
         launcher.start(0, 1)
-        assert launcher.after(0) == ""
-        assert launcher.after(3.1).startswith(said)
+        assert launcher.after(0) == launcher.after(2.9) == ""  # others may be to come
+        assert launcher.after(0.2).startswith(said)
 
 
 def test_ranks_that_come_one_after_the_other_are_waited_for(launcher) -> None:
@@ -183,7 +223,7 @@ def test_ranks_that_come_one_after_the_other_are_waited_for(launcher) -> None:
 @pytest.mark.parametrize("told", [None, ""])
 def test_a_process_that_does_not_tell_its_rank_may_be_any(launcher, told) -> None:
     """None: it has written over its environment (setproctitle). "": it is no rank (an ssh)."""
-    launcher.start(0, 1, 2)
+    launcher.start(0, 1, 2, 3)
     launcher.told[103] = told
     assert launcher.after(0) == ""
     assert launcher.after(60) == ("" if told is None else "rank 3 has ended")
@@ -194,6 +234,7 @@ def test_a_process_that_does_not_tell_its_rank_may_be_any(launcher, told) -> Non
 
 def test_what_is_no_number_of_the_launchers_tells_nothing(launcher) -> None:
     """As where a pod has set RANK, and functions are run whose own environment nobody sees."""
+    launcher.start(0, 1, 2, 3)
     launcher.told = {100: "0", 101: "0", 102: "0", 103: "0"}
     assert launcher.after(0) == launcher.after(60) == ""
     launcher.told = {100: "7", 101: "1"}
@@ -203,7 +244,7 @@ def test_what_is_no_number_of_the_launchers_tells_nothing(launcher) -> None:
 
 
 def test_what_a_process_says_before_it_has_become_a_rank_does_not_count(launcher) -> None:
-    launcher.start(0, 1, 2)
+    launcher.start(0, 1, 2, 3)
     launcher.told[103] = "0"  # a copy of the launcher yet
     assert launcher.after(0) == ""
     launcher.start(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 import gtopk
+from collectives.errors import PeerError
 from collectives.transports.farewell import Farewell
 from gtopk.exceptions import HorovodInternalError
 from gtopk.heartbeat.heartbeat import Lost
-from gtopk.world import failure_file, guard
+from gtopk.world import failure_file, guard, world
 from gtopk.world.guard import Guard
 
 KEYS = {"rank", "size", "host", "pid", "time", "gtopk", "step", "operation", "error", "text"}
@@ -135,14 +137,39 @@ def test_where_nothing_can_be_removed_or_written_that_is_no_further_error(folder
 def test_a_full_disk_is_no_further_error_and_keeps_no_half_of_it(tmp_path, monkeypatch):
     (tmp_path / "failure_rank1.json").write_text("earlier")
 
-    def fill(self, content):
-        with self.open("w") as file:
-            file.write(content[:20])
+    def fill(beside, path):
+        assert Path(beside).parent == Path(path).parent
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fill)
+    monkeypatch.setattr(os, "replace", fill)
     write(tmp_path, ValueError("boom"))
     assert [path.read_text() for path in tmp_path.iterdir()] == ["earlier"]
+
+
+@pytest.mark.parametrize("folder_is_named", [True, False])
+def test_a_rank_that_cannot_join_writes_one_as_its_launcher_may_be_gone(
+    tmp_path, monkeypatch, folder_is_named
+):
+    gone = PeerError("rank 1 of 2 cannot join the others: mpirun, which started it, is gone")
+
+    def join(comm):
+        raise gone
+
+    monkeypatch.setattr(world, "join", join)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(failure_file.VARIABLE, str(tmp_path) if folder_is_named else "")
+    (tmp_path / "failure_rank1.json").write_text("earlier")
+    with pytest.raises(PeerError, match="is gone"):
+        world.init()
+    if not folder_is_named:
+        assert (tmp_path / "failure_rank1.json").read_text() == "earlier"
+        return
+    found = read(tmp_path)
+    assert found.keys() == KEYS
+    assert (found["rank"], found["size"], found["operation"]) == (1, 2, "init")
+    assert (found["error"], found["text"]) == ("PeerError", str(gone))
+    assert found["traceback"] is None
 
 
 @pytest.mark.parametrize(

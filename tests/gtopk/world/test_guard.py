@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -122,11 +123,15 @@ def test_a_job_that_ends_well_says_nothing(mpirun):
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_a_rank_that_ends_before_all_have_met_is_missed(request, launcher):
-    job = request.getfixturevalue(launcher)(2, "never_arrives.py", timeout=60)
+def test_a_rank_that_ends_before_all_have_met_is_missed(request, launcher, tmp_path):
+    start = request.getfixturevalue(launcher)
+    job = start(2, "never_arrives.py", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
     assert job.returncode != 0
-    said = r"gtopk: rank 0 of 2 \(.*\) cannot join the others: .* rank 1 has ended before hvd.init"
-    assert re.search(said, job.stderr), job.stderr
+    said = r"rank 0 of 2 \(.*\) cannot join the others: .* rank 1 has ended before hvd.init"
+    assert re.search(f"gtopk: {said}", job.stderr), job.stderr
+    written = json.loads((tmp_path / "failure_rank0.json").read_text())
+    assert re.match(said, written["text"])
+    assert (written["rank"], written["size"], written["operation"]) == (0, 2, "init")
 
 
 def test_a_rank_that_nobody_can_miss_is_waited_for_so_long_in_mpis_start(mpirun):
