@@ -294,7 +294,10 @@ class DenseExchange:
 
     def sends_all(self) -> bool:
         """Tell whether nothing is left after this step."""
-        return self.residual is None or self.residual.holds_nothing or self._share == 1.0
+        if self.residual is None:
+            return True
+        sends = self.residual.holds_nothing or self._share == 1.0
+        return sends and not self.residual.has_aside
 
     def sent_mass(self) -> float:
         """Return 0: nothing is held back that would be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -106,6 +106,8 @@ class Residual:
         self.astray = True
         # What was remembered besides memory: holds_nothing, steps that drained, astray.
         self._remembered: tuple[bool, int, bool] | None = None
+        self._aside: list[tuple[int, slice, torch.Tensor]] = []  # of which memory, where, what
+        self._astray_aside = False
         self._step: Step | None = None  # on a GPU
 
     @property
@@ -230,12 +232,47 @@ class Residual:
         for number in tuple(self._swapped):
             self._swap(number)
         self.holds_nothing, self._drained_steps, self.astray = self._remembered
+        self._aside.clear()
         self.forget()
 
     def forget(self) -> None:
         """Let what was remembered be: there is nothing to restore from now on."""
         self._remembered = None
         self._swapped.clear()
+
+    def set_aside(self, parts: Mapping[int, slice]) -> None:
+        """Keep what is here of some parameters out of a step, after `remember`, until `bring_back`.
+
+        parts: where they lie, by their place among `sizes`; the same on all ranks.
+        """
+        self._astray_aside = self.astray and bool(parts)
+        for number, name in enumerate(self._names):
+            if not parts or (number == 0 and self.holds_nothing):
+                continue
+            tensor = self._writable(number).tensor
+            for place, part in parts.items():
+                where = slice(place, place + 1) if name == AGE else part
+                self._aside.append((number, where, tensor[where].clone()))
+                if name != AGE:
+                    tensor[where] = 0
+
+    def bring_back(self) -> None:
+        """Have again what was set aside, once the update is applied."""
+        for number, where, values in self._aside:
+            here = self._writable(number).tensor[where]
+            if self._names[number] == AGE:
+                here.copy_(values)  # the step counts for others
+            else:
+                here.add_(values)  # beside what may have returned from the reduction
+            self.holds_nothing &= number != 0
+        self.astray |= self._astray_aside  # it was not there to be brought home
+        self._aside.clear()
+        self._astray_aside = False
+
+    @property
+    def has_aside(self) -> bool:
+        """Tell whether any value that is not zero is set aside; waits for a GPU."""
+        return any(number == 0 and bool(values.any()) for number, _, values in self._aside)
 
     def _swap(self, number: int) -> None:
         memory, beside = self._memory, self._beside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -144,6 +145,26 @@ class Lane:
             with self.bucket.on_stream():
                 self.exchange.residual.remember()
 
+    def set_aside(self, missing_everywhere: Collection[str]) -> None:
+        """Leave what is held back of these parameters where it is in this step; after `remember`.
+
+        An optimizer passes over a parameter without a gradient, and so it would not over one whose
+        residual is the update.
+        """
+        residual = self.exchange.residual
+        if residual is None or not missing_everywhere:
+            return
+        ends = itertools.accumulate(parameter.numel() for parameter in self.parameters)
+        parts = {
+            place: slice(end - parameter.numel(), end)
+            for place, (name, parameter, end) in enumerate(
+                zip(self.names, self.parameters, ends, strict=True)
+            )
+            if name in missing_everywhere
+        }
+        with self.bucket.on_stream():
+            residual.set_aside(parts)
+
     def reduce(self, transport: Transport) -> Exchanged:
         """Sum over the ranks; the gradients stay as they are."""
         with self.bucket.on_stream():
@@ -162,10 +183,15 @@ class Lane:
 
         Until `commit`, `undo` takes it back, all but the gradients.
         """
-        with self.bucket.on_stream():
-            self.exchange.apply(self.bucket)
+        self._apply()
         self.bucket.keep([name in missing_everywhere for name in self.names])
         self._let_go_of_taken()
+
+    def _apply(self) -> None:
+        with self.bucket.on_stream():
+            self.exchange.apply(self.bucket)
+            if self.exchange.residual is not None:
+                self.exchange.residual.bring_back()
 
     def commit(self) -> None:
         """Have nothing to undo any more."""
@@ -184,8 +210,7 @@ class Lane:
 
     def apply_to_nothing(self) -> None:
         """Hold back what was not sent; the parameters stay without an update."""
-        with self.bucket.on_stream():
-            self.exchange.apply(self.bucket)
+        self._apply()
         self.let_go()
 
     def poison(self) -> None:

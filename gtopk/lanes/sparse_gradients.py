@@ -117,6 +117,9 @@ class SparseGradientLane:
     def remember(self) -> None:
         """Do nothing: an exchange changes nothing that `undo` would have to take back."""
 
+    def set_aside(self, missing_everywhere: Collection[str]) -> None:
+        """Do nothing: what was held back while gradients were dense leaves in the next step."""
+
     def undo(self) -> None:
         """Have unsent what `apply` took for sent."""
         if self._sent is not None:

@@ -79,6 +79,7 @@ class AnyLane(Protocol):
     def all_finite(self) -> bool: ...
     def not_finite(self) -> list[str]: ...
     def remember(self) -> None: ...
+    def set_aside(self, missing_everywhere: Collection[str]) -> None: ...
     def undo(self) -> None: ...
     def reduce(self, transport: Transport) -> Exchanged: ...
     def apply(self, missing_everywhere: Collection[str]) -> None: ...
@@ -369,6 +370,7 @@ class Round:
                 weight, share = self.samples.weight(votes), self.samples.share(votes)
                 self.lanes[index].weigh(self._factor(self.lanes[index], weight, share), share)
             self.lanes[index].remember()
+            self.lanes[index].set_aside(self._missing_everywhere[index])
             self.exchanged[index] = self.lanes[index].reduce(transport)
             # A rank with a GPU has not looked at its gradients, for which it would have to wait:
             # the sum, the same on all ranks, tells them.
@@ -383,7 +385,10 @@ class Round:
     ) -> None:
         everywhere = set(missing)
         here = [rank for rank, vote in enumerate(votes) if vote & _HERE]
-        if len({votes[rank] & _MISSING for rank in here}) > 1:
+        checksums = {votes[rank] & _MISSING for rank in here}
+        # A rank that has joined cannot know by its own gradients what all the others lack.
+        joined_unaware = len(here) < len(votes) and any(checksums)
+        if len(checksums) > 1 or joined_unaware:
             said = gather_words(transport, missing)
             heard = {transport.ranks[r]: said[r] for r in here if weighs(votes[r])}
             if len(set(map(tuple, heard.values()))) > 1:

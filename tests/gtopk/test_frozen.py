@@ -157,3 +157,126 @@ def test_what_is_held_back_of_a_name_that_no_parameter_has_is_warned_of_once(thr
     said = [r.getMessage() for r in caplog.records if "no parameter of that name" in r.getMessage()]
     assert sorted(text[:7] for text in said) == ["rank 0:", "rank 1:"]
     assert "'0.weight', '1.weight', '2.weight', '3.weight'" in said[0]
+
+
+METHODS = {
+    "gtopk": Compression.gtopk(0.2),
+    "topk": Compression.topk(0.2),
+    "oktopk": Compression.oktopk(0.2),
+    "hierarchical": Compression.hierarchical(0.2, node_size=2),
+    "dense inside": Compression.hierarchical(0.2, node_size=2, inside="dense"),
+    "momentum correction": Compression.gtopk(0.2, momentum_correction=0.9),
+    "factor masking": Compression.topk(0.2, momentum_correction=0.9, factor_masking=True),
+    "Adam's moments": Compression.gtopk(0.2, adam_correction=(0.9, 0.99)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("one_bucket", [True, False])
+def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_so_does_what_is_held_back_of_it(
+    threads, method, one_bucket
+):
+    """Else its residual alone would move it, and have it decay, and age in Adam."""
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = layers()
+        is_corrected = "momentum_correction=0.9" in repr(METHODS[method]) or "Adam" in method
+        kind = torch.optim.SGD if is_corrected else torch.optim.AdamW
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                kind(model.parameters(), lr=0.01, weight_decay=0.1),
+                model.named_parameters(),
+                METHODS[method],
+                bucket_bytes=None if one_bucket else 1,
+            )
+            take_steps(model, optimizer, transport.rank, range(4))
+            before = [weight.detach().clone() for weight in model.parameters()]
+            kept = {what: t.clone() for what, t in everything_held_of(optimizer).items()}
+            branch = torch.nn.Sequential(model[0], model[1], model[3])
+            for step in range(4, 10):
+                take_steps(branch, optimizer, transport.rank, [step])
+                assert model[2].weight.grad is None
+            assert torch.equal(model[2].weight, before[2])
+            assert not torch.equal(model[1].weight, before[1])
+            now = everything_held_of(optimizer)
+            assert now.keys() == kept.keys()
+            assert all(torch.equal(now[what], tensor) for what, tensor in kept.items())
+            take_steps(model, optimizer, transport.rank, range(10, 14))
+            assert not torch.equal(model[2].weight, before[2])
+        return flat(model)
+
+    one, *others = threads(4, program)
+    assert all(torch.equal(one, other) for other in others)
+
+
+def everything_held_of(optimizer: Any) -> dict[str, torch.Tensor]:
+    return optimizer._reducer.take_state_out()[0]["2.weight"]
+
+
+@pytest.mark.parametrize("compression", [Compression.gtopk(0.2), Compression.topk(0.2)], ids=repr)
+def test_so_it_does_while_a_rank_has_joined_which_has_no_gradient_of_anything(threads, compression):
+    def program(transport: LocalTransport) -> torch.Tensor:
+        model = layers()
+        with world.entered(transport) as here:
+            optimizer = distribute(model, compression, bucket_bytes=None)
+            take_steps(model, optimizer, transport.rank, range(4))
+            before, kept = model[2].weight.detach().clone(), held_of(optimizer, "2.weight").clone()
+            if transport.rank > 0:
+                branch = torch.nn.Sequential(model[0], model[1], model[3])
+                take_steps(branch, optimizer, transport.rank, range(4, 10))
+            here.engine.join().wait()
+            assert torch.equal(model[2].weight, before)
+            assert torch.equal(held_of(optimizer, "2.weight"), kept)
+        return flat(model)
+
+    _, *others = threads(3, program)
+    assert torch.equal(*others)
+
+
+def test_a_step_that_does_not_count_changes_nothing_of_it_either(threads):
+    def program(transport: LocalTransport) -> None:
+        model = layers()
+        with world.entered(transport):
+            optimizer = distribute(model, bucket_bytes=None)
+            take_steps(model, optimizer, transport.rank, range(4))
+            branch = torch.nn.Sequential(model[0], model[1], model[3])
+            kept = [held_of(optimizer, f"{n}.weight").clone() for n in range(4)]
+            optimizer.zero_grad()
+            (branch(inputs(transport.rank, 4)).sum() * float("nan")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            branch(inputs(transport.rank, 5)).sum().backward()
+            optimizer.synchronize()
+            optimizer.zero_grad()  # without a step: taken back
+            now = [held_of(optimizer, f"{n}.weight") for n in range(4)]
+            assert all(map(torch.equal, now, kept))
+
+    threads(2, program)
+
+
+def test_what_leaves_with_dense_steps_waits_for_a_gradient_too(threads):
+    """A run that goes on without compression sends its residual along, and forgets none of it."""
+
+    def started(compression: Any) -> tuple[Any, Any]:
+        model = layers()
+        inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+        return model, DistributedOptimizer(inner, model.named_parameters(), compression)
+
+    def program(transport: LocalTransport) -> torch.Tensor:
+        with world.entered(transport):
+            model, sparse = started(Compression.gtopk(0.3))
+            take_steps(model, sparse, transport.rank, range(4))
+            kept = held_of(sparse, "2.weight").clone()
+            model, dense = started(Compression.none)
+            dense.load_state_dict(sparse.state_dict())
+            before = model[2].weight.detach().clone()
+            branch = torch.nn.Sequential(model[0], model[1], model[3])
+            take_steps(branch, dense, transport.rank, range(4, 40))
+            assert torch.equal(model[2].weight, before)
+            assert torch.equal(held_of(dense, "2.weight"), kept)
+            take_steps(model, dense, transport.rank, range(40, 80))
+            assert not dense._reducer.take_state_out()[0].get("2.weight")
+        return flat(model)
+
+    one, other = threads(2, program)
+    assert torch.equal(one, other)
