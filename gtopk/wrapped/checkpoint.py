@@ -179,6 +179,14 @@ def check_part(part: Any) -> None:
     """Raise an error for what `save` does not return, and no state of a hook is."""
     if not is_part(part):
         raise ValueError(f"what a rank held back must have {', '.join(sorted(_FIELDS))}")
+    for name, least in (("format", 1), ("ranks", 1), ("steps", 0)):
+        if type(part[name]) is not int or part[name] < least:
+            raise ValueError(f"the {name} of what a rank held back is {part[name]!r}")
+    if part.get("holds", GRADIENTS) not in (GRADIENTS, CHANGES):
+        raise ValueError(f"what a rank held back is of {part['holds']!r}")
+    for lane in part["lanes"]:
+        if not all(type(name) is str for name in lane["names"]) or "regions" not in lane:
+            raise ValueError("a bucket of what a rank held back must have its names and regions")
     for held in part["held"].values():
         for tensors in held.values():
             if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):

@@ -38,6 +38,8 @@ FINE_WINDOWS: Final = 2
 HELD_WINDOWS: Final = 16
 LEAST_GAIN_HELD: Final = 0.01
 
+_MOST_SAMPLES: Final = 1 << 40  # of a rank, in a step: there is no memory for more
+
 
 class Window(NamedTuple):
     """What one rank saw in a window: its size, the median of its seconds, its most samples."""
@@ -224,8 +226,17 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another controller, of as many ranks, stopped."""
-        self.sizes = list(state["sizes"])
+        """Go on where another controller, of as many ranks, stopped.
+
+        Raises TypeError for sizes that no controller has had.
+        """
+        ranks, sizes = len(self.sizes), state["sizes"]
+        for name in ("sizes", "models", "last_moves", "damping"):
+            if len(state[name]) != ranks:
+                raise TypeError(f"{name} must be of {ranks} ranks, got {len(state[name])}")
+        if not all(type(each) is int and 0 <= each <= _MOST_SAMPLES for each in sizes):
+            raise TypeError(f"sizes must be of 0 to {_MOST_SAMPLES} samples, got {sizes}")
+        self.sizes = list(sizes)
         self.measuring_from = state["measuring_from"]
         for model, known in zip(self._models, state["models"], strict=True):
             model.load_state_dict(known)

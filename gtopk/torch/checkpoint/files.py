@@ -293,6 +293,8 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
         if type(before) is not int:
             raise DamagedError(f"its 'before' must be an integer, got {before!r}")
         try:
+            if type(record["format"]) is not int:
+                raise DamagedError(f"its format is {record['format']!r}")
             if record["format"] != FORMAT:
                 raise FormatError(
                     f"its format is {record['format']!r}, and this version of gtopk reads {FORMAT}"

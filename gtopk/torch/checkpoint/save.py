@@ -18,10 +18,11 @@ from ...engine.operation import Operation
 from ...exceptions import HorovodInternalError
 from ...logs import EVERYWHERE
 from ...world import world
+from ..functions import allgather_object
 from .archive import Archive, Found, Writing, on_all, tell_outcomes
 from .errors import CheckpointError, DamagedError
 from .files import whole_number
-from .state import Assembled, assemble, put, should_agree, snapshot, take
+from .state import Assembled, assemble, check, put, should_agree, snapshot, take
 
 _log = logging.getLogger("gtopk")
 
@@ -259,6 +260,14 @@ def load_latest(
     opened.archive.look()
     unfit: list[Exception] = []
 
+    def sound(assembled: Assembled) -> Assembled:
+        try:
+            return check(assembled, model, optimizer, loader, others)
+        except DamagedError as error:
+            unfit.append(error)
+            name = assembled.found.path.name
+            raise DamagedError(f"{name} cannot be loaded: {error}") from error
+
     def load(assembled: Assembled) -> _Put:
         found = assembled.found
         try:
@@ -271,7 +280,11 @@ def load_latest(
 
     try:
         taken = opened.archive.find_and(
-            assemble, load, missing_ranks=missing_ranks, way_out=_WAY_OUT
+            assemble,
+            sound,
+            load,
+            missing_ranks=missing_ranks,
+            way_out=_WAY_OUT,
         )
     except CheckpointError as error:
         if unfit:
@@ -280,6 +293,10 @@ def load_latest(
     if taken is None:
         return None
     found, values, refusal = taken
+    refusals = allgather_object("" if refusal is None else repr(refusal), "checkpoint.refused")
+    if refusal is None and any(refusals):  # those ranks raise it, and this one is not to go on
+        told = "; ".join(f"rank {number}: {text}" for number, text in enumerate(refusals) if text)
+        refusal = CheckpointError(f"{found.path} cannot be loaded: {told:.300}")
     if refusal is not None:
         opened.archive.set_aside(found.number)
         if type(refusal) in (ValueError, RuntimeError) and str(found.path) not in str(refusal):

@@ -29,6 +29,7 @@ from .errors import DamagedError
 from .files import bits_of, whole_number
 from .residuals import share
 from .rng import check_generators, put_generators, take_generators
+from .soundness import check_alike, check_held, check_model, check_optimizer, check_shapes
 from .text_keys import keyed
 from .tree import Taken, put_together, take_apart
 
@@ -193,8 +194,40 @@ def _check_own(own: Any) -> None:
     for part in own["held"].values():
         if part is not None:
             optimizer_checkpoint.check_part(part)
+            for held in part["held"].values():
+                check_held(held)
     if own["generators"] is not None:
         check_generators(own["generators"])
+
+
+def check(
+    assembled: Assembled,
+    model: torch.nn.Module | None,
+    optimizer: Any,
+    loader: Any,
+    others: Mapping[str, Any],
+) -> Assembled:
+    """Return it; raise DamagedError where something of it can be no state of these.
+
+    Of a script's own objects, and of its data, nobody but the script knows what they may be.
+    """
+    state = assembled.state
+    if "held" not in state:  # torch.distributed.checkpoint wrote it: not sealed by us
+        return assembled
+    if model is not None and "model" in state:
+        check_model(state["model"], model.state_dict())
+        for each in assembled.found.owned:
+            check_shapes(each.state["held"].get("optimizer"), state["model"])
+    saved = {**state["others"], **{n: state[n] for n in ("optimizer", "loader") if n in state}}
+    for name, target in {**others, "optimizer": optimizer, "loader": loader}.items():
+        known_to = type(target).__module__.partition(".")[0]
+        if name not in saved or known_to not in (__name__.partition(".")[0], "torch"):
+            continue
+        if isinstance(target, torch.optim.Optimizer):
+            check_optimizer(name, saved[name], target.state_dict())
+        elif hasattr(target, "state_dict"):
+            check_alike(name, saved[name], target.state_dict())
+    return assembled
 
 
 def put(

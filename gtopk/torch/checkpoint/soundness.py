@@ -1,0 +1,138 @@
+"""Whether a sealed state can be what it is loaded into: looked at before anything is put in.
+
+A right checksum says that a file is as it was written, not who wrote it. Most load_state_dict()s
+take what they get: a text for a momentum fails in the next step, a NaN for a batch size never ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...exchange.residual import AGE
+from .errors import DamagedError
+
+
+def check_model(saved: Any, like: Mapping[str, Any]) -> None:
+    """Raise DamagedError where something else is saved for a tensor of a model's state."""
+    if not isinstance(saved, Mapping):
+        raise DamagedError(f"its model is no dict, but {_kind(saved)}")
+    for name, tensor in like.items():
+        if isinstance(tensor, torch.Tensor) and name in saved:
+            _check_tensor(f"model.{name}", saved[name])
+
+
+def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
+    """Raise DamagedError for what the state_dict of a torch optimizer does not return.
+
+    like: that of the optimizer which it is loaded into, before its first step perhaps.
+    """
+    if not isinstance(saved, Mapping):
+        raise DamagedError(f"its {name} is no dict, but {_kind(saved)}")
+    state, groups = saved.get("state"), saved.get("param_groups")
+    each_a_dict = isinstance(state, Mapping) and all(isinstance(s, Mapping) for s in state.values())
+    if not isinstance(state, Mapping) or not each_a_dict or any(type(n) is bool for n in state):
+        raise DamagedError(f"{name}.state must hold a dict for each parameter")
+    # Of each parameter it is the same: a tensor of one is none of another only where it is not yet.
+    are_tensors = {
+        what
+        for each in state.values()
+        for what, value in each.items()
+        if isinstance(value, torch.Tensor)
+    }
+    for number, each in state.items():
+        for what, value in each.items():
+            if what in are_tensors and value is not None:
+                _check_tensor(f"{name}.state.{number}.{what}", value)
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise DamagedError(f"{name}.param_groups must be a list of dicts")
+    for place, group in enumerate(groups):
+        if not isinstance(group.get("params"), list):
+            raise DamagedError(f"{name}.param_groups.{place}.params must be a list")
+    for place, (group, known) in enumerate(zip(groups, like["param_groups"], strict=False)):
+        options = {what: value for what, value in known.items() if what != "params"}
+        check_alike(f"{name}.param_groups.{place}", group, options)
+
+
+def check_held(held: Any) -> None:
+    """Raise DamagedError for what no rank holds back: by parameter, of which the residual is one.
+
+    A loss of a part would be one of gradients, unseen.
+    """
+    for name, tensors in held.items():
+        if "residual" not in tensors:
+            raise DamagedError(f"what was held back of '{name}' lacks its residual")
+        shape = tensors["residual"].shape
+        for what, tensor in tensors.items():
+            if tensor.shape != (() if what == AGE else shape):
+                raise DamagedError(
+                    f"the {what} of '{name}' has the shape {list(tensor.shape)}, its residual "
+                    f"{list(shape)}"
+                )
+
+
+def check_shapes(part: Any, model: Mapping[str, Any]) -> None:
+    """Raise DamagedError where a residual has another shape than its parameter was saved in.
+
+    part: what a rank held back, or None; parameters go by the same names mostly.
+    """
+    for held in part["held"].values() if part else ():
+        for name, tensors in held.items():
+            parameter = model.get(name)
+            if isinstance(parameter, torch.Tensor) and parameter.shape != tensors["residual"].shape:
+                raise DamagedError(
+                    f"the residual of '{name}' has the shape {list(tensors['residual'].shape)}, "
+                    f"the parameter {list(parameter.shape)}"
+                )
+
+
+def check_alike(place: str, saved: Any, like: Any) -> None:
+    """Raise DamagedError where a state is of another kind than the one it takes the place of.
+
+    None may stand for anything, on either side; an integer for a float; lists may be of any length,
+    and dicts may lack keys, or have more.
+    """
+    if isinstance(saved, float) and math.isnan(saved) and not _is_nan(like):
+        raise DamagedError(f"{place} is not a number")
+    if saved is None or like is None or isinstance(saved, torch.Tensor):
+        return
+    if isinstance(like, bool | np.bool_):
+        fits = isinstance(saved, bool | np.bool_)
+    elif isinstance(like, Real):
+        fits = isinstance(saved, Real) and not isinstance(saved, bool)
+        if fits and not math.isfinite(saved) and math.isfinite(like):
+            raise DamagedError(f"{place} is {saved}")
+    elif isinstance(like, Mapping):
+        fits = isinstance(saved, Mapping)
+        for key in like.keys() & saved.keys() if fits else ():
+            check_alike(f"{place}.{key}", saved[key], like[key])
+    elif isinstance(like, list | tuple):
+        fits = isinstance(saved, list | tuple)
+        for number, item in enumerate(saved if fits and _are_of_one_kind(like) else ()):
+            check_alike(f"{place}.{number}", item, like[0])
+    else:
+        fits = isinstance(saved, type(like))
+    if not fits:
+        raise DamagedError(f"{place} is {_kind(saved)}, where {_kind(like)} is loaded")
+
+
+def _check_tensor(place: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise DamagedError(f"{place} is {_kind(value)}, where a tensor is loaded")
+
+
+def _are_of_one_kind(items: Any) -> bool:
+    return len({type(item) for item in items}) == 1
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
