@@ -27,6 +27,10 @@ write down what a run does, for `gtopk report` and `gtopk top`; GTOPK_RUN=FOLDER
 
 lets ranks step by themselves and exchange every 32 steps: see `local_sgd`.
 
+    scheduler = gtopk.ramp(optimizer, steps=10_000)
+
+begins AdamW's training on compressed steps at a part of its rate.
+
 `gtopk.torch`, `ddp`, `fsdp`, `lightning`, `accelerate`, `horovod` and `local_sgd` need no import of
 their own: they and what they need are imported where they are first named.
 """
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from . import lightning as lightning
     from . import local_sgd as local_sgd
     from . import torch as torch
+    from .learning_rates import ramp
     from .local_sgd import LocalSGD
     from .run_record import log, log_samples, record
     from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
@@ -58,6 +63,7 @@ __all__ = [
     "load_latest",
     "log",
     "log_samples",
+    "ramp",
     "record",
     "run",
     "save_checkpoint",
@@ -85,6 +91,7 @@ _HOMES = {
     "load_latest": ".torch.checkpoint",
     "log": ".run_record",
     "log_samples": ".run_record",
+    "ramp": ".learning_rates",
     "record": ".run_record",
     "save_checkpoint": ".torch.checkpoint",
     "termination": ".world.told_to_end",

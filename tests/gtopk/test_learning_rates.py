@@ -1,0 +1,50 @@
+"""The ramp: a learning rate that rises in a straight line to what it was."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import gtopk
+
+
+def rates(steps: int, **options: object) -> list[float]:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = gtopk.ramp(optimizer, 10, **options)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_it_rises_to_the_rate_and_stays():
+    assert rates(9, start=0.5, until=0.4) == pytest.approx([1, 1.25, 1.5, 1.75, 2, 2, 2, 2, 2])
+
+
+def test_it_is_a_factor_of_another_schedule():
+    whole = rates(8, start=0.25)
+    assert rates(8, start=0.25, schedule=lambda step: 0.5**step) == pytest.approx(
+        [rate * 0.5**step for step, rate in enumerate(whole)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"start": 0.0}, ValueError, "start must lie in (0, 1], got 0.0"),
+        ({"until": 1.5}, ValueError, "until must lie in (0, 1], got 1.5"),
+        ({"start": "half"}, TypeError, "start must be a number, got 'half'"),
+    ],
+)
+def test_what_is_no_ramp_is_refused(options, kind, said):
+    with pytest.raises(kind, match=re.escape(said)):
+        rates(1, **options)
+
+
+def test_a_training_has_steps():
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        gtopk.ramp(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), 0)
