@@ -13,7 +13,7 @@ import torch
 
 from .adasum import distribute_adasum
 from .buckets.parameters import name_parameters, require_trained
-from .compression import Compression
+from .compression import Compression, check_choice
 from .logs import EVERYWHERE
 from .recording import looks
 from .reductions import Adasum, Average
@@ -37,6 +37,9 @@ from .timeline.timeline import Span, Step
 from .world import world
 from .world.process_sets import ProcessSet, global_process_set
 from .wrapped import checkpoint as optimizer_checkpoint
+from .wrapped.adam_step import AgreedSteps, adam_before, keep_precision
+from .wrapped.adam_step import step as step_with_adam
+from .wrapped.local_residual import LocalResidual
 from .wrapped.readings import Readings
 from .wrapped.wrapping import wrap
 
@@ -62,6 +65,7 @@ class _DistributedOptimizer(Readings):
         require_trained(self._parameter_names)
         self._reducer = Reducer(self._wrapped, self._parameter_names, options, self._world, scaler)
         self._reducer.place_zeros()
+        self._local = LocalResidual(self._reducer) if options.local_residual else None
         self.set_backward_passes_per_step(backward_passes_per_step)
         self._has_told = False
         self._should_synchronize = True
@@ -72,6 +76,7 @@ class _DistributedOptimizer(Readings):
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
         self._skipped = SkippedSteps(options.max_skipped_steps)
+        self._agreed: AgreedSteps | None = None
         self.last_step: StepReport | None = None
 
     @property
@@ -113,7 +118,8 @@ class _DistributedOptimizer(Readings):
         if self._world.rank == 0 and not self._has_told:
             elements = sum(p.numel() for p in self._parameter_names if p.requires_grad)
             warn_of_few_entries(self._options, elements)
-            tell_of_optimizer(self._wrapped, self._options.compression)
+            if not self._makes_adam_steps:
+                tell_of_optimizer(self._wrapped, self._options.compression)
         self._has_told = True
 
     def synchronize(self) -> None:
@@ -145,6 +151,8 @@ class _DistributedOptimizer(Readings):
             round.skip()
         else:
             self._reducer.apply(round)
+            if self._makes_adam_steps and self.scaler is None:
+                self._agreed = AgreedSteps(self._reducer.trained())
         self._replicas.await_step(updates=not self._skip)
         self._synchronized = True
         self._exchange_ended = time.perf_counter()
@@ -188,7 +196,7 @@ class _DistributedOptimizer(Readings):
     def _clip(self, scale: float) -> None:
         """Shorten the agreed update, which is as large as the loss was scaled."""
         allowed = self._options.global_clip_norm
-        if allowed is None:
+        if allowed is None or self._makes_adam_steps:  # it was shortened before
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
         norm = agreed_norm(gradients) / scale
@@ -231,13 +239,55 @@ class _DistributedOptimizer(Readings):
         self._synchronized = False
         if not self._skip:
             self._step_wrapped()
+        if self._local is not None:
+            self._local.restore()
         self._reducer.commit()
         self._skip = False
         self._in_hand.end_step()
         self._world.step += 1
         if self._reducer.peers.takes_part:
             self._replicas.after_step(self.state)
+        if self._local is not None:
+            self._local.end_step()
         return loss
+
+    @property
+    def _makes_adam_steps(self) -> bool:
+        """Whether the gradients are AdamW's agreed steps when they are synchronized."""
+        return self._options.adam is not None and not self._reducer.aside_for
+
+    def _step_wrapped(self) -> None:
+        """Step as the wrapped optimizer does; with its agreed steps, where they are made before."""
+        if self._makes_adam_steps:
+            if self._agreed is not None:
+                self._agreed.require_unchanged()
+                self._agreed = None
+            self._take_agreed_step(lambda own: step_with_adam(own, self._local))
+        else:
+            super()._step_wrapped()
+
+    def eval(self) -> None:
+        """Let the parameters be the model that is the same on all ranks, until `train`.
+
+        With local_residual they are that between a step and the next forward pass, and in a model
+        in eval mode, by themselves: this is for what else looks at them.
+        """
+        if self._local is not None:
+            self._local.eval()
+
+    def train(self) -> None:
+        """Let forward passes see what this rank has not sent yet, as before `eval`."""
+        if self._local is not None:
+            self._local.train()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the parameters be the model that is the same on all ranks, within the context."""
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten.
@@ -257,7 +307,7 @@ class _DistributedOptimizer(Readings):
                 extra=EVERYWHERE,
             )
         begin_to_read_scale(self.scaler)
-        self._synchronized = False
+        self._synchronized, self._agreed = False, None
         self._reducer.drop()
         self._in_hand.drop()
         super().zero_grad(*args, **kwargs)
@@ -284,8 +334,13 @@ class _DistributedOptimizer(Readings):
         A plain optimizer's state is fine: what is held back stays then.
         """
         self._synchronized = self._skip = False
+        self._agreed = None
         self._reducer.drop()
+        if self._local is not None:
+            self._local.restore()
         super().load_state_dict(state_dict, *args, **kwargs)
+        if self._options.adam is not None:
+            keep_precision(self._wrapped, state_dict)
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
             optimizer_checkpoint.load(self._reducer, part)
 
@@ -315,6 +370,8 @@ def DistributedOptimizer(
     check_every: int | None = None,
     on_divergence: Literal["error", "warn", "heal"] | None = None,
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
+    adam_steps: Literal["before", "after"] = "before",
+    local_residual: bool | None = None,
 ) -> Any:
     """Return the optimizer, its `step` reduced over all ranks.
 
@@ -354,7 +411,9 @@ def DistributedOptimizer(
         to sqrt(weight) where ranks weigh by samples. A mean of independent gradients is thus let
         be up to this norm, though each of them is sqrt(ranks) times as long. Gradients are known in
         full after backward only: there is no overlap.
-    global_clip_norm: shortens the agreed update to this norm.
+    global_clip_norm: shortens the agreed update to this norm. Of Adam, the mean gradient before its
+        moments: each rank shortens its own by what it takes the mean's norm to be, its own norm
+        times a ratio that it learns from what the ranks share; also after backward.
     check_every: compare the parameters of all ranks after the first step and every so many, by
         hash; 0: never; None: every 100. Steps that are skipped do not count, those that others take
         while this rank has joined do.
@@ -365,6 +424,14 @@ def DistributedOptimizer(
         warning.
     max_skipped_steps: how many steps in a row may be skipped because a gradient, or a sum of them,
         is not finite; 0: the first is an error.
+    adam_steps: whether Adam's and AdamW's steps are made of each rank's gradients, "before" some of
+        them are selected and sent, with a second moment that the ranks share (`exchange.adamw`); or
+        "after", of the agreed sparse update, which loses accuracy. Of torch's own two, with a
+        compression that holds something back, without momentum_correction and adam_correction, and
+        not inside="dense". Gradients are then, from `synchronize` to `step`, the agreed steps.
+    local_residual: whether forward passes in training see what this rank has not sent yet
+        (`wrapped.local_residual`); None: where Adam's steps are made before. Parameters are the
+        same on all ranks again from `step` on, and in a model in eval mode.
     Raises ValueError for an argument out of its range, names that are missing or double, a
     momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
     """
@@ -388,6 +455,7 @@ def DistributedOptimizer(
         check_every=check_every,
         on_divergence=on_divergence,
         max_skipped_steps=max_skipped_steps,
+        **_options_of_adam(optimizer, compression, adam_steps, local_residual, op),
     )
     if op == Adasum:
         if process_set is not global_process_set:
@@ -399,3 +467,21 @@ def DistributedOptimizer(
     distributed = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)
     return distributed
+
+
+def _options_of_adam(
+    optimizer: torch.optim.Optimizer,
+    compression: object,
+    adam_steps: str,
+    local_residual: bool | None,
+    op: int,
+) -> dict[str, Any]:
+    check_choice("adam_steps", adam_steps, ("before", "after"))
+    before = adam_steps == "before" and op != Adasum
+    adam = adam_before(optimizer, compression) if before else None
+    if local_residual and adam is None:
+        raise ValueError(
+            "local_residual=True is for Adam and AdamW whose steps are made before the exchange: "
+            "what other optimizers hold back are gradients, and no steps of parameters"
+        )
+    return {"adam": adam, "local_residual": adam is not None and local_residual is not False}

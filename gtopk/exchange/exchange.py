@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -155,7 +155,7 @@ class SparseExchange:
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
         transport = carrying(transport, bucket, bucket.device.type == "cuda")
-        direct(bucket, self.residual)
+        learning_seconds = direct(bucket, self.residual, transport) or 0.0
         begun = Moment(bucket.device)
         picked = self._pick(bucket, transport)
         chosen = Moment(bucket.device)
@@ -169,15 +169,16 @@ class SparseExchange:
             kept = None if rest is None else self._kept(rest, transport)
             self._outcome = picked, update, returned, kept
         communicate_seconds = time.perf_counter() - picked_at
+        learns = self.residual.learns
         return Exchanged(
             algorithm,
             picked.entries,
             self._outcome[1].entries if self._outcome else 0,
             select_seconds,
-            communicate_seconds,
+            communicate_seconds + learning_seconds,
             communicate_seconds - (transport.traffic.wait_seconds - waited),
             finite=self._outcome is not None,
-            bytes_counted=True,
+            bytes_counted=not learns or transport.counts_allreduce,
             ready_at=ready_at,
             coded=coded().since(coded_before),
         )
@@ -264,9 +265,9 @@ class DenseExchange:
             self._sum = GradientSum(bucket, transport)
             finite = self._sum.fits(bucket)
             return _dense(bucket, transport, begun, begun, finite=finite)
-        directed = direct(bucket, self.residual)
+        learning_seconds = direct(bucket, self.residual, transport)
         begun = Moment(bucket.device)
-        gradient = bucket.flat if directed else bucket.gather()
+        gradient = bucket.gather() if learning_seconds is None else bucket.flat
         if self.residual is not None:
             self._share = self.residual.add_to(gradient)
         added = Moment(bucket.device)
@@ -277,7 +278,9 @@ class DenseExchange:
             transport.allreduce(gradient)
         keeps = self.residual is not None and transport.rank == 0
         self._kept = bucket.rounded_away() if keeps else None
-        return _dense(bucket, transport, begun, added)
+        dense = _dense(bucket, transport, begun, added)
+        more = dense.communicate_seconds + (learning_seconds or 0.0)
+        return replace(dense, communicate_seconds=more)
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place; of what was sent nothing is left but what 16 bits cannot hold."""
@@ -442,12 +445,12 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
     )
 
 
-def direct(bucket: Bucket, residual: Residual | None) -> bool:
-    """Put Adam's weighted steps in `flat`, where they take the gradients' place; tell whether.
+def direct(bucket: Bucket, residual: Residual | None, transport: Transport) -> float | None:
+    """Put Adam's weighted steps in `flat`, in the gradients' place; None: there are none.
 
     Before the clock of an exchange: it is an optimizer's work, and the same whatever is exchanged.
+    Returns the seconds of it that ranks took to tell each other of their gradients.
     """
     if residual is None or not residual.has_moments:
-        return False
-    residual.direct(bucket.gather(), bucket.share)
-    return True
+        return None
+    return residual.direct(bucket.gather(), bucket.share, transport)

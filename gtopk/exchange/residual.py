@@ -18,13 +18,17 @@ from collectives.kernels import (
     contains,
 )
 from collectives.kernels.device import Step, open_step
+from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 
 from ..buckets.arrays import view_array, view_tensor, zeros
+from .adamw import AdamSteps, OwnMoments
 from .draining import share_to_send
 from .moments import Moments
 
-AGE: Final = "age"  # of a parameter's moments: a number, where all else has its shape
+# Of a parameter's moments, a number, and row sums of its squares; all else has its shape.
+AGE: Final = "age"
+ROWS: Final = "row_squares"
 _HOST: Final = torch.device("cpu")
 _PIECE: Final = 1 << 16  # fits a cache
 
@@ -109,6 +113,36 @@ class Residual:
         self._aside: list[tuple[int, slice, torch.Tensor]] = []  # of which memory, where, what
         self._astray_aside = False
         self._step: Step | None = None  # on a GPU
+        self._steps: AdamSteps | None = None
+
+    def make_steps(self, steps: AdamSteps) -> None:
+        """Have gradients go through these steps before they get here; before the first of them."""
+        own = OwnMoments(
+            torch.zeros_like(self._memory[0].tensor),
+            torch.zeros_like(self._memory[0].tensor),
+            torch.zeros(len(steps.rows), dtype=torch.int64, device="cpu"),
+            torch.zeros(sum(steps.rows), dtype=self._memory[0].tensor.dtype, device="cpu"),
+        )
+        self._steps = steps
+        self._names = "residual", "first_moment", "second_moment", AGE, ROWS
+        more = (own.first, own.second, own.ages, own.rows)
+        self._memory = [self._memory[0], *map(Memory.of, more)]
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Return how many rows each parameter has in ROWS; of AdamW's steps alone."""
+        return self._steps.rows if self._steps is not None else ()
+
+    def read_options(self) -> float | None:
+        """Read what AdamW's steps go by; return this rank's usual share of the sum. None: none."""
+        if self._steps is None:
+            return None
+        self._steps.read(OwnMoments(*(memory.tensor for memory in self._memory[1:])))
+        return self._steps.share
+
+    def options_are_as_read(self) -> bool:
+        """Tell whether the rate, say, has stayed what it was when it was read."""
+        return self._steps is None or self._steps.is_as_read()
 
     @property
     def values(self) -> NDArray[Any]:
@@ -123,7 +157,18 @@ class Residual:
     @property
     def has_moments(self) -> bool:
         """Tell whether gradients go through Adam's moments before they get here."""
-        return self._betas is not None
+        return self._betas is not None or self._steps is not None
+
+    @property
+    def learns(self) -> bool:
+        """Tell whether the ranks share a second moment, for which they exchange a sample."""
+        return self._steps is not None and self._steps.share < 1.0
+
+    def row_sums(self) -> tuple[float, float]:
+        """Return sampled squares of the mean gradient, and of this rank's; where it learns."""
+        assert self._steps is not None
+        own = float(self.after_last_step()[ROWS].sum()) / self._steps.share
+        return self._steps.square_of_mean(), own
 
     def arrays(self) -> list[NDArray[Any]]:
         """Return its memory, to be changed in place: the values, and with momentum the velocity."""
@@ -224,6 +269,8 @@ class Residual:
         self._beside = self._beside or [one.like() for one in self._memory]
         self._remembered = self.holds_nothing, self._drained_steps, self.astray
         self._swapped.clear()
+        if self._steps is not None:
+            self._steps.forget()
 
     def restore(self) -> None:
         """Become what was remembered last, to the bit; without such a thing, stay."""
@@ -231,6 +278,8 @@ class Residual:
             return
         for number in tuple(self._swapped):
             self._swap(number)
+        if self._steps is not None:
+            self._steps.undo()
         self.holds_nothing, self._drained_steps, self.astray = self._remembered
         self._aside.clear()
         self.forget()
@@ -239,6 +288,8 @@ class Residual:
         """Let what was remembered be: there is nothing to restore from now on."""
         self._remembered = None
         self._swapped.clear()
+        if self._steps is not None:
+            self._steps.forget()
 
     def set_aside(self, parts: Mapping[int, slice]) -> None:
         """Keep what is here of some parameters out of a step, after `remember`, until `bring_back`.
@@ -297,20 +348,27 @@ class Residual:
         """Return what it has, by name, without what a step that may be undone has changed: [n].
 
         "residual"; with momentum "velocity"; with Adam's correction its two moments, and AGE, which
-        is [p], of each parameter.
+        is [p], of each parameter; where steps are made in AdamW's place ROWS, too, [all rows].
         """
         return {
             name: (self._beside if number in self._swapped else self._memory)[number].tensor
             for number, name in enumerate(self._names)
         }
 
-    def direct(self, gradient: NDArray[Any], share: float) -> None:
-        """Make the weighted gradient, in place, Adam's weighted step; share: this rank's."""
+    def direct(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
+        """Make the weighted gradient, in place, Adam's weighted step; share: this rank's.
+
+        Returns the seconds that ranks took to tell each other of their gradients for that.
+        """
+        if self._steps is not None:
+            own = OwnMoments(*(self._writable(number).tensor for number in (1, 2, 3, 4)))
+            return self._steps.make(view_tensor(gradient), share, transport, own)
         assert self._betas is not None
         if share:
             first, second, ages = (self._writable(number).tensor for number in (1, 2, 3))
             moments = Moments(first, second, ages, self._sizes, self._betas)
             moments.direct(view_tensor(gradient), share)
+        return 0.0
 
     def add_to(self, gradient: NDArray[Any]) -> float:
         """Add a share of what is left to the weighted gradient, in place, and return the share.

@@ -93,6 +93,7 @@ class Lane:
     def take(self, weight: float, scale: float) -> None:
         """Take the gradients as they are now."""
         self.bucket.take(weight, scale)
+        self._read_options()
         self._taken = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
 
     def weigh(self, weight: float, share: float) -> None:
@@ -102,6 +103,14 @@ class Lane:
     def take_nothing(self, scale: float) -> None:
         """Take part without gradients: only what is held back here is exchanged."""
         self.bucket.take_nothing(scale)
+        self._read_options()
+
+    def _read_options(self) -> None:
+        """Read the rate and the other options of AdamW, where its steps are made here."""
+        residual = self.exchange.residual
+        share = None if residual is None else residual.read_options()
+        if share is not None and self.bucket.share:
+            self.bucket.share = share  # whatever shortens or scales the gradients is no part of it
 
     def watch(self) -> None:
         """Make sure that `is_as_taken` knows what was taken: before the program goes on."""
@@ -117,6 +126,8 @@ class Lane:
             p.grad is gradient and (gradient is None or gradient._version == version)
             for p, (gradient, version) in zip(self.parameters, self._taken, strict=True)
         )
+        residual = self.exchange.residual
+        alike = alike and (residual is None or residual.options_are_as_read())
         mark = self.bucket.mark() if alike and self._mark is not None else None
         return alike and (mark is None or self._mark is None or torch.equal(mark, self._mark))
 

@@ -15,6 +15,7 @@ from collectives.transports import Transport
 from ..buckets.arrays import home_of
 from ..compression import NoneCompressor
 from ..engine.agreement import gather_words
+from ..exchange.adamw import AdamSteps
 from ..exchange.exchange import DenseExchange, Progress, open_residual
 from ..lanes.lanes import open_lane
 from ..lanes.sparse_gradients import SparseGradientLane
@@ -84,14 +85,18 @@ class Plan:
             [Part(how, numbers) for how, numbers in parts], steps, records, unsent, sparse
         )
 
-    def open_lanes(self, agreed: Agreed, name: str, progress: Progress) -> list[AnyLane]:
+    def open_lanes(
+        self, agreed: Agreed, name: str, progress: Progress, ranks: int
+    ) -> list[AnyLane]:
         """Return the lanes of its parts, with room for what is unsent, and nothing there yet."""
         parts = agreed.parts
         compressed = sum(self._elements(part) for part in parts if part.how == "compressed") or 1
         # The last one begins when backward has ended, and is in nobody's way before.
         waiting = [0 if part.how == "sparse" else self._elements(part) for part in parts[:-1]]
         lanes = [
-            self._open_lane(part, f"{name}.{index}", progress, compressed, sum(waiting[index:]))
+            self._open_lane(
+                part, f"{name}.{index}", progress, compressed, sum(waiting[index:]), ranks
+            )
             for index, part in enumerate(parts)
         ]
         for lane in lanes:
@@ -149,7 +154,13 @@ class Plan:
         return sizes_for(self.options.compression, elements, ranks, value_bytes, on_gpu=on_gpu)
 
     def _open_lane(
-        self, part: Part, name: str, progress: Progress, compressed: int, waiting: int
+        self,
+        part: Part,
+        name: str,
+        progress: Progress,
+        compressed: int,
+        waiting: int,
+        ranks: int,
     ) -> AnyLane:
         """Return the lane of a part.
 
@@ -165,8 +176,14 @@ class Plan:
         share = elements / compressed if part.how == "compressed" else 1.0
         room_share = elements / waiting if waiting else 1.0
         lane = open_lane(name, parameters, names, compression, progress, share, room_share)
-        feedback = self.options.feedback
-        if part.how == "dense" and feedback is not None and feedback.corrects:
+        feedback, adam = self.options.feedback, self.options.adam
+        if feedback is None:
+            return lane
+        # A rank alone has nobody to send less to: it steps as its optimizer would.
+        is_whole = part.how == "dense" or (adam is not None and ranks == 1)
+        if is_whole and (feedback.corrects or adam is not None):
             # The wrapped optimizer has no momentum: these parameters take theirs here, too.
             lane.exchange = DenseExchange(open_residual(lane.bucket, feedback))
+        if adam is not None and lane.exchange.residual is not None:
+            lane.exchange.residual.make_steps(AdamSteps(lane.bucket, adam, ranks))
         return lane

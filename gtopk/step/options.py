@@ -19,6 +19,7 @@ from ..compression import (
     hides_behind_backward,
     selected,
 )
+from ..exchange.adamw import AdamGroups
 from ..exchange.exchanges import require_compression
 from ..reductions import NAMES, Adasum, Average, Sum
 from ..world.process_sets import ProcessSet
@@ -32,7 +33,11 @@ Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How an optimizer's gradients are reduced; `DistributedOptimizer` says what each means."""
+    """How an optimizer's gradients are reduced; `DistributedOptimizer` says what each means.
+
+    adam: of the AdamW whose steps are made before the selection; None: the optimizer steps itself.
+    local_residual: whether forward and backward see what this rank has not sent yet.
+    """
 
     compression: Any
     op: int
@@ -48,6 +53,8 @@ class Options:
     check_every: int | None
     on_divergence: Literal["error", "warn", "heal"] | None
     max_skipped_steps: int
+    adam: AdamGroups | None = None
+    local_residual: bool = False
 
     def __post_init__(self) -> None:
         require_compression(self.compression)
@@ -106,7 +113,10 @@ class Options:
                 )
 
     def _require_overlap(self) -> None:
-        for name, usual in (("overlap", True), ("local_clip_norm", None)):
+        values = {"overlap": True, "local_clip_norm": None}
+        if self.adam is not None:
+            values["global_clip_norm"] = None
+        for name, usual in values.items():
             if (value := getattr(self, name)) != usual:
                 raise ValueError(
                     f"hide_behind_backward=True is not for {name}={value}, with which gradients "
@@ -119,6 +129,12 @@ class Options:
             if self.groups is not None:
                 raise ValueError("give bucket_bytes or groups, not both")
         _check_groups(self.groups)
+
+    @property
+    def clips_before(self) -> bool:
+        """Tell whether gradients are shortened before any of them is exchanged."""
+        clips_mean = self.adam is not None and self.global_clip_norm is not None
+        return self.local_clip_norm is not None or clips_mean
 
     @property
     def feedback(self) -> ErrorFeedback | None:
@@ -136,6 +152,7 @@ class Options:
             f"check_every={self.check_every}",
             f"on_divergence={self.on_divergence!r}",
             f"max_skipped_steps={self.max_skipped_steps}",
+            f"AdamW's steps {'after' if self.adam is None else 'before'} the exchange",
         ]
 
 

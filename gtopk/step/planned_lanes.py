@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from collectives.transports import Transport
 from ..buckets.parameters import ParameterNames
 from ..engine.agreement import name_ranks
 from ..exchange.exchange import Progress
-from ..lanes.held import Held, put_in, take_out, unsent
+from ..lanes.held import Held, put_in, residuals, take_out, unsent
 from ..lanes.held_names import strangers
 from ..lanes.sparse_gradients import SparseGradientLane
 from .lane_plan import Agreed, Plan
@@ -102,7 +102,7 @@ class PlannedLanes:
         facts = plan.facts()
         agreed = _agree_on(plan, facts, peers)
         self._progress.steps = agreed.steps
-        self.lanes = plan.open_lanes(agreed, peers.name, self._progress)
+        self.lanes = plan.open_lanes(agreed, peers.name, self._progress, peers.size)
         put_in(self.lanes, held)
         records = {tuple(record["names"]): record for record in agreed.records}
         for lane in self.lanes:
@@ -132,6 +132,16 @@ class PlannedLanes:
         if self._loaded_steps is not None:
             return held, self._wanted
         return held, [lane.record() for lane in self.lanes]
+
+    def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return the parameters of which something is held back, and what, in their shape.
+
+        Those of the lanes are their memory; before a plan it is what was loaded.
+        """
+        yield from residuals(self.lanes)
+        for parameter, name in self._names.items():
+            if parameter not in self._index and "residual" in self._held.get(name, {}):
+                yield parameter, self._held[name]["residual"]
 
     def put_state_in(
         self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int

@@ -22,7 +22,7 @@ from ..buckets.placeholders import place, take_away
 from ..engine import Work
 from ..engine.agreement import describe_missing
 from ..exchange.exchange import Progress
-from ..lanes.held import Held
+from ..lanes.held import Held, mean_square_ratio
 from ..logs import EVERYWHERE
 from ..reductions import Average
 from ..world import world
@@ -75,7 +75,7 @@ class Reducer:
         self.scaler = scaler
         self.samples = Samples()
         note_stepper(self, names)
-        overlaps = options.overlap and options.local_clip_norm is None
+        overlaps = options.overlap and not options.clips_before
         self.overlap = Overlap(overlaps, options.compression)
         is_planned = options.groups is None and options.bucket_bytes is None
         self.expected = ExpectedStep(options.compression, self.progress, is_planned=is_planned)
@@ -264,7 +264,14 @@ class Reducer:
             self._ghost = None
         weight = 1.0 / self.peers.size if self.options.op == Average else 1.0
         loss = loss_scale(self.scaler)
-        clip = LocalClip([p.grad for p in self.trained()], self.options.local_clip_norm, loss)
+        by_adam = self.options.adam is not None
+        clip = LocalClip(
+            [p.grad for p in self.trained()],
+            self.options.local_clip_norm,
+            loss,
+            allowed_mean=self.options.global_clip_norm if by_adam else None,
+            ratio=mean_square_ratio(self.planned.lanes),
+        )
         return Round(
             self.planned.lanes,
             self.peers.engine,

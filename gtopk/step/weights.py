@@ -13,9 +13,11 @@ from ..buckets.arrays import current_stream, home_of, located, view_array
 
 
 class LocalClip:
-    """Shortens a rank's part of a sum to its share of the norm allowed; knows the part's own norm.
+    """Shortens a rank's part of a sum to the norm allowed; knows the part's own norm.
 
-    gradients: of this rank; scale: what they are multiplied with, and the norm is meant without.
+    gradients: of this rank; scale: what they are multiplied with, and norms are meant without.
+    allowed_norm: of the sum, were the ranks' gradients independent.
+    allowed_mean: of the mean gradient, whose squares are `ratio` of those of this rank's.
     """
 
     def __init__(
@@ -23,22 +25,30 @@ class LocalClip:
         gradients: Iterable[torch.Tensor | None],
         allowed_norm: float | None,
         scale: float = 1.0,
+        allowed_mean: float | None = None,
+        ratio: float = 1.0,
     ) -> None:
         self._allowed_norm, self._norm = allowed_norm, 0.0
-        if allowed_norm is not None:
+        self._allowed_mean, self._ratio = allowed_mean, ratio
+        if allowed_norm is not None or allowed_mean is not None:
             self._norm = norm_of([each for each in gradients if each is not None]) / scale
 
     def factor(self, weight: float, share: float) -> float:
-        """Return what shortens weight * gradients to sqrt(share) of the norm allowed.
+        """Return what shortens weight * gradients to the lesser of the norms that are allowed.
 
-        share: of this rank in the sum; all ranks' add up to 1. Independent gradients of such norms
-        have the norm allowed as a sum: with 1/ranks each, Lin et al. 2018, section 3.2. What is not
-        finite is not shortened: the step is skipped.
+        share: of this rank in the sum; all ranks' add up to 1. Independent gradients of sqrt(share)
+        of the norm allowed have that as a sum: with 1/ranks each, Lin et al. 2018, section 3.2.
+        What is not finite is not shortened: the step is skipped.
         """
         norm = weight * self._norm
-        if self._allowed_norm is None or not 0.0 < norm < math.inf:
+        if not 0.0 < norm < math.inf:
             return 1.0
-        return min(1.0, self._allowed_norm * math.sqrt(share) / norm)
+        allowed = math.inf
+        if self._allowed_norm is not None:
+            allowed = self._allowed_norm * math.sqrt(share)
+        if self._allowed_mean is not None:
+            allowed = min(allowed, self._allowed_mean * share / math.sqrt(self._ratio))
+        return min(1.0, allowed / norm)
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:

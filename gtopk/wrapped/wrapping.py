@@ -5,7 +5,7 @@ So `isinstance` tells the same of it, and schedulers go on to work, those made b
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
@@ -89,6 +89,12 @@ class Wrapping(torch.optim.Optimizer):
         """Step as the wrapped optimizer does, with the gradients as they are."""
         take_away(_parameters(self))
         super().step()
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
+
+    def _take_agreed_step(self, step: Callable[[Any], None]) -> None:
+        """Step by this in place of the wrapped optimizer's own way, between its hooks."""
+        take_away(_parameters(self))
+        self.profile_hook_step(step)(self)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
 

@@ -1,0 +1,315 @@
+"""AdamW's steps of each rank's own gradients, divided by a second moment that the ranks share.
+
+    m = beta1 m + (1 - beta1) w g         w: this rank's share of the sum, g: its mean gradient
+    v = beta2 v + (1 - beta2) w g^2       its own second moment, inflated by the noise of one rank
+    s = second moment of the mean gradient, learnt from a sample of its coordinates in every step
+    R = how much smaller the mean gradient's squares are than this rank's, by rows of a parameter
+    V = (1 - q) s + q R v / w             q falls from 1 to a tenth as samples gather
+    w u = lr m' / (sqrt(V) + eps)         m', v: less their bias to zero (Kingma and Ba 2015)
+
+The sum of w u over ranks is AdamW's step of the mean gradient, as far as V is that of the mean
+gradient. With v / w in its place every rank would divide by the size of its own gradient, which is
+larger, and unlike other ranks'. What is selected, exchanged and held back are steps of the
+parameters, the rate included: what is sent late is sent at the rate of its own time.
+
+The sample is one coordinate of SWEEP (`sampling`): its sum travels as bfloat16, in an allreduce
+within the bucket's own operation. What the ranks share is kept in the optimizer's `state`, as all
+state that is the same on all ranks; m, v and the own row sums belong to one rank, beside its
+residual.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from collectives.transports import Transport
+
+from ..buckets.arrays import from_array, to_array, zeros
+from ..buckets.buckets import Bucket
+from .sampling import SWEEP, Sampling, times_sampled
+
+# Of the optimizer's state of a parameter: how many steps were sampled; s, and -1 where there is no
+# sample yet; sums of the mean gradient's squares by rows.
+STEP, SHARED, SHARED_ROWS = "step", "shared_exp_avg_sq", "shared_row_squares"
+UNKNOWN: Final = -1.0
+
+_ROW_DECAY: Final = 0.99
+_PRIOR: Final = 2.0  # samples of a coordinate that its own moment is worth
+_LEAST_OWN: Final = 0.1  # q, in the end
+_SMOOTHING: Final = 0.02  # of a mean row, added to each
+_PIECE: Final = 1 << 16  # elements that fit a cache with their moments
+
+
+class Hyper(NamedTuple):
+    """AdamW's options of one parameter. l2: weight decay that is added to the gradient (Adam)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    l2: float
+    maximize: bool
+
+
+class AdamGroups:
+    """The parameter groups and the state of an Adam or AdamW whose steps are made by gtopk."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper]:
+        """Return the options of these parameters, as they are now."""
+        of: dict[torch.Tensor, Hyper] = {}
+        for group in self._optimizer.param_groups:
+            beta1, beta2 = map(float, group["betas"])
+            l2 = 0.0 if is_decoupled(group, self._optimizer) else float(group["weight_decay"])
+            one = Hyper(
+                float(group["lr"]), beta1, beta2, float(group["eps"]), l2, bool(group["maximize"])
+            )
+            of.update(dict.fromkeys(group["params"], one))
+        return [of[parameter] for parameter in parameters]
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the optimizer's own state of a parameter, to be changed in place."""
+        state: dict[str, Any] = self._optimizer.state[parameter]
+        return state
+
+
+def is_decoupled(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether weight decay shrinks parameters, as AdamW's, and is no part of gradients."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+@dataclass
+class OwnMoments:
+    """What belongs to one rank, changed in place.
+
+    first, second: m and v, [n]; ages: steps of this rank, int64 [p]; rows: row sums of w g^2,
+    [all rows]. The last two are on the host.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor
+    ages: torch.Tensor
+    rows: torch.Tensor
+
+
+class _Before(NamedTuple):
+    """What a step has changed of what the ranks share."""
+
+    places: torch.Tensor
+    shared: torch.Tensor
+    rows: torch.Tensor
+    steps: list[int]
+
+
+class AdamSteps:
+    """Makes AdamW's steps of one bucket's gradients.
+
+    ranks: that exchange the bucket; alone, a rank's own second moment is that of the mean gradient.
+    `read` comes first in every step, in the program; then `make`, a collective; `undo` makes it as
+    if there had been no `make` since the last `forget`.
+    """
+
+    def __init__(self, bucket: Bucket, groups: AdamGroups, ranks: int) -> None:
+        self.share = 1.0 / ranks  # of this rank in the sum, where nobody says how many samples
+        self._bucket, self._groups, self._ranks = bucket, groups, ranks
+        named = zip(bucket.parameters, bucket.strides, strict=True)
+        self.rows = [_rows(*each) for each in named]
+        self._sampling = Sampling(bucket.sizes, self.rows)
+        self._shared = zeros(bucket.length, bucket.dtype, bucket.device).fill_(UNKNOWN)
+        self._shared_rows = torch.zeros(sum(self.rows), dtype=self._shared.dtype, device="cpu")
+        self._steps = [0] * len(bucket.sizes)
+        self._hypers: list[Hyper] = []
+        self._before: _Before | None = None
+
+    def read(self, own: OwnMoments) -> None:
+        """Read the options, and take over what was loaded into the optimizer's state."""
+        self._hypers = self._groups.read(self._bucket.parameters)
+        shared = self._bucket.split(self._shared)
+        rows = self._shared_rows.split(self.rows)
+        for number, parameter in enumerate(self._bucket.parameters):
+            state = self._groups.state_of(parameter)
+            if state.get(SHARED) is not shared[number]:
+                if SHARED in state:
+                    shared[number].copy_(state[SHARED])
+                    rows[number].copy_(state[SHARED_ROWS])
+                elif "exp_avg_sq" in state:
+                    self._begin_with(number, state, shared[number], own)
+            self._steps[number] = int(state.get(STEP, 0))
+            state[STEP] = torch.tensor(float(self._steps[number]), device="cpu")
+            state[SHARED], state[SHARED_ROWS] = shared[number], rows[number]
+
+    def is_as_read(self) -> bool:
+        """Tell whether the options are those that were read."""
+        return self._hypers == self._groups.read(self._bucket.parameters)
+
+    def _begin_with(
+        self, number: int, state: dict[str, Any], shared: torch.Tensor, own: OwnMoments
+    ) -> None:
+        """Go on from moments of a plain AdamW, of the mean gradient."""
+        steps, share = int(state[STEP]), self.share
+        hyper = self._hypers[number]
+        square = state.pop("exp_avg_sq")
+        mean = state.pop("exp_avg")
+        state.pop("max_exp_avg_sq", None)
+        if not steps:
+            return
+        shared.copy_(square).div_(1.0 - hyper.beta2**steps)
+        if not int(own.ages[number]):
+            self._bucket.split(own.first)[number].copy_(mean).mul_(share)
+            self._bucket.split(own.second)[number].copy_(square).mul_(share)
+            own.ages[number] = steps
+
+    def make(
+        self, gradient: torch.Tensor, share: float, transport: Transport, own: OwnMoments
+    ) -> float:
+        """Make the weighted gradient, [n], in place, the weighted step that is to be subtracted.
+
+        share: of this rank in the sum; 0: it has no gradient, and its moments stay.
+        Returns how many seconds the sample took to travel.
+        """
+        self._add_decay(gradient, share)
+        ratios, seconds = None, 0.0
+        if self._ranks > 1:
+            began = time.perf_counter()
+            ratios = self._learn(gradient, share, transport, own.rows)
+            seconds = time.perf_counter() - began
+        if share:
+            own.ages.add_(1)
+            self._step(gradient, share, own, ratios)
+        return seconds
+
+    def _add_decay(self, gradient: torch.Tensor, share: float) -> None:
+        """Make it the gradient that Adam takes its moments of."""
+        for hyper, parameter, part in zip(
+            self._hypers, self._bucket.parameters, self._bucket.split(gradient), strict=True
+        ):
+            if hyper.maximize:
+                part.neg_()
+            if hyper.l2 and share:
+                part.add_(parameter.detach().to(part.device, part.dtype), alpha=share * hyper.l2)
+
+    def _learn(
+        self, gradient: torch.Tensor, share: float, transport: Transport, own_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Add this step's sample to what the ranks share; return R, [all rows], on the host."""
+        sample = self._sampling.at(self._steps)
+        places = sample.places.to(gradient.device)
+        sent = gradient[places].to(torch.bfloat16)
+        on_wire = to_array(sent)
+        mine = from_array(on_wire, sent).to("cpu", self._shared_rows.dtype)
+        transport.allreduce(on_wire)
+        mean = from_array(on_wire, sent).to(self._shared.dtype)
+        squares = mean.square()
+        before = self._shared[places]
+        self._before = _Before(places, before, self._shared_rows.clone(), self._steps)
+        weights = self._sample_weights(sample.numbers).to(before)
+        self._shared[places] = torch.lerp(before, squares, weights)
+        self._shared_rows.mul_(_ROW_DECAY).index_add_(0, sample.rows, squares.cpu())
+        own_rows.mul_(_ROW_DECAY)
+        if share:
+            own_rows.index_add_(0, sample.rows, mine.square_().div_(share))
+        self._set_steps([steps + 1 for steps in self._steps])
+        return self._ratios(own_rows)
+
+    def _sample_weights(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return what a sample weighs beside the mean of those before it, [s]."""
+        weights = []
+        for steps, hyper in zip(self._steps, self._hypers, strict=True):
+            decay = hyper.beta2**SWEEP
+            weights.append((1.0 - decay) / (1.0 - decay ** times_sampled(steps + 1)))
+        return torch.tensor(weights, dtype=self._shared.dtype, device="cpu")[numbers]
+
+    def _ratios(self, own_rows: torch.Tensor) -> torch.Tensor:
+        """Return the squares of the mean gradient over those of this rank, by rows.
+
+        own_rows: w times this rank's, of as many samples; w is taken for its usual share.
+        """
+        own = own_rows / self.share
+        ratio = self._shared_rows.sum() / own.sum().clamp_min(1e-30)
+        more = own.mean() * _SMOOTHING
+        ratios = (self._shared_rows + ratio * more) / (own + more + 1e-30)
+        return ratios.clamp_(0.25 / self._ranks, 1.0)
+
+    def square_of_mean(self) -> float:
+        """Return the sum of the mean gradient's sampled squares, of some hundred steps."""
+        return float(self._shared_rows.sum())
+
+    def _set_steps(self, steps: list[int]) -> None:
+        self._steps = steps
+        for parameter, many in zip(self._bucket.parameters, steps, strict=True):
+            self._groups.state_of(parameter)[STEP].fill_(many)
+
+    def _step(
+        self, gradient: torch.Tensor, share: float, own: OwnMoments, ratios: torch.Tensor | None
+    ) -> None:
+        vectors = (gradient, own.first, own.second, self._shared)
+        parts = zip(*(each.split(self._bucket.sizes) for each in vectors), strict=True)
+        of_rows = (
+            [None] * len(self.rows)
+            if ratios is None
+            else ratios.to(gradient.device).split(self.rows)
+        )
+        for age, steps, hyper, rows, ratio, part in zip(
+            own.ages.tolist(),
+            self._steps,
+            self._hypers,
+            self.rows,
+            of_rows,
+            parts,
+            strict=True,
+        ):
+            bias1, bias2 = 1.0 - hyper.beta1**age, 1.0 - hyper.beta2**age
+            times = times_sampled(steps)
+            own_part = 1.0 if ratio is None else max(_PRIOR / (_PRIOR + times), _LEAST_OWN)
+            for g, m, v, s, r in _pieces(part, rows, ratio):
+                m.lerp_(g, 1.0 - hyper.beta1)
+                v.mul_(hyper.beta2).addcmul_(g, g, value=(1.0 - hyper.beta2) / share)
+                torch.mul(v, 1.0 / (bias2 * share) if r is None else r / (bias2 * share), out=g)
+                if ratio is not None and times > 1:
+                    g.mul_(own_part).add_(s, alpha=1.0 - own_part)
+                elif ratio is not None:  # some have no sample yet
+                    g.copy_(torch.where(s < 0, g, torch.lerp(s, g, own_part)))
+                g.sqrt_().add_(hyper.eps)
+                torch.div(m, g, out=g).mul_(hyper.lr / bias1)
+
+    def undo(self) -> None:
+        """Make what the ranks share what it was before `make`."""
+        if self._before is not None:
+            places, shared, rows, steps = self._before
+            self._shared[places] = shared
+            self._shared_rows.copy_(rows)
+            self._set_steps(steps)
+            self._before = None
+
+    def forget(self) -> None:
+        """Let `undo` change nothing from now on."""
+        self._before = None
+
+
+def _rows(parameter: torch.Tensor, stride: tuple[int, ...]) -> int:
+    """Return how many rows a parameter has in memory: one where they do not lie one by one."""
+    if parameter.dim() < 2 or not parameter.numel() or stride[0] != max(stride):
+        return 1
+    return parameter.shape[0]
+
+
+def _pieces(
+    vectors: Sequence[torch.Tensor], rows: int, ratio: torch.Tensor | None
+) -> Iterator[tuple[Any, ...]]:
+    """Return parts of vectors, [k, row], that fit a cache on the host, and their rows' ratios."""
+    if vectors[0].device.type != "cpu" or not vectors[0].numel():
+        wide = rows, rows
+    else:
+        wide = max(1, _PIECE * rows // vectors[0].numel()), _PIECE
+    if rows == 1 or ratio is None:
+        return zip(*(each.split(wide[1]) for each in vectors), itertools.repeat(ratio))
+    split = (each.view(rows, -1).split(wide[0]) for each in vectors)
+    return zip(*split, ratio.view(rows, 1).split(wide[0]), strict=True)

@@ -1,0 +1,68 @@
+"""Sampling: which coordinates' mean gradients the ranks learn in a step, by a rule that all know.
+
+Each parameter is cut into blocks of SWEEP coordinates, and each step takes one of every block, so
+that after SWEEP steps each coordinate was taken once. Which comes first differs from block to
+block: no column of a matrix is taken all at once. No index travels, and nothing of the parameters'
+size is kept.
+
+    step 0    . . x . | x . . . | . . . x | ...
+    step 1    x . . . | . . x . | . x . . | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+SWEEP: Final = 40
+_STRIDE: Final = 17  # between the places of two steps in a block; coprime with SWEEP
+_MULTIPLIER: Final = 2654435761  # Knuth's, of multiplicative hashing
+
+
+class Sample(NamedTuple):
+    """The coordinates of one step, all int64 on the host, [s].
+
+    places: in the vector of all parameters side by side, ascending.
+    numbers: of the parameter that each is of. rows: of the row, counted through all parameters.
+    """
+
+    places: torch.Tensor
+    numbers: torch.Tensor
+    rows: torch.Tensor
+
+
+class Sampling:
+    """Of p parameters that lie side by side.
+
+    sizes: their elements; rows: into how many equal rows each is divided.
+    """
+
+    def __init__(self, sizes: Sequence[int], rows: Sequence[int]) -> None:
+        lengths = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        self._ends = lengths.cumsum(0)
+        self._begins = self._ends - lengths
+        counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        self._first_row = counts.cumsum(0) - counts
+        self._row_length = (lengths // counts).clamp_min(1)
+        blocks = -(-lengths // SWEEP)
+        self._number = torch.arange(len(sizes), device="cpu").repeat_interleave(blocks)
+        within = torch.arange(len(self._number), device="cpu")
+        within -= (blocks.cumsum(0) - blocks)[self._number]
+        self._block = self._begins[self._number] + within * SWEEP
+        self._phase = (within * _MULTIPLIER % (1 << 32)) // (1 << 16) % SWEEP
+
+    def at(self, steps: Sequence[int]) -> Sample:
+        """Return the sample of a step; steps: in how many each parameter was sampled before."""
+        taken = torch.tensor(steps, dtype=torch.int64, device="cpu")[self._number]
+        places = self._block + (self._phase + _STRIDE * taken) % SWEEP
+        inside = places < self._ends[self._number]
+        places, numbers = places[inside], self._number[inside]
+        rows = (places - self._begins[numbers]) // self._row_length[numbers]
+        return Sample(places, numbers, self._first_row[numbers] + rows)
+
+
+def times_sampled(steps: int) -> int:
+    """Return how often a coordinate was sampled after so many steps, one of the current sweep."""
+    return -(-steps // SWEEP)

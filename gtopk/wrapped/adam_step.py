@@ -1,0 +1,99 @@
+"""AdamW's part of a step whose moments were taken before the exchange: decay, and the agreed steps.
+
+Of Adam and AdamW themselves; a class derived from them that steps in its own way is another
+optimizer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..compression import ErrorFeedback, Hierarchical
+from ..exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled
+from .local_residual import LocalResidual
+
+
+def adam_before(optimizer: torch.optim.Optimizer, compression: object) -> AdamGroups | None:
+    """Return the groups of an optimizer whose steps can be made before the exchange, else None.
+
+    compression: must be one that holds something back, with each rank's own gradients, and without
+    a momentum of its own. Raises ValueError for amsgrad=True.
+    """
+    if not isinstance(compression, ErrorFeedback) or compression.corrects:
+        return None
+    if isinstance(compression, Hierarchical) and compression.inside == "dense":
+        return None
+    own = (torch.optim.Adam, torch.optim.AdamW)
+    stepping = inspect.unwrap(type(optimizer).step)
+    if not isinstance(optimizer, own) or stepping not in [inspect.unwrap(e.step) for e in own]:
+        return None
+    if any(group["amsgrad"] for group in optimizer.param_groups):
+        raise ValueError(
+            "amsgrad=True needs the largest second moment of the mean gradient, and no rank knows "
+            "that of every coordinate in every step: use amsgrad=False, or adam_steps='after', "
+            "which steps with the agreed update and loses accuracy"
+        )
+    return AdamGroups(optimizer)
+
+
+@torch.no_grad()
+def step(optimizer: Any, local: LocalResidual | None) -> None:
+    """Decay the parameters, and subtract the agreed steps, which are in place of gradients.
+
+    The parameters are then the centre, also those that had something unsent applied.
+    Raises RuntimeError for a sparse gradient, as Adam does.
+    """
+    for group in optimizer.param_groups:
+        keep = 1.0
+        if is_decoupled(group, optimizer):
+            keep -= float(group["lr"]) * float(group["weight_decay"])
+        for parameter in group["params"]:
+            centre = None if local is None else local.take_centre(parameter)
+            update = parameter.grad
+            if update is None:
+                if centre is not None:
+                    parameter.copy_(centre)
+                continue
+            if update.is_sparse:
+                raise RuntimeError(
+                    "Adam does not support sparse gradients: make them dense by sparse=False in "
+                    "the embedding"
+                )
+            torch.mul(parameter if centre is None else centre, keep, out=parameter)
+            parameter.sub_(update)
+
+
+def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Take what ranks share from a state as it was saved.
+
+    torch has made it of the parameters' dtype.
+    state_dict: the one that the optimizer has just loaded.
+    """
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    here = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(saved, here, strict=True):
+        for name in (SHARED, SHARED_ROWS):
+            tensor = state_dict["state"].get(number, {}).get(name)
+            if tensor is not None:
+                optimizer.state[parameter][name] = tensor.detach().clone()
+
+
+class AgreedSteps:
+    """The agreed steps in the place of gradients, which only a GradScaler may change."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        gradients = [parameter.grad for parameter in parameters]
+        self._versions = [(each, each._version) for each in gradients if each is not None]
+
+    def require_unchanged(self) -> None:
+        """Raise ValueError where somebody has changed one in place since."""
+        if any(gradient._version != version for gradient, version in self._versions):
+            raise ValueError(
+                "gradients were changed between synchronize() and step(), where they are the "
+                "agreed steps of AdamW, and no gradients: clip before synchronize(), or by "
+                "local_clip_norm; adam_steps='after' steps with agreed gradients"
+            )

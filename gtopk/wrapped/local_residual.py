@@ -1,0 +1,152 @@
+"""LocalResidual: forward and backward see the model with this rank's own unsent steps.
+
+    step()      parameters hold the centre c, to the bit the same on all ranks
+    forward     of a model in training: they become c - a, a: what this rank has not sent yet
+    backward    this rank's gradient at c - a
+    step()      c moves by what the ranks agreed on
+
+Without it a rank computes gradients as if its unsent steps had never been made, and makes them
+again and again until they are sent: under AdamW, whose steps are as large as it can bear, that
+costs most of what compression loses. Whoever looks at parameters between a step and the next
+forward pass sees the centre: evaluation, checkpoints, the replica check, broadcasts.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ..step.reducer import Reducer
+
+_log = logging.getLogger("gtopk")
+
+
+class LocalResidual:
+    """Swaps the parameters of one optimizer between the centre and c - a.
+
+    The models are found by their first forward pass: those called first that have one of the
+    parameters. Where none was found by the end of the first step, as of models that are no
+    torch.nn.Module, parameters are c - a from the end of a step on, and `restore` is the caller's.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self._centre: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._versions: dict[torch.nn.Parameter, int] = {}  # of those that are c - a now
+        self._roots = weakref.WeakSet[torch.nn.Module]()
+        self._is_at_rest = False  # by `eval`, until `train`
+        self._has_warned = False
+        known = weakref.ref(self)
+
+        def find(module: torch.nn.Module, inputs: Any) -> None:
+            if (own := known()) is None:
+                handle.remove()
+            else:
+                own._find(module)
+
+        handle = register_module_forward_pre_hook(find)
+        self._finding: Any = handle
+
+    def _find(self, module: torch.nn.Module) -> None:
+        """Note a model that has one of the parameters, and is in none that was noted before."""
+        if module in self._roots or any(module in set(root.modules()) for root in self._roots):
+            return
+        if any(parameter in self._reducer.names for parameter in module.parameters()):
+            self._roots.add(module)
+            hook = _Hook(self)
+            module.register_forward_pre_hook(hook.before_forward)
+            module.register_state_dict_pre_hook(hook.before_state_dict)
+            hook.before_forward(module, ())  # the call that goes on has no such hook yet
+
+    @property
+    def is_applied(self) -> bool:
+        """Tell whether parameters are c - a now."""
+        return bool(self._versions)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Make the parameters c - a; nothing where they are, or `eval` was called."""
+        if self.is_applied or self._is_at_rest:
+            return
+        ranks = self._reducer.peers.size
+        for parameter, residual in self._reducer.planned.residuals():
+            centre = self._centre.get(parameter)
+            if centre is None or (centre.shape, centre.dtype, centre.device) != (
+                parameter.shape,
+                parameter.dtype,
+                parameter.device,
+            ):
+                centre = self._centre[parameter] = torch.empty_like(parameter)
+            centre.copy_(parameter)
+            # A residual has the weight of a rank in the sum; by itself it would move all of it.
+            parameter.sub_(residual.to(parameter.device), alpha=ranks)
+            self._versions[parameter] = parameter._version
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the parameters the centre; what was written into them since is the new centre."""
+        for parameter in [*self._versions]:
+            if (centre := self.take_centre(parameter)) is not None:
+                parameter.copy_(centre)
+
+    def take_centre(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the centre of a parameter that is c - a, and is the caller's to write back.
+
+        None: it is the centre itself.
+        """
+        version = self._versions.pop(parameter, None)
+        if version is None or version != parameter._version:
+            return None
+        return self._centre[parameter]
+
+    def end_step(self) -> None:
+        """Make sure that the next forward pass sees c - a, where no model will tell of it."""
+        self._finding.remove()
+        if self._roots:
+            return
+        if not self._has_warned and self._reducer.peers.rank == 0:
+            _log.warning(
+                "no torch.nn.Module with the optimizer's parameters was called before its first "
+                "step: between steps they hold steps that rank %d has not sent yet. Evaluate and "
+                "save within `with optimizer.evaluating():`, or give local_residual=False",
+                self._reducer.peers.world.rank,
+            )
+        self._has_warned = True
+        self.apply()
+
+    def eval(self) -> None:
+        """Keep the parameters at the centre until `train`."""
+        self.restore()
+        self._is_at_rest = True
+
+    def train(self) -> None:
+        """Let the parameters be c - a in forward passes again."""
+        self._is_at_rest = False
+        if not self._roots:
+            self.apply()
+
+
+class _Hook:
+    """What a model calls before it computes, and before its state is taken; a copy does nothing."""
+
+    def __init__(self, of: LocalResidual | None = None) -> None:
+        self._of = (lambda: None) if of is None else weakref.ref(of)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+    def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if (residual := self._of()) is None:
+            return
+        if not module.training:
+            residual.restore()
+        elif torch.is_grad_enabled():
+            residual.apply()
+
+    def before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        if (residual := self._of()) is not None:
+            residual.restore()

@@ -1,0 +1,47 @@
+"""Which coordinates are sampled: all of them once in a sweep, by a rule without a message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gtopk.exchange.sampling import SWEEP, Sampling, times_sampled
+
+SIZES, ROWS = [7, 400, 1, 0, 40, 123 * 5], [1, 20, 1, 1, 1, 123]
+
+
+def test_every_coordinate_is_sampled_once_in_a_sweep():
+    sampling = Sampling(SIZES, ROWS)
+    places = torch.cat([sampling.at([5 + step] * len(SIZES)).places for step in range(SWEEP)])
+    assert places.sort().values.tolist() == list(range(sum(SIZES)))
+
+
+@pytest.mark.parametrize("steps", [0, 13, 41])
+def test_a_sample_knows_the_parameter_and_the_row_of_each_place(steps):
+    sample = Sampling(SIZES, ROWS).at([steps] * len(SIZES))
+    numbers = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
+    rows, first = [], 0
+    for size, many in zip(SIZES, ROWS, strict=True):
+        rows += [first + place // (size // many) for place in range(size)]
+        first += many
+    assert sample.numbers.tolist() == numbers[sample.places].tolist()
+    assert sample.rows.tolist() == torch.tensor(rows)[sample.places].tolist()
+    assert (sample.places.diff() > 0).all()
+
+
+def test_parameters_of_unlike_ages_are_sampled_each_by_its_own():
+    sampling = Sampling([80, 80], [1, 1])
+    both = sampling.at([3, 8])
+    first, second = (both.places[both.numbers == number] for number in (0, 1))
+    assert first.tolist() == [p for p in sampling.at([3, 3]).places.tolist() if p < 80]
+    assert second.tolist() == [p for p in sampling.at([8, 8]).places.tolist() if p >= 80]
+
+
+def test_a_step_samples_no_column_of_a_matrix_alone():
+    places = Sampling([64 * 40], [64]).at([0]).places
+    assert len(set((places % 40).tolist())) > 20
+
+
+def test_how_often_a_coordinate_was_sampled():
+    counted = [times_sampled(steps) for steps in (0, 1, SWEEP, SWEEP + 1, 2 * SWEEP)]
+    assert counted == [0, 1, 1, 2, 2]

@@ -1,0 +1,633 @@
+"""AdamW is wrapped, and that is all: its steps are made before the selection."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import re
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.adaptive.adapt import adapt
+from gtopk.compression import Compression
+from gtopk.exchange.sampling import SWEEP
+from gtopk.lanes.held import mean_square_ratio
+from gtopk.optimizer import DistributedOptimizer
+from gtopk.reductions import Sum
+from gtopk.step.weights import LocalClip
+from gtopk.world import world
+from tests.gtopk.adamw import (
+    OneRank,
+    centre,
+    distribute,
+    flat,
+    gradients_of,
+    network,
+    value,
+)
+from tests.gtopk.held import held
+
+KINDS = [
+    Compression.topk,
+    Compression.gtopk,
+    Compression.oktopk,
+    Compression.hierarchical,
+    partial(Compression.gtopk, values="int8", wire="packed"),
+    partial(Compression.gtopk, dense_vectors=True),
+    partial(Compression.gtopk, dense=""),
+]
+
+
+def train(
+    optimizer: Any, model: torch.nn.Module, rank: int, steps: range, samples: int = 5
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        value(model, rank, step, samples).backward()
+        optimizer.step()
+
+
+def by_rate(step: int) -> float:
+    return 0.5**step
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"maximize": True, "eps": 1e-3}),
+        (torch.optim.Adam, {}),
+        (torch.optim.Adam, {"maximize": True}),
+        (torch.optim.Adam, {"decoupled_weight_decay": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+    ],
+)
+def test_on_one_rank_it_is_the_optimizer_itself(kind, options):
+    one, other = network(), network()
+    with world.entered(local_world(1)[0]):
+        optimizer = distribute(one, Compression.gtopk(0.1), kind=partial(kind, **options))
+        plain = distribute(other, Compression.none, kind=partial(kind, **options))._wrapped
+        schedules = [torch.optim.lr_scheduler.LambdaLR(o, by_rate) for o in (optimizer, plain)]
+        for step in range(8):
+            for model, each in ((one, optimizer), (other, plain)):
+                each.zero_grad()
+                value(model, 0, step).backward()
+                each.step()
+            for schedule in schedules:
+                schedule.step()
+    np.testing.assert_allclose(
+        flat(one.parameters()), flat(other.parameters()), rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_centre_moves_by_the_mean_of_the_ranks_steps(size, kind):
+    """Less what is held back; with unlike samples, skipped steps, and rates that change."""
+
+    def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
+        model, alone, found = network(), OneRank(size), []
+        with world.entered(transport):
+            optimizer = distribute(model, kind(0.1), groups=1)
+            for step in range(9):
+                samples = (step + transport.rank) % 4 + (size == 1)  # none, now and then
+                total = sum((step + rank) % 4 + (size == 1) for rank in range(size))
+                optimizer.set_num_samples(samples)
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.8
+                before, left = centre(optimizer), held(optimizer)
+                optimizer.zero_grad()
+                value(model, transport.rank, step, samples or 1).backward()
+                gradients = gradients_of(model)
+                if step == 4 and transport.rank == size - 1:
+                    next(model.parameters()).grad.fill_(float("inf"))
+                    optimizer.set_num_samples(1)
+                optimizer.step()
+                after, rest = centre(optimizer), held(optimizer)
+                if step == 4:
+                    np.testing.assert_array_equal(before, after)
+                    np.testing.assert_array_equal(left, rest)
+                    continue
+                own = alone.step(optimizer, gradients, samples / total)
+                decays = np.concatenate(
+                    [
+                        np.full(p.numel(), 1 - group["lr"] * group["weight_decay"])
+                        for group in optimizer.param_groups
+                        for p in group["params"]
+                    ]
+                )
+                found.append((before * decays, left, own, after, rest))
+        return found
+
+    for ranks in zip(*run_ranks(local_world(size, 30), program), strict=True):
+        before, left, own, after, rest = (np.stack(each) for each in zip(*ranks, strict=True))
+        assert (after == after[0]).all()
+        np.testing.assert_allclose(
+            after[0] - rest.sum(0), before[0] - left.sum(0) - own.sum(0), rtol=0, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_what_ranks_share_is_the_same_on_all_to_the_bit_and_is_of_the_mean_gradient(threads, op):
+    steps = 3 * SWEEP
+
+    def program(transport: LocalTransport) -> tuple[Any, np.ndarray]:
+        model, squares = network(), []
+        with world.entered(transport):
+            options = {"op": Sum} if op == "sum" else {}
+            optimizer = distribute(model, Compression.gtopk(0.2), lr=0.0, **options)
+            optimizer.param_groups[0]["lr"] = 0.0
+            for step in range(steps):
+                optimizer.zero_grad()
+                value(model, transport.rank, step % 7).backward()
+                squares.append(flat(p.grad for p in model.parameters()))
+                optimizer.step()
+            state = optimizer.state_dict()["state"]
+        return state, np.stack(squares)
+
+    first, second = threads(2, program)
+    for number, state in first[0].items():
+        assert state.keys() == {"step", "shared_exp_avg_sq", "shared_row_squares"}
+        assert int(state["step"]) == steps
+        for name, tensor in state.items():
+            assert torch.equal(tensor, second[0][number][name])
+    mean = (first[1] + second[1]) / (1 if op == "sum" else 2)
+    shared = flat(state["shared_exp_avg_sq"] for _, state in sorted(first[0].items()))
+    # Three samples of each coordinate, rounded to bfloat16: between the least and the largest.
+    assert (shared <= (mean**2).max(0) * 1.02).all()
+    assert (shared >= (mean**2).min(0) * 0.98).all()
+
+
+def test_a_skipped_step_leaves_what_ranks_share(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2))
+            train(optimizer, model, transport.rank, range(3))
+            before = copy.deepcopy(optimizer.state_dict())
+            optimizer.zero_grad()
+            value(model, transport.rank, 3).backward()
+            if transport.rank == 1:
+                next(model.parameters()).grad[0, 0] = float("nan")
+            optimizer.step()
+            after = optimizer.state_dict()
+            assert optimizer.skipped_steps == 1
+        for number, state in before["state"].items():
+            for name, tensor in state.items():
+                assert torch.equal(tensor, after["state"][number][name])
+        mine = before["gtopk"]["held"][transport.rank]
+        for name, parts in mine.items():
+            for what, tensor in parts.items():
+                assert torch.equal(tensor, after["gtopk"]["held"][transport.rank][name][what])
+
+    threads(2, program)
+
+
+def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_centre(threads):
+    def program(transport: LocalTransport) -> np.ndarray:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, transport.rank, range(4))
+            common = flat(model.parameters())
+            optimizer.zero_grad()
+            loss = value(model, transport.rank, 4)
+            unsent = held(optimizer)
+            assert unsent.any()
+            seen = flat(model.parameters())
+            np.testing.assert_array_equal(seen, common - transport.size * unsent)
+            loss.backward()
+            saved = model.state_dict()
+            np.testing.assert_array_equal(flat(saved.values()), common)
+            value(model, transport.rank, 4)
+            np.testing.assert_array_equal(flat(model.parameters()), seen)
+            model.eval()
+            value(model, transport.rank, 4)
+            np.testing.assert_array_equal(flat(model.parameters()), common)
+            model.train()
+            value(model, transport.rank, 4)
+            with optimizer.evaluating():
+                np.testing.assert_array_equal(flat(model.parameters()), common)
+                value(model, transport.rank, 4)
+                np.testing.assert_array_equal(flat(model.parameters()), common)
+            optimizer.step()
+            return flat(model.parameters())
+
+    first, second = threads(2, program)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_model_of_several_modules_sees_it_in_each(threads):
+    def program(transport: LocalTransport) -> None:
+        one, two = network(), network()
+        with world.entered(transport):
+            inner = torch.optim.AdamW([*one.parameters(), *two.parameters()], lr=0.1)
+            optimizer = DistributedOptimizer(inner, compression=Compression.gtopk(0.1))
+            for step in range(3):
+                optimizer.zero_grad()
+                value(one, transport.rank, step).backward()
+                value(two, transport.rank, step + 9).backward()
+                optimizer.step()
+            common = flat(two.parameters())
+            two(torch.zeros(1, 6, dtype=torch.float64))
+            assert (flat(two.parameters()) != common).any()
+
+    threads(2, program)
+
+
+def test_where_no_module_is_called_parameters_hold_it_between_steps_with_a_warning(threads, caplog):
+    def program(transport: LocalTransport) -> np.ndarray:
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(50, dtype=torch.float64))
+        with world.entered(transport):
+            inner = torch.optim.AdamW([weight], lr=0.1)
+            optimizer = DistributedOptimizer(inner, compression=Compression.gtopk(0.1))
+            for step in range(3):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + transport.rank)
+                (
+                    weight * torch.randn(50, generator=generator, dtype=torch.float64)
+                ).sum().backward()
+                optimizer.step()
+            with optimizer.evaluating():
+                common = weight.detach().numpy().copy()
+            unsent = transport.size * held(optimizer)
+            np.testing.assert_array_equal(weight.detach().numpy(), common - unsent)
+            assert unsent.any()
+        return common
+
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        first, second = threads(2, program)
+    np.testing.assert_array_equal(first, second)
+    assert sum("evaluating()" in record.message for record in caplog.records) == 1
+
+
+def test_local_residual_can_be_left_out(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1), local_residual=False)
+            train(optimizer, model, transport.rank, range(3))
+            common = flat(model.parameters())
+            value(model, transport.rank, 3)
+            np.testing.assert_array_equal(flat(model.parameters()), common)
+
+    threads(2, program)
+
+
+def test_what_is_loaded_into_a_model_in_the_middle_of_a_step_is_its_centre(threads):
+    def program(transport: LocalTransport) -> None:
+        model, other = network(), network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, transport.rank, range(3))
+            value(model, transport.rank, 3)
+            model.load_state_dict(other.state_dict())
+            with optimizer.evaluating():
+                np.testing.assert_array_equal(flat(model.parameters()), flat(other.parameters()))
+
+    threads(2, program)
+
+
+def test_a_copied_and_a_pickled_model_know_nothing_of_the_optimizer(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, transport.rank, range(3))
+            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                value(other, transport.rank, 3)
+                np.testing.assert_array_equal(flat(other.parameters()), flat(model.parameters()))
+
+    threads(2, program)
+
+
+def test_a_rate_that_changes_between_backward_and_step_counts(threads):
+    """As it does where it changed before: what was exchanged meanwhile is exchanged anew."""
+
+    def program(transport: LocalTransport, early: bool) -> np.ndarray:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1), bucket_bytes=1)
+            for step in range(4):
+                optimizer.zero_grad()
+                rates = [group["lr"] * 0.5 for group in optimizer.param_groups]
+                loss = value(model, transport.rank, step)
+                if not early:
+                    loss.backward()
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+                if early:
+                    loss.backward()
+                optimizer.step()
+            return centre(optimizer)
+
+    early, late = (threads(2, lambda t, e=early: program(t, e)) for early in (True, False))
+    np.testing.assert_array_equal(early, late)
+
+
+def test_hooks_of_the_optimizer_are_called_once_a_step(threads):
+    def program(transport: LocalTransport) -> None:
+        model, calls = network(), []
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            optimizer.register_step_pre_hook(lambda *call: calls.append("before"))
+            optimizer.register_step_post_hook(lambda *call: calls.append("after"))
+            train(optimizer, model, transport.rank, range(2))
+        assert calls == ["before", "after"] * 2
+
+    threads(2, program)
+
+
+def test_a_run_resumes_to_the_bit(threads):
+    def program(transport: LocalTransport, steps: range, saved: Any = None) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            if saved is not None:
+                model.load_state_dict(saved[transport.rank][0])
+                optimizer.load_state_dict(saved[transport.rank][1])
+            train(optimizer, model, transport.rank, steps)
+            state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        return state
+
+    half = threads(2, lambda t: program(t, range(SWEEP + 5)))
+    resumed = threads(2, lambda t: program(t, range(SWEEP + 5, SWEEP + 9), half))
+    whole = threads(2, lambda t: program(t, range(SWEEP + 9)))
+    for (model, optimizer), (other, its) in zip(resumed, whole, strict=True):
+        np.testing.assert_array_equal(flat(model.values()), flat(other.values()))
+        for number, state in optimizer["state"].items():
+            for name, tensor in state.items():
+                assert torch.equal(tensor, its["state"][number][name])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(4, 2), (2, 3), (3, 1)])
+def test_other_ranks_go_on_with_what_was_held_back(threads, saved, loaded):
+    def program(transport: LocalTransport, state: Any = None) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            if state is not None:
+                model.load_state_dict(state[0])
+                optimizer.load_state_dict(state[1])
+                before = held(optimizer)
+                train(optimizer, model, transport.rank, range(5, 7))
+                return before, optimizer.state_dict()["state"][0]["step"], flat(model.parameters())
+            train(optimizer, model, transport.rank, range(5))
+            whole = optimizer.gather_state()
+            return (copy.deepcopy(model.state_dict()), whole), held(optimizer)
+
+    parts = threads(saved, program)
+    state, left = parts[0][0], sum(each[1] for each in parts)
+    for each in state[1]["gtopk"]["held"].values():
+        assert all("shared_exp_avg_sq" not in of for of in each.values())  # once, not by rank
+    resumed = threads(loaded, lambda t: program(t, state))
+    np.testing.assert_allclose(sum(each[0] for each in resumed), left, rtol=0, atol=1e-15)
+    # Alone, a rank samples nothing.
+    assert {int(each[1]) for each in resumed} == {7 if loaded > 1 else 5}
+    assert all((each[2] == resumed[0][2]).all() for each in resumed)
+
+
+def test_it_goes_on_from_the_moments_of_a_plain_adamw():
+    one, other = network(), network()
+    with world.entered(local_world(1)[0]):
+        plain = distribute(other, Compression.none)._wrapped
+        train(plain, other, 0, range(5))
+        optimizer = distribute(one, Compression.gtopk(0.1))
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        one.load_state_dict(other.state_dict())
+        train(optimizer, one, 0, range(5, 9))
+        train(plain, other, 0, range(5, 9))
+    np.testing.assert_allclose(
+        flat(one.parameters()), flat(other.parameters()), rtol=1e-10, atol=1e-12
+    )
+
+
+def test_moments_of_a_plain_adamw_are_what_ranks_share(threads):
+    plain_model = network()
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05, betas=(0.8, 0.95))
+    train(plain, plain_model, 0, range(5))
+    state = plain.state_dict()
+
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        model.load_state_dict(plain_model.state_dict())
+        with world.entered(transport):
+            inner = torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.8, 0.95))
+            optimizer = DistributedOptimizer(inner, compression=Compression.gtopk(1.0))
+            optimizer.load_state_dict(copy.deepcopy(state))
+            optimizer.zero_grad()
+            value(model, 0, 5).backward()
+            optimizer.step()
+            for number, part in optimizer.state_dict()["state"].items():
+                before = state["state"][number]["exp_avg_sq"] / (1 - 0.95**5)
+                beside = (part["shared_exp_avg_sq"] != before).double().mean()
+                assert beside < 3 / SWEEP + 0.2  # the sample's alone have moved
+                assert int(part["step"]) == 6
+
+    threads(2, program)
+
+
+def test_a_state_of_float32_stays_so_where_parameters_are_of_16_bits(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network().to(torch.bfloat16)
+        with world.entered(transport):
+            inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+            optimizer = DistributedOptimizer(inner, compression=Compression.gtopk(0.1))
+
+            def step() -> None:
+                optimizer.zero_grad()
+                model(torch.ones(2, 6, dtype=torch.bfloat16)).float().square().sum().backward()
+                optimizer.step()
+
+            step()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            for number, state in optimizer.state_dict()["state"].items():
+                for name, tensor in state.items():
+                    assert tensor.dtype == torch.float32
+                    assert torch.equal(tensor, saved["state"][number][name])
+            step()
+
+    threads(2, program)
+
+
+class OwnWay(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (OwnWay, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.AdamW, {"adam_steps": "after"}),
+        (torch.optim.AdamW, {"compression": Compression.hierarchical(0.1, inside="dense")}),
+    ],
+)
+def test_what_steps_after_the_exchange_is_warned_of(make, options, threads, caplog):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = DistributedOptimizer(
+                make(model.parameters(), lr=0.1),
+                model.named_parameters(),
+                **{"compression": Compression.gtopk(0.1), **options},
+            )
+            train(optimizer, model, transport.rank, range(2))
+
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        threads(2, program)
+    assert any("after compression loses accuracy" in each.message for each in caplog.records)
+
+
+def test_adamw_before_the_exchange_is_not_warned_of(threads, caplog):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.5))
+            train(optimizer, model, transport.rank, range(2))
+
+    with caplog.at_level(logging.WARNING, "gtopk"):
+        threads(2, program)
+    assert not any("loses accuracy" in each.message for each in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"amsgrad": True}, "use amsgrad=False, or adam_steps='after'"),
+        ({"adam_steps": "behind"}, "adam_steps must be one of before, after; got 'behind'"),
+        ({"adam_steps": "after", "local_residual": True}, "local_residual=True is for Adam"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, said):
+    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match=re.escape(said)):
+        distribute(network(), Compression.gtopk(0.1), **options)
+
+
+def test_sgd_has_no_local_residual():
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
+    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match="what other optimizers"):
+        DistributedOptimizer(inner, compression=Compression.gtopk(0.1), local_residual=True)
+
+
+def test_sparse_gradients_are_refused_as_adam_does(threads):
+    def program(transport: LocalTransport) -> None:
+        table = torch.nn.Embedding(20, 3, sparse=True)
+        with world.entered(transport):
+            inner = torch.optim.AdamW(table.parameters(), lr=0.1)
+            optimizer = DistributedOptimizer(inner, compression=Compression.gtopk(0.1))
+            table(torch.tensor([1, 2])).sum().backward()
+            with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+                optimizer.step()
+
+    threads(2, program)
+
+
+def test_other_modes_step_with_adamw_itself(threads):
+    """They exchange sums and models: what they agree on is no step of AdamW."""
+
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        x = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4)
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.5))
+            adapted = adapt(loader, optimizer, mode="adaptive-sgd")
+            for (batch,) in adapted:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+            assert all("exp_avg" in state for state in optimizer.state.values())
+            adapted.close() if hasattr(adapted, "close") else None
+
+    threads(2, program)
+
+
+def test_the_gradients_of_a_step_that_nobody_took_are_forgotten(threads):
+    """`synchronize` and then `zero_grad`: what is held back, and shared, is as it was before."""
+
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2))
+            train(optimizer, model, transport.rank, range(3))
+            before, left = copy.deepcopy(optimizer.state_dict()), held(optimizer)
+            optimizer.zero_grad()
+            value(model, transport.rank, 3).backward()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            np.testing.assert_array_equal(held(optimizer), left)
+            for number, state in optimizer.state_dict()["state"].items():
+                for name, tensor in state.items():
+                    assert torch.equal(tensor, before["state"][number][name])
+
+    threads(2, program)
+
+
+def test_on_one_rank_global_clip_norm_clips_the_gradient_before_its_moments():
+    one, other = network(), network()
+    with world.entered(local_world(1)[0]):
+        optimizer = distribute(one, Compression.gtopk(0.1), global_clip_norm=0.1)
+        plain = distribute(other, Compression.none)._wrapped
+        for step in range(5):
+            train(optimizer, one, 0, range(step, step + 1))
+            plain.zero_grad()
+            value(other, 0, step).backward()
+            norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+            assert norm > 0.1
+            plain.step()
+    np.testing.assert_allclose(
+        flat(one.parameters()), flat(other.parameters()), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_global_clip_norm_goes_by_the_mean_gradient(threads):
+    """Noise of four ranks makes a rank's own gradient twice as long as their mean."""
+
+    def program(transport: LocalTransport) -> tuple[np.ndarray, float, float]:
+        weight = torch.nn.Parameter(torch.zeros(200, 100))
+        common = torch.randn(200, 100, generator=torch.Generator().manual_seed(0)) * 0.2
+        with world.entered(transport):
+            inner = torch.optim.AdamW([weight], lr=0.0)
+            optimizer = DistributedOptimizer(inner, compression=Compression.gtopk(0.1))
+            total = torch.zeros_like(weight)
+            for step in range(6):
+                noise = torch.Generator().manual_seed(100 + 10 * step + transport.rank)
+                weight.grad = common + torch.randn(200, 100, generator=noise)
+                total = weight.grad.clone()
+                optimizer.step()
+            ratio = mean_square_ratio(optimizer._reducer.planned.lanes)
+        return total.numpy(), float(total.norm()), ratio
+
+    ranks = threads(4, program)
+    mean = np.linalg.norm(sum(gradient for gradient, *_ in ranks) / 4)
+    for _, norm, ratio in ranks:
+        assert norm > 1.8 * mean
+        assert norm * ratio**0.5 == pytest.approx(mean, rel=0.05)
+        clip = LocalClip([torch.ones(4)], None, allowed_mean=0.5, ratio=ratio)
+        assert clip.factor(0.25, 0.25) * 2 * ratio**0.5 == pytest.approx(0.5)
+
+
+def test_clipping_between_synchronize_and_step_is_refused(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2))
+            optimizer.zero_grad()
+            value(model, transport.rank, 3).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            with optimizer.skip_synchronize(), pytest.raises(ValueError, match="local_clip_norm"):
+                optimizer.step()
+
+    threads(2, program)
