@@ -76,7 +76,7 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
         model = task.model()
         inner: torch.optim.Optimizer
         schedule = task.adam_rate if recipe.adam else task.rate
-        rate = recipe.rate * schedule(0.0)
+        rate = recipe.rate_at(0.0) * schedule(0.0)
         if recipe.is_adam_before:
             inner = torch.optim.SGD(model.parameters(), rate, weight_decay=ADAMW_DECAY)
         elif recipe.adam:
@@ -95,7 +95,8 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                 )
             steps, losses = [], []
             for number, batch in enumerate(task.batches()):
-                inner.param_groups[0]["lr"] = recipe.rate * schedule(number / task.steps)
+                share = number / task.steps
+                inner.param_groups[0]["lr"] = recipe.rate_at(share) * schedule(share)
                 optimizer.zero_grad()
                 loss = task.loss(model, batch.tensor_split(ranks)[transport.rank])
                 loss.backward()

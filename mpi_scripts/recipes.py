@@ -16,6 +16,8 @@ from gtopk.demo.plan import equal_bytes_density
 
 MOMENTUM: Final = 0.9
 BETAS: Final = (0.9, 0.999)  # of AdamW
+AFTER: Final = {"adam_steps": "after"}
+RAMP: Final = (0.5, 0.5)
 
 
 class Setting(NamedTuple):
@@ -36,6 +38,8 @@ class Recipe(NamedTuple):
     compression: what travels in place of the gradients.
     momentum:    of the wrapped SGD. adam: AdamW in its place, or, with adam_correction, before it.
     rate:        times the task's learning rate, which is one for momentum, or AdamW's.
+    ramp:        the factor of the rate that the training begins with, and the share of the training
+                 after which it is 1.
     low_rank:    above 0: PowerSGD of this rank in place of compression.
     node_size:   ranks that are neighbours; 0: none is another's.
     options:     of DistributedOptimizer.
@@ -44,6 +48,7 @@ class Recipe(NamedTuple):
     compression: Any = Compression.none
     momentum: float = MOMENTUM
     rate: float = 1.0
+    ramp: tuple[float, float] = (1.0, 1.0)
     adam: bool = False
     low_rank: int = 0
     node_size: int = 0
@@ -53,6 +58,11 @@ class Recipe(NamedTuple):
     def is_adam_before(self) -> bool:
         """Tell whether Adam's steps are made before the selection: what is wrapped is SGD."""
         return self.adam and getattr(self.compression, "adam_correction", None) is not None
+
+    def rate_at(self, share: float) -> float:
+        """Return what the task's learning rate is multiplied with at a share of the training."""
+        start, until = self.ramp
+        return self.rate * min(1.0, start + (1.0 - start) * share / until)
 
     @property
     def is_dense(self) -> bool:
@@ -88,6 +98,12 @@ def adam_before(kind: Callable[..., Any], density: float, **options: Any) -> Rec
     A rank's gradients are noisier than their mean, and its steps shorter: the rate is higher.
     """
     return Recipe(kind(density, adam_correction=BETAS, **options), adam=True, rate=3.0)
+
+
+def adamw_before(density: float, rate: float = 1.2, **options: Any) -> Recipe:
+    """Return a recipe that wraps AdamW, whose steps are made before the selection."""
+    compression = gtopk(density, wire="packed", values="int8", growth=2.0)
+    return Recipe(compression, adam=True, rate=rate, ramp=RAMP, options=options)
 
 
 def tenth(setting: Setting) -> int:
@@ -186,13 +202,23 @@ RECIPES: Final[Mapping[str, Callable[[Setting], Recipe]]] = {
     "oktopk, k_out 4": lambda s: corrected(Compression.oktopk, s.density, k_out=4.0),
     "AdamW": lambda s: Recipe(adam=True),
     "AdamW, 3 times the rate": lambda s: Recipe(adam=True, rate=3.0),
-    "AdamW, topk": lambda s: Recipe(Compression.topk(s.density), adam=True),
-    "AdamW, gtopk": lambda s: Recipe(gtopk(s.density), adam=True),
-    "AdamW, gtopk, raised rate": lambda s: Recipe(
-        gtopk(s.density), adam=True, rate=s.density**-0.5
+    "AdamW, tuned": lambda s: Recipe(adam=True, rate=1.2, ramp=RAMP),
+    "AdamW before, gtopk, int8": lambda s: adamw_before(s.density),
+    "AdamW before, gtopk, int8, dense's rate": lambda s: adamw_before(s.density, rate=1.0),
+    "AdamW before, gtopk, int8, residual not applied": lambda s: adamw_before(
+        s.density, local_residual=False
     ),
-    "AdamW, gtopk, warm-up": lambda s: Recipe(gtopk(s.density, warmup_steps=tenth(s)), adam=True),
-    "AdamW, gtopk, growth 4": lambda s: Recipe(gtopk(s.density, growth=4.0), adam=True),
+    "AdamW, topk": lambda s: Recipe(Compression.topk(s.density), adam=True, options=AFTER),
+    "AdamW, gtopk": lambda s: Recipe(gtopk(s.density), adam=True, options=AFTER),
+    "AdamW, gtopk, raised rate": lambda s: Recipe(
+        gtopk(s.density), adam=True, rate=s.density**-0.5, options=AFTER
+    ),
+    "AdamW, gtopk, warm-up": lambda s: Recipe(
+        gtopk(s.density, warmup_steps=tenth(s)), adam=True, options=AFTER
+    ),
+    "AdamW, gtopk, growth 4": lambda s: Recipe(
+        gtopk(s.density, growth=4.0), adam=True, options=AFTER
+    ),
     "AdamW, PowerSGD, rank 4": lambda s: Recipe(adam=True, low_rank=4),
     "Adam before, topk": lambda s: adam_before(Compression.topk, s.density),
     "Adam before, gtopk": lambda s: adam_before(gtopk, s.density),
