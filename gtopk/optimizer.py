@@ -236,6 +236,11 @@ class _DistributedOptimizer(Readings):
             if self._reducer.peers.size > 1:
                 require_no_fused_unscaling(self)
             self.synchronize()
+        elif self._makes_adam_steps and not self._synchronized:
+            raise ValueError(
+                "step() within skip_synchronize() takes the agreed steps of AdamW, and there are "
+                "none: call synchronize() first; adam_steps='after' steps with any gradients"
+            )
         self._synchronized = False
         if not self._skip:
             self._step_wrapped()
@@ -254,7 +259,9 @@ class _DistributedOptimizer(Readings):
     @property
     def _makes_adam_steps(self) -> bool:
         """Whether the gradients are AdamW's agreed steps when they are synchronized."""
-        return self._options.adam is not None and not self._reducer.aside_for
+        reducer = self._reducer
+        exchanges = reducer.peers.takes_part and not reducer.aside_for
+        return self._options.adam is not None and exchanges
 
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does; with its agreed steps, where they are made before."""

@@ -57,6 +57,10 @@ class Hyper(NamedTuple):
     maximize: bool
 
 
+# Of a parameter that was taken out of the groups: the step under way is void.
+_GONE: Final = Hyper(0.0, 0.0, 0.0, 1.0, 0.0, False)
+
+
 class AdamGroups:
     """The parameter groups and the state of an Adam or AdamW whose steps are made by gtopk."""
 
@@ -73,7 +77,7 @@ class AdamGroups:
                 float(group["lr"]), beta1, beta2, float(group["eps"]), l2, bool(group["maximize"])
             )
             of.update(dict.fromkeys(group["params"], one))
-        return [of[parameter] for parameter in parameters]
+        return [of.get(parameter, _GONE) for parameter in parameters]
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return the optimizer's own state of a parameter, to be changed in place."""
@@ -125,6 +129,10 @@ class AdamSteps:
         self._sampling = Sampling(bucket.sizes, self.rows)
         self._shared = zeros(bucket.length, bucket.dtype, bucket.device).fill_(UNKNOWN)
         self._shared_rows = torch.zeros(sum(self.rows), dtype=self._shared.dtype, device="cpu")
+        # As the optimizer's state has them: views of the two.
+        self._in_state = [
+            *zip(bucket.split(self._shared), self._shared_rows.split(self.rows), strict=True)
+        ]
         self._steps = [0] * len(bucket.sizes)
         self._hypers: list[Hyper] = []
         self._before: _Before | None = None
@@ -132,19 +140,17 @@ class AdamSteps:
     def read(self, own: OwnMoments) -> None:
         """Read the options, and take over what was loaded into the optimizer's state."""
         self._hypers = self._groups.read(self._bucket.parameters)
-        shared = self._bucket.split(self._shared)
-        rows = self._shared_rows.split(self.rows)
         for number, parameter in enumerate(self._bucket.parameters):
-            state = self._groups.state_of(parameter)
-            if state.get(SHARED) is not shared[number]:
+            state, (shared, rows) = self._groups.state_of(parameter), self._in_state[number]
+            if state.get(SHARED) is not shared:
                 if SHARED in state:
-                    shared[number].copy_(state[SHARED])
-                    rows[number].copy_(state[SHARED_ROWS])
+                    shared.copy_(state[SHARED])
+                    rows.copy_(state[SHARED_ROWS])
                 elif "exp_avg_sq" in state:
-                    self._begin_with(number, state, shared[number], own)
-            self._steps[number] = int(state.get(STEP, 0))
-            state[STEP] = torch.tensor(float(self._steps[number]), device="cpu")
-            state[SHARED], state[SHARED_ROWS] = shared[number], rows[number]
+                    self._begin_with(number, state, shared, own)
+                state[STEP] = torch.tensor(float(state.get(STEP, 0)), device="cpu")
+                state[SHARED], state[SHARED_ROWS] = shared, rows
+            self._steps[number] = int(state[STEP])
 
     def is_as_read(self) -> bool:
         """Tell whether the options are those that were read."""

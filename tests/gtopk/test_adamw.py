@@ -21,6 +21,7 @@ from gtopk.lanes.held import mean_square_ratio
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Sum
 from gtopk.step.weights import LocalClip
+from gtopk.torch import add_process_set
 from gtopk.world import world
 from tests.gtopk.adamw import (
     OneRank,
@@ -616,6 +617,59 @@ def test_global_clip_norm_goes_by_the_mean_gradient(threads):
         assert norm * ratio**0.5 == pytest.approx(mean, rel=0.05)
         clip = LocalClip([torch.ones(4)], None, allowed_mean=0.5, ratio=ratio)
         assert clip.factor(0.25, 0.25) * 2 * ratio**0.5 == pytest.approx(0.5)
+
+
+def test_a_step_without_an_exchange_is_refused(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2))
+            value(model, transport.rank, 3).backward()
+            with optimizer.skip_synchronize(), pytest.raises(ValueError, match="synchronize"):
+                optimizer.step()
+
+    threads(2, program)
+
+
+def test_a_rank_outside_the_process_set_steps_with_adamw_itself(threads, monkeypatch):
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
+    def program(transport: LocalTransport) -> None:
+        one, other = network(), network()
+        with world.entered(transport):
+            ranks = add_process_set([0, 1])
+            optimizer = distribute(one, Compression.gtopk(0.2), process_set=ranks)
+            train(optimizer, one, transport.rank, range(3))
+            if transport.rank == 2:
+                plain = distribute(other, Compression.none)._wrapped
+                train(plain, other, 2, range(3))
+                np.testing.assert_array_equal(flat(one.parameters()), flat(other.parameters()))
+
+    threads(3, program)
+
+
+def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
+    """Gradients times 1024, which a GradScaler takes out behind the exchange, are the same."""
+
+    def program(transport: LocalTransport, scale: float) -> np.ndarray:
+        model = network().float()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=True)
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.2), scaler=scaler)
+            for step in range(5):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + transport.rank)
+                x = torch.randn(5, 6, generator=generator)
+                scaler.scale(model(x).square().mean()).backward()
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+        return flat(model.parameters())
+
+    first, second = (threads(2, lambda t, s=scale: program(t, s)) for scale in (1.0, 1024.0))
+    np.testing.assert_array_equal(first, second)
 
 
 def test_clipping_between_synchronize_and_step_is_refused(threads):
