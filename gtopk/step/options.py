@@ -152,7 +152,7 @@ class Options:
             f"check_every={self.check_every}",
             f"on_divergence={self.on_divergence!r}",
             f"max_skipped_steps={self.max_skipped_steps}",
-            f"AdamW's steps {'after' if self.adam is None else 'before'} the exchange",
+            f"adam_steps={'after' if self.adam is None else 'before'}",
         ]
 
 

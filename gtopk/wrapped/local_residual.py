@@ -38,6 +38,7 @@ class LocalResidual:
         self._centre: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._versions: dict[torch.nn.Parameter, int] = {}  # of those that are c - a now
         self._roots = weakref.WeakSet[torch.nn.Module]()
+        self._looked_at = weakref.WeakSet[torch.nn.Module]()
         self._is_at_rest = False  # by `eval`, until `train`
         self._has_warned = False
         known = weakref.ref(self)
@@ -53,10 +54,14 @@ class LocalResidual:
 
     def _find(self, module: torch.nn.Module) -> None:
         """Note a model that has one of the parameters, and is in none that was noted before."""
-        if module in self._roots or any(module in set(root.modules()) for root in self._roots):
+        if self._reducer.aside_for:
+            self._finding.remove()
+        if self._reducer.aside_for or module in self._looked_at:
             return
+        self._looked_at.add(module)
         if any(parameter in self._reducer.names for parameter in module.parameters()):
             self._roots.add(module)
+            self._looked_at.update(module.modules())
             hook = _Hook(self)
             module.register_forward_pre_hook(hook.before_forward)
             module.register_state_dict_pre_hook(hook.before_state_dict)

@@ -21,7 +21,7 @@ from gtopk.lanes.held import mean_square_ratio
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Sum
 from gtopk.step.weights import LocalClip
-from gtopk.torch import add_process_set
+from gtopk.torch import add_process_set, broadcast_optimizer_state
 from gtopk.world import world
 from tests.gtopk.adamw import (
     OneRank,
@@ -458,6 +458,49 @@ def test_a_state_of_float32_stays_so_where_parameters_are_of_16_bits(threads):
             step()
 
     threads(2, program)
+
+
+def test_a_new_rank_gets_what_ranks_share_with_the_optimizers_state(threads):
+    def program(transport: LocalTransport) -> Any:
+        model = network()
+        with world.entered(local_world(1)[0]):
+            before = distribute(model, Compression.gtopk(0.1))
+            train(before, model, 0, range(2))
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            if transport.rank == 0:
+                state = before.state_dict()["state"]
+                for part in state.values():
+                    part["step"].fill_(SWEEP)
+                    part["shared_exp_avg_sq"].fill_(0.25)
+                optimizer.state.update(
+                    {p: dict(state[n]) for n, p in enumerate(model.parameters())}
+                )
+            broadcast_optimizer_state(optimizer, 0)
+            train(optimizer, model, transport.rank, range(1))
+            return optimizer.state_dict()["state"]
+
+    first, second = threads(2, program)
+    for number, state in first.items():
+        assert int(state["step"]) == SWEEP + 1
+        assert (state["shared_exp_avg_sq"] == 0.25).any()  # what was not sampled since
+        for name, tensor in state.items():
+            assert torch.equal(tensor, second[number][name])
+
+
+def test_dense_steps_of_an_automatic_choice_are_adamws_too(threads):
+    """On threads nothing beats dense: all is sent, and nothing held back."""
+
+    def program(transport: LocalTransport) -> np.ndarray:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.auto(density=1.0, steps=10))
+            train(optimizer, model, transport.rank, range(4))
+            assert all("shared_exp_avg_sq" in state for state in optimizer.state.values())
+            return flat(model.parameters())
+
+    first, second = threads(2, program)
+    np.testing.assert_array_equal(first, second)
 
 
 class OwnWay(torch.optim.AdamW):
