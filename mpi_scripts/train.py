@@ -36,9 +36,6 @@ WARM: Final = SparseCompression.warmup_from
 PUBLISHED: Final = "published"
 SPARSE: Final = ("topk", "gtopk", "oktopk", "hierarchical", PUBLISHED)
 ADAM_BETAS: Final = (0.9, 0.999)
-# Of Adam's rate where it comes before the selection: a rank's gradients are noisier than their
-# mean, and its steps are shorter (docs/tuning.md).
-RAISED: Final = 3.0
 GROWING: Final = ("gtopk", "hierarchical")
 
 
@@ -82,7 +79,7 @@ def parse() -> argparse.Namespace:
     sending.add_argument(
         "--momentum-correction",
         action=argparse.BooleanOptionalAction,
-        help="momentum, or Adam's moments, before the selection, not after the reduction",
+        help="momentum, or AdamW's steps, before the selection, not after the reduction",
     )
     run = parser.add_argument_group("run")
     run.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -183,6 +180,7 @@ def prepare(arguments: argparse.Namespace) -> Training:
         model=model,
         optimizer=_optimizer(arguments, preset, model),
         compression=compression,
+        adam_steps="before" if _takes_before(arguments, preset) else "after",
         schedule=preset.schedule,
         device=device,
         epochs=_given(arguments.epochs, preset.epochs),
@@ -209,14 +207,16 @@ def _density(arguments: argparse.Namespace, preset: Preset) -> float | None:
     return float(_given(arguments.density, preset.density))
 
 
+def _takes_before(arguments: argparse.Namespace, preset: Preset) -> bool:
+    return bool(_given(arguments.momentum_correction, preset.momentum_correction))
+
+
 def _correction(arguments: argparse.Namespace, preset: Preset) -> dict[str, Any]:
     """Return what the compression takes before the selection; nothing: no momentum."""
-    if arguments.compression in DENSE:
-        return {}
-    if not _given(arguments.momentum_correction, preset.momentum_correction):
+    if arguments.compression in DENSE or not _takes_before(arguments, preset):
         return {}
     if preset.is_adam:
-        return {"adam_correction": ADAM_BETAS}
+        return {}
     momentum = float(_given(arguments.momentum, preset.momentum))
     return {"momentum_correction": momentum} if momentum else {}
 
@@ -227,9 +227,6 @@ def _optimizer(
     lr = _given(arguments.lr, preset.lr)
     weight_decay = _given(arguments.weight_decay, preset.weight_decay)
     corrected = _correction(arguments, preset)
-    if preset.is_adam and corrected:
-        lr = _given(arguments.lr, RAISED * preset.lr)
-        return torch.optim.SGD(model.parameters(), lr, weight_decay=weight_decay)
     if preset.is_adam:
         return torch.optim.AdamW(
             model.parameters(), lr, betas=ADAM_BETAS, weight_decay=weight_decay

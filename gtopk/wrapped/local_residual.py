@@ -79,6 +79,8 @@ class LocalResidual:
             return
         ranks = self._reducer.peers.size
         for parameter, residual in self._reducer.planned.residuals():
+            if not parameter.requires_grad:
+                continue  # a frozen layer keeps its values: what is unsent of it waits
             centre = self._centre.get(parameter)
             if centre is None or (centre.shape, centre.dtype, centre.device) != (
                 parameter.shape,
@@ -110,6 +112,8 @@ class LocalResidual:
 
     def end_step(self) -> None:
         """Make sure that the next forward pass sees c - a, where no model will tell of it."""
+        if self._reducer.peers.size == 1:
+            return  # where more ranks come, models may still be found
         self._finding.remove()
         if self._roots:
             return

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -28,6 +28,7 @@ class Training:
 
     passes:     backward passes of a step, whose gradients are averaged.
     steps:      after which it ends; None: after its epochs.
+    adam_steps: before the exchange, or after it.
     amp:        "bf16" or "fp16" for autocast; None: float32 throughout.
     scaler:     of the loss, a GradScaler; None: it is not scaled.
     checkpoint: the folder, saved after each epoch, and after every `checkpoint_every` steps if any.
@@ -44,6 +45,7 @@ class Training:
     epochs: int
     passes: int = 1
     steps: int | None = None
+    adam_steps: Literal["before", "after"] = "before"
     clip_norm: float | None = None
     amp: str | None = None
     scaler: Any = None
@@ -109,6 +111,7 @@ def train(training: Training) -> None:
         backward_passes_per_step=training.passes,
         scaler=training.scaler,
         global_clip_norm=training.clip_norm,
+        adam_steps=training.adam_steps,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)

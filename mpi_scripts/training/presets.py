@@ -54,7 +54,7 @@ class Preset:
     """What a run is made of.
 
     batch_size: of a rank and backward pass; density: of the sparse methods.
-    is_adam: AdamW, in place of SGD. momentum_correction: momentum, or Adam's moments, before the
+    is_adam: AdamW, in place of SGD. momentum_correction: momentum, or AdamW's steps, before the
         selection, not after.
     clip_norm: of the agreed update; None: any.
     is_at_hand: its data are real without --data; has_workers: processes may load its batches.
@@ -163,7 +163,7 @@ PRESETS: Final = {
         momentum=0.0,
         weight_decay=0.1,
         is_adam=True,
-        density=0.01,
+        density=0.05,
         momentum_correction=True,
         is_at_hand=True,
     ),

@@ -21,7 +21,7 @@ from gtopk.lanes.held import mean_square_ratio
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reductions import Sum
 from gtopk.step.weights import LocalClip
-from gtopk.torch import add_process_set, broadcast_optimizer_state
+from gtopk.torch import add_process_set, broadcast_optimizer_state, join
 from gtopk.world import world
 from tests.gtopk.adamw import (
     OneRank,
@@ -501,6 +501,43 @@ def test_dense_steps_of_an_automatic_choice_are_adamws_too(threads):
 
     first, second = threads(2, program)
     np.testing.assert_array_equal(first, second)
+
+
+def test_a_frozen_layer_keeps_its_values_in_forward_passes(threads):
+    def program(transport: LocalTransport) -> None:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, transport.rank, range(3))
+            model[0].requires_grad_(False)
+            before = flat(model[0].parameters())
+            optimizer.zero_grad()
+            value(model, transport.rank, 3).backward()
+            np.testing.assert_array_equal(flat(model[0].parameters()), before)
+            optimizer.step()
+            np.testing.assert_array_equal(flat(model[0].parameters()), before)
+
+    threads(2, program)
+
+
+def test_a_rank_that_has_joined_knows_what_the_others_share(threads):
+    def program(transport: LocalTransport) -> Any:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, transport.rank, range(2))
+            if transport.rank == 0:
+                train(optimizer, model, 0, range(2, 5))
+            join()
+            return optimizer.state_dict()["state"], sum(np.abs(held(optimizer)))
+
+    (first, left), (second, rest) = threads(2, program)
+    assert left > 0
+    assert rest > 0
+    for number, state in first.items():
+        assert int(state["step"]) == 5
+        for name, tensor in state.items():
+            assert torch.equal(tensor, second[number][name])
 
 
 class OwnWay(torch.optim.AdamW):

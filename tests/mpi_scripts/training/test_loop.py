@@ -175,23 +175,22 @@ def test_the_log_has_a_density_only_where_one_is_used(trained) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "correction", "lr"),
+    ("arguments", "steps", "lr"),
     [
-        ([], torch.optim.SGD, (0.9, 0.999), 3e-3),
-        (["--lr", "0.01"], torch.optim.SGD, (0.9, 0.999), 0.01),
-        (["--no-momentum-correction"], torch.optim.AdamW, None, 1e-3),
-        (["--compression", "none"], torch.optim.AdamW, None, 1e-3),
+        ([], "before", 1e-3),
+        (["--lr", "0.01"], "before", 0.01),
+        (["--no-momentum-correction"], "after", 1e-3),
     ],
 )
-def test_adam_is_before_the_selection_where_there_is_one(
-    monkeypatch, arguments, kind, correction, lr
+def test_adamws_steps_are_before_the_selection_where_there_is_one(
+    monkeypatch, arguments, steps, lr
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--preset", "gpt-docstrings", *arguments])
     with world.entered(local_world(1)[0]):
         training = train.prepare(train.parse())
     (group,) = training.optimizer.param_groups
-    assert isinstance(training.optimizer, kind)
-    assert getattr(training.compression, "adam_correction", None) == correction
+    assert isinstance(training.optimizer, torch.optim.AdamW)
+    assert training.adam_steps == steps
     assert (group["lr"], group["weight_decay"]) == (lr, 0.1)
 
 
