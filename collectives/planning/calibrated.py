@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from .. import environment
 from ..kernels import in_use
 from ..transports.transport import Transport
 from ..wire import EXACT, Format
@@ -27,7 +27,6 @@ from .recheck import still_holds
 # Of what the numbers of a calibration mean: one more whenever that of a field changes, or how it is
 # measured, so that what was kept by another meaning is measured anew.
 MODEL: Final = 4
-VARIABLE: Final = "GTOPK_CALIBRATION"  # rank 0's counts: off, fresh, or the path of a cache file
 
 
 def calibrate(
@@ -44,7 +43,7 @@ def calibrate(
     case; =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME, or in the
     home folder's .cache; without a home folder nothing is kept.
     """
-    setting = os.environ.get(VARIABLE, "")
+    setting = environment.calibration()  # rank 0's counts
     word = setting.lower()
     known = _facts(transport, formats, facts or {})
     found, path, is_kept = None, None, False

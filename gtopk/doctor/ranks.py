@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from typing import Any, Final
 
+from .. import settings
 from ..launch import (
     Launched,
     LaunchError,
@@ -232,7 +233,7 @@ def swap() -> None:
     from ..world.joining import join
     from .links import TRY_SECONDS, try_links
 
-    os.environ["GTOPK_TIMEOUT"] = str(TRY_SECONDS)
+    os.environ[settings.TIMEOUT.name] = str(TRY_SECONDS)
     world = join()
     links = try_links(world)
     if links is not None:

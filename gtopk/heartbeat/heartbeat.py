@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from collectives.environment import number
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
@@ -26,8 +25,6 @@ from .address import own_address
 from .companion import Setting, write_note
 from .watch import Peer
 
-TIMEOUT: Final = "GTOPK_HEARTBEAT_TIMEOUT"
-_DEFAULT_SECONDS: Final = 30.0
 _LEAVE_SECONDS: Final = 2.0  # what a companion gets to say farewell
 _STARTS: Final = 3  # a companion that was killed is replaced
 
@@ -43,11 +40,6 @@ class Lost(NamedTuple):
 
     rank: int
     why: str
-
-
-def timeout_from(environ: Mapping[str, str] = os.environ) -> float:
-    """Return after how many seconds a rank is given up; 0: never, and there is no heartbeat."""
-    return number(TIMEOUT, _DEFAULT_SECONDS, "seconds", environ, may_be_zero=True)
 
 
 class Heartbeat:

@@ -18,6 +18,7 @@ from typing import Final
 
 from collectives.cores import usable_cores
 
+from .. import settings
 from ..launch import LaunchError
 from ..launch.hosts import Host, parse_hosts, read_hostfile
 from ..launch.job import job, refuse_inside_a_job
@@ -176,7 +177,7 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    asked = {"GTOPK_RUN": options.record, "GTOPK_TIMELINE": options.timeline}
+    asked = {settings.RUN.name: options.record, settings.TIMELINE.name: options.timeline}
     return {name: os.path.abspath(folder) for name, folder in asked.items() if folder}
 
 

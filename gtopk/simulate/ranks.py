@@ -19,6 +19,7 @@ import torch
 
 from collectives.transports import LocalTransport, Transport, local_world, run_ranks
 
+from .. import settings
 from ..launch import launched_by
 from ..world import world
 
@@ -105,6 +106,6 @@ def processes_launched() -> Processes | None:
     job = launched_by()
     if job is None or job.size == 1:
         return None
-    os.environ["GTOPK_ADVICE"] = "off"  # the links are modelled: nothing is to be measured
+    os.environ[settings.ADVICE.name] = "off"  # the links are modelled: nothing is to be measured
     world.init()
     return Processes(world.current())

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeGuard
 
 from collectives.cost import BreakEven, Link, break_even
@@ -29,13 +28,7 @@ from ..world.world import World
 from .expectation import expected
 
 _log = logging.getLogger("gtopk")
-_VARIABLE: Final = "GTOPK_ADVICE"
 _CLOSE: Final = 1.1  # times apart by less are taken for the same
-
-
-def wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether this rank wants advice."""
-    return environ.get(_VARIABLE, "on").lower() not in ("off", "0", "false", "no")
 
 
 def say_once(here: World, text: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from collectives.planning import Calibration
 from collectives.transports import Transport
 
+from .. import settings
 from ..compression import GTopK, usual_density
 from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
@@ -66,7 +67,7 @@ class ExpectedStep:
         def calibrate(transport: Transport, votes: list[int]) -> Calibration | None:
             return calibration_of(transport, home) if all(votes) else None
 
-        self._calibration = peers.run("advice", [], calibrate, vote=advice.wanted())
+        self._calibration = peers.run("advice", [], calibrate, vote=settings.ADVICE.read())
         self.expect(lanes)
         if self._calibration is not None and here.rank == 0 and not here.advised:
             self._say(here, lanes, self._calibration)

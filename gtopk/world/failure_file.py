@@ -32,17 +32,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from .. import __version__
+from .. import __version__, settings
 from ..exceptions import HorovodInternalError
 from ..heartbeat.heartbeat import Lost
 
-VARIABLE: Final = "GTOPK_FAILURE_DIR"
 _NAME: Final = re.compile(r"failure_rank(\d+)\.json")
 
 
 def folder_from(environ: Mapping[str, str] = os.environ) -> str:
     """Return where failure files go; "": nowhere."""
-    return environ.get(VARIABLE) or environ.get("GTOPK_RUN") or ""
+    return settings.FAILURE_DIR.read(environ) or settings.RUN.read(environ)
 
 
 def path_of(folder: str | Path, rank: int) -> Path:

@@ -21,6 +21,7 @@ from collectives.transports import Transport
 from collectives.transports.device_choice import Carrying, Choice
 from collectives.transports.nccl import NcclTransport
 
+from .. import settings
 from ..logs import EVERYWHERE
 
 _log = logging.getLogger("gtopk")
@@ -62,7 +63,7 @@ def settled(
     """Return what is known to carry the messages of GPUs; None: it turns out at the first one."""
     if isinstance(transport, NcclTransport):
         return transport.choice
-    if wanted := environ.get("GTOPK_TRANSPORT", ""):
+    if wanted := settings.TRANSPORT.read(environ):
         return Choice(Carrying.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
     if lacking := [rank for rank, count in enumerate(in_sight) if not count]:
         who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"

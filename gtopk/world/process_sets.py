@@ -12,6 +12,7 @@ import numpy as np
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
+from .. import settings
 from ..engine import Engine
 from ..engine.members import Members
 from . import world
@@ -19,8 +20,6 @@ from .communicators import is_communicator, ranks_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 class ProcessSet:
@@ -133,7 +132,7 @@ def wanted(process_sets: object) -> list[ProcessSet]:
     if process_sets is None:
         return []
     if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
-        os.environ[_DYNAMIC] = "1"
+        os.environ[settings.DYNAMIC_PROCESS_SETS.name] = "1"
         return []
     sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [None]
     if isinstance(process_sets, str) or not all(isinstance(s, ProcessSet) for s in sets):
@@ -242,8 +241,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _must_be_dynamic() -> None:
     world.current()
-    if os.environ.get(_DYNAMIC, "0").lower() in ("", "0", "false"):
+    if not settings.DYNAMIC_PROCESS_SETS.read():
         raise ValueError(
-            f"process sets are added and removed only with {_DYNAMIC}=1 in the environment or "
-            "hvd.init(process_sets='dynamic'); others are passed to hvd.init"
+            f"process sets are added and removed only with {settings.DYNAMIC_PROCESS_SETS.name}=1 "
+            "in the environment or hvd.init(process_sets='dynamic'); others are passed to hvd.init"
         )

@@ -19,13 +19,12 @@ from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
 from collectives.transports.transport import CHANNELS, say
 
-from .. import __version__, logs, standard_streams
+from .. import __version__, logs, settings, standard_streams
 from ..engine import Engine
 from ..engine.agreement import name_ranks
 from ..engine.clocks import Offset, agree_on_now, clock_offset
 from ..engine.members import Members
 from ..exceptions import HorovodInternalError, InvalidCallError
-from ..heartbeat.heartbeat import timeout_from
 from ..recording import start as recording
 from ..recording.recorder import Recorder
 from ..recording.settings import Settings, settings_from
@@ -121,7 +120,7 @@ class World:
         self.began_unix_seconds: float
         init = self.engine.submit(
             "init",
-            [f"gtopk {__version__}", f"{checked_messages.VARIABLE}={checks_messages:d}"],
+            [f"gtopk {__version__}", f"{settings.CHECK_MESSAGES.name}={checks_messages:d}"],
             meet,
             vote=recorded,
         )
@@ -300,7 +299,7 @@ def _init(comm: MPI.Intracomm | Sequence[int] | None, recordings: Settings | Non
 def init_on(transport: Transport, recordings: Settings | None = None) -> None:
     """Make a transport the world of this process, until `shutdown`; recordings: as of World."""
     global _process, _guard, _handled
-    heartbeat_seconds = timeout_from()
+    heartbeat_seconds = settings.HEARTBEAT_TIMEOUT.read()
     failures = failure_file.folder_from()
     failure_file.remove_earlier(failures, transport.rank, transport.size)
     logs.speak(transport.rank)

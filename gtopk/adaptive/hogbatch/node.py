@@ -19,6 +19,7 @@ from collectives.transports import Counter, Transport
 from collectives.transports.node_memory import NodeMemory
 from collectives.vector import Array
 
+from ... import settings
 from ...charts.units import count_text
 from ...step import advice
 from ..apart.own_steps import OwnSteps
@@ -118,7 +119,7 @@ def join_node(
         "class": device_class.name,
         "cores": sorted(allowed_cores()),
         "quota": core_quota(),
-        "advice": advice.wanted(),
+        "advice": settings.ADVICE.read(),
     }
     said = np.frombuffer(json.dumps(mine).encode(), np.uint8)
     rows: list[dict[str, Any]] = []

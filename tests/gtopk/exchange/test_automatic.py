@@ -22,7 +22,6 @@ from collectives.planning import (
     Network,
     cache,
 )
-from collectives.planning.calibrated import VARIABLE
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
 from gtopk.exceptions import HorovodInternalError
@@ -418,7 +417,7 @@ def test_alone_nothing_is_measured_and_nothing_compressed(monkeypatch):
 
 
 def test_a_transport_is_calibrated_once(monkeypatch, tmp_path):
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "kept.json"))
+    monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "kept.json"))
 
     def program(transport: LocalTransport) -> Any:
         first = calibration.calibration_of(transport)
