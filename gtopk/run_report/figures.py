@@ -7,9 +7,9 @@ from html import escape
 
 from ..charts.markup import prose
 from ..charts.page import legend
-from ..charts.units import digits, percent_text, seconds_text
 from ..recording.reading import Run, Step
 from ..telemetry import PARTS, batch
+from ..units import digits, percent_text, seconds_text
 from . import plots, series
 from .covered import MEANINGS, WAITS, a, several
 from .series import Point

@@ -14,16 +14,16 @@ from typing import Final, TypeGuard
 from collectives.cost import BreakEven, Link, break_even
 from collectives.planning import Calibration, Candidate, Prediction, Rates
 
-from ..charts.units import (
+from ..compression import ErrorFeedback, SparseCompression, usual_density
+from ..plan.comparison import DENSE, Cluster, Comparison, compare, in_a_step
+from ..plan.show import LABELS, where_it_pays
+from ..units import (
     bandwidth_text,
     bytes_text,
     count_text,
     digits,
     seconds_text,
 )
-from ..compression import ErrorFeedback, SparseCompression, usual_density
-from ..plan.comparison import DENSE, Cluster, Comparison, compare, in_a_step
-from ..plan.show import LABELS, where_it_pays
 from ..world.world import World
 from .expectation import expected
 

@@ -20,8 +20,8 @@ from collectives.transports.node_memory import NodeMemory
 from collectives.vector import Array
 
 from ... import settings
-from ...charts.units import count_text
 from ...step import advice
+from ...units import count_text
 from ..apart.own_steps import OwnSteps
 from ..options import Job
 from .board import Board

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gtopk.charts.units import (
+from gtopk.units import (
     about_bandwidth_text,
     bandwidth_text,
     bytes_text,
