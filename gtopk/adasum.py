@@ -27,7 +27,7 @@ from .engine import Work
 from .exchange.deltas import Deltas
 from .exchange.exchange import Progress
 from .lanes.held import unsent
-from .reductions import Adasum
+from .reduce_ops import Adasum
 from .step.expected_step import ExpectedStep
 from .step.hooks import BackwardHooks
 from .step.peers import Peers

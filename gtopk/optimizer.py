@@ -16,7 +16,7 @@ from .buckets.parameters import name_parameters, require_trained
 from .compression import Compression
 from .logs import EVERYWHERE
 from .recording import looks
-from .reductions import Adasum, Average
+from .reduce_ops import Adasum, Average
 from .replicas.check import ReplicaCheck
 from .step.grad_scaler import (
     RECIPE,

@@ -20,7 +20,7 @@ from ..compression import (
     selected,
 )
 from ..exchange.exchanges import require_compression
-from ..reductions import NAMES, Adasum, Average, Sum
+from ..reduce_ops import NAMES, Adasum, Average, Sum
 from ..world.process_sets import ProcessSet
 
 _log = logging.getLogger("gtopk")

@@ -24,7 +24,7 @@ from ..engine.agreement import describe_missing
 from ..exchange.exchange import Progress
 from ..lanes.held import Held
 from ..logs import EVERYWHERE
-from ..reductions import Average
+from ..reduce_ops import Average
 from ..world import world
 from ..world.stragglers import Stragglers
 from ..world.world import World

@@ -15,7 +15,7 @@ from gtopk import LocalSGD
 from gtopk.adaptive.adapt import adapt
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Sum
+from gtopk.reduce_ops import Sum
 from gtopk.world import world
 from tests.gtopk.held import held
 

@@ -16,7 +16,7 @@ from collectives.cost import dense_bytes, rounds
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Average, Sum
+from gtopk.reduce_ops import Average, Sum
 from gtopk.world import world
 from tests.gtopk.held import held
 

@@ -16,7 +16,7 @@ from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
 from gtopk.exceptions import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Adasum
+from gtopk.reduce_ops import Adasum
 from gtopk.world import world
 from tests.gtopk.four_layers import inputs, layers
 

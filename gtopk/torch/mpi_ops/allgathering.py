@@ -22,7 +22,7 @@ from collectives.transports import Transport
 
 from ...buckets.arrays import flattened
 from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
-from ...reductions import Average
+from ...reduce_ops import Average
 from ...world.process_sets import ProcessSet, global_process_set
 from .allreducing import grouped_allreduce
 from .handles import submit, synchronize

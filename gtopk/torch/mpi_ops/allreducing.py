@@ -12,7 +12,7 @@ from collectives.transports import Transport
 from ...buckets.arrays import await_copies
 from ...compression import Compression, Compressor
 from ...engine.on_gpu import Finish, OnGpu
-from ...reductions import Adasum
+from ...reduce_ops import Adasum
 from ...world.process_sets import ProcessSet, global_process_set
 from .adasum import combine
 from .compressing import compress

@@ -13,7 +13,7 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
-from ...reductions import Average
+from ...reduce_ops import Average
 from ...world.process_sets import ProcessSet, global_process_set
 from ...world.world import current
 from .allreducing import allreduce

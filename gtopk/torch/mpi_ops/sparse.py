@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...reductions import NAMES, Average, Sum
+from ...reduce_ops import NAMES, Average, Sum
 from ...world.process_sets import ProcessSet, global_process_set
 from .allgathering import begin_allgather
 from .handles import synchronize

@@ -28,7 +28,7 @@ from gtopk.exceptions import HorovodInternalError
 from gtopk.exchange import automatic, calibration, exchange
 from gtopk.exchange.judge import FIRST_WINDOW, Judge
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Sum
+from gtopk.reduce_ops import Sum
 from gtopk.step import hooks
 from gtopk.world import world
 from tests.gtopk import posing

@@ -10,7 +10,7 @@ import torch
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Sum
+from gtopk.reduce_ops import Sum
 from gtopk.world import world
 
 NODES = [[0, 1], [2, 3, 4]]

@@ -12,7 +12,7 @@ import torch
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Sum
+from gtopk.reduce_ops import Sum
 from gtopk.world import world
 
 SHAPES = {"matrix": [8, 9], "vector": [40]}

@@ -12,7 +12,7 @@ from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.exceptions import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
-from gtopk.reductions import Average, Sum
+from gtopk.reduce_ops import Average, Sum
 from gtopk.world import world
 from tests.gtopk.four_layers import distribute, flat
 
