@@ -36,7 +36,8 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .runner import RankError, run
+from .errors import CheckpointError, RankError
+from .runner import run
 
 if TYPE_CHECKING:
     from . import accelerate as accelerate
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from . import torch as torch
     from .local_sgd import LocalSGD
     from .run_record import log, log_samples, record
-    from .torch.checkpoint import CheckpointError, load_latest, save_checkpoint
+    from .torch.checkpoint import load_latest, save_checkpoint
     from .world.told_to_end import termination
 
 __all__ = [
@@ -80,7 +81,6 @@ def _check_collectives() -> None:
 
 _DOORS = {"accelerate", "ddp", "fsdp", "horovod", "lightning", "local_sgd", "torch"}
 _HOMES = {
-    "CheckpointError": ".torch.checkpoint",
     "LocalSGD": ".local_sgd",
     "load_latest": ".torch.checkpoint",
     "log": ".run_record",

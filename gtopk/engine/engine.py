@@ -30,7 +30,7 @@ from collectives.errors import CollectiveError, PeerError
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from .agreement import name_ranks
 from .execution import Execution, Settled
 from .fusion import Dense, layout_of

@@ -11,7 +11,7 @@ from typing import Any
 from collectives.errors import CollectiveError, PeerTimeoutError
 from collectives.transports import Traffic, Transport
 
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from .fusion import Dense
 from .saying import Announcement
 

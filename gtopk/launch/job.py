@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from .. import settings
-from .errors import LaunchError
+from ..errors import LaunchError
 from .launched import launched_by
 
 _GRACE_SECONDS: Final = 3.0  # what the launcher gets to end its ranks before we do

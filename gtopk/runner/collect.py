@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ..engine.agreement import name_ranks
+from ..errors import RankError
 from ..launch import LaunchError
 from . import report
 from .desk import Desk
-from .errors import RankError
 
 _LOOK_SECONDS: Final = 0.1  # between two looks whether the launcher has ended
 _CAUSE_SECONDS: Final = 5.0  # what the cause gets to be reported, after a consequence was

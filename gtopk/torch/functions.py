@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..buckets.buckets import is_expanded
 from ..engine.agreement import name_ranks
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from ..objects import decode, encode, holds_pickle, pickle_allowed
 from ..world.process_sets import ProcessSet, global_process_set
 from ..wrapped import tree as optimizer_tree

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Final
 
 from .. import __version__, settings
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from ..heartbeat.heartbeat import Lost
 
 _NAME: Final = re.compile(r"failure_rank(\d+)\.json")

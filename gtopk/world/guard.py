@@ -28,7 +28,7 @@ from collectives.transports import Transport
 
 from .. import standard_streams
 from ..engine import Engine
-from ..exceptions import HorovodInternalError
+from ..errors import HorovodInternalError
 from ..heartbeat.heartbeat import Heartbeat, Lost
 from ..launch.error_file import write_error_file
 from . import failure_file

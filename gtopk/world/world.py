@@ -24,7 +24,7 @@ from ..engine import Engine
 from ..engine.agreement import name_ranks
 from ..engine.clocks import Offset, agree_on_now, clock_offset
 from ..engine.members import Members
-from ..exceptions import HorovodInternalError, InvalidCallError
+from ..errors import HorovodInternalError, InvalidCallError
 from ..recording import start as recording
 from ..recording.recorder import Recorder
 from ..recording.settings import Settings, settings_from

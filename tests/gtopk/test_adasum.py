@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression, Compressor
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reduce_ops import Adasum
 from gtopk.world import world

@@ -9,7 +9,7 @@ import pytest
 
 from collectives.transports import Transport
 from gtopk.engine import Engine
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from tests.matrix import some_of
 
 

@@ -13,7 +13,7 @@ import torch
 
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reduce_ops import Sum
 from gtopk.world import world

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gtopk
 import gtopk.torch as hvd
 from gtopk.ddp import GTopKState, gtopk_hook
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.world import world
 
 torch.distributed.init_process_group("gloo")

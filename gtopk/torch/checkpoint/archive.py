@@ -28,12 +28,12 @@ from ...buckets.arrays import as_bytes
 from ...engine import Engine
 from ...engine.agreement import name_ranks
 from ...engine.operation import Operation
+from ...errors import CheckpointError, DamagedError, FormatError
 from ...logs import say
 from ...objects import decode, encode
 from ...world import world
 from ..functions import allgather_object, broadcast_object, broadcast_parameters
 from ..mpi_ops import rank, size
-from .errors import CheckpointError, DamagedError, FormatError
 from .files import (
     ALL,
     LAST_NUMBER,

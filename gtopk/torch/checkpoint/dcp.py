@@ -49,8 +49,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ...errors import CheckpointError, DamagedError
 from ...wrapped.checkpoint import KEY
-from .errors import CheckpointError, DamagedError
 from .files import (
     ALL,
     Content,

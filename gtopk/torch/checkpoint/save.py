@@ -15,11 +15,10 @@ import torch
 
 from ...engine import Engine
 from ...engine.operation import Operation
-from ...exceptions import HorovodInternalError
+from ...errors import CheckpointError, DamagedError, HorovodInternalError
 from ...logs import EVERYWHERE
 from ...world import world
 from .archive import Archive, Found, Writing, on_all, tell_outcomes
-from .errors import CheckpointError, DamagedError
 from .files import whole_number
 from .state import Assembled, assemble, put, should_agree, snapshot, take
 

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ...errors import DamagedError
 from ...world import world
 from ...wrapped import checkpoint as optimizer_checkpoint
 from ...wrapped.tree import lay_out_as_parameters
@@ -25,7 +26,6 @@ from ...wrapped.wrapping import Wrapping
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .archive import Found, Snapshot, spread
-from .errors import DamagedError
 from .files import bits_of, whole_number
 from .residuals import share
 from .rng import check_generators, put_generators, take_generators

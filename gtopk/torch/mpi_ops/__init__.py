@@ -22,7 +22,7 @@ without one, an operation is named by a counter.
 """
 
 from ...compression import Compression
-from ...exceptions import HorovodInternalError
+from ...errors import HorovodInternalError
 from ...reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from ...world.process_sets import (
     ProcessSet,

@@ -18,7 +18,7 @@ from ...compression import Compression, Compressor
 from ...engine.fusion import Dense, scale
 from ...engine.on_gpu import Finish, OnGpu, all_on_gpu
 from ...engine.on_gpu import scale as scale_tensor
-from ...exceptions import InvalidCallError
+from ...errors import InvalidCallError
 from ...reduce_ops import NAMES, Average, Sum
 from ...world.process_sets import ProcessSet, global_process_set
 from .allgathering import grouped_allgather

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.engine import Engine, Operation, Settings
 from gtopk.engine.fusion import Dense
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 
 NAMES = [f"tensor.{number}" for number in range(6)]
 # Who submits a name, and with which facts: for each name, by rank.

@@ -13,7 +13,7 @@ import pytest
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.engine import Engine, Event, Settings
 from gtopk.engine.fusion import Dense
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 
 QUICK = Settings(idle_seconds=0.05)
 

@@ -10,7 +10,7 @@ import pytest
 from collectives.transports import LocalTransport, Transport
 from gtopk.engine import Engine, Settings
 from gtopk.engine.fusion import Dense
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 
 QUICK = Settings(idle_seconds=0.05)
 

@@ -24,7 +24,7 @@ from collectives.planning import (
 )
 from collectives.transports import LocalTransport, local_world
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.exchange import automatic, calibration, exchange
 from gtopk.exchange.judge import FIRST_WINDOW, Judge
 from gtopk.optimizer import DistributedOptimizer

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.reduce_ops import Average, Sum
 from gtopk.world import world

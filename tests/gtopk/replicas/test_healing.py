@@ -10,7 +10,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.replicas.healing import pack, put_in, spread_majority
 from gtopk.replicas.replicas import Parted

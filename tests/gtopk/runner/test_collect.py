@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.launch import LaunchError
 from gtopk.runner import RankError, collect
 from gtopk.runner.desk import Desk

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from collectives.transports import LocalTransport
 from gtopk.compression import Compression
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.step.samples import MOST, VOTE_BITS, Samples
 from gtopk.world import world
 from tests.gtopk.four_layers import distribute, flat, inputs, layers

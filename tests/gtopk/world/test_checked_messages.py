@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.transports import local_world, run_ranks
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.world import checked_messages, world
 
 SIZE = 3

@@ -14,7 +14,7 @@ import pytest
 
 import gtopk
 from collectives.transports.farewell import Farewell
-from gtopk.exceptions import HorovodInternalError
+from gtopk.errors import HorovodInternalError
 from gtopk.heartbeat.heartbeat import Lost
 from gtopk.world import failure_file, guard
 from gtopk.world.guard import Guard

@@ -14,7 +14,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world
-from gtopk.exceptions import InvalidCallError
+from gtopk.errors import InvalidCallError
 from gtopk.local_sgd import LocalSGD
 from gtopk.optimizer import DistributedOptimizer
 from gtopk.world import world

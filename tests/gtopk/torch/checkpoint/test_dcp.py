@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import (
 import gtopk
 import gtopk.torch as hvd
 from gtopk import load_latest, save_checkpoint
+from gtopk.errors import CheckpointError
 from gtopk.torch.checkpoint.archive import Archive
 from gtopk.torch.checkpoint.dcp import Reader, Writer
-from gtopk.torch.checkpoint.errors import CheckpointError
 from gtopk.world import world
 
 

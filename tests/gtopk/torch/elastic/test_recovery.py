@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gtopk.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from gtopk.errors import HorovodInternalError, HostsUpdatedInterrupt
 from gtopk.torch.elastic import State, run_fn
 
 PROGRAMS = Path(__file__).parents[3] / "programs"
