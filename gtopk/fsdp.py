@@ -40,7 +40,6 @@ from collectives.transports import Transport
 
 from .buckets.parameters import refuse_complex
 from .compression import GTopK
-from .engine.agreement import gather_words
 from .exchange.exchange import Progress
 from .hooked.bucket_lanes import BucketLanes
 from .hooked.fsdp_units import Unit, require_shape, stand_in
@@ -163,7 +162,7 @@ def _place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> _Plac
     said = [" ".join(map(str, ranks)) for ranks in (alike, replica)]
 
     def gather(transport: Transport, votes: list[int]) -> list[list[str]]:
-        return gather_words(transport, said)
+        return transport.gather_object(said)
 
     if both := set(alike) & set(replica) - {here.rank}:
         raise ValueError(

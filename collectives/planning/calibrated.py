@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 import time
@@ -11,8 +10,6 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Final
-
-import numpy as np
 
 from .. import environment
 from ..kernels import in_use
@@ -55,10 +52,7 @@ def calibrate(
         found = load(path, known, transport.size)
         if is_kept := found is not None:
             found = replace(found, origin=f"{found.origin}, kept in {path}")
-    said = json.dumps([as_json(found) if found else None, is_kept]).encode()
-    record, is_kept = json.loads(
-        transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
-    )
+    record, is_kept = transport.broadcast_object([as_json(found) if found else None, is_kept])
     if record is not None:
         told = calibration_from(record)
         if not is_kept or still_holds(transport, told, clock):
@@ -74,8 +68,7 @@ def calibrate(
 def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, str]) -> Facts:
     """Return what a calibration holds for, in words; every rank must call it."""
     native_bytes = transport.native_bytes()
-    host = np.frombuffer(socket.gethostname().encode(), np.uint8)
-    hosts = [message.tobytes().decode() for message in transport.allgather(host)]
+    hosts = transport.gather_object(socket.gethostname())
     return {
         "model": str(MODEL),
         # In rank order: a, a, b, b is another network than a, b, a, b.

@@ -70,9 +70,8 @@ class HorovodTransport(Carrier):
         self._resigned = False
         self._ticker = threading.Thread(target=self._tick_on, name="gtopk-ticks", daemon=True)
         self._ticker.start()
-        hosts = self.allgather(np.frombuffer(socket.gethostname().encode(), np.uint8))
-        here = hosts[self.rank].tobytes()
-        self._neighbours = [rank for rank in range(self.size) if hosts[rank].tobytes() == here]
+        hosts = self.gather_object(socket.gethostname())
+        self._neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         stream.traffic.count(message.size)

@@ -194,8 +194,7 @@ class NcclTransport(StagedTransport):
             self._open(min(self._timeout_seconds / 2, _START_TEST_SECONDS))
         except Exception as error:  # of CuPy, CUDA, NCCL, torch: all ranks are to hear of it
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        said = self.host.allgather(np.frombuffer(failure.encode(), np.uint8))
-        failures = [message.tobytes().decode(errors="replace") for message in said]
+        failures = self.host.gather_object(failure)
         tried = after_test(choice, failures, self.ranks)
         if tried is not choice and self._collectives is not None:
             self._collectives.abort(tried.reason)

@@ -11,6 +11,7 @@ A view is a transport, too: some of the ranks (`subset`), or a stream of message
 from __future__ import annotations
 
 import itertools
+import json
 import struct
 import sys
 from abc import abstractmethod
@@ -417,9 +418,35 @@ class Transport(Endpoint):
         sizes = [by_source[source].size // array.itemsize for source in range(self.size)]
         return whole.view(array.dtype), [0, *itertools.accumulate(sizes)]
 
+    def gather_object(self, mine: Any) -> list[Any]:
+        """Return every rank's object, in rank order; every rank calls it.
+
+        An object is what JSON has: numbers (floats to the bit), texts, booleans, None, lists and
+        dicts with texts as keys; tuples arrive as lists. For what is said now and then: a vector
+        goes by `allgather`. Raises MessageError, which names the rank, for bytes that are no JSON.
+        """
+        messages = self.allgather(_as_message(mine))
+        return [_as_object(m, rank) for m, rank in zip(messages, self.ranks, strict=True)]
+
+    def broadcast_object(self, mine: Any, root: int = 0) -> Any:
+        """Return the root's object, as `gather_object` has it; the others' is not looked at."""
+        own = _as_message(mine) if self.rank == root else None
+        return _as_object(self.broadcast(own, root), self.ranks[root])
+
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self.allgather(np.empty(0, np.uint8))
+
+
+def _as_message(obj: Any) -> Array:
+    return np.frombuffer(json.dumps(obj).encode(), np.uint8)
+
+
+def _as_object(message: Array, sender: int) -> Any:
+    try:
+        return json.loads(message.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"the object from rank {sender} is malformed: {error}") from error
 
 
 def _pack(messages: list[Array]) -> Array:

@@ -96,10 +96,10 @@ class BalancedLoader:
     def _meet(self) -> tuple[int, list[int]]:
         """Return the most that any rank prefetches, and every rank's largest size."""
         options = self._options
-        mine = np.array([self._source.lead, options.max_batch or _NO_BOUND], np.int64)
+        mine = [self._source.lead, options.max_batch or _NO_BOUND]
 
         def work(transport: Transport, votes: list[int]) -> list[list[int]]:
-            return [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+            return transport.gather_object(mine)
 
         facts = ["mode='balanced'", self._source.facts, *options.facts()]
         records = self._world.engine.submit(self._name, facts, work).wait()
@@ -254,10 +254,10 @@ class BalancedLoader:
         exchange = summarise(self._exchanges) if self._exchanges else 0.0
         self._seconds.clear()
         self._exchanges.clear()
-        mine = np.array([seconds, self._memory.most or _NO_BOUND, exchange], np.float64)
+        mine = [seconds, self._memory.most or _NO_BOUND, exchange]
 
         def work(transport: Transport, votes: list[int]) -> list[list[float]]:
-            return [m.view(np.float64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+            return transport.gather_object(mine)
 
         records = self._world.engine.submit(f"{self._name}.window", [], work).wait()
         windows = [

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from collectives.transports import Transport
-
 
 def describe_mismatch(intentions: Mapping[int, Sequence[str]]) -> str:
     """Return the text that says where the ranks' intentions part.
@@ -60,13 +56,6 @@ def name_ranks(ranks: list[int]) -> str:
     """Return "rank 3" or "ranks 0, 1, 2"."""
     listed = ", ".join(str(rank) for rank in ranks)
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
-
-
-def gather_words(transport: Transport, words: list[str]) -> list[list[str]]:
-    """Return every rank's list of names."""
-    message = np.frombuffer("\n".join(words).encode(), np.uint8)
-    texts = [m.tobytes().decode() for m in transport.allgather(message)]
-    return [text.split("\n") if text else [] for text in texts]
 
 
 def describe_missing(missing: Mapping[int, list[str]], most: int | None = None) -> str:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from collectives.transports import Transport
 from collectives.transports.transport import say
 
@@ -77,8 +75,7 @@ class Heartbeat:
         self._step_file = os.memfd_create("gtopk-note")
         write_note(self._step_file, 0, "")
         own = [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
-        message = np.frombuffer(json.dumps(own).encode(), np.uint8)
-        said = [json.loads(message.tobytes()) for message in transport.allgather(message)]
+        said = transport.gather_object(own)
         peers = [Peer(rank, *words[:-1]) for rank, words in enumerate(said)]
         # Every rank has added to it: none can choose it.
         secret = hashlib.sha256("".join(words[-1] for words in said).encode()).hexdigest()

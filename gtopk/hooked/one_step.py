@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
 from collectives.transports import Transport
 
 from ..exchange.exchange import Exchanged
@@ -55,9 +53,8 @@ class OneStep:
             exchanged = lane.reduce(transport)
             if not exchanged.finite:  # on all ranks alike
                 self._void = True
-                mine = np.array([not lane.all_finite()], np.uint8)
-                said = transport.allgather(mine)
-                self.not_finite = [place for place, theirs in enumerate(said) if theirs[0]]
+                said = transport.gather_object(not lane.all_finite())
+                self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
         if self._void:
             self.drop()
             with lane.bucket.on_stream():

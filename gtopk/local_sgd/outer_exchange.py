@@ -10,19 +10,16 @@ held back; where the sum does not count, to the bit what it was before.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
-import numpy as np
 import torch
 
 from collectives.transports import Transport
 
 from ..engine import Operation
-from ..engine.agreement import gather_words
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import Withheld
 from ..lanes.held import Held, put_in, take_out, unsent
@@ -133,12 +130,11 @@ class OuterExchange:
         facts: what must be equal on all ranks besides, in words.
         """
         own, names = checksums(center), list(self._names.values())
-        mine = json.dumps([outer_steps, self._progress.steps, self._lane.record()]).encode()
+        mine = [outer_steps, self._progress.steps, self._lane.record()]
 
-        def look(transport: Transport, votes: list[int]) -> tuple[bool, bytes]:
+        def look(transport: Transport, votes: list[int]) -> tuple[bool, Any]:
             require_the_same(transport, own, names)
-            said = transport.broadcast(np.frombuffer(mine, np.uint8), root=0)
-            return any(votes), said.tobytes()
+            return any(votes), transport.broadcast_object(mine)
 
         of_any, said = self._engine.submit(
             f"{self._name}.replicas",
@@ -146,7 +142,7 @@ class OuterExchange:
             look,
             vote=bool(unsent(self._held)),
         ).wait()
-        outer_steps, self._progress.steps, record = json.loads(said)
+        outer_steps, self._progress.steps, record = said
         self._lane.resume(record)
         if of_any:
             self._lane.send_along()
@@ -226,13 +222,13 @@ class OuterExchange:
         told = [transport.ranks[place] for place, vote in enumerate(votes) if vote & _TOLD]
         lost: dict[int, list[str]] = {}
         if not all(vote & _FINITE for vote in votes):
-            said = gather_words(transport, mine)
+            said = transport.gather_object(mine)
             lost = {rank: names for rank, names in zip(transport.ranks, said, strict=True) if names}
         if not any(steps):
             return told, lost, set(), None
         everywhere: set[str] = set()
         if all(vote & _FROZEN for vote in votes):
-            everywhere = set.intersection(*map(set, gather_words(transport, frozen)))
+            everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         self._lane.remember()
         share = steps[transport.rank] / sum(steps)
         self._lane.weigh(share, share)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from collectives.transports import Transport
 
 from ..buckets.arrays import home_of
 from ..compression import NoneCompressor
-from ..engine.agreement import gather_words
 from ..exchange.exchange import DenseExchange, Progress, open_residual
 from ..lanes.lanes import open_lane
 from ..lanes.sparse_gradients import SparseGradientLane
@@ -73,13 +70,12 @@ class Plan:
 
     def agree(self, transport: Transport) -> Agreed:
         """Return what rank 0 says, on every rank; what is sparse anywhere is so everywhere."""
-        sparse = set().union(*gather_words(transport, list(self.sparse)))
-        unsent = set().union(*gather_words(transport, list(self.unsent)))
+        sparse = set().union(*transport.gather_object(list(self.sparse)))
+        unsent = set().union(*transport.gather_object(list(self.unsent)))
         mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
         parts = [[part.how, part.numbers] for part in mine]
-        said = json.dumps([parts, self.steps, list(self.wanted)]).encode()
-        said = transport.broadcast(np.frombuffer(said, np.uint8), root=0).tobytes()
-        parts, steps, records = json.loads(said)
+        said = transport.broadcast_object([parts, self.steps, list(self.wanted)])
+        parts, steps, records = said
         return Agreed(
             [Part(how, numbers) for how, numbers in parts], steps, records, unsent, sparse
         )

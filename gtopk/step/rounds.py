@@ -32,7 +32,7 @@ from collectives.transports import Transport
 
 from ..buckets.placeholders import lacks_gradient
 from ..engine import Engine, Operation
-from ..engine.agreement import describe_missing, gather_words
+from ..engine.agreement import describe_missing
 from ..exchange.exchange import Exchanged
 from ..exchange.residual import Withheld
 from .samples import VOTE_BITS, Samples, weighs
@@ -375,7 +375,7 @@ class Round:
             self._stopped = not self.exchanged[index].finite
         if self._stopped and last:
             mine = sorted(name for lane in self.lanes for name in lane.not_finite())
-            culprits = gather_words(transport, mine)
+            culprits = transport.gather_object(mine)
             self.culprits = culprits if any(culprits) else []
 
     def _look_at_missing(
@@ -384,7 +384,7 @@ class Round:
         everywhere = set(missing)
         here = [rank for rank, vote in enumerate(votes) if vote & _HERE]
         if len({votes[rank] & _MISSING for rank in here}) > 1:
-            said = gather_words(transport, missing)
+            said = transport.gather_object(missing)
             heard = {transport.ranks[r]: said[r] for r in here if weighs(votes[r])}
             if len(set(map(tuple, heard.values()))) > 1:
                 if not self._missing_is_zero:

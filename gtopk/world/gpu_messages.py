@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 from collectives.transports import Transport
@@ -76,8 +75,7 @@ def find_out(transport: Transport, environ: Mapping[str, str] = os.environ) -> s
 
     Each takes the GPU of its place on its host.
     """
-    mine = np.array([gpus_in_sight()], np.int64).view(np.uint8)
-    in_sight = [int(message.view(np.int64)[0]) for message in transport.allgather(mine)]
+    in_sight = transport.gather_object(gpus_in_sight())
     if transport.size == 1 or not any(in_sight):
         return ""
     choice = settled(transport, in_sight, environ)

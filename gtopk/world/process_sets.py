@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
@@ -195,8 +193,7 @@ def find_or_register(ranks: list[int]) -> ProcessSet:
 
 def _ranks_of_all(comm: Any, transport: Transport) -> list[list[int]]:
     """Return the ranks of every rank's communicator; raise MismatchError where they overlap."""
-    mine = np.array(ranks_of(comm, transport), np.int64)
-    sets = [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+    sets = transport.gather_object(ranks_of(comm, transport))
     for rank, ranks in enumerate(sets):
         for other in ranks:
             if sets[other] != ranks:

@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from collectives.cores import allowed_cores, usable_cores
 from collectives.transports import Transport
 
-from ..engine.agreement import gather_words
-
 if TYPE_CHECKING:
     from ..engine import Engine, Operation
     from .world import World
@@ -119,7 +117,7 @@ class Stragglers:
                 told.slow.append(place)
         if told.slow != self._slow:
             mine = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
-            said = gather_words(transport, mine)
+            said = transport.gather_object(mine)
             told.hosts.extend(host for host, *_ in said)
             told.crowded.update(crowded(said))
         self._slow = told.slow

@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from collectives.errors import PeerTimeoutError
 from collectives.transports import Transport
 from collectives.transports.transport import CHANNELS, say
@@ -87,11 +85,7 @@ class World:
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
-        mine = np.array([node[0], self.local_rank, gpus_in_sight()], np.int64)
-        places = [
-            tuple(message.view(np.int64).tolist())
-            for message in transport.allgather(mine.view(np.uint8))
-        ]
+        places = transport.gather_object([node[0], self.local_rank, gpus_in_sight()])
         self.is_homogeneous = len(set(Counter(first for first, *_ in places).values())) == 1
         # The nodes that have a process with this local rank, in order of their first rank.
         nodes = sorted(first for first, local_rank, _ in places if local_rank == self.local_rank)
@@ -168,8 +162,7 @@ class World:
         """
 
         def compare(transport: Transport, votes: Sequence[int]) -> tuple[int, list[int]]:
-            mine = np.array([made, *sets])
-            said = [m.view(np.int64).tolist() for m in transport.allgather(mine.view(np.uint8))]
+            said = transport.gather_object([made, *sets])
             numbers = set(sets).intersection(*(numbers for _, *numbers in said))
             return max(made for made, *_ in said), sorted(numbers - {0})
 

@@ -20,7 +20,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...engine.agreement import describe_mismatch, gather_words
+from ...engine.agreement import describe_mismatch
 
 
 class AgreedSettings:
@@ -40,7 +40,7 @@ class AgreedSettings:
 
     def agree(self, transport: Transport, said: list[str]) -> None:
         """Know the settings from what all ranks say; MismatchError, on all, where they differ."""
-        told = gather_words(transport, said)
+        told = transport.gather_object(said)
         newest = max(int(seen) for seen, *_ in told)
         by_rank = {rank: words for rank, (seen, *words) in enumerate(told) if int(seen) == newest}
         first = next(iter(by_rank.values()))

@@ -10,7 +10,6 @@ import torch
 from collectives.transports import Transport
 
 from ...engine import Engine, Work
-from ...engine.agreement import gather_words
 from ...replicas.check import ReplicaCheck
 from ...replicas.replicas import Parted
 from ..apart.own_steps import OwnSteps
@@ -82,7 +81,7 @@ class RoundWire:
                 self._settings.agree(transport, said)
                 nowhere: set[str] = set()
                 if all(vote & _MISSES for vote in votes):
-                    nowhere = set.intersection(*map(set, gather_words(transport, missing)))
+                    nowhere = set.intersection(*map(set, transport.gather_object(missing)))
                 total = sum(counts)
                 update = self.exchange.reduce(transport, 1.0 / total, samples / total)
                 if update is not None and nowhere:  # the optimizer passes over what is None

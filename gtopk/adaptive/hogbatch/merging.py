@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-import numpy as np
 import torch
 
 from collectives.errors import PeerError, PeerTimeoutError
@@ -163,10 +162,9 @@ class Merging:
         self._before = [own.detach().clone() for own in self._snapshot]
         self._replica.prepare()
         count = self._counter.add(0) if is_last and self._counter is not None else 0
-        mine = np.array([count], np.int64).view(np.uint8)
 
         def work(transport: Transport, votes: list[int]) -> tuple[float, Any, int]:
-            counts = [int(message.view(np.int64)[0]) for message in transport.allgather(mine)]
+            counts = transport.gather_object(count)
             weight = 1.0 / transport.size
             return weight, self._replica.exchange(transport, weight), max(counts)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -121,12 +120,11 @@ def join_node(
         "quota": core_quota(),
         "advice": settings.ADVICE.read(),
     }
-    said = np.frombuffer(json.dumps(mine).encode(), np.uint8)
     rows: list[dict[str, Any]] = []
     hosts: list[list[int]] = []
 
     def work(transport: Transport, votes: list[int]) -> Node:
-        rows.extend(json.loads(message.tobytes()) for message in transport.allgather(said))
+        rows.extend(transport.gather_object(mine))
         if options.nodes is None:
             nodes = find_nodes(transport)
         else:

@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed
 from torch._C._distributed_c10d import TCPStore
@@ -186,8 +185,7 @@ def _look_at_the_network(transport: Transport, votes: list[int]) -> dict[str, An
     network, _ = measure_network(transport)
     link = network.link(1)
     hosts = count_hosts(transport)
-    own = own_address(one_host=hosts == 1).encode()
-    master = transport.broadcast(np.frombuffer(own, np.uint8), root=0).tobytes().decode()
+    master = transport.broadcast_object(own_address(one_host=hosts == 1))
     return {
         "master": master,
         "hosts": hosts,
