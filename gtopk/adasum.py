@@ -26,7 +26,7 @@ from .compression import Compression, Compressor
 from .engine import Work
 from .exchange.deltas import Deltas
 from .exchange.exchange import Progress
-from .lanes.held import unsent
+from .lanes.residual_state import unsent
 from .reduce_ops import Adasum
 from .step.expected_step import ExpectedStep
 from .step.hooks import BackwardHooks
@@ -268,14 +268,14 @@ class _AdasumOptimizer(Wrapping):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the wrapped optimizer's state; what was computed towards a step is forgotten.
 
-        Gradients that it holds back are lost, and warned of: nothing adds up here.
+        Gradients in its residual are lost, and warned of: nothing adds up here.
         """
         self._forget()
         super().load_state_dict(state_dict, *args, **kwargs)
         parts = state_dict.get(optimizer_checkpoint.KEY, {}).get("held", {}).values()
         if lost := sorted({name for part in parts for name in unsent(part)}):
             _log.warning(
-                "rank %d: the state holds back gradients of %s, which op=Adasum cannot send: they "
+                "rank %d: the state has a residual of %s, which op=Adasum cannot send: they "
                 "are lost; take a step with op=Average and Compression.none first to send them",
                 self._world.rank,
                 ", ".join(map(repr, lost[:5])) + (", ..." if len(lost) > 5 else ""),

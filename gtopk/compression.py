@@ -86,8 +86,8 @@ class ErrorFeedback:
     # (docs/tuning.md).
     factor_masking: bool = False
     # (beta1, beta2), say (0.9, 0.999): Adam's moments are taken before the selection, on each rank
-    # of its own gradients; what is selected and held back are Adam's steps (Chen et al. 2021). The
-    # wrapped optimizer is then SGD without momentum, whose weight decay acts as AdamW's.
+    # of its own gradients; Adam's steps are selected and kept in the residual (Chen et al. 2021).
+    # The wrapped optimizer is then SGD without momentum, whose weight decay acts as AdamW's.
     adam_correction: tuple[float, float] | None = None
     # Parameters that travel whole, beside the others: regular expressions found in their names,
     # all of one dimension and less (biases and norms), and those of fewer elements than this.

@@ -8,11 +8,11 @@
                                             ^   backward ends when every bucket is back
 
 A bucket holds what was not sent of its parameters. DDP makes its buckets anew after the first step,
-unless it is to find unused parameters: what is held back moves along, parameter by parameter.
+unless it is to find unused parameters: the residual moves along, parameter by parameter.
 
 With find_unused_parameters a parameter that no rank uses in a step gets, as in any other, what is
-sent of what was held back of it; where that is nothing its .grad stays as DDP leaves it. What is
-held back of a frozen one waits until it is thawed.
+sent of its residual; where that is nothing its .grad stays as DDP leaves it. The
+residual of a frozen one waits until it is thawed.
 """
 
 # DDP looks at the hook's annotations: they must be no strings.
@@ -39,9 +39,9 @@ from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import NOT_FINITE, TOLD, OneStep, vote_of
-from .lanes.held import Held, fits
-from .lanes.held_names import plain_name, strangers, under_known_names
 from .lanes.lanes import Lane, open_lane
+from .lanes.residual_names import plain_name, strangers, under_known_names
+from .lanes.residual_state import ResidualState, fits
 from .objects import decode, encode
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
@@ -64,7 +64,7 @@ class GTopKState:
         as it is of Adam and its kin with adam_correction.
     process_group: DDP's; None: of all ranks. Another one must be a process set, too:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
-    scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
+    scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
         changes.
     max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
         the backward pass, on every rank.
@@ -72,8 +72,8 @@ class GTopKState:
         float32. From the bucket on where that shows, gradients become NaN on every rank: GradScaler
         skips such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does.
         Several optimizers need that on each, with a GradScaler, too: it skips only those that have
-        a NaN. What is held back is then as before the step. What a sum has beyond float16, of
-        gradients in it, is held back, and the step counts.
+        a NaN. The residual is then as before the step. What a sum has beyond float16, of
+        gradients in it, stays in the residual, and the step counts.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a process group that gtopk does not know; the first backward pass does for complex
     parameters and for sparse gradients. It can't be pickled: save its state_dict.
@@ -106,7 +106,7 @@ class GTopKState:
         self._lanes = BucketLanes(self._open_lane)
         self._skips = HookSkips(self._lanes.parameters, max_skipped_steps)
         look_at_optimizers(self._skips, self.compression, says=self._rank == 0)
-        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
+        self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
         self._step = OneStep()  # the engine's thread's own
@@ -247,26 +247,26 @@ class GTopKState:
         return done.value()
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return what this rank holds back of the model's parameters, by name, in their shapes.
+        """Return this rank's residual of the model's parameters, by name, in their shapes.
 
         Save it on every rank; or put the parts of all under "held" of one of them, which any number
         of ranks can load.
         """
-        parts = {name: self._lanes.held_of(parameter) for name, parameter in _named(model)}
-        held = {**self._strange, **{name: part for name, part in parts.items() if part}}
+        parts = {name: self._lanes.residual_of(parameter) for name, parameter in _named(model)}
+        residuals = {**self._strange, **{name: part for name, part in parts.items() if part}}
         return {
             "format": FORMAT,
             "ranks": len(self._members.ranks),
             "steps": self.progress.steps,
             "lanes": [],
-            "held": {self._rank: held},
+            "held": {self._rank: residuals},
         }
 
     def gather_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state with what all ranks hold back on the first, which is to save it.
+        """Return the state with the residuals of all ranks on the first, which is to save it.
 
         All ranks call it together; on the others it is this rank's own. Any number of ranks can
-        load it: nothing held back is lost.
+        load it: no residual is lost.
         """
         state = self.state_dict(model)
         mine = encode(state["held"][self._rank])
@@ -301,11 +301,11 @@ class GTopKState:
         """
         named = _named(model)
         known = {name for name, _ in named}
-        held = share_of(state, self._rank, len(self._members.ranks))
-        held = under_known_names(held, known)
-        found: dict[torch.Tensor, Held] = {}
+        residuals = share_of(state, self._rank, len(self._members.ranks))
+        residuals = under_known_names(residuals, known)
+        found: dict[torch.Tensor, ResidualState] = {}
         for name, parameter in named:
-            found[parameter] = held.get(name, {})
+            found[parameter] = residuals.get(name, {})
             for what, tensor in found[parameter].items():
                 if not fits(what, tensor, parameter.shape):
                     raise ValueError(
@@ -313,12 +313,12 @@ class GTopKState:
                         f"parameter has {list(parameter.shape)}"
                     )
         self._strange = strangers(
-            held,
+            residuals,
             known,
             self._world.rank,
             "the model has no parameter of that name; give it the names that it was saved with",
         )
-        self._lanes.hold(found)
+        self._lanes.put_residuals(found)
         self.progress.steps = int(state["steps"])
 
 
@@ -346,7 +346,7 @@ def _write_what_ddp_does_not(parameters: Sequence[torch.Tensor], buffer: torch.T
     """Once DDP has ended the backward pass, write the update of what no rank used, too.
 
     DDP leaves the .grad of such a parameter alone: with find_unused_parameters, or a static graph.
-    But what was held back of it is sent in that step as in any other.
+    But its residual is sent in that step as in any other.
     """
     before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 

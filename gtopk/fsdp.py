@@ -11,7 +11,7 @@
     vote         0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
 
 The residual is sharded as the gradients are. A module's shard is exchanged when FSDP has it, before
-backward goes on: of the parameters that have a gradient. What is held back of others waits. Needs
+backward goes on: of the parameters that have a gradient. The residual of others waits. Needs
 torch 2.7 or newer.
 """
 
@@ -47,9 +47,9 @@ from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
 from .hooked.one_step import OneStep, vote_of
-from .lanes.held import Held
-from .lanes.held_names import plain_name, strangers
 from .lanes.lanes import Lane, open_lane
+from .lanes.residual_names import plain_name, strangers
+from .lanes.residual_state import ResidualState
 from .step.grad_scaler import loss_scale
 from .step.peers import Peers
 from .step.skipped_steps import MAX_SKIPPED_STEPS
@@ -85,7 +85,7 @@ def replicate(
     density: of every sharded module's gradients; `options` are the others of Compression.gtopk.
         With momentum_correction the optimizer's own momentum must be 0: its first step is else an
         error, as it is of Adam and its kin with adam_correction.
-    scaler: the GradScaler that scales the loss, to keep what is held back as it is when its scale
+    scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
         changes.
     max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
         the backward pass, on every rank.
@@ -201,9 +201,9 @@ class ReplicaState:
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
         float32: the same on all ranks, of all shards. The model's gradients then become NaN on all
         of them: GradScaler skips such a step; without one,
-        optimizer.register_step_pre_hook(state.drop_skipped) does, of each optimizer. What is held
-        back is then as before the step. What a sum has beyond float16, of gradients in it, is held
-        back, and the step counts.
+        optimizer.register_step_pre_hook(state.drop_skipped) does, of each optimizer. The
+        residual is then as before the step. What a sum has beyond float16, of gradients in it,
+        stays in the residual, and the step counts.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class ReplicaState:
         self._world = world.current()
         self._name = self._world.name_optimizer(["fsdp"])
         self._lanes = {unit: BucketLanes(partial(self._open_lane, unit)) for unit in units}
-        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
+        self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
         self._step = OneStep()
         together = place.replicas.members.ranks
         peers = Peers(self._world, place.replicas.engine, self._name, together, takes_part=True)
@@ -363,14 +363,14 @@ class ReplicaState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank holds back; save it on every rank."""
+        """Return this rank's residual; save it on every rank."""
         parts = {
-            name: lanes.held_of(shard)
+            name: lanes.residual_of(shard)
             for unit, lanes in self._lanes.items()
             for name, shard in unit.stand_ins.items()
         }
-        held = {**self._strange, **{name: part for name, part in parts.items() if part}}
-        mine = {f"{self._place.shard}/{name}": part for name, part in held.items()}
+        residuals = {**self._strange, **{name: part for name, part in parts.items() if part}}
+        mine = {f"{self._place.shard}/{name}": part for name, part in residuals.items()}
         return {
             "format": FORMAT,
             "ranks": self._ranks,
@@ -383,7 +383,7 @@ class ReplicaState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hold back this from the next step on; between steps only.
 
-        On another number of replicas, of as many shards, the sum of what is held back stays.
+        On another number of replicas, of as many shards, the sum of the residual stays.
         Raises ValueError for a state of another format, and of other shards.
         """
         if state.get("shards") != self._place.shards:
@@ -392,31 +392,33 @@ class ReplicaState:
                 f"{self._place.shards}: the number of shards must be what it was"
             )
         share = share_of(state, self._rank, self._ranks)
-        held: dict[str, Held] = {}
+        residuals: dict[str, ResidualState] = {}
         for key, parts in share.items():
             number, _, name = key.partition("/")
             if int(number) != self._place.shard:
                 raise ValueError(
-                    f"the state has what is held back of shard {number}, but this rank has shard "
+                    f"the state has the residual of shard {number}, but this rank has shard "
                     f"{self._place.shard}: on another number of replicas the ranks of each must "
                     "follow each other, as in a mesh whose last dimension is that of the shards"
                 )
-            held[name] = parts
+            residuals[name] = parts
         for unit in self._lanes:
-            held.update(unit.by_parameter(held.pop(unit.name, {})))
+            residuals.update(unit.by_parameter(residuals.pop(unit.name, {})))
             for name, shard in unit.stand_ins.items():
-                require_shape(name, held.get(name, {}), shard.shape)
+                require_shape(name, residuals.get(name, {}), shard.shape)
         self._step.close()  # of a pass that was broken off
         for unit in self._lanes:
             unit.accumulated.clear()
         self._strange = strangers(
-            held,
+            residuals,
             {name for unit in self._lanes for name in unit.stand_ins},
             self._world.rank,
             "the model has no sharded parameter of that name; shard those that were",
         )
         for unit, lanes in self._lanes.items():
-            lanes.hold({shard: held.get(name, {}) for name, shard in unit.stand_ins.items()})
+            lanes.put_residuals(
+                {shard: residuals.get(name, {}) for name, shard in unit.stand_ins.items()}
+            )
         self.progress.steps = int(state["steps"])
 
     @property

@@ -86,7 +86,7 @@ def test_a_record_of_earlier_code_is_read_whole() -> None:
         assert [note.content["loss"] for note in rank.values] == pytest.approx(
             [1 / (1 + step) for step in range(made.STEPS)]
         )
-        assert all(note.content["norm"] > 0 for note in rank.withheld)
+        assert all(note.content["norm"] > 0 for note in rank.residuals)
     assert as_record(run)
 
 

@@ -297,7 +297,7 @@ class DenseExchange:
         return self.residual is None or self.residual.holds_nothing or self._share == 1.0
 
     def sent_mass(self) -> float:
-        """Return 0: nothing is held back that would be."""
+        """Return 0: there is no residual."""
         return 0.0
 
 
@@ -379,7 +379,7 @@ class SendingAlong:
         self.was_last = self._is_last
 
     def sent_mass(self) -> float:
-        """Return 0: nothing is held back that would be."""
+        """Return 0: there is no residual."""
         return 0.0
 
 

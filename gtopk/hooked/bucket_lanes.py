@@ -1,8 +1,8 @@
-"""The lanes of buckets, and what is held back of each parameter, in whichever bucket it is.
+"""The lanes of buckets, and the residual of each parameter, in whichever bucket it is.
 
 DDP makes its buckets anew after the first step, unless it is to find unused parameters; FSDP's have
-the parameters that a pass has gradients of. What is held back moves along, parameter by parameter.
-What is held back of one that is frozen, or in no bucket now, waits outside.
+the parameters that a pass has gradients of. The residual moves along, parameter by parameter.
+The residual of one that is frozen, or in no bucket now, waits outside.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..exchange.residual import AGE
-from ..lanes.held import Held
 from ..lanes.lanes import Lane
+from ..lanes.residual_state import ResidualState
 
 
 class BucketLanes:
@@ -29,21 +29,21 @@ class BucketLanes:
         # Which of its lane's parameters each is, and where it begins.
         self._homes: dict[torch.Tensor, tuple[Lane, int, int]] = {}
         # Of parameters without a lane, and of frozen ones, in memory's order.
-        self._held: dict[torch.Tensor, Held] = {}
+        self._residuals: dict[torch.Tensor, ResidualState] = {}
 
     def __len__(self) -> int:
         return len(self._lanes)
 
     def parameters(self) -> set[torch.Tensor]:
         """Return those of all buckets, and of the state that was loaded last."""
-        return {*self._homes, *self._held}
+        return {*self._homes, *self._residuals}
 
     def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Tell whether all of them were in a bucket, or in a state that was loaded."""
-        return all(p in self._homes or p in self._held for p in parameters)
+        return all(p in self._homes or p in self._residuals for p in parameters)
 
     def lane_of(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> Lane:
-        """Return the lane of a bucket, which holds back what was held back of its parameters."""
+        """Return the lane of a bucket, with the residual of its parameters."""
         key = tuple(map(id, parameters))
         if key not in self._lanes:
             for parameter in parameters:
@@ -60,35 +60,35 @@ class BucketLanes:
         return self._lanes[key]
 
     def _pass_over_frozen(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Let what is held back of frozen parameters wait, and take no gradient of theirs."""
+        """Let the residual of frozen parameters wait, and take no gradient of theirs."""
         for parameter, gradient in zip(parameters, split(buffer, parameters), strict=True):
             if not parameter.requires_grad:
                 gradient.zero_()
-                if parameter not in self._held:
-                    self._held[parameter] = self._copy_of(parameter)
+                if parameter not in self._residuals:
+                    self._residuals[parameter] = self._copy_of(parameter)
                     self._put_in(parameter, {})
-            elif parameter in self._held:
-                self._put_in(parameter, self._held.pop(parameter))
+            elif parameter in self._residuals:
+                self._put_in(parameter, self._residuals.pop(parameter))
 
     def _take_out(self, lane: Lane) -> None:
-        """Keep what a lane holds back until other lanes have its parameters."""
+        """Keep the residual of a lane until other lanes have its parameters."""
         moved = [parameter for parameter, (home, *_) in self._homes.items() if home is lane]
         for parameter in moved:
-            if parameter not in self._held:
-                self._held[parameter] = self._copy_of(parameter)
+            if parameter not in self._residuals:
+                self._residuals[parameter] = self._copy_of(parameter)
             del self._homes[parameter]
         self._lanes = {key: each for key, each in self._lanes.items() if each is not lane}
 
-    def _put_in(self, parameter: torch.Tensor, held: Held) -> None:
-        """Make its lane hold back this of a parameter, and nothing else."""
+    def _put_in(self, parameter: torch.Tensor, residuals: ResidualState) -> None:
+        """Make this the residual of a parameter in its lane."""
         for what, part in self._views(parameter).items():
-            part.copy_(held[what]) if what in held else part.zero_()
+            part.copy_(residuals[what]) if what in residuals else part.zero_()
         self._homes[parameter][0].exchange.residual.holds_nothing = False  # type: ignore[union-attr]
 
-    def _copy_of(self, parameter: torch.Tensor) -> Held:
+    def _copy_of(self, parameter: torch.Tensor) -> ResidualState:
         return {what: part.clone() for what, part in self._views(parameter).items()}
 
-    def _views(self, parameter: torch.Tensor) -> Held:
+    def _views(self, parameter: torch.Tensor) -> ResidualState:
         """Return a parameter's part of what its lane holds, in memory's order."""
         lane, index, start = self._homes[parameter]
         assert lane.exchange.residual is not None
@@ -97,9 +97,9 @@ class BucketLanes:
             for what, tensor in lane.exchange.residual.after_last_step().items()
         }
 
-    def held_of(self, parameter: torch.Tensor) -> Held:
-        """Return copies of what is held back of a parameter, in its shape."""
-        own = self._held.get(parameter)
+    def residual_of(self, parameter: torch.Tensor) -> ResidualState:
+        """Return copies of the residual of a parameter, in its shape."""
+        own = self._residuals.get(parameter)
         if own is None:
             own = self._views(parameter) if parameter in self._homes else {}
         return {
@@ -107,17 +107,17 @@ class BucketLanes:
             for what, part in own.items()
         }
 
-    def hold(self, held: dict[torch.Tensor, Held]) -> None:
+    def put_residuals(self, residuals: dict[torch.Tensor, ResidualState]) -> None:
         """Hold back this, in its parameters' shapes, from the next step on, and nothing else."""
-        self._lanes, self._homes, self._held = {}, {}, {}
-        for parameter, parts in held.items():
+        self._lanes, self._homes, self._residuals = {}, {}, {}
+        for parameter, parts in residuals.items():
             for what, tensor in parts.items():
                 if what == AGE:
-                    self._held.setdefault(parameter, {})[what] = tensor.clone()
+                    self._residuals.setdefault(parameter, {})[what] = tensor.clone()
                     continue
                 part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
                 as_shaped(part, parameter).copy_(tensor)
-                self._held.setdefault(parameter, {})[what] = part
+                self._residuals.setdefault(parameter, {})[what] = part
 
 
 def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

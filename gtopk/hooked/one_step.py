@@ -25,8 +25,8 @@ class OneStep:
     """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
 
     A bucket that is back cannot be called back: it is the NaN in the one that failed, and in all
-    that follow it, that tells who steps with them to skip, and with those before it, too. What is
-    held back is then, to the bit, what it was before the step.
+    that follow it, that tells who steps with them to skip, and with those before it, too. The
+    residual is then, to the bit, what it was before the step.
 
     not_finite: the places of the ranks whose gradients of the last bucket were not finite, though
         they had not said so: they would have had to wait for their GPU. The same on all ranks.
@@ -68,7 +68,7 @@ class OneStep:
         return replace(exchanged, select_seconds=seconds)
 
     def drop(self) -> None:
-        """Make the step void: what is held back becomes what it was before."""
+        """Make the step void: the residual becomes what it was before."""
         self._void = True
         for lane in self._ran:
             lane.undo()

@@ -13,7 +13,7 @@ from ..buckets.buckets import Bucket
 from ..buckets.placeholders import lacks_gradient
 from ..exchange.exchange import Exchange, Exchanged, Progress, SendingAlong, SparseExchange
 from ..exchange.exchanges import open_exchange
-from ..exchange.residual import Withheld
+from ..exchange.residual import ResidualSize
 
 
 class Lane:
@@ -51,7 +51,7 @@ class Lane:
         return self.exchange.facts
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides what is held back of each parameter."""
+        """Return what a checkpoint needs besides the residual of each parameter."""
         regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
         return {"names": self.names, "regions": regions.record() if regions is not None else None}
 
@@ -72,7 +72,7 @@ class Lane:
         self.bucket.sparse = [parameter for name, parameter in named if name in names]
 
     def send_along(self) -> None:
-        """Have room for what was held back of these parameters, and send it in the next step.
+        """Have room for the residual of these parameters, and send it in the next step.
 
         Where the exchange has none of its own. All ranks call it alike: that step is dense.
         """
@@ -81,7 +81,7 @@ class Lane:
 
     @property
     def has_room(self) -> bool:
-        """Tell whether something is held back here, or may be."""
+        """Tell whether there is a residual here, or may be."""
         return self.exchange.residual is not None
 
     @property
@@ -99,7 +99,7 @@ class Lane:
         self.bucket.weight, self.bucket.share = weight, share
 
     def take_nothing(self, scale: float) -> None:
-        """Take part without gradients: only what is held back here is exchanged."""
+        """Take part without gradients: only this rank's residual is exchanged."""
         self.bucket.take_nothing(scale)
 
     def watch(self) -> None:
@@ -174,13 +174,13 @@ class Lane:
         if isinstance(self.exchange, SendingAlong) and self.exchange.was_last:
             self.exchange = self.exchange.then
 
-    def withheld(self) -> Withheld | None:
-        """Return how much is held back after the last step; reads all of it."""
+    def residual_size(self) -> ResidualSize | None:
+        """Return how large the residual is after the last step; reads all of it."""
         residual = self.exchange.residual
         if residual is None:
             return None
         with self.bucket.on_stream():
-            return residual.withheld(self.exchange.sent_mass())
+            return residual.residual_size(self.exchange.sent_mass())
 
     def apply_to_nothing(self) -> None:
         """Hold back what was not sent; the parameters stay without an update."""

@@ -253,7 +253,7 @@ class _LocalSGD(Wrapping):
                 looks.look(recorder, [self._exchange])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, the outer one's, and what this rank holds back.
+        """Return the wrapped optimizer's state, the outer one's, and this rank's residual.
 
         In the middle of a round it holds the center, too: the model's own state is this rank's
         replica then. Save it on every rank, as `gtopk.save_checkpoint` does.
@@ -276,8 +276,8 @@ class _LocalSGD(Wrapping):
         """Go on from a state; load the model's first.
 
         On another number of ranks, the steps of a round that was under way are lost: all ranks go
-        back to its center. The sum of what is held back stays. A plain optimizer's state is fine,
-        also a distributed one's, but for what that holds back.
+        back to its center. The sum of the residual stays. A plain optimizer's state is fine,
+        also a distributed one's, but for its residual.
         Raises ValueError for a state of another format.
         """
         own = state_dict.get(_KEY)

@@ -5,7 +5,7 @@
 
 z: the center that all ranks began the round from; x_i: this rank's replica; S: the sum of what was
 sent, weighed by the steps that each rank has made, and the same on every rank. What was not sent is
-held back; where the sum does not count, to the bit what it was before.
+the residual; where the sum does not count, it is to the bit as it was before.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collectives.transports import Transport
 
 from ..engine import Operation
 from ..exchange.exchange import Exchanged, Progress
-from ..exchange.residual import Withheld
-from ..lanes.held import Held, put_in, take_out, unsent
-from ..lanes.held_names import strangers
+from ..exchange.residual import ResidualSize
 from ..lanes.lanes import Lane, open_lane
+from ..lanes.residual_names import strangers
+from ..lanes.residual_state import ResidualState, put_in, take_out, unsent
 from ..replicas.replicas import checksums, require_the_same
 from ..step.expected_step import ExpectedStep
 from ..step.options import facts_of
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
 
 
 class OuterExchange:
-    """One rank's part in it, with what it holds back.
+    """One rank's part in it, with its residual.
 
     names: of the parameters, in the order in which they are exchanged.
     ranks: of the world that exchange, in order; rank: this one's place among them.
@@ -92,14 +92,14 @@ class OuterExchange:
         self._process_set = process_set
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
-        self._strange: dict[str, Held] = {}  # of names that no parameter has; saved again
+        self._strange: dict[str, ResidualState] = {}  # of names that no parameter has; saved again
         self._enter(here, {})
 
     def enter(self, here: World) -> None:
         """Take part in the next world, after `shutdown` or a failure; `meet` before an exchange."""
         self._enter(here, self._take_out())
 
-    def _enter(self, here: World, held: Mapping[str, Held]) -> None:
+    def _enter(self, here: World, residuals: Mapping[str, ResidualState]) -> None:
         self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
         self.rank = self.ranks.index(here.rank)
         self._name = f"local_sgd.{here.name_optimizer(self._names.values(), self.ranks)}"
@@ -111,19 +111,19 @@ class OuterExchange:
             self._compression,
             self._progress,
         )
-        self._hold(held)
+        self._put_residuals(residuals)
 
-    def _hold(self, held: Mapping[str, Held]) -> None:
-        put_in([self._lane], held)
+    def _put_residuals(self, residuals: Mapping[str, ResidualState]) -> None:
+        put_in([self._lane], residuals)
         # What the lane has no room for, until the ranks agree to send it along.
-        self._held = {} if self._lane.has_room else dict(held)
+        self._residuals = {} if self._lane.has_room else dict(residuals)
 
-    def _take_out(self) -> dict[str, Held]:
-        """Return what is held back, by parameter name."""
-        return {**self._held, **take_out([self._lane])}
+    def _take_out(self) -> dict[str, ResidualState]:
+        """Return the residual, by parameter name."""
+        return {**self._residuals, **take_out([self._lane])}
 
     def meet(self, center: Sequence[torch.Tensor], facts: Sequence[str], outer_steps: int) -> int:
-        """Make sure that all begin with one model, and know whether any holds back what is new.
+        """Make sure that all begin with one model, and know whether any has a residual that is new.
 
         All go on from the steps and the lane's record of the first of them, and get its outer
         steps returned: others may have loaded nothing.
@@ -140,14 +140,14 @@ class OuterExchange:
             f"{self._name}.replicas",
             self._facts([*facts, facts_of(self._compression)]),
             look,
-            vote=bool(unsent(self._held)),
+            vote=bool(unsent(self._residuals)),
         ).wait()
         outer_steps, self._progress.steps, record = said
         self._lane.resume(record)
         if of_any:
             self._lane.send_along()
-            put_in([self._lane], self._held)
-        self._held = {}
+            put_in([self._lane], self._residuals)
+        self._residuals = {}
         if (residual := self._lane.exchange.residual) is not None:
             residual.astray = True  # where a state was loaded, on any rank
         self.expected.measure([self._lane], self._peers)
@@ -168,7 +168,7 @@ class OuterExchange:
         A frozen parameter has none where S is zero: the outer momentum is not to move it.
         facts: as in `meet`. steps: that this rank has made in the round. told: it was told to end.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
-        what is held back is then as before.
+        the residual is then as before.
         """
         lane = self._lane
         gradients = [p.grad for p in lane.parameters]
@@ -234,9 +234,9 @@ class OuterExchange:
         self._lane.weigh(share, share)
         return told, lost, everywhere, self._lane.reduce(transport)
 
-    def withheld(self) -> Withheld | None:
-        """Return what this rank holds back, in sums; None where this way holds nothing back."""
-        return self._lane.withheld()
+    def residual_size(self) -> ResidualSize | None:
+        """Return this rank's residual, in sums; None where this way has no residual."""
+        return self._lane.residual_size()
 
     @property
     def steps(self) -> int:
@@ -247,18 +247,18 @@ class OuterExchange:
         """Return the names of all parameters."""
         return set(self._lane.names)
 
-    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
-        """Return what is held back of each parameter, and the lane's record."""
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+        """Return the residual of each parameter, and the lane's record."""
         return {**self._strange, **self._take_out()}, [self._lane.record()]
 
     def put_state_in(
-        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Hold this back from now on, and go on from these steps; `meet` before an exchange."""
         known = self.known_names()
-        self._hold({name: parts for name, parts in held.items() if name in known})
+        self._put_residuals({name: parts for name, parts in residuals.items() if name in known})
         self._strange = strangers(
-            held,
+            residuals,
             known,
             self.ranks[self.rank],
             "LocalSGD trains no parameter of that name; give it the names that the checkpoint "

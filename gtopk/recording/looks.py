@@ -1,4 +1,4 @@
-"""Looks: how much is held back, now and then; to look reads all of it."""
+"""Looks: how large the residual is, now and then; to look reads all of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from ..exchange.residual import Withheld
+from ..exchange.residual import ResidualSize
 from .recorder import Recorder
 
 _EVERY: Final = 50  # steps: a look takes about twice what a step's selection does
@@ -15,7 +15,7 @@ _EVERY: Final = 50  # steps: a look takes about twice what a step's selection do
 class Lane(Protocol):
     """What holds something back."""
 
-    def withheld(self) -> Withheld | None: ...
+    def residual_size(self) -> ResidualSize | None: ...
 
 
 def is_due(steps: int) -> bool:
@@ -24,13 +24,13 @@ def is_due(steps: int) -> bool:
 
 
 def look(recorder: Recorder, lanes: Sequence[Lane]) -> None:
-    """Note the norm of all that this rank holds back, and its age.
+    """Note the norm of this rank's whole residual, and its age.
 
-    The age is how many steps like the last would send as much: sum |held back| / sum |sent|. By
+    The age is how many steps like the last would send as much: sum |residual| / sum |sent|. By
     Little's law that is how long what is sent has waited, on average, where nothing cancels out.
     """
-    found = [each for lane in lanes if (each := lane.withheld()) is not None]
+    found = [each for lane in lanes if (each := lane.residual_size()) is not None]
     if not found:
         return
     square, mass, sent = map(sum, zip(*found, strict=True))
-    recorder.note_withheld(math.sqrt(square), mass / sent if sent else None)
+    recorder.note_residual(math.sqrt(square), mass / sent if sent else None)

@@ -1,7 +1,7 @@
 """PlannedLanes: an optimizer's lanes as all ranks planned them, and what waits for their next plan.
 
-held back   by the lanes; here, what is in none: of frozen parameters, of names nobody has
-loaded      what is held back goes to the lanes at once; their records and the steps wait, as
+residual    in the lanes; here, of what is in none: of frozen parameters, of names nobody has
+loaded      the residual goes to the lanes at once; their records and the steps wait, as
             other ranks may have loaded nothing, and rank 0's are what all go on from
 """
 
@@ -20,8 +20,8 @@ from collectives.transports import Transport
 from ..buckets.parameters import ParameterNames
 from ..engine.agreement import name_ranks
 from ..exchange.exchange import Progress
-from ..lanes.held import Held, put_in, take_out, unsent
-from ..lanes.held_names import strangers
+from ..lanes.residual_names import strangers
+from ..lanes.residual_state import ResidualState, put_in, take_out, unsent
 from ..lanes.sparse_gradients import SparseGradientLane
 from .lane_plan import Agreed, Plan
 from .options import Options
@@ -47,7 +47,7 @@ class PlannedLanes:
         self._progress = progress
         self._index: dict[torch.nn.Parameter, int] = {}  # of the lane that a parameter is in
         self._sparse: set[torch.nn.Parameter] = set()  # whose sparse gradients the lanes take
-        self._held: dict[str, Held] = {}  # of parameters in no lane
+        self._residuals: dict[str, ResidualState] = {}  # of parameters in no lane
         self._strangers: set[str] = set()  # names that no parameter has, and were warned of
         self._without_momentum: set[str] = set()  # names of sparse gradients, warned of
         self._wanted: list[dict[str, Any]] = []  # records of the lanes to go on from
@@ -72,7 +72,7 @@ class PlannedLanes:
             return True
         gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
         if any(self.lanes[self._index[parameter]].has_room for parameter in gone):
-            return True  # what is held back of it waits until it is there again
+            return True  # its residual waits until it is there again
         return not all(map(self.takes, trained))
 
     def plan(
@@ -81,14 +81,14 @@ class PlannedLanes:
         order: Sequence[torch.nn.Parameter],
         peers: Peers,
     ) -> None:
-        """Make the lanes, the same on every rank, which hold back what was held back before.
+        """Make the lanes, the same on every rank, with the residual that there was.
 
         trained: the parameters that may have a gradient; all have a name.
         order:   those whose gradients are complete, the first to be first.
         Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
         """
         names = [self._names[parameter] for parameter in trained]
-        held = {**self._held, **take_out(self.lanes)}
+        residuals = {**self._residuals, **take_out(self.lanes)}
         plan = Plan(
             self._options,
             trained,
@@ -97,19 +97,19 @@ class PlannedLanes:
             self._sparse_among(trained),
             self._wanted,
             self.steps,
-            unsent(held),
+            unsent(residuals),
         )
         facts = plan.facts()
         agreed = _agree_on(plan, facts, peers)
         self._progress.steps = agreed.steps
         self.lanes = plan.open_lanes(agreed, peers.name, self._progress)
-        put_in(self.lanes, held)
+        put_in(self.lanes, residuals)
         records = {tuple(record["names"]): record for record in agreed.records}
         for lane in self.lanes:
             if tuple(lane.names) in records:
                 lane.resume(records[tuple(lane.names)])
         self._wanted, self._loaded_steps = [], None
-        self._held = {name: parts for name, parts in held.items() if name not in names}
+        self._residuals = {name: parts for name, parts in residuals.items() if name not in names}
         self._warn_of_strangers(peers.world.rank)
         if peers.rank == 0:
             self._warn_of_lost_momentum()
@@ -119,30 +119,30 @@ class PlannedLanes:
         self.facts = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
 
     def dissolve(self) -> None:
-        """Be without lanes, and hold back what they did: they were of a world that is no more."""
+        """Be without lanes, and keep their residual: they were of a world that is no more."""
         if self.lanes:
-            self._held, self._wanted = self.take_state_out()
+            self._residuals, self._wanted = self.take_state_out()
             self.lanes, self._index, self._sparse = [], {}, set()
 
-    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
-        """Return what was held back of each parameter after the last step, and lanes' records."""
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+        """Return the residual of each parameter after the last step, and lanes' records."""
         if not self.lanes:
-            return self._held, self._wanted
-        held = {**self._held, **take_out(self.lanes)}
+            return self._residuals, self._wanted
+        residuals = {**self._residuals, **take_out(self.lanes)}
         if self._loaded_steps is not None:
-            return held, self._wanted
-        return held, [lane.record() for lane in self.lanes]
+            return residuals, self._wanted
+        return residuals, [lane.record() for lane in self.lanes]
 
     def put_state_in(
-        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Hold this back from now on; where rank 0 does, go on from its steps in lanes like these.
 
         Other ranks may load nothing: until the next plan what all agree on stays as it is.
         """
         if self.lanes:
-            put_in(self.lanes, held)
-        self._held, self._wanted, self._loaded_steps = dict(held), records, steps
+            put_in(self.lanes, residuals)
+        self._residuals, self._wanted, self._loaded_steps = dict(residuals), records, steps
 
     @property
     def steps(self) -> int:
@@ -159,8 +159,10 @@ class PlannedLanes:
         ]
 
     def _warn_of_strangers(self, rank: int) -> None:
-        """Warn of what is held back of names that no parameter has; it stays, and is saved."""
-        news = {name: parts for name, parts in self._held.items() if name not in self._strangers}
+        """Warn of the residual of names that no parameter has; it stays, and is saved."""
+        news = {
+            name: parts for name, parts in self._residuals.items() if name not in self._strangers
+        }
         self._strangers |= strangers(
             news,
             self._names.known(),

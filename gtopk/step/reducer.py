@@ -22,7 +22,7 @@ from ..buckets.placeholders import place, take_away
 from ..engine import Work
 from ..engine.agreement import describe_missing
 from ..exchange.exchange import Progress
-from ..lanes.held import Held
+from ..lanes.residual_state import ResidualState
 from ..logs import EVERYWHERE
 from ..reduce_ops import Average
 from ..world import world
@@ -93,7 +93,7 @@ class Reducer:
     def enter(self, here: World) -> None:
         """Take part in a world: the first, or the next one after `shutdown`, or a failure.
 
-        What this rank held back stays; the ranks plan anew. Raises ValueError where the process set
+        This rank's residual stays; the ranks plan anew. Raises ValueError where the process set
         is not registered.
         """
         self._settle_applied()
@@ -281,7 +281,7 @@ class Reducer:
     def break_off(self) -> None:
         """Leave the step that this rank is in, if any: it is about to join.
 
-        The others try anew without its gradients; what it holds back is what it was before.
+        The others try anew without its gradients; its residual is what it was before.
         """
         if self._round is not None:
             self._round.break_off()
@@ -310,7 +310,7 @@ class Reducer:
     def drop(self) -> None:
         """Forget what was computed towards the next step.
 
-        An update that nobody has stepped with is taken back: this rank holds back what it did
+        An update that nobody has stepped with is taken back: this rank has the residual that it had
         before. All ranks do so alike; where one does not, its replica is apart from theirs anyway.
         A round that has begun goes on until `reduce`: the other ranks may be in it. By then other
         gradients will be there, so that it will be void.
@@ -357,8 +357,8 @@ class Reducer:
         """Return the names of all parameters, those that are not stepped yet included."""
         return self.names.known()
 
-    def take_state_out(self) -> tuple[dict[str, Held], list[dict[str, Any]]]:
-        """Return what was held back of each parameter after the last step, and lanes' records.
+    def take_state_out(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
+        """Return the residual of each parameter after the last step, and lanes' records.
 
         Without an update that nobody has stepped with: the parameters do not have it, either.
         """
@@ -369,10 +369,10 @@ class Reducer:
         return self.planned.take_state_out()
 
     def put_state_in(
-        self, held: Mapping[str, Held], records: list[dict[str, Any]], steps: int
+        self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
         """Hold this back from now on; see `PlannedLanes.put_state_in`."""
         if self._round is not None:
             self._round.invalidate()
         self.commit()
-        self.planned.put_state_in(held, records, steps)
+        self.planned.put_state_in(residuals, records, steps)

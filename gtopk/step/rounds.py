@@ -34,7 +34,7 @@ from ..buckets.placeholders import lacks_gradient
 from ..engine import Engine, Operation
 from ..engine.agreement import describe_missing
 from ..exchange.exchange import Exchanged
-from ..exchange.residual import Withheld
+from ..exchange.residual import ResidualSize
 from .samples import VOTE_BITS, Samples, weighs
 from .weights import LocalClip
 
@@ -83,7 +83,7 @@ class AnyLane(Protocol):
     def reduce(self, transport: Transport) -> Exchanged: ...
     def apply(self, missing_everywhere: Collection[str]) -> None: ...
     def commit(self) -> None: ...
-    def withheld(self) -> Withheld | None: ...
+    def residual_size(self) -> ResidualSize | None: ...
     def apply_to_nothing(self) -> None: ...
     def poison(self) -> None: ...
     def let_go(self) -> None: ...
@@ -285,7 +285,7 @@ class Round:
     def stand_in(self, index: int) -> Callable[[Transport, list[int]], bool]:
         """Return what a rank that has joined does of a lane, and whether that ended in an update.
 
-        What it holds back is sent as ever; its parameters stay as they are.
+        Its residual is sent as ever; its parameters stay as they are.
         """
         self.stood_in.add(index)
         self.lanes[index].take_nothing(self._scale_of(self.lanes[index]))
@@ -319,7 +319,7 @@ class Round:
         return weight * self._clip.factor(weight, share) / self._scale_of(lane)
 
     def _scale_of(self, lane: AnyLane) -> float:
-        # What is held back may go on in a run, or a lane, that predivides by another factor.
+        # The residual may go on in a run, or a lane, that predivides by another factor.
         return self._scale if lane.has_room else self._scale * self._predivide
 
     def _submit(self, index: int, bits: int) -> None:

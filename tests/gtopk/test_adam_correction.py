@@ -1,4 +1,4 @@
-"""Adam's moments before the selection: what is selected, exchanged and held back are its steps."""
+"""Adam's moments before the selection: its steps are selected, exchanged and kept."""
 
 from __future__ import annotations
 

@@ -57,6 +57,6 @@ else:
     state.load_state_dict({**state.state_dict(), "steps": 0, "held": {RANK: {}}})
     gtopk.load_latest(sys.argv[1], None, itself=state)
     torch.testing.assert_close(totals(), found.values["totals"], rtol=1e-5, atol=1e-8)
-print(f"rank {RANK} of {SIZE}: what is held back is what it was\n", end="", flush=True)
+print(f"rank {RANK} of {SIZE}: the residual is what it was\n", end="", flush=True)
 hvd.shutdown()
 torch.distributed.destroy_process_group()

@@ -244,7 +244,7 @@ class DelayedLoader:
         self._epochs.reach(self._length - sum(map(len, self._passes.left)))
 
     def _end_abandoned(self) -> None:
-        """End, with all ranks, what was under way as a state was loaded; hold back what it says."""
+        """End, with all ranks, what was under way as a state was loaded; take its residual."""
         if self._abandoned is None:
             return
         require_its_world(self._world, "abs")
@@ -299,7 +299,7 @@ class DelayedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return what is left of the epoch, and what later rounds hang on.
 
-        Equal on all ranks but for what this one holds back. Raises RuntimeError within an epoch
+        Equal on all ranks but for this rank's residual. Raises RuntimeError within an epoch
         before `drain`.
         """
         if self._in_pass or not self.rounds.is_drained:
@@ -319,8 +319,8 @@ class DelayedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another loader stopped: the same samples are left, in the same order.
 
-        What was known of the ranks' speeds is of as many ranks: others begin with equal ones. What
-        is held back is this rank's; on another number of ranks its share of their sum. Of an
+        What was known of the ranks' speeds is of as many ranks: others begin with equal ones. The
+        residual is this rank's; on another number of ranks its share of their sum. Of an
         iteration that was broken off nothing more is applied; every rank must load a state then.
         """
         if state["mode"] != "abs":

@@ -20,8 +20,8 @@ def join(device: int = -1) -> int:
 
     Until all have, this one contributes zeros to the others' allreduces; averages are still over
     all ranks. Other operations are an error while a rank has joined. A step that has come as far as
-    `backward()` here is broken off: the others take it without this rank's gradients, and what it
-    holds back is what it was before.
+    `backward()` here is broken off: the others take it without this rank's gradients, and its
+    residual is what it was before.
 
     device: accepted for Horovod's scripts, not needed.
     """

@@ -1,4 +1,4 @@
-"""What is held back of a parameter, in whichever bucket it is."""
+"""The residual of a parameter, in whichever bucket it is."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def assert_steps_are_adams(
     adam = torch.optim.Adam(theirs.values(), lr=0.1, betas=BETAS)
     for step, (bucket, names) in enumerate(zip(buckets, trained, strict=True)):
         if step == saved_before:
-            held = {p: hook.lanes.held_of(p) for p in ours.values()}
+            held = {p: hook.lanes.residual_of(p) for p in ours.values()}
             assert all(parts[AGE].shape == () for parts in held.values())
             hook = Hook()
-            hook.lanes.hold(held)
+            hook.lanes.put_residuals(held)
         for parameters in (ours, theirs):
             give_gradients(parameters, names, step)
         hook.exchange(ours, bucket)

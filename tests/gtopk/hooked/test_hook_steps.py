@@ -80,4 +80,4 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 assert step.report.selected == 2 * length // 10
                 assert step.report.algorithm == "gtopk"
         assert rank.steps[-1].bytes_so_far > 0
-        assert [note.step for note in rank.withheld] == [1, 3]  # counted: 1 and 2
+        assert [note.step for note in rank.residuals] == [1, 3]  # counted: 1 and 2

@@ -1,4 +1,4 @@
-"""What is held back is sent, whichever way its parameters go from then on: nothing is lost."""
+"""The residual is sent, whichever way its parameters go from then on: nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks hold back outlives their batches, and their world."""
+"""The ranks' residuals outlive their batches, and their world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of what is held back: as saved, and as they are here."""
+"""Names of the residual: as saved, and as they are here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from gtopk.lanes.held import Held
-from gtopk.lanes.held_names import plain_name, strangers, translate, under_known_names
+from gtopk.lanes.residual_names import plain_name, strangers, translate, under_known_names
+from gtopk.lanes.residual_state import ResidualState
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_names_that_are_known_stay_and_no_two_become_one() -> None:
 def test_strangers_are_told_by_name_where_they_hold_something(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    held: dict[str, Held] = {
+    held: dict[str, ResidualState] = {
         **{f"gone.{n}": {"residual": torch.ones(2)} for n in range(6)},
         "zeros": {"residual": torch.zeros(2)},
         "a": {"residual": torch.ones(2)},
@@ -50,5 +50,5 @@ def test_strangers_are_told_by_name_where_they_hold_something(
     named = ", ".join(f"'gone.{n}'" for n in range(5))
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"rank 3: what is held back of {named}, ... cannot be sent: nobody has it"
+        f"rank 3: residuals for {named}, ... are kept but cannot be applied: nobody has it"
     )

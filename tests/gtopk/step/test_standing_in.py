@@ -70,7 +70,7 @@ def after_backward_once_another_has_joined(
 def train(
     transport: LocalTransport, left_by: dict[int, tuple[int, Any]], compression: Any, **options: Any
 ) -> list[bytes]:
-    """Return parameters and what is held back, when all have joined and after steps of all.
+    """Return parameters and the residual, when all have joined and after steps of all.
 
     left_by: by rank, how many steps it takes, and what it does of the next one before it joins.
     """

@@ -1,4 +1,4 @@
-"""What is held back of each parameter, taken out of its bucket and put into another."""
+"""The residual of each parameter, taken out of its bucket and put into another."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from .lanes import Lane
 from .sparse_gradients import SparseGradientLane
 
 # By what it is, "residual" or "velocity" say: a tensor of the parameter's shape; AGE has none.
-Held = dict[str, torch.Tensor]
+ResidualState = dict[str, torch.Tensor]
 
 
 def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Tell whether a part of what is held back of a parameter of this shape may be one."""
+    """Tell whether a part of the residual of a parameter of this shape may be one."""
     return list(tensor.shape) == ([] if what == AGE else list(shape))
 
 
-def take_out(lanes: Sequence[Any]) -> dict[str, Held]:
-    """Return copies of what the lanes hold back, by parameter name."""
+def take_out(lanes: Sequence[Any]) -> dict[str, ResidualState]:
+    """Return copies of the residuals of the lanes, by parameter name."""
     return {
         name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
         for name, views in _views(lanes)
     }
 
 
-def put_in(lanes: Sequence[Any], held: Mapping[str, Held]) -> None:
+def put_in(lanes: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
     """Make the lanes hold this back, and nothing of parameters that are not in it.
 
     Those that have no room leave it where it is: see `send_along`.
     """
     for name, views in _views(lanes):
         for what, view in views:
-            tensor = held.get(name, {}).get(what)
+            tensor = residuals.get(name, {}).get(what)
             if tensor is None:
                 view.zero_()
                 continue
@@ -51,9 +51,11 @@ def put_in(lanes: Sequence[Any], held: Mapping[str, Held]) -> None:
             residual.holds_nothing = not bool(residual.after_last_step()["residual"].any())
 
 
-def unsent(held: Mapping[str, Held]) -> list[str]:
+def unsent(residuals: Mapping[str, ResidualState]) -> list[str]:
     """Return the names of the parameters of which something is to be sent yet."""
-    return [name for name, parts in held.items() if "residual" in parts and parts["residual"].any()]
+    return [
+        name for name, parts in residuals.items() if "residual" in parts and parts["residual"].any()
+    ]
 
 
 def _residual(lane: Any) -> Residual | None:

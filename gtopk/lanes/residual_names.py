@@ -1,4 +1,4 @@
-"""Names of what is held back: whose they are in this run, and a warning of those that are nobody's.
+"""Names of the residual: whose they are in this run, and a warning of those that are nobody's.
 
 What torch.compile wraps is called `_orig_mod`, in the names of all that is in it: a run may be
 compiled that goes on from one that was not, and the other way round.
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from .held import Held
+from .residual_state import ResidualState
 
 _log = logging.getLogger("gtopk")
 _COMPILED: Final = "_orig_mod"
@@ -31,25 +31,29 @@ def translate(saved: Collection[str], known: Collection[str]) -> dict[str, str]:
     return {name: name if other in saved else other for name, other in here.items()}
 
 
-def under_known_names(held: Mapping[str, Held], known: Collection[str]) -> dict[str, Held]:
-    """Return what is held back by the names that are known here, and by others as they are."""
-    here = translate(held.keys(), known)
-    return {here[name]: parts for name, parts in held.items()}
+def under_known_names(
+    residuals: Mapping[str, ResidualState], known: Collection[str]
+) -> dict[str, ResidualState]:
+    """Return the residual by the names that are known here, and by others as they are."""
+    here = translate(residuals.keys(), known)
+    return {here[name]: parts for name, parts in residuals.items()}
 
 
 def strangers(
-    held: Mapping[str, Held], known: Collection[str], rank: int, why: str
-) -> dict[str, Held]:
-    """Return what is held back of names that nobody has, and warn of it; it is to be saved again.
+    residuals: Mapping[str, ResidualState], known: Collection[str], rank: int, why: str
+) -> dict[str, ResidualState]:
+    """Return the residual of names that nobody has, and warn of it; it is to be saved again.
 
     why: nobody has them, and the way out.
     """
     found = {
         name: parts
-        for name, parts in held.items()
+        for name, parts in residuals.items()
         if name not in known and any(bool(tensor.any()) for tensor in parts.values())
     }
     if found:
         named = ", ".join(map(repr, sorted(found)[:5])) + ", ..." * (len(found) > 5)
-        _log.warning("rank %d: what is held back of %s cannot be sent: %s", rank, named, why)
+        _log.warning(
+            "rank %d: residuals for %s are kept but cannot be applied: %s", rank, named, why
+        )
     return found
