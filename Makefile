@@ -46,7 +46,7 @@ MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptiv
 	tests/gtopk/adaptive/test_adapt.py tests/gtopk/doctor tests/gtopk/engine/test_real_ranks.py \
 	tests/gtopk/launch tests/gtopk/local_sgd/test_local_sgd.py tests/gtopk/runner \
 	tests/gtopk/test_bad_input.py tests/gtopk/torch tests/gtopk/world tests/faults
-MPICH_FAULTS := a_killed_launcher or beyond_31 or told_to_end or killed_before or second_sigterm
+MPICH_FAULTS := a_killed_launcher or beyond_31 or preempted or killed_before or second_sigterm
 
 .PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \
 	audit sbom crossings format fuzz horovod test-horovod test-adapters test-mpich sanitize gpu-check bench \

@@ -13,9 +13,9 @@ starts ranks itself and calls a function on them, as horovod.run does.
 
 keep a training run on all ranks: see `torch.checkpoint`.
 
-    with gtopk.termination() as told: ...
+    with gtopk.termination() as preempted: ...
 
-turns SIGTERM on any rank into word that all ranks have after the same step, in time to save.
+lets all ranks know after the same step that one of them had SIGTERM, in time to save.
 
     gtopk.record(folder)
     gtopk.log(loss=..., accuracy=...)
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .local_sgd import LocalSGD
     from .run_record import log, log_samples, record
     from .torch.checkpoint import load_latest, save_checkpoint
-    from .world.told_to_end import termination
+    from .world.preemption import termination
 
 __all__ = [
     "CheckpointError",
@@ -87,7 +87,7 @@ _HOMES = {
     "log_samples": ".run_record",
     "record": ".run_record",
     "save_checkpoint": ".torch.checkpoint",
-    "termination": ".world.told_to_end",
+    "termination": ".world.preemption",
 }
 
 

@@ -38,7 +38,7 @@ from .hooked.bucket_lanes import BucketLanes, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
-from .hooked.one_step import NOT_FINITE, TOLD, OneStep, vote_of
+from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, vote_of
 from .lanes.lanes import Lane, open_lane
 from .lanes.residual_names import plain_name, strangers, under_known_names
 from .lanes.residual_state import ResidualState, fits
@@ -111,7 +111,8 @@ class GTopKState:
         self._failures: list[Exception] = []  # of the pass
         self._step = OneStep()  # the engine's thread's own
         self._buckets = 0  # how many the step has; 0: not known yet
-        self._told: set[int] = set()  # in the step, which ranks to end: the engine's thread's own
+        # In the step, which ranks had SIGTERM: the engine's thread's own.
+        self._preempted: set[int] = set()
         self._not_finite: dict[int, list[int]] = {}  # likewise, of which ranks, in which buckets
         self._counted = True
         self._world = world.current()
@@ -144,12 +145,12 @@ class GTopKState:
         lane.parameters[0].grad = buffer
         lane.take(1.0 / (len(self._members.ranks) * scale), scale)
         number = self._steps.hand_over(lane)
-        told = TOLD if self._world.told_here else 0
+        preempted = PREEMPTED if self._world.termination_requested else 0
         operation = self._engine.submit(
             f"{self._name}.bucket.{bucket.index()}",
             [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
             partial(self._work, lane, number, bucket.index(), bucket.is_last()),
-            vote=told | vote_of(lane),
+            vote=preempted | vote_of(lane),
         )
         self._steps.submitted(number, operation)
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
@@ -197,8 +198,8 @@ class GTopKState:
         began = time.perf_counter()
         self._buckets = bucket + 1 if is_last else self._buckets
         for rank, vote in zip(self._members.ranks, votes, strict=True):
-            if vote & TOLD:
-                self._told.add(rank)
+            if vote & PREEMPTED:
+                self._preempted.add(rank)
             if vote & NOT_FINITE:
                 self._not_finite.setdefault(rank, []).append(bucket)
         self._steps.ran(number, began, self._step.run(lane, transport, votes))
@@ -224,7 +225,7 @@ class GTopKState:
                 self._steps.arrived()
                 step = self._world.step
                 self._steps.close(self._counted, overlapped=True)
-                self._world.hear([*self._told])
+                self._world.note_preempted([*self._preempted])
                 where = " and ".join(
                     f"rank {rank} (of DDP's buckets: {', '.join(map(str, sorted(buckets)))})"
                     for rank, buckets in sorted(self._not_finite.items())

@@ -13,7 +13,7 @@ from ..exchange.exchange import Exchanged
 from ..lanes.lanes import Lane
 
 NOT_FINITE: Final = 1  # a vote: this rank's gradients of the bucket are not
-TOLD: Final = 2  # this rank was told to end
+PREEMPTED: Final = 2  # this rank had SIGTERM
 
 
 def vote_of(lane: Lane) -> int:

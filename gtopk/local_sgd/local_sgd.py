@@ -214,14 +214,16 @@ class _LocalSGD(Wrapping):
         """Make an outer step; `why` is the same on all ranks, as else they end unlike rounds."""
         self._begin_round()
         begun = time.perf_counter()
-        told, made = self._world.told_here, self.steps_made
-        with self._exchange.reduced(self._center, [*self._facts(), why], made, told) as outcome:
+        preempted, made = self._world.termination_requested, self.steps_made
+        with self._exchange.reduced(
+            self._center, [*self._facts(), why], made, preempted
+        ) as outcome:
             torch._foreach_copy_(list(self._names), self._center)
             if outcome.moves:
                 self.outer.step()
         if self._world.rank in outcome.lost:
             self.state.clear()
-        self._world.hear(outcome.told)
+        self._world.note_preempted(outcome.preempted)
         self._center, self.steps_made = [], 0
         if outcome.empty:
             self._ended += time.perf_counter() - begun  # of no round

@@ -33,22 +33,22 @@ from ..world.process_sets import ProcessSet
 from ..world.world import World
 from ..wrapped.checkpoint import CHANGES
 
-# Of a vote, below the steps: this rank's replica is finite, it was told to end, and some of its
+# Of a vote, below the steps: this rank's replica is finite, it had SIGTERM, and some of its
 # parameters are frozen and as they were.
-_FINITE, _TOLD, _FROZEN = 1, 2, 4
+_FINITE, _PREEMPTED, _FROZEN = 1, 2, 4
 _STEPS_SHIFT: Final = 3
 
 
 class Outcome(NamedTuple):
     """What an exchange came to, the same on every rank, but for what it cost.
 
-    told:      the ranks that were told to end.
+    preempted: the ranks that had SIGTERM.
     lost:      by rank, the parameters that are not finite; of those ranks whose replica has some.
     frozen:    the parameters that every rank has frozen, and none has changed in the round.
     exchanged: None: there was nothing to exchange, as no rank has made a step that is not lost.
     """
 
-    told: list[int]
+    preempted: list[int]
     lost: dict[int, list[str]]
     frozen: set[str]
     exchanged: Exchanged | None
@@ -161,19 +161,19 @@ class OuterExchange:
 
     @contextmanager
     def reduced(
-        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, told: bool
+        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, preempted: bool
     ) -> Iterator[Outcome]:
         """Let the gradients be S meanwhile, where there is one, which then counts.
 
         A frozen parameter has none where S is zero: the outer momentum is not to move it.
-        facts: as in `meet`. steps: that this rank has made in the round. told: it was told to end.
+        facts: as in `meet`. steps: that this rank has made in the round. preempted: it had SIGTERM.
         Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
         the residual is then as before.
         """
         lane = self._lane
         gradients = [p.grad for p in lane.parameters]
         try:
-            outcome = self._exchange(center, facts, steps, told)
+            outcome = self._exchange(center, facts, steps, preempted)
             if outcome.moves:
                 lane.apply(outcome.frozen)
             else:
@@ -186,7 +186,7 @@ class OuterExchange:
                 parameter.grad = gradient
 
     def _exchange(
-        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, told: bool
+        self, center: Sequence[torch.Tensor], facts: Sequence[str], steps: int, preempted: bool
     ) -> Outcome:
         """Take what this replica has changed for its gradients, and reduce them."""
         lane = self._lane
@@ -204,35 +204,37 @@ class OuterExchange:
             self._facts([*facts, self._lane.facts]),
             partial(self._work, mine, frozen),
             vote=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
-            | (_TOLD if told else 0)
+            | (_PREEMPTED if preempted else 0)
             | (_FROZEN if frozen else 0),
         )
         try:
-            told_to_end, lost, everywhere, exchanged = operation.wait()
+            ranks, lost, everywhere, exchanged = operation.wait()
         except BaseException:
             lane.undo()
             raise
-        return Outcome(told_to_end, lost, everywhere, exchanged, operation)
+        return Outcome(ranks, lost, everywhere, exchanged, operation)
 
     def _work(
         self, mine: list[str], frozen: list[str], transport: Transport, votes: list[int]
     ) -> tuple[list[int], dict[int, list[str]], set[str], Exchanged | None]:
         """Run on the engine's thread, on every rank; return what an `Outcome` begins with."""
         steps = [vote >> _STEPS_SHIFT for vote in votes]
-        told = [transport.ranks[place] for place, vote in enumerate(votes) if vote & _TOLD]
+        preempted = [
+            transport.ranks[place] for place, vote in enumerate(votes) if vote & _PREEMPTED
+        ]
         lost: dict[int, list[str]] = {}
         if not all(vote & _FINITE for vote in votes):
             said = transport.gather_object(mine)
             lost = {rank: names for rank, names in zip(transport.ranks, said, strict=True) if names}
         if not any(steps):
-            return told, lost, set(), None
+            return preempted, lost, set(), None
         everywhere: set[str] = set()
         if all(vote & _FROZEN for vote in votes):
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         self._lane.remember()
         share = steps[transport.rank] / sum(steps)
         self._lane.weigh(share, share)
-        return told, lost, everywhere, self._lane.reduce(transport)
+        return preempted, lost, everywhere, self._lane.reduce(transport)
 
     def residual_size(self) -> ResidualSize | None:
         """Return this rank's residual, in sums; None where this way has no residual."""

@@ -195,7 +195,9 @@ class Reducer:
     def _finish(self, round: Round) -> None:
         here = self.peers.world
         try:
-            round.finish(self.planned.is_outdated(self.trained()), told=here.told_here)
+            round.finish(
+                self.planned.is_outdated(self.trained()), preempted=here.termination_requested
+            )
         except BaseException as error:
             if not isinstance(error, Exception):
                 _log.warning(
@@ -209,7 +211,7 @@ class Reducer:
             raise
         finally:
             self.overlap.await_all(self.planned.lanes)
-        here.hear(round.told)
+        here.note_preempted(round.preempted)
         self._tell_of_lacking(round.lacking)
 
     def _tell_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
@@ -303,7 +305,7 @@ class Reducer:
 
         def work(transport: Transport, votes: list[int]) -> None:
             self.progress.steps += reduce(transport, votes)
-            here.hear(ghost.told)
+            here.note_preempted(ghost.preempted)
 
         return work
 

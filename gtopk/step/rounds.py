@@ -7,7 +7,7 @@
 A vote says whether this rank's gradients are finite, which of them are missing, of how many samples
 they are, and, in lanes that `synchronize` submits, whether the round is void: because gradients
 were changed after their lane was submitted, or belong to no lane. The last one also says whether
-this rank was told to end (`told_to_end`). A rank does not wait for its GPU to vote: its gradients
+this rank had SIGTERM (`preemption`). A rank does not wait for its GPU to vote: its gradients
 pass for finite there, and their sum, the same on all ranks, tells. A rank that joins in the middle
 of a round submits what is left as void. So all ranks apply a round; or skip the step, where a
 gradient or a sum is not finite; or try again with what, and who, is there by then. Residuals that a
@@ -43,7 +43,7 @@ _CHANGED: Final = 2
 _UNPLANNED: Final = 4
 _RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
 _HERE: Final = 8  # not of a rank that has joined, whose vote is 0
-_TOLD: Final = 16  # to end
+_PREEMPTED: Final = 16
 _BROKEN_OFF: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
 _MISSING: Final = (1 << VOTE_BITS) - (1 << _MISSING_SHIFT)
@@ -105,7 +105,7 @@ class Round:
     culprits: by rank, the parameters whose gradients are not finite; empty where all are, or where
         the sum is not finite though they are.
     spans:   when the engine worked on a lane: begin and end, on the clock of time.perf_counter.
-    told:    the ranks that were told to end, once the last lane was run.
+    preempted: the ranks that had SIGTERM, once the last lane was run.
     lacking: by rank, names of parameters whose gradients counted as zeros there, as others had one:
         of the first lane where that was so. Empty where it was in none.
     """
@@ -128,7 +128,7 @@ class Round:
         self.changed = self.unplanned = self.broken_off = False
         self.culprits: list[list[str]] = []
         self.spans: list[tuple[float, float]] = []
-        self.told: list[int] = []
+        self.preempted: list[int] = []
         self.lacking: dict[int, list[str]] = {}
         self._ready = time.perf_counter()
         self.exchanged: dict[int, Exchanged] = {}
@@ -169,18 +169,18 @@ class Round:
             self._submit(index, _BROKEN_OFF)
         self.stood_in.update(self.operations)
 
-    def finish(self, unplanned: bool, told: bool) -> None:
+    def finish(self, unplanned: bool, preempted: bool) -> None:
         """Exchange what is left, and know on every rank what becomes of the round.
 
         unplanned: this rank has a gradient that belongs to no lane.
-        told: it was told to end.
+        preempted: it had SIGTERM.
         Raises HorovodInternalError, on every rank alike, where the ranks disagree: drop it then.
         """
-        self._submit_the_rest(unplanned, told)
+        self._submit_the_rest(unplanned, preempted)
         for index in sorted(self.operations):
             self.operations[index].wait()
 
-    def _submit_the_rest(self, unplanned: bool, told: bool) -> None:
+    def _submit_the_rest(self, unplanned: bool, preempted: bool) -> None:
         changed = self._invalid or not all(
             self.lanes[index].is_as_taken() for index in self.operations
         )
@@ -198,7 +198,7 @@ class Round:
         for index in others:
             self._submit(index, bits)
         self.settle()  # what becomes ready together with the last lane may be run after it
-        self._submit(last, bits | (_TOLD if told else 0))
+        self._submit(last, bits | (_PREEMPTED if preempted else 0))
         self.settle()
 
     def _late(self) -> list[int]:
@@ -352,7 +352,7 @@ class Round:
         last = index == len(self.lanes) - 1
         if last:
             places = enumerate(votes)
-            self.told = [transport.ranks[place] for place, vote in places if vote & _TOLD]
+            self.preempted = [transport.ranks[place] for place, vote in places if vote & _PREEMPTED]
         self.changed |= any(vote & _CHANGED for vote in votes)
         self.unplanned |= any(vote & _UNPLANNED for vote in votes)
         # Where all have, the last lane need not be run last.

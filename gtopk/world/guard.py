@@ -48,7 +48,7 @@ class Member(Protocol):
     step: int
     on_change: Callable[[], None]
     advice: str
-    told_here: bool
+    termination_requested: bool
     failures: list[Exception]
 
     def where(self) -> str: ...
@@ -242,7 +242,7 @@ class Guard:
         self.member.transport.lose(lost.rank, lost.why)
         if self.member.engine.ranks_may_leave:
             return
-        if self.member.told_here:  # to end, and it waits for a step in which all hear of it
+        if self.member.termination_requested:  # it waits for a step after which all know
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
 

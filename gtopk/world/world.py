@@ -56,8 +56,8 @@ class World:
     began_unix_seconds: by rank 0's calendar, the same on every rank; known where clock is.
     advice:     how the job can go on when it ends before its time; errors end with it.
     advised:    whether it was said what compression saves.
-    told_here:  whether this rank was told to end; told: which ranks were, as all ranks know after
-                the same step. See `told_to_end`.
+    termination_requested: whether this rank had SIGTERM.
+    preempted:  the ranks that had it, as all ranks know after the same step. See `preemption`.
     optimizers: how many distributed optimizers it has made, by the name of a parameter.
     sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
                 their operations without a name, anew: where ranks left the last one at different
@@ -80,8 +80,8 @@ class World:
         self.recorded_to: set[str] = set()
         self.resumed = False
         self.advised = False
-        self.told_here = False
-        self.told: list[int] = []
+        self.termination_requested = False
+        self.preempted: list[int] = []
         self.optimizers: Counter[str] = Counter()
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
@@ -238,9 +238,9 @@ class World:
         if self.recorder is not None:
             self.recorder.note_resumed()
 
-    def hear(self, told: Sequence[int]) -> None:
-        """Take note of ranks that were told to end, as all ranks do in the same step."""
-        self.told = sorted({*self.told, *told})
+    def note_preempted(self, ranks: Sequence[int]) -> None:
+        """Note the ranks that are preempted, as all ranks do in the same step."""
+        self.preempted = sorted({*self.preempted, *ranks})
 
     def note_end(self, how: str, in_order: bool) -> None:
         """Have the record say how this rank ends, before it does."""
@@ -395,7 +395,8 @@ def rejoin() -> None:
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
     current().advice = here.advice
-    current().told_here, current().told = here.told_here, here.told
+    current().termination_requested = here.termination_requested
+    current().preempted = here.preempted
 
 
 def _let_the_program_end(guard: Guard) -> None:

@@ -468,8 +468,8 @@ def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, c
     """Ctrl-C comes out once the other ranks have ended the step, which may take long."""
     ended = Round.finish
 
-    def finish(self: Round, unplanned: bool, told: bool) -> None:
-        ended(self, unplanned, told)
+    def finish(self: Round, unplanned: bool, preempted: bool) -> None:
+        ended(self, unplanned, preempted)
         raise KeyboardInterrupt
 
     def step(number: int) -> None:

@@ -183,7 +183,7 @@ def be_stuck(failing):
     failing._end_if_stuck(Lost(0, "it is silent"))
 
 
-def be_told_to_end(failing):
+def be_preempted(failing):
     failing._on_sigterm(15, None)
 
 
@@ -216,7 +216,7 @@ def lost(brief, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("end", [fail, be_stuck, be_told_to_end])
+@pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
 @pytest.mark.parametrize("way", ["hangs", "fails"])
 def test_a_disk_that_hangs_or_fails_keeps_no_rank_from_ending(
     tmp_path, lost, over, monkeypatch, way, end
@@ -237,7 +237,7 @@ def test_a_disk_that_hangs_or_fails_keeps_no_rank_from_ending(
     assert written
 
 
-@pytest.mark.parametrize("end", [fail, be_stuck, be_told_to_end])
+@pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
 def test_a_record_that_hangs_keeps_no_rank_from_ending(lost, over, end):
     begun = time.monotonic()
     with pytest.raises(Ending):
@@ -245,7 +245,7 @@ def test_a_record_that_hangs_keeps_no_rank_from_ending(lost, over, end):
     assert time.monotonic() - begun < 20
 
 
-@pytest.mark.parametrize("end", [fail, be_stuck, be_told_to_end])
+@pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
 def test_the_record_has_it_as_an_end_out_of_order(lost, end):
     noted = []
     with pytest.raises(Ending):

@@ -1,4 +1,4 @@
-"""Who is told to end tells the others with its next vote; all know after the same step."""
+"""A preempted rank tells the others with its next flags; all know after the same step."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_all_ranks_know_after_the_same_step(threads, when):
                 hvd.Compression.gtopk(0.5),
                 bucket_bytes=16,
             )
-            told = gtopk.termination()
+            preempted = gtopk.termination()
 
             def be_told(*of_hook: object) -> None:
                 if here.step == TOLD_BEFORE and here.rank in (1, 2):
-                    here.told_here = True
+                    here.termination_requested = True
 
             if when == "during backward":
                 model[1].weight.register_hook(be_told)
@@ -70,8 +70,8 @@ def test_all_ranks_know_after_the_same_step(threads, when):
                 if when == "after backward":
                     be_told()
                 optimizer.step()
-                known.append(told.ranks)
-                assert bool(told) == bool(told.ranks)
+                known.append(preempted.ranks)
+                assert bool(preempted) == bool(preempted.ranks)
         return known
 
     expected: list[list[int]] = [[]] * TOLD_BEFORE + [[1, 2]] * (STEPS - TOLD_BEFORE)
@@ -86,10 +86,10 @@ def test_a_rank_that_has_joined_hears_of_it_too(threads):
                 torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
             )
             for _ in range(STEPS - 3 * (here.rank == 1)):
-                here.told_here = here.step == STEPS - 1
+                here.termination_requested = here.step == STEPS - 1
                 take_a_step(model, optimizer)
             hvd.join()
-            return here.told
+            return here.preempted
 
     assert threads(2, program) == [[0], [0]]
 
@@ -100,7 +100,7 @@ def test_local_steps_tell_with_the_outer_one(threads):
         with world.entered(transport) as here:
             optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.01), inner_steps=3)
             for step in range(6):
-                here.told_here = here.rank == 0 and step > 0
+                here.termination_requested = here.rank == 0 and step > 0
                 take_a_step(model, optimizer)
                 known.append(bool(gtopk.termination()))
             assert optimizer.outer_steps == 2
@@ -112,10 +112,10 @@ def test_local_steps_tell_with_the_outer_one(threads):
 def test_where_no_step_tells_all_ranks_may_be_asked(threads):
     def program(transport: LocalTransport) -> list[bool]:
         with world.entered(transport) as here:
-            told = gtopk.termination()
-            before = told.ask()
-            here.told_here = here.rank == 2
-            return [before, told.ask()]
+            preempted = gtopk.termination()
+            before = preempted.ask()
+            here.termination_requested = here.rank == 2
+            return [before, preempted.ask()]
 
     assert threads(3, program) == [[False, True]] * 3
 
@@ -127,13 +127,13 @@ def test_the_signal_is_told_and_the_block_ends_the_program():
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
         def program() -> None:
-            with gtopk.termination() as told:
+            with gtopk.termination() as preempted:
                 take_a_step(model, optimizer)
                 os.kill(os.getpid(), signal.SIGTERM)
                 assert signal.getsignal(signal.SIGTERM) == was  # the next one ends it at once
-                assert not told
+                assert not preempted
                 take_a_step(model, optimizer)
-                assert told
+                assert preempted
 
         with pytest.raises(SystemExit) as ended:
             program()
@@ -156,15 +156,15 @@ def test_a_signal_after_the_last_step_is_said(capfd):
 def test_what_was_not_told_ends_as_ever(capfd):
     was = signal.getsignal(signal.SIGTERM)
     with world.entered(local_world(1)[0]):
-        with gtopk.termination() as told:
+        with gtopk.termination() as preempted:
             assert signal.getsignal(signal.SIGTERM) != was
-            assert not told
+            assert not preempted
         assert signal.getsignal(signal.SIGTERM) == was
 
         def fail() -> None:
-            with gtopk.termination() as told:
+            with gtopk.termination() as preempted:
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert told.ask()
+                assert preempted.ask()
                 raise KeyError  # what goes wrong while it is saved is what is told
 
         with pytest.raises(KeyError):

@@ -1,10 +1,10 @@
-"""Told to end: SIGTERM on any rank becomes word that all ranks have after the same step.
+"""Preemption: after SIGTERM on any rank, all ranks know of it after the same step.
 
     rank 0   | step 41 | step 42 | save | exit 143
-    rank 1   | step 41 x step 42 | save | exit 143      x: SIGTERM; the vote of step 42 tells of it
+    rank 1   | step 41 x step 42 | save | exit 143      x: SIGTERM; a flag of step 42 says so
 
 Schedulers send SIGTERM to one rank, or to all but not at one time, some seconds before a host goes.
-Without a termination it ends the rank, and so the job, at once.
+Without `termination` it ends the rank, and so the job, at once.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ EXIT_CODE: Final = 128 + signal.SIGTERM
 
 
 def termination() -> Termination:
-    """Return what says whether a rank was told to end (SIGTERM), on all ranks after the same step.
+    """Return an object that is true once a rank had SIGTERM, on all ranks after the same step.
 
-        with gtopk.termination() as told:
+        with gtopk.termination() as preempted:
             for inputs, targets in loader:
                 ...
                 optimizer.step()
-                if told:
+                if preempted:
                     gtopk.save_checkpoint(folder, model, optimizer, loader, step)
                     break
 
-    On leaving the block after that, every rank ends with exit code 143. The word travels with the
-    votes of DistributedOptimizer's steps, those of `gtopk.ddp`'s hook and LocalSGD's outer steps;
+    On leaving the block after that, every rank ends with exit code 143. It travels with the
+    flags of DistributedOptimizer's steps, those of `gtopk.ddp`'s hook and LocalSGD's outer steps;
     `ask` is for others. A second SIGTERM ends its rank at once, as any does without the block.
     """
     return Termination()
 
 
 class Termination:
-    """True once all ranks know that one of them was told to end."""
+    """True once all ranks know that one of them had SIGTERM."""
 
     def __init__(self) -> None:
         self._world = world.current()
@@ -52,26 +52,26 @@ class Termination:
 
     @property
     def ranks(self) -> list[int]:
-        """Return which ranks were told, as far as all know."""
-        return list(self._here().told)
+        """Return which ranks had SIGTERM, as far as all know."""
+        return list(self._here().preempted)
 
     def __bool__(self) -> bool:
-        return bool(self._here().told)
+        return bool(self._here().preempted)
 
     def ask(self) -> bool:
         """Ask all ranks now, in a small exchange of its own; they call it at the same place.
 
-        For steps that do not tell: of FSDP's replicas, Adasum, and `adapt`'s modes but "balanced".
+        For steps without such flags: of FSDP's replicas, Adasum, `adapt`'s modes but "balanced".
         """
         here = self._here()
         votes = here.engine.submit(
-            "termination", [], lambda transport, votes: votes, vote=here.told_here
+            "termination", [], lambda transport, votes: votes, vote=here.termination_requested
         ).wait()
-        here.hear([rank for rank, vote in enumerate(votes) if vote])
+        here.note_preempted([rank for rank, vote in enumerate(votes) if vote])
         return bool(self)
 
     def __enter__(self) -> Termination:
-        """Hear SIGTERM from now on; raise ValueError in another than the main thread."""
+        """Handle SIGTERM from now on; raise ValueError in another than the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "gtopk.termination() must be entered in the main thread, the only one that Python "
@@ -86,10 +86,10 @@ class Termination:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give SIGTERM back; end the program where it was told to and has no other end."""
+        """Restore the handler of SIGTERM; end the program where a rank was preempted."""
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._before)
-        if error is None and not self and self._here().told_here:
+        if error is None and not self and self._here().termination_requested:
             self._say(
                 "had SIGTERM after the last step, of which no other rank knows: a step within "
                 "another block tells them, or ask() of this one at the same place on all ranks"
@@ -99,7 +99,7 @@ class Termination:
         # The launcher may send it to whoever ends last: there is nothing to say to that.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         here = self._here()
-        by = f"as {name_ranks(here.told)} had SIGTERM"
+        by = f"as {name_ranks(here.preempted)} had SIGTERM"
         here.note_end(f"ended at step {here.step}, {by}", in_order=True)
         self._say(f"ends at step {here.step}, {by}: exit code {EXIT_CODE}")
         sys.exit(EXIT_CODE)
@@ -107,7 +107,7 @@ class Termination:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, self._before)
         here = self._here()
-        here.told_here = True  # a rank that is lost later ends this one
+        here.termination_requested = True  # a rank that is lost later ends this one
         if world.misses_a_rank():  # the launcher ends those that are left: nothing can be saved
             os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -133,8 +133,8 @@ class Termination:
 def _after_fork() -> None:
     """Let SIGTERM end a forked child (a worker of a Pool, say), which is no rank."""
     handler = first = signal.getsignal(signal.SIGTERM)
-    while isinstance(told := getattr(handler, "__self__", None), Termination):  # one in another
-        handler = told._before
+    while isinstance(outer := getattr(handler, "__self__", None), Termination):  # one in another
+        handler = outer._before
     if handler is not first:
         of_guard = isinstance(getattr(handler, "__self__", None), Guard)
         signal.signal(signal.SIGTERM, signal.SIG_DFL if of_guard else handler)
