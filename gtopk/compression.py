@@ -118,8 +118,8 @@ class ErrorFeedback:
             )
         if self.factor_masking and not self.momentum_correction:
             raise ValueError(
-                "factor_masking=True begins the velocity of what was sent anew: give "
-                "momentum_correction, too, without which there is none"
+                "factor_masking=True resets the momentum of sent entries and requires "
+                "momentum_correction"
             )
         if self.adam_correction is not None:
             object.__setattr__(self, "adam_correction", check_betas(self.adam_correction))

@@ -91,8 +91,8 @@ class GTopKState:
         self.compression = GTopK(density, **options)
         if self.compression.dense or self.compression.dense_vectors or self.compression.dense_under:
             raise ValueError(
-                "a bucket of DDP travels as one: dense parameters are not possible; leave out "
-                "dense, dense_vectors and dense_under"
+                "DDP reduces whole buckets, so per-parameter dense rules are not supported; leave "
+                "out dense, dense_vectors and dense_under"
             )
         if not world.is_initialized():
             world.init()

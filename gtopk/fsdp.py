@@ -96,8 +96,8 @@ def replicate(
     compression = GTopK(density, **options)
     if compression.dense or compression.dense_vectors or compression.dense_under:
         raise ValueError(
-            "a module's shard travels as one: dense parameters are not possible; leave out dense, "
-            "dense_vectors and dense_under"
+            "FSDP's replicas reduce whole shards, so per-parameter dense rules are not supported; "
+            "leave out dense, dense_vectors and dense_under"
         )
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")

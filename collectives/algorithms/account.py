@@ -1,4 +1,4 @@
-"""Account: what a rank will have to put back, kept up to date merge by merge.
+"""Track, merge by merge, which of this rank's picks survive and what returns to its residual.
 
 "owners"   a pick whose index a merge dropped is dead: it returns whole to the rank that picked
            it, also when another branch brings the index back. What its value lost to rounding

@@ -1,4 +1,6 @@
-"""Turns: a rank that is ahead of its partner waits for its word before it sends a long list.
+"""Pacing: a rank that is ready early waits for its partner's go-ahead.
+
+So two long lists never share one inbound link.
 
 With 3 ranks, 2 hands its picks to 0, which then swaps with 1. Rank 1 has nothing to wait for; but
 if it sent at once, both lists would share the way to rank 0, and arrive when it has both:

@@ -1,4 +1,4 @@
-"""Patience: a wait that yields the core, then sleeps, and has an end."""
+"""Poll until a condition holds: spin with sched_yield, back off, time out."""
 
 from __future__ import annotations
 

@@ -355,7 +355,9 @@ def LocalSGD(
     if isinstance(compression, ErrorFeedback) and (
         compression.dense or compression.dense_vectors or compression.dense_under
     ):
-        raise ValueError("a model's change travels as one: dense parameters are not possible")
+        raise ValueError(
+            "LocalSGD reduces whole changes, so per-parameter dense rules are not supported"
+        )
     if isinstance(compression, ErrorFeedback) and compression.adam_correction:
         raise ValueError(
             "adam_correction makes Adam's steps of gradients, and LocalSGD exchanges changes of "

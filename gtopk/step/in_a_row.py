@@ -1,4 +1,4 @@
-"""InARow: how often something went amiss, and the end of too often without a good time between."""
+"""Count consecutive skipped steps; raise when the limit is exceeded."""
 
 from __future__ import annotations
 

@@ -201,8 +201,8 @@ class Reducer:
         except BaseException as error:
             if not isinstance(error, Exception):
                 _log.warning(
-                    "rank %d: interrupted (%s) in a step, which the other ranks are to end "
-                    "first; a second time ends the wait at once",
+                    "rank %d: interrupted (%s) mid-step; waiting for the other ranks to finish "
+                    "it. Interrupt again to stop waiting.",
                     here.rank,
                     type(error).__name__,
                     extra=EVERYWHERE,

@@ -486,7 +486,7 @@ def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, c
         with pytest.raises(KeyboardInterrupt):
             step(1)
         np.testing.assert_array_equal(held(optimizer), before)
-    assert "rank 0: interrupted (KeyboardInterrupt) in a step" in caplog.text
+    assert "rank 0: interrupted (KeyboardInterrupt) mid-step" in caplog.text
 
 
 def test_several_optimizers_and_models_step_in_any_order(threads):
