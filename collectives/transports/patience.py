@@ -31,7 +31,7 @@ def wait_until(
     peers: whose turn it is; ranks of the world, none when it is all of them.
     look:  called now and then; may raise.
     grace_seconds: how long what a peer has sent may still be on its way after it left; there is at
-           least one test after its farewell.
+           least one test after its departure notice.
     Raises PeerError when a peer left, PeerTimeoutError when nothing happens.
     """
     if (result := test()) is not None:
@@ -95,7 +95,7 @@ def _poll(
             continue
         next_look = now + _LOOK_SECONDS
         look()
-        transport.collect_farewells()
+        transport.collect_departures()
         missing = [text for text in map(transport.missing, needed) if text]
         if missing:
             missed_since = missed_since or now

@@ -47,7 +47,7 @@ def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
     stream.barrier()  # the first rank keeps it until all have it
 
     def has_left(place: int) -> bool:
-        return stream.ranks[place] in stream.farewells()
+        return stream.ranks[place] in stream.departures()
 
     return ThreadMemory(shared, stream.rank, stream.size, has_left)
 

@@ -423,7 +423,7 @@ class Engine:
         with self._changed:
             self._over = cause or PeerError(f"this rank {text}")
         self._execution.activity = ""
-        self.transport.resign(str(error) if cause else self.sign(text))
+        self.transport.announce_departure(str(error) if cause else self.sign(text))
 
     def _fail_all(self, error: PeerError) -> None:
         """Fail what is left, and what another thread submitted while the engine ended."""

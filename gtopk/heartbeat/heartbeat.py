@@ -23,7 +23,7 @@ from .address import own_address
 from .companion import Setting, write_note
 from .watch import Peer
 
-_LEAVE_SECONDS: Final = 2.0  # what a companion gets to say farewell
+_LEAVE_SECONDS: Final = 2.0  # what a companion gets to announce the departure
 _STARTS: Final = 3  # a companion that was killed is replaced
 
 # Loads this folder as gtopk.heartbeat, without what `import gtopk` loads besides.

@@ -84,7 +84,7 @@ class Guard:
 
         All ranks do so together. Raises HorovodInternalError where they disagree about heartbeats.
         """
-        self.member.engine.sign = self.farewell
+        self.member.engine.sign = self.departure_notice
         if not self.needed:
             return
         sys.excepthook = self._on_exception
@@ -133,7 +133,7 @@ class Guard:
         """Tell whether a rank is lost, waiting a little for word of one."""
         return self._heartbeat is not None and self._heartbeat.lost(_WORD_SECONDS) is not None
 
-    def farewell(self, how: str) -> str:
+    def departure_notice(self, how: str) -> str:
         """Return what the peers are told when this rank leaves."""
         return f"{how} at step {self.member.step}; {self.place}"
 
@@ -199,9 +199,9 @@ class Guard:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _let_the_others_speak(self, how: str) -> None:
-        """Resign, and wait a moment: an abort would cut the others off in mid-sentence.
+        """Announce the departure, and wait: an abort would cut the others off in mid-sentence.
 
-        Those whose operation failed resigned before they speak, so that all have resigned is no
+        Those whose operation failed departed before they speak, so that all have departed is no
         sign. In a thread: a transport that has failed may never return.
         """
         until = time.monotonic() + _LAST_WORD_SECONDS
@@ -212,7 +212,7 @@ class Guard:
 
     def _end_alone(self, error: BaseException) -> None:
         """End this process as if it were killed: what the others go by is that it is gone."""
-        how = self.farewell(f"raised {describe(error, self.member.where())}")
+        how = self.departure_notice(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
         standard_streams.flush()
         os._exit(1)
@@ -298,7 +298,7 @@ class Guard:
         A launcher ends the others: some of those may be gone, too, by the time this is asked.
         """
         transport = self.member.transport
-        said = transport.farewells()
+        said = transport.departures()
         found = {
             rank: said[rank].reason if rank in said else "as another rank says"
             for rank in transport.lost()

@@ -333,7 +333,7 @@ def shutdown() -> None:
     how, in_order = "called shutdown()", error is None or isinstance(error, SystemExit)
     if error is not None:
         how += f" while it handled {describe(error, _process.where())}"
-    how = _guard.farewell(how)
+    how = _guard.departure_notice(how)
     if error is None or not _guard.needed:
         _process.close(how, in_order)
         failures = _process.failures
@@ -377,7 +377,7 @@ def rejoin() -> None:
     silent = isinstance(here.engine.failure, PeerTimeoutError)
     patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
     sets = here.sets.copy()
-    staying = here.leave(guard.farewell("begins anew"), patience_seconds)
+    staying = here.leave(guard.departure_notice("begins anew"), patience_seconds)
     if gone := sorted({*staying, *here.transport.lost()}):
         failure = here.engine.failure
         raise HorovodInternalError(
@@ -421,7 +421,7 @@ def _at_exit() -> None:
     elif _process is not None and guard is not None:
         error = _what_ended_the_program()
         by = "" if error is None else f" by {describe(error)}"
-        _process.close(guard.farewell(f"its program ended{by}"), in_order=error is None)
+        _process.close(guard.departure_notice(f"its program ended{by}"), in_order=error is None)
         guard.close()
     if guard is not None:
         _untold.extend(guard.member.failures)

@@ -107,7 +107,7 @@ def test_what_was_sent_before_leaving_still_arrives() -> None:
     transport.leave("done")
 
 
-def test_what_arrives_together_with_the_farewell_is_not_lost() -> None:
+def test_what_arrives_together_with_the_departure_notice_is_not_lost() -> None:
     if NAME != "mpi":
         return
     transport = new(timeout_seconds=60)

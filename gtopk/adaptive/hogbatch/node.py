@@ -201,5 +201,5 @@ def copy_first(transport: Transport, leaders: Sequence[int], content: Array) -> 
 
 def why_gone(transport: Transport, rank: int) -> str:
     """Return what is known of a rank's end; "" while it goes on, as far as is known."""
-    farewell = transport.farewells().get(rank)
-    return farewell.reason if farewell else ""
+    notice = transport.departures().get(rank)
+    return notice.reason if notice else ""

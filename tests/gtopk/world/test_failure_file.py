@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import gtopk
-from collectives.transports.farewell import Farewell
+from collectives.transports.departure import DepartureNotice
 from gtopk.errors import HorovodInternalError
 from gtopk.heartbeat.heartbeat import Lost
 from gtopk.world import failure_file, guard
@@ -45,7 +45,7 @@ def member(note_end=lambda how, in_order: None):
             rank=1,
             size=2,
             lost=list,
-            farewells=dict,
+            departures=dict,
             leave=lambda how, seconds: None,
             abort=abort,
         ),
@@ -333,8 +333,8 @@ def test_the_first_loss_is_named_first(monkeypatch):
         def lost(self):
             return [0, 2]
 
-        def farewells(self):
-            return {0: Farewell({}, "was stopped by SIGTERM", lost=True)}
+        def departures(self):
+            return {0: DepartureNotice({}, "was stopped by SIGTERM", lost=True)}
 
     guard = Guard(SimpleNamespace(transport=Transport()), heartbeat_seconds=0)
     alone = [Lost(0, "was stopped by SIGTERM"), Lost(2, "as another rank says")]
