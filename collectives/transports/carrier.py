@@ -108,7 +108,7 @@ class Carrier(Streams):
     def _wake(self) -> None:
         """Have those who wait look again who has left."""
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         self.announce_departure(reason)
         begun = time.monotonic()
         next_warning = begun + STALL_WARNING_SECONDS
@@ -116,7 +116,9 @@ class Carrier(Streams):
             self.collect_departures()
             others = [r for r in range(self.size) if r != self.rank and r not in self._left]
             now = time.monotonic()
-            if not others or (patience_seconds is not None and now > begun + patience_seconds):
+            if not others or (
+                leave_timeout_seconds is not None and now > begun + leave_timeout_seconds
+            ):
                 return others
             if self.announces_waits and now > next_warning:
                 next_warning = now + STALL_WARNING_SECONDS

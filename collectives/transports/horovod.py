@@ -32,7 +32,7 @@ from ..vector import Array
 from .carrier import Carrier
 from .departure import DepartureNotice
 from .mailbox import Mailbox
-from .patience import wait_until
+from .polling import wait_until
 from .transport import Transport
 
 _HEADER: Final = struct.Struct("<qq")
@@ -164,8 +164,8 @@ class HorovodTransport(Carrier):
                 self._queue(_DEPARTURE, notice, peer)
         self._has_departed = True
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        staying = super().leave(reason, patience_seconds)
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        staying = super().leave(reason, leave_timeout_seconds)
         if not staying:
             self._ticker.join()  # the last ticks, which tell the others that this rank is done
         return staying

@@ -40,7 +40,7 @@ from .counter import Counter
 from .departure import DepartureNotice
 from .mpi_counter import AskedCounter, WindowCounter
 from .node_memory import FileMemory
-from .patience import wait_until
+from .polling import wait_until
 from .reductions import loses_nan
 from .sharing import share_by_file
 from .transport import Transport

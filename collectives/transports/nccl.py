@@ -483,9 +483,9 @@ class NcclTransport(StagedTransport):
         self._stage_undecided()
         super().barrier()
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         self._stage_undecided()
-        late = super().leave(reason, patience_seconds)
+        late = super().leave(reason, leave_timeout_seconds)
         self.disconnect(f"rank {self.ranks[self.rank]} left ({reason})")
         return late
 

@@ -190,8 +190,8 @@ class StagedTransport(Transport):
     def announce_departure(self, reason: str) -> None:
         self.host.announce_departure(reason)
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        return self.host.leave(reason, patience_seconds)
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        return self.host.leave(reason, leave_timeout_seconds)
 
     def lose(self, rank: int, reason: str) -> None:
         self.host.lose(rank, reason)

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..errors import PeerError
 from .gpu import is_tensor
-from .patience import wait_for_call, wait_until
+from .polling import wait_for_call, wait_until
 from .reductions import parts_of
 from .torch_distributed import connect, import_torch
 from .transport import Transport

@@ -44,7 +44,7 @@ from ..vector import Array
 from .carrier import Carrier
 from .departure import DepartureNotice
 from .mailbox import Mailbox
-from .patience import wait_until
+from .polling import wait_until
 from .reductions import loses_nan
 from .roll_call import call_roll, not_all_here, unanswered
 from .transport import Transport, say
@@ -64,7 +64,7 @@ _PIECES: Final = 0  # gloo's tag
 _POSTED: Final = 4  # buffers for each peer
 _DEPARTURE, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbox, of no stream
 _FOREVER: Final = timedelta(days=365)
-_PATIENCE_SECONDS: Final = 1.0  # what a last word gets to go out
+_GRACE_SECONDS: Final = 1.0  # what a last word gets to go out
 _CALL_SECONDS: Final = 2.0  # what one call of the port where the ranks meet gets
 # After which a launcher that refuses all calls there, or a store whose rank is lost, is given up.
 _GONE_SECONDS: Final = 3.0
@@ -217,7 +217,7 @@ class TorchDistributedTransport(Carrier):
 
         Its notice may still be on the way to the listener.
         """
-        self._listeners[peer].join(_PATIENCE_SECONDS)
+        self._listeners[peer].join(_GRACE_SECONDS)
         return PeerError(stream.missing(peer) or f"rank {peer} cannot be reached: {error}")
 
     def receive_on(self, stream: Transport, source: int) -> Array:
@@ -265,7 +265,7 @@ class TorchDistributedTransport(Carrier):
 
     def _explain_any(self, error: Exception) -> PeerError:
         """Return the error about the peer whose loss ended an allreduce, once it is known."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _GRACE_SECONDS
         while (missing := self.missing(None)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return PeerError(missing or f"rank {self.rank} failed in {self.activity}: {error}")
@@ -287,8 +287,8 @@ class TorchDistributedTransport(Carrier):
                 continue
         return works
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        staying = super().leave(reason, patience_seconds)
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        staying = super().leave(reason, leave_timeout_seconds)
         _see_off(self._departing or [])
         return staying
 
@@ -434,11 +434,11 @@ def join_at(
     try:
         # Who asks a store that is frozen, or whose host is gone, waits for ever.
         word = _within(
-            start_timeout_seconds + _PATIENCE_SECONDS,
+            start_timeout_seconds + _GRACE_SECONDS,
             lambda: call_roll(store, rank, size, start_timeout_seconds),
         )
         # Which tells the hosts, and has gloo connect all: each has that long.
-        return _within(2 * start_timeout_seconds + _PATIENCE_SECONDS, lambda: meet(word))
+        return _within(2 * start_timeout_seconds + _GRACE_SECONDS, lambda: meet(word))
     except TimeoutError:
         raise unanswered(rank, size, begun) from None
 
@@ -479,7 +479,7 @@ def connect(
         # listens and does not answer, for ever.
         _await_port(host, port, start_timeout_seconds, _GONE_SECONDS if hosted else math.inf)
         reached: TCPStore = _within(
-            max(_PATIENCE_SECONDS, begun + start_timeout_seconds - time.monotonic()),
+            max(_GRACE_SECONDS, begun + start_timeout_seconds - time.monotonic()),
             lambda: make(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
         )
         return reached
@@ -570,7 +570,7 @@ def _meet(store: Store, rank: int, size: int, start_timeout_seconds: float) -> l
 
 def _see_off(works: list[Work]) -> None:
     """Wait a little for last words to go out."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS
     for work in works:
         remaining = deadline - time.monotonic()
         if remaining <= 0:

@@ -155,10 +155,10 @@ class Transport(Endpoint):
         """
 
     @abstractmethod
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         """Announce the departure; return when every peer has, too, or with the ranks that have not.
 
-        patience_seconds: how long to wait for them; None: for ever, with a word now and then.
+        leave_timeout_seconds: how long to wait for them; None: for ever, with a word now and then.
         """
 
     @abstractmethod

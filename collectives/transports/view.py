@@ -71,8 +71,8 @@ class View(Transport):
     def announce_departure(self, reason: str) -> None:
         self._carrier.announce_departure(reason)
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
-        return self._carrier.leave(reason, patience_seconds)
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        return self._carrier.leave(reason, leave_timeout_seconds)
 
     def lose(self, rank: int, reason: str) -> None:
         self._carrier.lose(rank, reason)

@@ -41,7 +41,7 @@ from .settings import Settings, settings_from
 from .stalls import Stalls
 from .table import PROGRAM_ENDED, Outcome, Ready, Table
 
-_PATIENCE_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
+_LEAVE_TIMEOUT_SECONDS: Final = 5.0  # what peers get to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # how often an idle engine looks whether the program has ended
 _STUCK_SECONDS: Final = 0.5  # a thread that waits for so long is not about to submit anything
 _LONGEST_BURST_CYCLES: Final = 5  # a burst of submissions that goes on is cut after these
@@ -86,7 +86,7 @@ class Engine:
         self._waits: dict[int, str] = {}  # what each thread waited for last
         self._closing: str | None = None
         self._outlived = False  # by threads that have nothing to do with it
-        self._patience_seconds: float | None = None
+        self._leave_timeout_seconds: float | None = None
         self._staying: list[int] = []
         self._over: PeerError | None = None
         self._table = Table(transport.ranks, self.settings.cache_capacity)
@@ -188,17 +188,17 @@ class Engine:
             self._changed.notify()
         return operation
 
-    def close(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def close(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         """Run what was submitted here and on all ranks, tell the others that this one leaves, and,
         where the transport is of all ranks, wait for them to leave, too.
 
         What others submit, or have, that needs this rank fails.
-        patience_seconds: how long to wait for the others, whatever happened, without ending the
-        job. Returns who has not left.
+        leave_timeout_seconds: how long to wait for the others, whatever happened, without ending
+        the job. Returns who has not left.
         """
         with self._changed:
             self._closing = self._closing or reason
-            self._patience_seconds = patience_seconds
+            self._leave_timeout_seconds = leave_timeout_seconds
             self._changed.notify()
         self._thread.join()
         return self._staying
@@ -439,12 +439,12 @@ class Engine:
                 operation.finish(error=error)
 
     def _leave(self, reason: str) -> None:
-        patience_seconds = self._patience_seconds
+        leave_timeout_seconds = self._leave_timeout_seconds
         # Where ranks may leave, an operation that broke says nothing of those who go on.
-        if patience_seconds is None and self._broken and not self.ranks_may_leave:
-            patience_seconds = _PATIENCE_SECONDS
-        self._staying = self.transport.leave(reason, patience_seconds)
-        if self._staying and self._patience_seconds is None and not self.ranks_may_leave:
+        if leave_timeout_seconds is None and self._broken and not self.ranks_may_leave:
+            leave_timeout_seconds = _LEAVE_TIMEOUT_SECONDS
+        self._staying = self.transport.leave(reason, leave_timeout_seconds)
+        if self._staying and self._leave_timeout_seconds is None and not self.ranks_may_leave:
             self._end_the_job(f"{name_ranks(self._staying)} went on")
 
     def _end_the_job(self, why: str) -> None:

@@ -25,9 +25,9 @@ from collectives.algorithms import ALGORITHMS, Regions
 from collectives.algorithms.regions import LOTS_PER_RANK
 from collectives.planning.schedules import SCHEDULES, Order
 from collectives.transports import LocalTransport, local_world
+from collectives.transports.checksum import CHECKSUM_BYTES
 from collectives.transports.recorder import RECEIVED, Event, Recorder
 from collectives.transports.reductions import PIECE_BYTES
-from collectives.transports.seal import CHECKSUM_BYTES
 from collectives.wire import EXACT, Format, encode
 
 from .invented_picks import picks

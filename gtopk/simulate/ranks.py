@@ -25,7 +25,7 @@ from ..world import world
 
 T = TypeVar("T")
 _CHANNEL: Final = 0
-_PATIENCE_SECONDS: Final = 3600.0  # a thread that computes for long has not failed
+_TIMEOUT_SECONDS: Final = 3600.0  # a thread that computes for long has not failed
 
 
 class Ranks(Protocol):
@@ -71,7 +71,7 @@ class Threads:
 
 def _threads(size: int) -> list[LocalTransport]:
     """Return a world whose waits say nothing: its seconds are simulated."""
-    return local_world(size, _PATIENCE_SECONDS, announces_waits=False)
+    return local_world(size, _TIMEOUT_SECONDS, announces_waits=False)
 
 
 class Processes:

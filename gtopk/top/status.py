@@ -81,8 +81,8 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
     values: dict[str, float | None] = {}
     for note in rank.values:
         values |= note.content
-    patience_seconds = max(SILENT_SECONDS, 2 * _longest_pause(rank, recent))
-    state = "silent" if silent_seconds > patience_seconds else "running"
+    silent_after_seconds = max(SILENT_SECONDS, 2 * _longest_pause(rank, recent))
+    state = "silent" if silent_seconds > silent_after_seconds else "running"
     return Status(
         rank=rank.rank,
         host=rank.begin["host"],

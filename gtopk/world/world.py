@@ -184,16 +184,16 @@ class World:
             reason, in_order = f"{reason}; unfinished then: {self.failures[0]}", False
         recording.stop(self, reason, in_order)
 
-    def leave(self, reason: str, patience_seconds: float | None = None) -> list[int]:
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         """Leave the world; returns when every rank has left, or the job is at its end anyway.
 
         What was unfinished is finished first; `failures` has what of it went wrong.
-        patience_seconds: how long to wait for the others instead; returns who stays.
+        leave_timeout_seconds: how long to wait for the others instead; returns who stays.
         """
         self._begin_to_finish()
         for number in [number for number in self.sets if number]:
             self.close_set(number, reason)
-        staying = self.engine.close(reason, patience_seconds)
+        staying = self.engine.close(reason, leave_timeout_seconds)
         timeline.stop(self)
         for end in self._endings:
             try:
@@ -375,9 +375,9 @@ def rejoin() -> None:
         raise ValueError("a world of threads cannot be joined anew")
     # Who has been silent for that long already is given a moment.
     silent = isinstance(here.engine.failure, PeerTimeoutError)
-    patience_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    leave_timeout_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
     sets = here.sets.copy()
-    staying = here.leave(guard.departure_notice("begins anew"), patience_seconds)
+    staying = here.leave(guard.departure_notice("begins anew"), leave_timeout_seconds)
     if gone := sorted({*staying, *here.transport.lost()}):
         failure = here.engine.failure
         raise HorovodInternalError(

@@ -417,7 +417,7 @@ def test_an_engine_of_some_ranks_is_independent_and_ends_without_the_others(thre
     assert threads(4, program) == [even, odd, even, odd]
 
 
-def test_with_patience_who_stays_is_told_and_nothing_is_ended(threads):
+def test_with_a_leave_timeout_who_stays_is_told_and_nothing_is_ended(threads):
     given_up = threading.Event()
 
     def program(transport: LocalTransport) -> Any:
@@ -428,7 +428,7 @@ def test_with_patience_who_stays_is_told_and_nothing_is_ended(threads):
             failure = engine.failure
             engine.close("the test ended")
             return str(failure)
-        staying = engine.close("begins anew", patience_seconds=0.05)
+        staying = engine.close("begins anew", leave_timeout_seconds=0.05)
         given_up.set()
         return staying
 

@@ -219,7 +219,7 @@ def test_whoever_still_waits_when_its_rank_leaves_gets_an_error(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It does not look: it finds that the kernel has ended, for it was aborted.
-    monkeypatch.setattr("collectives.transports.patience._LOOK_SECONDS", 3600)
+    monkeypatch.setattr("collectives.transports.polling._LOOK_SECONDS", 3600)
 
     def program(transport: NcclTransport) -> None:
         meet(transport)

@@ -1,4 +1,4 @@
-"""Seal: the checksum at the end of a message, where all messages are checked."""
+"""The checksum at the end of a message, where all messages are checked."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def checksum_of(message: Array) -> Array:
     return np.frombuffer(codes.checksum(message).to_bytes(CHECKSUM_BYTES, "little"), np.uint8)
 
 
-def seal(message: Array) -> Array:
+def append_checksum(message: Array) -> Array:
     """Return a copy of uint8 [m] with its checksum behind it, uint8 [m + 8]."""
-    sealed = np.empty(message.size + CHECKSUM_BYTES, np.uint8)
-    sealed[:-CHECKSUM_BYTES] = message
-    sealed[-CHECKSUM_BYTES:] = checksum_of(sealed[:-CHECKSUM_BYTES])
-    return sealed
+    checked = np.empty(message.size + CHECKSUM_BYTES, np.uint8)
+    checked[:-CHECKSUM_BYTES] = message
+    checked[-CHECKSUM_BYTES:] = checksum_of(checked[:-CHECKSUM_BYTES])
+    return checked
 
 
-def unseal(sealed: Array, sender: int) -> Array:
-    """Return the message in what was sealed; raise MessageError that names who sent another."""
-    message, checksum = sealed[:-CHECKSUM_BYTES], sealed[-CHECKSUM_BYTES:]
+def strip_checksum(checked: Array, sender: int) -> Array:
+    """Return the message before its checksum; raise MessageError, which names the sender."""
+    message, checksum = checked[:-CHECKSUM_BYTES], checked[-CHECKSUM_BYTES:]
     if checksum.tobytes() != checksum_of(message).tobytes():
         raise MessageError(
-            f"the message from rank {sender} is malformed: its {sealed.size} bytes do not match "
+            f"the message from rank {sender} is malformed: its {checked.size} bytes do not match "
             "their checksum; start again from the last checkpoint"
         )
     return message

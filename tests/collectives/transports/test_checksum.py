@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, local_world, run_ranks
 from collectives.transports import torch_distributed
+from collectives.transports.checksum import CHECKSUM_BYTES, append_checksum, strip_checksum
 from collectives.transports.recorder import RECEIVED, Recorder
-from collectives.transports.seal import CHECKSUM_BYTES, seal, unseal
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "collectives_checked.py"
+PROGRAM = Path(__file__).parents[2] / "programs" / "collectives_checked.py"
 
 
 @given(st.binary(max_size=300), st.data())
-def test_a_sealed_message_is_whole_or_names_its_sender(content, data):
+def test_a_message_with_a_checksum_is_whole_or_names_its_sender(content, data):
     message = np.frombuffer(content, np.uint8)
-    sealed = seal(message)
-    assert unseal(sealed, 3).tobytes() == content
-    place = data.draw(st.integers(0, 8 * sealed.size - 1))
-    flipped = sealed.copy()
+    checked = append_checksum(message)
+    assert strip_checksum(checked, 3).tobytes() == content
+    place = data.draw(st.integers(0, 8 * checked.size - 1))
+    flipped = checked.copy()
     flipped[place // 8] ^= 1 << place % 8
-    shorter = sealed[: data.draw(st.integers(0, sealed.size - 1))]
+    shorter = checked[: data.draw(st.integers(0, checked.size - 1))]
     for wrong in (flipped, shorter):
         with pytest.raises(MessageError, match=r"rank 3 is malformed: its \d+ bytes do not"):
-            unseal(wrong, 3)
+            strip_checksum(wrong, 3)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
