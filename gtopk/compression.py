@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from collectives.algorithms import Regions, find_nodes
-from collectives.algorithms.account import PUT_BACK
+from collectives.algorithms.conservation import PUT_BACK
 from collectives.algorithms.growth import USUAL_GROWTH
-from collectives.algorithms.terms import MOST_PIECES
+from collectives.algorithms.gtopk_options import MOST_PIECES
 from collectives.planning import Candidate
 from collectives.transports import Transport
 from collectives.wire import Format

@@ -1,4 +1,4 @@
-"""Lots are equal parts of a list, none empty."""
+"""Quantiles are equal parts of a list, none empty."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.algorithms.lots import at_positions, lot_ends
+from collectives.algorithms.quantiles import at_positions, quantile_ends
 
 
 @given(st.integers(0, 200), st.integers(1, 70))
-def test_lots_are_equal_and_none_is_empty(entries: int, lots: int) -> None:
-    ends = lot_ends(entries, lots)
+def test_quantiles_are_equal_and_none_is_empty(entries: int, quantiles: int) -> None:
+    ends = quantile_ends(entries, quantiles)
     sizes = np.diff([0, *ends])
-    assert len(ends) == min(entries, lots)
+    assert len(ends) == min(entries, quantiles)
     assert sizes.sum() == entries
     assert not sizes.size or (sizes.min() >= 1 and sizes.max() - sizes.min() <= 1)
 

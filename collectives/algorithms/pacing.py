@@ -30,7 +30,7 @@ from ..transports.transport import Transport
 LONG_ENTRIES: Final = 1024
 
 
-def take_turns(transport: Transport, peer: int, holders: int, guests: int, k: int) -> None:
+def wait_for_go_ahead(transport: Transport, peer: int, holders: int, guests: int, k: int) -> None:
     """Give or await the word before a swap, where one of the two blocks is late.
 
     holders: ranks in a block. Raises MessageError where a list comes instead of the word.
@@ -50,7 +50,7 @@ def take_turns(transport: Transport, peer: int, holders: int, guests: int, k: in
             )
 
 
-def turns(holders: int, guests: int, k: int) -> int:
+def go_aheads(holders: int, guests: int, k: int) -> int:
     """Return how many words are given before the swaps of blocks of `holders` ranks."""
     late_blocks = -(-guests // holders)
     return holders if k >= LONG_ENTRIES and late_blocks % 2 else 0

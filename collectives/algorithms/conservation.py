@@ -17,7 +17,7 @@ from .outcome import Outcome, among, put_together
 PUT_BACK = ("owners", "spread")
 
 
-class Account:
+class Conservation:
     """One rank's picks, what is alive of them, and what else is its to put back."""
 
     def __init__(self, picks: SparseVector, put_back: str) -> None:

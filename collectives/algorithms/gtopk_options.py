@@ -1,4 +1,4 @@
-"""Terms: what the ranks of a gtopk reduction must have in common besides k."""
+"""Options of a gtopk reduction, which all ranks must have in common besides k."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from ..errors import MessageError
 from ..vector import Array
 from ..wire import EXACT, Format
-from .account import PUT_BACK
+from .conservation import PUT_BACK
 from .growth import check_growth
 
 MOST_PIECES: Final = 255
 
 
-class Terms(NamedTuple):
+class GtopkOptions(NamedTuple):
     """The options of gtopk; equal on all ranks."""
 
     format: Format = EXACT
@@ -23,8 +23,8 @@ class Terms(NamedTuple):
     put_back: str = "owners"  # or "spread": who gets what a merge drops
     pieces: int = 1  # more: a message's coding and merging overlap its travel, with more latency
 
-    def checked(self) -> Terms:
-        """Return the terms; raise ValueError where one is out of bounds."""
+    def checked(self) -> GtopkOptions:
+        """Return the options; raise ValueError where one is out of bounds."""
         check_growth(self.growth)
         if self.put_back not in PUT_BACK:
             raise ValueError(
@@ -35,7 +35,7 @@ class Terms(NamedTuple):
         return self
 
     def stamp(self, piece: int = 0) -> Array:
-        """Return what a message says of the terms, uint8 [0 or 3]: nothing by default.
+        """Return what a message says of the options, uint8 [0 or 3]: nothing by default.
 
         k, growth and the format are in its header.
         """
@@ -44,7 +44,7 @@ class Terms(NamedTuple):
         return np.array([piece, self.pieces, PUT_BACK.index(self.put_back)], np.uint8)
 
     def check_stamp(self, received: Array, piece: int, sender: int) -> None:
-        """Raise MessageError where a peer reduces by other terms."""
+        """Raise MessageError where a peer reduces with other options."""
         expected = self.stamp(piece)
         if received.tobytes() != expected.tobytes():
             raise MessageError(
