@@ -17,7 +17,7 @@
 # make fuzz   a million damaged messages to the wire's parsers, and as many files and objects to all other readers
 # make horovod        build Horovod 0.28.1 (some minutes, once) and install it; needs cmake and a compiler
 # make test-horovod   the tests against it
-# make test-adapters  the doors of Lightning, Accelerate and Ray Train, and TensorBoard's record, in an
+# make test-adapters  the integrations with Lightning, Accelerate and Ray Train, and TensorBoard's record, in an
 #             environment of their own
 # make test-mpich     what the suite runs over MPI, and some of test-faults, over MPICH in place of Open MPI
 # make sbom   what an installation is made of, as CycloneDX: dist/gtopk.cdx.json

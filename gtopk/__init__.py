@@ -79,7 +79,7 @@ def _check_collectives() -> None:
         )
 
 
-_DOORS = {"accelerate", "ddp", "fsdp", "horovod", "lightning", "local_sgd", "torch"}
+_SUBMODULES = {"accelerate", "ddp", "fsdp", "horovod", "lightning", "local_sgd", "torch"}
 _HOMES = {
     "LocalSGD": ".local_sgd",
     "load_latest": ".torch.checkpoint",
@@ -93,7 +93,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch where it is first used: `import gtopk` does not."""
-    if name in _DOORS:
+    if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name], __name__), name)
