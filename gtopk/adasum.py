@@ -117,14 +117,14 @@ class _AdasumOptimizer(Wrapping):
         self._hooks.watch(trained if self._world.size > 1 else [])
         entries = [_entries(p.grad) for p in trained if p.grad is not None]
         finite = all(bool(part.isfinite().all()) for part in entries)
-        votes = self._run("finite", lambda transport, votes: votes, vote=finite)
-        self._are_finite = all(votes)
+        all_flags = self._run("finite", lambda transport, all_flags: all_flags, flags=finite)
+        self._are_finite = all(all_flags)
         if self._are_finite:
             return
         for part in entries:
             part.fill_(float("nan"))
         if not noted:
-            ranks = [rank for rank, vote in enumerate(votes) if not vote]
+            ranks = [rank for rank, flags in enumerate(all_flags) if not flags]
             self._note_skip(f"the gradient is not finite on ranks {ranks}")
 
     def _facts(self) -> list[str]:
@@ -138,10 +138,10 @@ class _AdasumOptimizer(Wrapping):
             ),
         ]
 
-    def _run(self, part: str, work: Work, vote: int = 0) -> Any:
+    def _run(self, part: str, work: Work, flags: int = 0) -> Any:
         """Run a part of the step with the other ranks, and return its result."""
         begun = time.perf_counter()
-        operation = self._world.engine.submit(f"{self._name}.{part}", self._facts(), work, vote)
+        operation = self._world.engine.submit(f"{self._name}.{part}", self._facts(), work, flags)
         result = operation.wait()
         self._communicate_seconds += time.perf_counter() - begun - operation.queue_seconds
         self._traffic.count(operation.traffic.sent_bytes, operation.traffic.sent_messages)
@@ -193,7 +193,7 @@ class _AdasumOptimizer(Wrapping):
         taken = time.perf_counter()
         self._expect(deltas)
         self._begun += time.perf_counter() - taken  # links may be measured: no part of the step
-        self._run("adasum", lambda transport, votes: deltas.allreduce(transport))
+        self._run("adasum", lambda transport, all_flags: deltas.allreduce(transport))
         combined = time.perf_counter()
         changes = deltas.tensors()
         finite = all(bool(change.isfinite().all()) for change in changes)

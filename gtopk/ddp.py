@@ -38,7 +38,7 @@ from .hooked.bucket_lanes import BucketLanes, as_shaped, split
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
-from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, vote_of
+from .hooked.one_step import NOT_FINITE, PREEMPTED, OneStep, flags_of
 from .lanes.lanes import Lane, open_lane
 from .lanes.residual_names import plain_name, strangers, under_known_names
 from .lanes.residual_state import ResidualState, fits
@@ -150,7 +150,7 @@ class GTopKState:
             f"{self._name}.bucket.{bucket.index()}",
             [f"{buffer.dtype} {list(buffer.shape)}", lane.facts],
             partial(self._work, lane, number, bucket.index(), bucket.is_last()),
-            vote=preempted | vote_of(lane),
+            flags=preempted | flags_of(lane),
         )
         self._steps.submitted(number, operation)
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
@@ -192,17 +192,17 @@ class GTopKState:
         bucket: int,
         is_last: bool,
         transport: Transport,
-        votes: list[int],
+        all_flags: list[int],
     ) -> None:
         """Run on the engine's thread, in an order that is equal on all ranks."""
         began = time.perf_counter()
         self._buckets = bucket + 1 if is_last else self._buckets
-        for rank, vote in zip(self._members.ranks, votes, strict=True):
-            if vote & PREEMPTED:
+        for rank, flags in zip(self._members.ranks, all_flags, strict=True):
+            if flags & PREEMPTED:
                 self._preempted.add(rank)
-            if vote & NOT_FINITE:
+            if flags & NOT_FINITE:
                 self._not_finite.setdefault(rank, []).append(bucket)
-        self._steps.ran(number, began, self._step.run(lane, transport, votes))
+        self._steps.ran(number, began, self._step.run(lane, transport, all_flags))
         for place in self._step.not_finite:
             self._not_finite.setdefault(self._members.ranks[place], []).append(bucket)
         if self._step.buckets == self._buckets:
@@ -272,7 +272,7 @@ class GTopKState:
         state = self.state_dict(model)
         mine = encode(state["held"][self._rank])
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, all_flags: list[int]) -> None:
             if transport.rank:
                 transport.send(np.frombuffer(mine, np.uint8), 0)()
                 return

@@ -8,7 +8,7 @@
     dense        0 <> 1  |  2 <> 3         FSDP's reduce-scatter, over what is fast
     gTop-k       0 <> 2, 1 <> 3            each shard among its replicas, over what is slow
 
-    vote         0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
+    flags        0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
 
 The residual is sharded as the gradients are. A module's shard is exchanged when FSDP has it, before
 backward goes on: of the parameters that have a gradient. The residual of others waits. Needs
@@ -46,7 +46,7 @@ from .hooked.fsdp_units import Unit, require_shape, stand_in
 from .hooked.hook_skips import HookSkips
 from .hooked.hook_steps import HookSteps
 from .hooked.its_optimizers import look_at_optimizers
-from .hooked.one_step import OneStep, vote_of
+from .hooked.one_step import OneStep, flags_of
 from .lanes.lanes import Lane, open_lane
 from .lanes.residual_names import plain_name, strangers
 from .lanes.residual_state import ResidualState
@@ -161,7 +161,7 @@ def _place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> _Plac
     replica = tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
     said = [" ".join(map(str, ranks)) for ranks in (alike, replica)]
 
-    def gather(transport: Transport, votes: list[int]) -> list[list[str]]:
+    def gather(transport: Transport, all_flags: list[int]) -> list[list[str]]:
         return transport.gather_object(said)
 
     if both := set(alike) & set(replica) - {here.rank}:
@@ -248,11 +248,11 @@ class ReplicaState:
         lane.parameters[0].grad = gradients
         lane.take(1.0 / (self.process_set.size() or 1) / scale, scale)
         number = self._steps.hand_over(lane)
-        vote = vote_of(lane)
+        flags = flags_of(lane)
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, all_flags: list[int]) -> None:
             began = time.perf_counter()
-            self._steps.ran(number, began, self._step.run(lane, transport, votes))
+            self._steps.ran(number, began, self._step.run(lane, transport, all_flags))
 
         operation = self.process_set.engine.submit(
             f"{self._name}.{unit.name}",
@@ -262,12 +262,12 @@ class ReplicaState:
                 lane.facts,
             ],
             work,
-            vote=vote,
+            flags=flags,
         )
         self._steps.submitted(number, operation)
         operation.wait()
         here = self.process_set.rank()
-        self._finite &= not vote and here not in self._step.not_finite
+        self._finite &= not flags and here not in self._step.not_finite
         self._steps.arrived()
 
     @property
@@ -324,11 +324,14 @@ class ReplicaState:
         """Agree with all ranks on whether the step counts, and begin another."""
         self._require_outermost()
         everyone = self._place.everyone
-        votes = everyone.engine.submit(
-            f"{self._name}.pass", [], lambda transport, votes: votes, vote=self._vote()
+        all_flags = everyone.engine.submit(
+            f"{self._name}.pass",
+            [],
+            lambda transport, all_flags: all_flags,
+            flags=self._flags_of_pass(),
         ).wait()
         self._spoilt, self._finite = [], True
-        if _is_void(votes):
+        if _is_void(all_flags):
             self._step.drop()
             for parameter in self._parameters():
                 if isinstance(parameter.grad, DTensor):
@@ -337,19 +340,19 @@ class ReplicaState:
         counted, step = self._step.close(), self._world.step
         self._steps.close(counted, overlapped=False)
         self.progress.steps += counted
-        ranks = zip(everyone.members.ranks, votes, strict=True)
-        where = [f"rank {rank}" for rank, vote in ranks if vote & _NOT_FINITE]
+        ranks = zip(everyone.members.ranks, all_flags, strict=True)
+        where = [f"rank {rank}" for rank, flags in ranks if flags & _NOT_FINITE]
         self._skips.note(counted, self._world.rank, step, " and ".join(where))
 
-    def _vote(self) -> int:
+    def _flags_of_pass(self) -> int:
         """Return what this rank says of the pass that ends."""
-        vote = (_VOID if self._step.is_void else 0) | (0 if self._finite else _NOT_FINITE)
+        flags = (_VOID if self._step.is_void else 0) | (0 if self._finite else _NOT_FINITE)
         for parameter in self._spoilt:
             if not isinstance(parameter.grad, DTensor):
-                vote |= _CLEARED
+                flags |= _CLEARED
             elif (gradient := parameter.grad.to_local()).numel():
-                vote |= _SPOILT if bool(gradient.isnan().any()) else _CLEARED
-        return vote
+                flags |= _SPOILT if bool(gradient.isnan().any()) else _CLEARED
+        return flags
 
     def _require_outermost(self) -> None:
         """Raise RuntimeError in a backward pass within another, whose end is none of the step's."""
@@ -431,10 +434,10 @@ class ReplicaState:
         return (self.process_set.rank() or 0) * self._place.shards + self._place.shard
 
 
-def _is_void(votes: Sequence[int]) -> bool:
+def _is_void(all_flags: Sequence[int]) -> bool:
     """Tell whether a pass does not count, as one does not that was added to NaN.
 
     What a program never clears, as it is in no optimizer, is NaN for good, and costs no more steps.
     """
-    said = functools.reduce(operator.or_, votes)
+    said = functools.reduce(operator.or_, all_flags)
     return bool(said & _VOID) or said & (_SPOILT | _CLEARED) == _SPOILT

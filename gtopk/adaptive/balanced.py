@@ -98,7 +98,7 @@ class BalancedLoader:
         options = self._options
         mine = [self._source.lead, options.max_batch or _NO_BOUND]
 
-        def work(transport: Transport, votes: list[int]) -> list[list[int]]:
+        def work(transport: Transport, all_flags: list[int]) -> list[list[int]]:
             return transport.gather_object(mine)
 
         facts = ["mode='balanced'", self._source.facts, *options.facts()]
@@ -122,7 +122,7 @@ class BalancedLoader:
         # Some ranks may have been a step ahead when it failed.
         mine = np.frombuffer(encode(self.state_dict()), np.uint8)
 
-        def work(transport: Transport, votes: list[int]) -> Any:
+        def work(transport: Transport, all_flags: list[int]) -> Any:
             return decode(transport.broadcast(mine, root=0).tobytes())
 
         state = here.engine.submit(f"{self._name}.state", [], work).wait()
@@ -150,7 +150,7 @@ class BalancedLoader:
         facts = [f"sample {start} of epoch {epoch}, at step {self.step}"]
         facts += self._source.open(epoch)
         name = f"{self._name}.epoch"
-        self._world.engine.submit(name, facts, lambda transport, votes: None).wait()
+        self._world.engine.submit(name, facts, lambda transport, all_flags: None).wait()
 
     def _compare(self, columns: Array) -> None:
         """Raise HorovodInternalError, on every rank, where ranks read unlike streams.
@@ -158,7 +158,7 @@ class BalancedLoader:
         Warns once, on rank 0, where nobody knows.
         """
 
-        def work(transport: Transport, votes: list[int]) -> bool:
+        def work(transport: Transport, all_flags: list[int]) -> bool:
             return require_the_same(transport, columns)
 
         is_known = self._world.engine.submit(f"{self._name}.stream", [], work).wait()
@@ -256,7 +256,7 @@ class BalancedLoader:
         self._exchanges.clear()
         mine = [seconds, self._memory.most or _NO_BOUND, exchange]
 
-        def work(transport: Transport, votes: list[int]) -> list[list[float]]:
+        def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
             return transport.gather_object(mine)
 
         records = self._world.engine.submit(f"{self._name}.window", [], work).wait()
@@ -314,7 +314,7 @@ class BalancedLoader:
         square = weight * float(gradient @ gradient) if size else 0.0
         mine = np.append(weight * gradient.numpy() if size else 0.0 * gradient.numpy(), square)
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, all_flags: list[int]) -> None:
             transport.allreduce(mine)
 
         facts = [f"gradients of {mine.size - 1} values"]

@@ -128,7 +128,7 @@ class Engine:
         name: str,
         facts: Sequence[str],
         work: Work,
-        vote: int = 0,
+        flags: int = 0,
         *,
         recipe: bytes | None = None,
         fusion: Sequence[Dense] = (),
@@ -137,14 +137,14 @@ class Engine:
 
         facts:  what must be equal on all ranks besides the name, in words: an error quotes those
                 that differ.
-        vote:   int64 that may differ; `work` gets every rank's, and leaves them as they are.
+        flags:   int64 that may differ; `work` gets every rank's, and leaves them as they are.
         recipe: what a rank that has joined needs to take part, equal on all ranks; None: it cannot.
         fusion: arrays to be reduced before `work` is called; see gtopk/fusion.py.
         Raises ValueError when an operation of this name is still in flight, HorovodInternalError
         after `close`.
         """
         intention = Intention(tuple(facts), recipe, tuple(map(layout_of, fusion)))
-        announced = Announcement(name, intention, vote)
+        announced = Announcement(name, intention, flags)
         operation = Operation(announced, self.transport.size, work, fusion, self._hurry, self._at)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
@@ -476,5 +476,5 @@ class Engine:
                 self._tell(Event("end", "negotiate", name, now))
 
 
-def _nothing(transport: Transport, votes: list[int]) -> None:
+def _nothing(transport: Transport, all_flags: list[int]) -> None:
     """Do nothing; agreeing was all."""

@@ -64,7 +64,7 @@ class Heartbeat:
         self._first_loss = threading.Event()
         self._lost: list[Lost] = []
 
-    def meet(self, transport: Transport, votes: Sequence[int]) -> None:
+    def meet(self, transport: Transport, all_flags: Sequence[int]) -> None:
         """Tell the other ranks where this one's companion hears; all ranks do so together."""
         address = own_address(one_host=len(transport.neighbours()) == transport.size)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

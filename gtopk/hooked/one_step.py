@@ -12,11 +12,11 @@ from collectives.transports import Transport
 from ..exchange.exchange import Exchanged
 from ..lanes.lanes import Lane
 
-NOT_FINITE: Final = 1  # a vote: this rank's gradients of the bucket are not
+NOT_FINITE: Final = 1  # flags: this rank's gradients of the bucket are not
 PREEMPTED: Final = 2  # this rank had SIGTERM
 
 
-def vote_of(lane: Lane) -> int:
+def flags_of(lane: Lane) -> int:
     """Return what this rank says of its gradients: of those on a GPU nothing, without a wait."""
     return NOT_FINITE if lane.on_host and not lane.all_finite() else 0
 
@@ -37,7 +37,7 @@ class OneStep:
         self._ran: list[Lane] = []
         self._void = False
 
-    def run(self, lane: Lane, transport: Transport, votes: Sequence[int]) -> Exchanged | None:
+    def run(self, lane: Lane, transport: Transport, all_flags: Sequence[int]) -> Exchanged | None:
         """Replace a bucket's gradients by what all ranks agreed on, or by NaN.
 
         Returns what the exchange did, applying included; None where there was none.
@@ -45,7 +45,7 @@ class OneStep:
         again = lane in self._ran  # a module that is used twice: what was before the step counts
         self._ran.append(lane)
         self.not_finite = []
-        self._void |= any(vote & NOT_FINITE for vote in votes)
+        self._void |= any(flags & NOT_FINITE for flags in all_flags)
         exchanged = None
         if not self._void:
             if not again:

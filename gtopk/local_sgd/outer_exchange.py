@@ -33,7 +33,7 @@ from ..world.process_sets import ProcessSet
 from ..world.world import World
 from ..wrapped.checkpoint import CHANGES
 
-# Of a vote, below the steps: this rank's replica is finite, it had SIGTERM, and some of its
+# Of the flags, below the steps: this rank's replica is finite, it had SIGTERM, and some of its
 # parameters are frozen and as they were.
 _FINITE, _PREEMPTED, _FROZEN = 1, 2, 4
 _STEPS_SHIFT: Final = 3
@@ -132,15 +132,15 @@ class OuterExchange:
         own, names = checksums(center), list(self._names.values())
         mine = [outer_steps, self._progress.steps, self._lane.record()]
 
-        def look(transport: Transport, votes: list[int]) -> tuple[bool, Any]:
+        def look(transport: Transport, all_flags: list[int]) -> tuple[bool, Any]:
             require_the_same(transport, own, names)
-            return any(votes), transport.broadcast_object(mine)
+            return any(all_flags), transport.broadcast_object(mine)
 
         of_any, said = self._engine.submit(
             f"{self._name}.replicas",
             self._facts([*facts, facts_of(self._compression)]),
             look,
-            vote=bool(unsent(self._residuals)),
+            flags=bool(unsent(self._residuals)),
         ).wait()
         outer_steps, self._progress.steps, record = said
         self._lane.resume(record)
@@ -203,7 +203,7 @@ class OuterExchange:
             f"{self._name}.outer",
             self._facts([*facts, self._lane.facts]),
             partial(self._work, mine, frozen),
-            vote=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
+            flags=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
             | (_PREEMPTED if preempted else 0)
             | (_FROZEN if frozen else 0),
         )
@@ -215,21 +215,21 @@ class OuterExchange:
         return Outcome(ranks, lost, everywhere, exchanged, operation)
 
     def _work(
-        self, mine: list[str], frozen: list[str], transport: Transport, votes: list[int]
+        self, mine: list[str], frozen: list[str], transport: Transport, all_flags: list[int]
     ) -> tuple[list[int], dict[int, list[str]], set[str], Exchanged | None]:
         """Run on the engine's thread, on every rank; return what an `Outcome` begins with."""
-        steps = [vote >> _STEPS_SHIFT for vote in votes]
+        steps = [flags >> _STEPS_SHIFT for flags in all_flags]
         preempted = [
-            transport.ranks[place] for place, vote in enumerate(votes) if vote & _PREEMPTED
+            transport.ranks[place] for place, flags in enumerate(all_flags) if flags & _PREEMPTED
         ]
         lost: dict[int, list[str]] = {}
-        if not all(vote & _FINITE for vote in votes):
+        if not all(flags & _FINITE for flags in all_flags):
             said = transport.gather_object(mine)
             lost = {rank: names for rank, names in zip(transport.ranks, said, strict=True) if names}
         if not any(steps):
             return preempted, lost, set(), None
         everywhere: set[str] = set()
-        if all(vote & _FROZEN for vote in votes):
+        if all(flags & _FROZEN for flags in all_flags):
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         self._lane.remember()
         share = steps[transport.rank] / sum(steps)

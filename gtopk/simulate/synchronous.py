@@ -54,7 +54,7 @@ class Clock:
 def gathered(name: str, *numbers: float) -> list[list[float]]:
     """Return every rank's numbers."""
 
-    def work(transport: Transport, votes: list[int]) -> list[list[float]]:
+    def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
         return transport.gather_object(numbers)
 
     result: list[list[float]] = world.current().engine.submit(name, [], work).wait()

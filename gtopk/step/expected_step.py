@@ -64,10 +64,10 @@ class ExpectedStep:
         homes = [lane.bucket.device for lane in lanes if isinstance(lane, Lane)]
         home = homes[0] if homes else torch.device("cpu")
 
-        def calibrate(transport: Transport, votes: list[int]) -> Calibration | None:
-            return calibration_of(transport, home) if all(votes) else None
+        def calibrate(transport: Transport, all_flags: list[int]) -> Calibration | None:
+            return calibration_of(transport, home) if all(all_flags) else None
 
-        self._calibration = peers.run("advice", [], calibrate, vote=settings.ADVICE.read())
+        self._calibration = peers.run("advice", [], calibrate, flags=settings.ADVICE.read())
         self.expect(lanes)
         if self._calibration is not None and here.rank == 0 and not here.advised:
             self._say(here, lanes, self._calibration)

@@ -40,9 +40,9 @@ class Peers:
         """Return how many they are."""
         return len(self.ranks)
 
-    def run(self, what: str, facts: Sequence[str], work: Work, vote: int = 0) -> Any:
+    def run(self, what: str, facts: Sequence[str], work: Work, flags: int = 0) -> Any:
         """Run something that concerns these parameters on all ranks together."""
-        return self.engine.submit(f"{self.name}.{what}", facts, work, vote=vote).wait()
+        return self.engine.submit(f"{self.name}.{what}", facts, work, flags=flags).wait()
 
     def run_without_joined(
         self, what: str, facts: Sequence[str], work: Callable[[Transport, list[int]], Any]
@@ -52,12 +52,12 @@ class Peers:
         work: is given those that have, by their ranks in the world; the same on all that run it.
         """
 
-        def without(transport: Transport, votes: list[int]) -> Any:
-            pairs = zip(transport.ranks, votes, strict=True)
+        def without(transport: Transport, all_flags: list[int]) -> Any:
+            pairs = zip(transport.ranks, all_flags, strict=True)
             return work(transport, [rank for rank, is_there in pairs if not is_there])
 
         name = f"{self.name}.{what}"
-        return self.engine.submit(name, facts, without, vote=1, recipe=LEFT_OUT).wait()
+        return self.engine.submit(name, facts, without, flags=1, recipe=LEFT_OUT).wait()
 
     def run_unless_joined(self, what: str, work: Callable[[Transport], Any]) -> Any:
         """Run it on all ranks together; return None, on all alike, where one of them has joined."""

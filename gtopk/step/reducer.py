@@ -303,8 +303,8 @@ class Reducer:
         self._ghost = ghost
         reduce = ghost.stand_in(index)
 
-        def work(transport: Transport, votes: list[int]) -> None:
-            self.progress.steps += reduce(transport, votes)
+        def work(transport: Transport, all_flags: list[int]) -> None:
+            self.progress.steps += reduce(transport, all_flags)
             here.note_preempted(ghost.preempted)
 
         return work

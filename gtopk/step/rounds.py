@@ -2,12 +2,12 @@
 
     lanes     0    1    2    last         a lane is submitted when its gradients are complete, the
     hooks     ^    ^    ^                 last one by `synchronize`: its operation is the step's end
-    engine    [0]  [1]  [2]  [last]       whose votes tell every rank whether the round counts
+    engine    [0]  [1]  [2]  [last]       whose flags tell every rank whether the round counts
 
-A vote says whether this rank's gradients are finite, which of them are missing, of how many samples
+Flags says whether this rank's gradients are finite, which of them are missing, of how many samples
 they are, and, in lanes that `synchronize` submits, whether the round is void: because gradients
 were changed after their lane was submitted, or belong to no lane. The last one also says whether
-this rank had SIGTERM (`preemption`). A rank does not wait for its GPU to vote: its gradients
+this rank had SIGTERM (`preemption`). A rank does not wait for its GPU to know them: its gradients
 pass for finite there, and their sum, the same on all ranks, tells. A rank that joins in the middle
 of a round submits what is left as void. So all ranks apply a round; or skip the step, where a
 gradient or a sum is not finite; or try again with what, and who, is there by then. Residuals that a
@@ -42,7 +42,7 @@ _NOT_FINITE: Final = 1
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
 _RECIPE: Final = b"as a lane"  # a rank that has joined has the lane, too
-_HERE: Final = 8  # not of a rank that has joined, whose vote is 0
+_HERE: Final = 8  # not of a rank that has joined, whose flags are 0
 _PREEMPTED: Final = 16
 _BROKEN_OFF: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
@@ -95,7 +95,7 @@ class Round:
     facts:   what must be equal on all ranks in every lane.
     samples: that this rank's gradients come from.
     weight:  what this rank's gradients are multiplied with in the sum; share: its own in the sum,
-             all ranks' add up to 1. Where `samples` says a number, the ranks' votes make both.
+             all ranks' add up to 1. Where `samples` says a number, the ranks' flags make both.
     scale:   what the gradients are divided by before the sum, which is multiplied with it.
     predivide: the same again, in lanes that hold nothing back.
     clip:    shortens them, once their weight is known.
@@ -290,8 +290,8 @@ class Round:
         self.stood_in.add(index)
         self.lanes[index].take_nothing(self._scale_of(self.lanes[index]))
 
-        def work(transport: Transport, votes: list[int]) -> bool:
-            self._work(index, [], transport, votes)
+        def work(transport: Transport, all_flags: list[int]) -> bool:
+            self._work(index, [], transport, all_flags)
             if index < len(self.lanes) - 1:
                 return False
             applies = not self.void and self.finite() and self._done == len(self.lanes)
@@ -330,15 +330,17 @@ class Round:
             lane.name,
             [self._facts, self.samples.facts, lane.facts],
             partial(self._work, index, missing),
-            vote=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.vote,
+            flags=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.flags,
             recipe=_RECIPE,
         )
 
-    def _work(self, index: int, missing: list[str], transport: Transport, votes: list[int]) -> None:
+    def _work(
+        self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
+    ) -> None:
         """Run on the engine's thread, in the same order on every rank."""
         begun = time.perf_counter()
         try:
-            self._reduce(index, missing, transport, votes)
+            self._reduce(index, missing, transport, all_flags)
             self._done += 1
         except BaseException:
             self._stopped = True
@@ -347,26 +349,28 @@ class Round:
             self.spans.append((begun, time.perf_counter()))
 
     def _reduce(
-        self, index: int, missing: list[str], transport: Transport, votes: list[int]
+        self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
         last = index == len(self.lanes) - 1
         if last:
-            places = enumerate(votes)
-            self.preempted = [transport.ranks[place] for place, vote in places if vote & _PREEMPTED]
-        self.changed |= any(vote & _CHANGED for vote in votes)
-        self.unplanned |= any(vote & _UNPLANNED for vote in votes)
+            places = enumerate(all_flags)
+            self.preempted = [
+                transport.ranks[place] for place, flags in places if flags & _PREEMPTED
+            ]
+        self.changed |= any(flags & _CHANGED for flags in all_flags)
+        self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
         # Where all have, the last lane need not be run last.
-        self.broken_off |= any(vote & _BROKEN_OFF for vote in votes)
+        self.broken_off |= any(flags & _BROKEN_OFF for flags in all_flags)
         if self.void or (self._stopped and not last):
             return
         if last and self._done < index:  # the ranks disagree about another lane
             return
-        self._look_at_missing(index, missing, transport, votes)
-        self._stopped |= any(vote & _NOT_FINITE for vote in votes)
+        self._look_at_missing(index, missing, transport, all_flags)
+        self._stopped |= any(flags & _NOT_FINITE for flags in all_flags)
         if not self._stopped:
             # Who has joined has no gradient, whatever it said last of how many samples it has.
-            if self.samples.count is not None and votes[transport.rank] & _HERE:
-                weight, share = self.samples.weight(votes), self.samples.share(votes)
+            if self.samples.count is not None and all_flags[transport.rank] & _HERE:
+                weight, share = self.samples.weight(all_flags), self.samples.share(all_flags)
                 self.lanes[index].weigh(self._factor(self.lanes[index], weight, share), share)
             self.lanes[index].remember()
             self.exchanged[index] = self.lanes[index].reduce(transport)
@@ -379,13 +383,13 @@ class Round:
             self.culprits = culprits if any(culprits) else []
 
     def _look_at_missing(
-        self, index: int, missing: list[str], transport: Transport, votes: list[int]
+        self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
         everywhere = set(missing)
-        here = [rank for rank, vote in enumerate(votes) if vote & _HERE]
-        if len({votes[rank] & _MISSING for rank in here}) > 1:
+        here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
+        if len({all_flags[rank] & _MISSING for rank in here}) > 1:
             said = transport.gather_object(missing)
-            heard = {transport.ranks[r]: said[r] for r in here if weighs(votes[r])}
+            heard = {transport.ranks[r]: said[r] for r in here if weighs(all_flags[r])}
             if len(set(map(tuple, heard.values()))) > 1:
                 if not self._missing_is_zero:
                     raise MismatchError(

@@ -40,7 +40,7 @@ def break_off_steps(engine: Engine) -> None:
 
 def _stand_in(reducers: Mapping[str, StandsIn], name: str, recipe: bytes) -> Work:
     if recipe == LEFT_OUT:
-        return lambda transport, votes: None
+        return lambda transport, all_flags: None
     of, _, index = name.rpartition(".")
     if of not in reducers:
         raise RuntimeError(f"this rank has joined, and its optimizer of {of} is no more")

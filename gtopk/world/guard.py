@@ -94,7 +94,7 @@ class Guard:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             self._handles_sigterm = True
         heartbeat = self._heartbeat
-        meet = heartbeat.meet if heartbeat else lambda transport, votes: None
+        meet = heartbeat.meet if heartbeat else lambda transport, all_flags: None
         self.member.engine.submit("heartbeat", [self._said_seconds], meet).wait()
         if heartbeat:
             heartbeat.start()

@@ -64,10 +64,13 @@ class Termination:
         For steps without such flags: of FSDP's replicas, Adasum, `adapt`'s modes but "balanced".
         """
         here = self._here()
-        votes = here.engine.submit(
-            "termination", [], lambda transport, votes: votes, vote=here.termination_requested
+        all_flags = here.engine.submit(
+            "termination",
+            [],
+            lambda transport, all_flags: all_flags,
+            flags=here.termination_requested,
         ).wait()
-        here.note_preempted([rank for rank, vote in enumerate(votes) if vote])
+        here.note_preempted([rank for rank, flags in enumerate(all_flags) if flags])
         return bool(self)
 
     def __enter__(self) -> Termination:

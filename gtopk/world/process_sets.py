@@ -158,7 +158,7 @@ def register(process_set: ProcessSet) -> None:
             f"a process set must have at least one rank, all of 0..{here.size - 1}, got {given}"
         )
 
-    def find_ranks(transport: Transport, votes: list[int]) -> list[int]:
+    def find_ranks(transport: Transport, all_flags: list[int]) -> list[int]:
         return given or _ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
 
     facts = "an mpi4py communicator" if given is None else f"ranks {given}"
@@ -232,7 +232,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     process_set.process_set_id = None
     facts = [f"number {number}"]
     name = f"remove_process_set.{number}"
-    here.engine.submit(name, facts, lambda transport, votes: None).wait()
+    here.engine.submit(name, facts, lambda transport, all_flags: None).wait()
     return True
 
 

@@ -93,10 +93,10 @@ class World:
         transport = self.transport = over_gpus(transport, [in_sight for *_, in_sight in places])
         checks_messages = checked_messages.wanted_on(transport)
 
-        def meet(transport: Transport, votes: Sequence[int]) -> tuple[Offset, float]:
+        def meet(transport: Transport, all_flags: Sequence[int]) -> tuple[Offset, float]:
             if checks_messages:  # all ranks alike: what they said of it was compared
                 transport.check_messages()
-            if not any(votes):
+            if not any(all_flags):
                 return Offset(), 0.0
             return clock_offset(transport), agree_on_now(transport)
 
@@ -116,7 +116,7 @@ class World:
             "init",
             [f"gtopk {__version__}", f"{settings.CHECK_MESSAGES.name}={checks_messages:d}"],
             meet,
-            vote=recorded,
+            flags=recorded,
         )
         try:
             self.clock, self.began_unix_seconds = init.wait()
@@ -161,7 +161,7 @@ class World:
         to remove it, is forgotten.
         """
 
-        def compare(transport: Transport, votes: Sequence[int]) -> tuple[int, list[int]]:
+        def compare(transport: Transport, all_flags: Sequence[int]) -> tuple[int, list[int]]:
             said = transport.gather_object([made, *sets])
             numbers = set(sets).intersection(*(numbers for _, *numbers in said))
             return max(made for made, *_ in said), sorted(numbers - {0})

@@ -86,7 +86,7 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
         raise ValueError(f"root_rank must be one of {list(peers.ranks)}, got {root}")
     rank, place = peers.rank, peers.ranks.index(root)
 
-    def work(transport: Transport, votes: list[int]) -> dict[str, Any] | None:
+    def work(transport: Transport, all_flags: list[int]) -> dict[str, Any] | None:
         if rank != place:
             transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
             return None

@@ -69,7 +69,7 @@ class DelayedLoader:
         self._passes = Passes(world.size, options.micro_batch)
         name = f"adapt.{next(world.sets[0].unnamed)}"
         facts = ["mode='abs'", f"{length} samples", *options.facts(), *optimizer._options.facts()]
-        world.engine.submit(name, facts, lambda transport, votes: None).wait()
+        world.engine.submit(name, facts, lambda transport, all_flags: None).wait()
         names = optimizer._parameter_names
         trained = [parameter for parameter in names if parameter.requires_grad]
         self._trained = set(trained)

@@ -59,8 +59,10 @@ class RoundWire:
     def ready(self, samples: int, is_last: bool) -> Waited:
         """Say that this rank may end the round."""
 
-        def work(transport: Transport, votes: list[int]) -> Ready:
-            return Ready(sum(vote >> 1 for vote in votes), any(vote & 1 for vote in votes))
+        def work(transport: Transport, all_flags: list[int]) -> Ready:
+            return Ready(
+                sum(flags >> 1 for flags in all_flags), any(flags & 1 for flags in all_flags)
+            )
 
         return self._submit("ready", [], work, samples << 1 | is_last)
 
@@ -70,17 +72,17 @@ class RoundWire:
         missing = [str(place) for place, each in enumerate(sums) if each is None]
         said, look, self.parted = self._settings.said(), self._replicas.begin(), None
 
-        def work(transport: Transport, votes: list[int]) -> Reduced:
-            counts = [vote >> _FLAGS & _COUNTS for vote in votes]
-            done = [vote >> _FLAGS + _COUNT_BITS for vote in votes]
-            culprits = [rank for rank, vote in enumerate(votes) if not vote & _FINITE]
+        def work(transport: Transport, all_flags: list[int]) -> Reduced:
+            counts = [flags >> _FLAGS & _COUNTS for flags in all_flags]
+            done = [flags >> _FLAGS + _COUNT_BITS for flags in all_flags]
+            culprits = [rank for rank, flags in enumerate(all_flags) if not flags & _FINITE]
             update: Sequence[torch.Tensor | None] | None = None
             if any(counts) and not culprits:
                 if look is not None:
                     self.parted = look(transport)
                 self._settings.agree(transport, said)
                 nowhere: set[str] = set()
-                if all(vote & _MISSES for vote in votes):
+                if all(flags & _MISSES for flags in all_flags):
                     nowhere = set.intersection(*map(set, transport.gather_object(missing)))
                 total = sum(counts)
                 update = self.exchange.reduce(transport, 1.0 / total, samples / total)
@@ -106,13 +108,13 @@ class RoundWire:
     def meet(self, facts: Sequence[str], drains: bool) -> list[int]:
         """Return, of every rank, whether it drains; waits for all of them."""
 
-        def work(transport: Transport, votes: list[int]) -> list[int]:
-            return list(votes)
+        def work(transport: Transport, all_flags: list[int]) -> list[int]:
+            return list(all_flags)
 
-        votes: list[int] = self._submit("pass", facts, work, int(drains)).wait()
-        return votes
+        all_flags: list[int] = self._submit("pass", facts, work, int(drains)).wait()
+        return all_flags
 
-    def _submit(self, what: str, facts: Sequence[str], work: Work, vote: int) -> Waited:
-        operation = self._engine.submit(f"{self._name}.{what}", facts, work, vote=vote)
+    def _submit(self, what: str, facts: Sequence[str], work: Work, flags: int) -> Waited:
+        operation = self._engine.submit(f"{self._name}.{what}", facts, work, flags=flags)
         self._steps.submitted(operation)
         return Waited(operation, self._steps.spent)

@@ -108,7 +108,9 @@ class Merging:
         Raises HorovodInternalError, on each of these, where nodes begin unlike ones.
         """
         if self._engine is not None:
-            met = self._engine.submit(f"{self._name}.epoch", [what], lambda transport, votes: None)
+            met = self._engine.submit(
+                f"{self._name}.epoch", [what], lambda transport, all_flags: None
+            )
             self._wait(met)
             self._steps.submitted(met)
         self._due, self._begun = -(-self._length // self._every), 0
@@ -163,7 +165,7 @@ class Merging:
         self._replica.prepare()
         count = self._counter.add(0) if is_last and self._counter is not None else 0
 
-        def work(transport: Transport, votes: list[int]) -> tuple[float, Any, int]:
+        def work(transport: Transport, all_flags: list[int]) -> tuple[float, Any, int]:
             counts = transport.gather_object(count)
             weight = 1.0 / transport.size
             return weight, self._replica.exchange(transport, weight), max(counts)
@@ -218,7 +220,7 @@ class Merging:
         if len(self._leaders) == 1:
             return
 
-        def work(transport: Transport, votes: list[int]) -> None:
+        def work(transport: Transport, all_flags: list[int]) -> None:
             if self._leads:
                 self._merge_all(transport.subset(self._leaders))
             transport.barrier()

@@ -123,7 +123,7 @@ def join_node(
     rows: list[dict[str, Any]] = []
     hosts: list[list[int]] = []
 
-    def work(transport: Transport, votes: list[int]) -> Node:
+    def work(transport: Transport, all_flags: list[int]) -> Node:
         rows.extend(transport.gather_object(mine))
         if options.nodes is None:
             nodes = find_nodes(transport)

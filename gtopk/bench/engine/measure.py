@@ -95,7 +95,7 @@ def step(engine: Engine, case: str, lengths: Sequence[int], rounds: int) -> Reco
     facts = [[f"torch.float32 [{length}] op=Sum"] for length in lengths]
     cycles: list[int] = []
 
-    def nothing(transport: Transport, votes: list[int]) -> None:
+    def nothing(transport: Transport, all_flags: list[int]) -> None:
         """Leave the sum where it is."""
 
     def reduce_all() -> None:

@@ -180,7 +180,7 @@ def run(options: argparse.Namespace, command: str) -> Results:
     )
 
 
-def _look_at_the_network(transport: Transport, votes: list[int]) -> dict[str, Any]:
+def _look_at_the_network(transport: Transport, all_flags: list[int]) -> dict[str, Any]:
     """Return its link, as measured, and where gloo's ranks are to meet."""
     network, _ = measure_network(transport)
     link = network.link(1)
@@ -203,11 +203,11 @@ def _open_gloo(master: str) -> Any:
     if here.rank == 0:
         store = TCPStore(master, 0, here.size, True, _START, wait_for_workers=False)
 
-    def tell(transport: Transport, votes: list[int]) -> int:
-        return max(votes)
+    def tell(transport: Transport, all_flags: list[int]) -> int:
+        return max(all_flags)
 
     port = here.engine.submit(
-        "bench.port", [], tell, vote=store.port if store is not None else 0
+        "bench.port", [], tell, flags=store.port if store is not None else 0
     ).wait()
     if store is None:
         store = TCPStore(master, port, here.size, False, _START)

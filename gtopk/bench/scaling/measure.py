@@ -53,7 +53,7 @@ class Clock:
         seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
         mine = [seconds, cpu_seconds, interface_bytes(self._interface) - sent]
 
-        def work(transport: Transport, votes: list[int]) -> list[list[float]]:
+        def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
             return transport.gather_object(mine)
 
         told: list[list[float]] = self._engine.submit("bench.scaling", [], work).wait()

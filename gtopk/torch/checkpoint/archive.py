@@ -430,7 +430,7 @@ def tell_outcomes(engine: Engine, writings: Sequence[Writing]) -> Operation:
     """
     mine = [_told(writing.outcome.result()) for writing in writings]
 
-    def work(transport: Transport, votes: list[int]) -> list[list[str]]:
+    def work(transport: Transport, all_flags: list[int]) -> list[list[str]]:
         return [list(each) for each in zip(*transport.gather_object(mine), strict=True)]
 
     return engine.submit("checkpoint.written", [each.path.name for each in writings], work)

@@ -26,7 +26,7 @@ from .tensors import (
     describe_each,
     empty_like,
     memory_of,
-    place_vote,
+    place_flags,
     require_tensor,
     require_tensors,
     write,
@@ -188,7 +188,7 @@ def _begin(
         for memory, dtype in zip(memories, dtypes, strict=True)
     ]
 
-    def work(transport: Transport, votes: list[int]) -> list[Any]:
+    def work(transport: Transport, all_flags: list[int]) -> list[Any]:
         if combines:
             combine(denses, transport)
         if on_gpu:
@@ -219,8 +219,8 @@ def _begin(
         else [f"{describe(tensor)} {reduction}" for tensor in tensors]
     )
     fusion = () if combines else denses
-    vote = place_vote(on_gpu)
-    return submit(kind, name, process_set, facts, work, finish, vote=vote, fusion=fusion)
+    flags = place_flags(on_gpu)
+    return submit(kind, name, process_set, facts, work, finish, flags=flags, fusion=fusion)
 
 
 def _begin_in_place(

@@ -12,7 +12,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called it; what is in flight stays so."""
     name = f"barrier.noname.{next(process_set.members.unnamed)}"
     # Agreeing on the operation is the barrier.
-    process_set.engine.submit(name, [], lambda transport, votes: None).wait()
+    process_set.engine.submit(name, [], lambda transport, all_flags: None).wait()
 
 
 def join(device: int = -1) -> int:
@@ -31,6 +31,8 @@ def join(device: int = -1) -> int:
     last: int = engine.join().wait()
     # Who joined early has counted fewer operations without a name than the others.
     count = next(everyone.unnamed)
-    counts = engine.submit("join.unnamed", [], lambda transport, votes: votes, vote=count).wait()
+    counts = engine.submit(
+        "join.unnamed", [], lambda transport, all_flags: all_flags, flags=count
+    ).wait()
     everyone.unnamed = itertools.count(max(counts))
     return last

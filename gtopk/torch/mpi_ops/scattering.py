@@ -30,7 +30,7 @@ from .tensors import (
     check,
     describe,
     describe_each,
-    place_vote,
+    place_flags,
     require_tensor,
     require_tensors,
 )
@@ -128,7 +128,7 @@ def _begin(
     ]
     finished = Finish()
 
-    def work(transport: Transport, votes: list[int]) -> list[Any]:
+    def work(transport: Transport, all_flags: list[int]) -> list[Any]:
         if scalar:
             raise MismatchError(
                 "reducescatter needs tensors with at least one dimension, got a scalar"
@@ -140,7 +140,7 @@ def _begin(
             return scatter(bounds, [dense.on_host for dense in denses], transport, reduction.end)
         mine = [dense.array for dense in denses if isinstance(dense.array, OnGpu)]
         with finished.on(likes[0].device, [each.made for each in mine]):
-            if all_on_gpu(votes):
+            if all_on_gpu(all_flags):
                 there = [each.tensor for each in mine]
                 return scatter(bounds, there, transport, reduction.end_on_gpu)
             copies = [each.on_host() for each in mine]
@@ -184,8 +184,8 @@ def _begin(
         if group
         else [f"{describe(tensor)} {reduction}" for tensor in tensors]
     )
-    vote = place_vote(on_gpu)
-    return submit(kind, name, process_set, facts, work, finish, vote=vote)
+    flags = place_flags(on_gpu)
+    return submit(kind, name, process_set, facts, work, finish, flags=flags)
 
 
 def _first_rows(tensor: torch.Tensor, size: int) -> list[int]:

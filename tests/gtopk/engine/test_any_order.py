@@ -43,7 +43,7 @@ def begin(engine: Engine, cast: Cast, seed: list[int]) -> dict[str, Operation]:
         operations[name] = engine.submit(
             name,
             [cast[name][rank]],
-            lambda transport, votes, array=array: float(array[0]),
+            lambda transport, all_flags, array=array: float(array[0]),
             fusion=[Dense(array)],
         )
     return operations

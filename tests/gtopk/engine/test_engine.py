@@ -29,21 +29,21 @@ def with_engine(program: Any, settings: Settings = QUICK) -> Any:
     return rank
 
 
-def nothing(transport: Any, votes: list[int]) -> None:
+def nothing(transport: Any, all_flags: list[int]) -> None:
     """Agreeing was all."""
 
 
 def total(value: float, length: int = 3) -> dict[str, Any]:
     """Return the arguments of an operation that adds the ranks' values."""
     array = np.full(length, value, np.float32)
-    return {"work": lambda transport, votes: array, "fusion": [Dense(array)]}
+    return {"work": lambda transport, all_flags: array, "fusion": [Dense(array)]}
 
 
 def test_operations_run_in_the_order_submitted(threads):
     def program(engine: Engine, rank: int) -> list[str]:
         ran: list[str] = []
         operations = [
-            engine.submit(name, [], lambda transport, votes, name=name: ran.append(name))
+            engine.submit(name, [], lambda transport, all_flags, name=name: ran.append(name))
             for name in "abc"
         ]
         for operation in reversed(operations):
@@ -64,7 +64,7 @@ def test_each_rank_may_submit_in_its_own_order(threads, ranks):
             mine = np.random.default_rng([rank, step]).permutation(names).tolist()
             operations = [
                 engine.submit(
-                    name, [], lambda transport, votes, name=name, ran=ran: ran.append(name)
+                    name, [], lambda transport, all_flags, name=name, ran=ran: ran.append(name)
                 )
                 for name in mine
             ]
@@ -98,7 +98,7 @@ def test_an_operation_stays_pending_across_barriers_until_the_last_rank_submits_
 def test_votes_may_differ_and_change_and_all_get_them(threads):
     def program(engine: Engine, rank: int) -> list[list[int]]:
         return [
-            engine.submit("a", [], lambda transport, votes: votes, vote=rank * step).wait()
+            engine.submit("a", [], lambda transport, all_flags: all_flags, flags=rank * step).wait()
             for step in (0, 1, 1, 5, -7, 0)
         ]
 
@@ -110,7 +110,7 @@ def test_votes_may_differ_and_change_and_all_get_them(threads):
 def test_a_mismatch_is_the_same_error_everywhere_and_the_next_operation_goes_on(threads):
     def program(engine: Engine, rank: int) -> tuple[str, str]:
         wrong = engine.submit("a", [f"shape [{rank // 2}]"], nothing)
-        right = engine.submit("b", [], lambda transport, votes: "fine")
+        right = engine.submit("b", [], lambda transport, all_flags: "fine")
         with pytest.raises(HorovodInternalError) as error:
             wrong.wait()
         return str(error.value), right.wait()
@@ -123,7 +123,7 @@ def test_a_name_that_has_a_slot_may_come_back_with_other_facts_on_all_ranks_not_
     def program(engine: Engine, rank: int) -> list[str]:
         said = []
         for facts in ("[3]", "[3]", "[4]", "[4]", f"[{4 + rank // 2}]", "[4]"):
-            operation = engine.submit("a", [facts], lambda transport, votes: "fine")
+            operation = engine.submit("a", [facts], lambda transport, all_flags: "fine")
             try:
                 said.append(operation.wait())
             except HorovodInternalError as error:
@@ -166,7 +166,7 @@ def test_ranks_that_wait_for_different_operations_are_told_and_go_on(threads):
 def test_a_name_in_flight_is_refused_and_free_afterwards(threads):
     def program(engine: Engine, rank: int) -> None:
         held = threading.Event()
-        operation = engine.submit("a", [], lambda transport, votes: held.wait())
+        operation = engine.submit("a", [], lambda transport, all_flags: held.wait())
         with pytest.raises(ValueError, match="'a' is still in flight"):
             engine.submit("a", [], nothing)
         held.set()
@@ -178,7 +178,7 @@ def test_a_name_in_flight_is_refused_and_free_afterwards(threads):
 
 def test_what_work_raises_is_what_wait_raises(threads):
     def program(engine: Engine, rank: int) -> None:
-        def work(transport: Any, votes: list[int]) -> None:
+        def work(transport: Any, all_flags: list[int]) -> None:
             raise ZeroDivisionError("boom")
 
         with pytest.raises(ZeroDivisionError, match="boom"):
@@ -206,7 +206,7 @@ def test_a_burst_is_one_cycle_and_its_small_arrays_one_reduction(threads):
             reductions = 0
             arrays = [np.full(5, number, np.float32) for number in range(50)]
             operations = [
-                engine.submit(name, [], lambda transport, votes, a=a: a, fusion=[Dense(a)])
+                engine.submit(name, [], lambda transport, all_flags, a=a: a, fusion=[Dense(a)])
                 for name, a in zip(names, arrays, strict=True)
             ]
             for number, operation in enumerate(operations):
@@ -441,7 +441,7 @@ def test_what_is_done_holds_no_array(threads):
     def program(engine: Engine, rank: int) -> bool:
         array = np.zeros(3)
         seen = weakref.ref(array)
-        engine.submit("a", [], lambda transport, votes: None, fusion=[Dense(array)]).wait()
+        engine.submit("a", [], lambda transport, all_flags: None, fusion=[Dense(array)]).wait()
         del array
         engine.submit("b", [], nothing).wait()  # by now the thread has let go, too
         return seen() is None

@@ -44,9 +44,9 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 for name in "ab"
             ]
 
-            def work(lane: Lane, number: int, transport: Transport, votes: list[int]) -> None:
+            def work(lane: Lane, number: int, transport: Transport, all_flags: list[int]) -> None:
                 began = time.perf_counter()
-                watched.ran(number, began, one_step.run(lane, transport, votes))
+                watched.ran(number, began, one_step.run(lane, transport, all_flags))
 
             for step in range(steps):
                 gtopk.log_samples(10 + step)
@@ -55,9 +55,9 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                     lane.parameters[0].grad = torch.randn(length)
                     lane.take(1.0 / here.size, 1.0)
                     number = watched.hand_over(lane)
-                    vote = NOT_FINITE if (step, number) == (bad, 1) else 0
+                    flags = NOT_FINITE if (step, number) == (bad, 1) else 0
                     operation = here.engine.submit(
-                        lane.name, [], partial(work, lane, number), vote=vote
+                        lane.name, [], partial(work, lane, number), flags=flags
                     )
                     watched.submitted(number, operation)
                     operations.append(operation)

@@ -15,8 +15,8 @@ from gtopk.hooked.one_step import NOT_FINITE, OneStep
 from gtopk.lanes.lanes import open_lane
 
 
-@pytest.mark.parametrize("vote", [0, NOT_FINITE])
-def test_gradients_are_written_on_the_stream_of_their_bucket(vote: int) -> None:
+@pytest.mark.parametrize("flags", [0, NOT_FINITE])
+def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(30))
     parameter.grad = torch.ones(30)
     lane = open_lane("lane", [parameter], ["parameter"], GTopK(0.1), Progress())
@@ -32,9 +32,9 @@ def test_gradients_are_written_on_the_stream_of_their_bucket(vote: int) -> None:
 
     lane.bucket.on_stream = on_stream
     taken = parameter.grad._version
-    OneStep().run(lane, local_world(1)[0], [vote])
+    OneStep().run(lane, local_world(1)[0], [flags])
     assert parameter.grad._version - taken == on_it > 0
-    assert parameter.grad.isnan().all() == bool(vote)
+    assert parameter.grad.isnan().all() == bool(flags)
 
 
 def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None:
@@ -44,10 +44,10 @@ def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None
     step, residual = OneStep(), lane.exchange.residual
     assert residual is not None
     seen = []
-    for votes in ([0], [0], [0], [NOT_FINITE]):  # the step before, then one of three
+    for all_flags in ([0], [0], [0], [NOT_FINITE]):  # the step before, then one of three
         parameter.grad = torch.arange(30.0)
         lane.take(1.0, 1.0)
-        step.run(lane, local_world(1)[0], votes)
+        step.run(lane, local_world(1)[0], all_flags)
         if not seen:
             assert step.close()
             seen.append(residual.after_last_step()["residual"].clone())

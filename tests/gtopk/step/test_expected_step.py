@@ -37,7 +37,7 @@ def peers(rank: int = 0, size: int = 8, takes_part: bool = True) -> Any:
     transport = SimpleNamespace(name="made up")
     here = SimpleNamespace(rank=rank, size=8, advised=False, transport=transport)
     return SimpleNamespace(
-        size=size, world=here, takes_part=takes_part, run=lambda *said, **vote: SLOW
+        size=size, world=here, takes_part=takes_part, run=lambda *said, **flags: SLOW
     )
 
 

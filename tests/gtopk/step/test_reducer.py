@@ -276,7 +276,7 @@ LOOKING = {"all": (), "some": (1,), "none": (0, 1)}
 
 @pytest.fixture(params=LOOKING)
 def looking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which ranks look at their gradients before they vote."""
+    """Which ranks look at their gradients before they send their flags."""
     blind = LOOKING[request.param]
     on_host = property(lambda lane: world.current().rank not in blind)
     monkeypatch.setattr(Lane, "on_host", on_host)

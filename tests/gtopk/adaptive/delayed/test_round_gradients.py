@@ -117,7 +117,7 @@ def test_a_ranks_part_of_a_round_is_clipped_to_its_share_before_the_residual() -
         update = here.engine.submit(
             "clipped",
             [],
-            lambda transport, votes: exchange.reduce(transport, 1 / sum(samples), share),
+            lambda transport, all_flags: exchange.reduce(transport, 1 / sum(samples), share),
         ).wait()
         return update[0], exchange.state_dict()["residual"], sums
 
